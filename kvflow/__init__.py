@@ -1,0 +1,67 @@
+"""Moves the KV cache of requests from prefill servers to decode servers.
+
+The public names are imported when they are first used, so that the pure packages (`kvflow.geometry`, `kvflow.state`)
+can be imported without any I/O library.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from kvflow.config import DecodeConfig, Limits, PrefillConfig, Timeouts
+    from kvflow.decode import DecodeRank, Handover, RoomReceiver
+    from kvflow.geometry.layout import KVLayout
+    from kvflow.geometry.shards import head_range
+    from kvflow.geometry.tensors import layout_from_tensors
+    from kvflow.observe.logs import configure_logging
+    from kvflow.prefill import PrefillRank, RoomSender
+    from kvflow.rank import RankStatistics
+    from kvflow.registry.server import Registry
+
+__all__ = [
+    "DecodeConfig",
+    "DecodeRank",
+    "Handover",
+    "KVLayout",
+    "Limits",
+    "PrefillConfig",
+    "PrefillRank",
+    "RankStatistics",
+    "Registry",
+    "RoomReceiver",
+    "RoomSender",
+    "Timeouts",
+    "configure_logging",
+    "head_range",
+    "layout_from_tensors",
+]
+
+__version__ = "0.1.0"
+
+_HOMES: Final = {
+    "DecodeConfig": "kvflow.config",
+    "DecodeRank": "kvflow.decode",
+    "Handover": "kvflow.decode",
+    "KVLayout": "kvflow.geometry.layout",
+    "Limits": "kvflow.config",
+    "PrefillConfig": "kvflow.config",
+    "PrefillRank": "kvflow.prefill",
+    "RankStatistics": "kvflow.rank",
+    "Registry": "kvflow.registry.server",
+    "RoomReceiver": "kvflow.decode",
+    "RoomSender": "kvflow.prefill",
+    "Timeouts": "kvflow.config",
+    "configure_logging": "kvflow.observe.logs",
+    "head_range": "kvflow.geometry.shards",
+    "layout_from_tensors": "kvflow.geometry.tensors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

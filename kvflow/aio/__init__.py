@@ -1,0 +1,1 @@
+"""Small tools for the event loop that anyio does not have."""

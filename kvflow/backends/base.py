@@ -1,0 +1,158 @@
+"""What kvflow asks of a transport. Everything fits behind these few methods.
+
+A backend belongs to one rank. It hides the library's threads and exceptions: every method is called on the event
+loop, none blocks it, and only `BackendError`s come out.
+"""
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from typing_extensions import Self
+
+from kvflow.geometry.layout import KVLayout, MemoryKind
+from kvflow.geometry.plan import Descriptors
+
+__all__ = ["Backend", "BackendEvent", "Capabilities", "NoticeArrived", "PostEnded", "PostInDoubt"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a transport can do.
+
+    Attributes:
+        in_band_notices: A notice can travel with a write and arrives only after its bytes. Without it, notices go
+            over the control channel when the write has ended.
+        memory_kinds: Kinds of memory it can register.
+    """
+
+    in_band_notices: bool
+    memory_kinds: frozenset[MemoryKind]
+
+
+@dataclass(frozen=True)
+class PostEnded:
+    """A posted write has ended: the transport will not touch its pages any more.
+
+    Attributes:
+        error: None if every byte is in the peer's memory, else what went wrong.
+    """
+
+    post_id: int
+    error: str | None
+
+
+@dataclass(frozen=True)
+class PostInDoubt:
+    """It cannot be told whether a posted write has ended. If it ever can, a `PostEnded` follows."""
+
+    post_id: int
+    error: str
+
+
+@dataclass(frozen=True)
+class NoticeArrived:
+    """A notice came in band. Nothing proves who sent it."""
+
+    payload: bytes
+
+
+BackendEvent = PostEnded | PostInDoubt | NoticeArrived
+
+
+class Backend(abc.ABC):
+    """One transport endpoint. Use it as an async context manager; leaving it is `aclose`.
+
+    Attributes:
+        name: As in the settings; two ranks must use the same.
+        capabilities: What it can do.
+    """
+
+    name: str
+    capabilities: Capabilities
+
+    @abc.abstractmethod
+    async def open(self, agent_name: str) -> None:
+        """Start the endpoint.
+
+        Args:
+            agent_name: Unique in the deployment and new at every start.
+
+        Raises:
+            BackendUnavailable: The library is missing or broken; says what to install.
+        """
+
+    @abc.abstractmethod
+    async def register(self, layout: KVLayout) -> None:
+        """Make the layout's allocations readable and writable for the transport, until `aclose`.
+
+        Raises:
+            RegistrationError: The memory kind is not supported, or the transport refused.
+        """
+
+    @abc.abstractmethod
+    def metadata(self) -> bytes:
+        """What a peer needs to write here, valid after `register`."""
+
+    @abc.abstractmethod
+    async def connect(self, peer: str, metadata: bytes) -> None:
+        """Get ready to write to a peer. Connecting to a connected peer again does nothing.
+
+        Args:
+            peer: The peer's agent name.
+            metadata: What its `metadata()` gave; not trusted.
+
+        Raises:
+            BackendError: The metadata is broken or of another transport.
+        """
+
+    @abc.abstractmethod
+    async def disconnect(self, peer: str) -> None:
+        """Release what is held for a peer, once its posts have ended.
+
+        An unknown peer is ignored, and so is everything on a closed backend.
+        """
+
+    @abc.abstractmethod
+    def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
+        """Start to write `descriptors.src` here to `descriptors.dst` there, and return at once.
+
+        Exactly one `PostEnded` follows for each post.
+
+        Args:
+            post_id: Chosen by the caller, never reused.
+            peer: A connected peer.
+            descriptors: At least one row.
+            notice: Delivered to the peer after the last byte; empty for none. Only with `in_band_notices`.
+
+        Raises:
+            BackendError: A range is not registered, or the peer is not connected; nothing was posted.
+        """
+
+    @abc.abstractmethod
+    def watch(self, *, active: bool) -> None:
+        """Say whether notices are expected, so that a polling transport polls sharply or hardly at all.
+
+        Does nothing on a closed backend.
+        """
+
+    @abc.abstractmethod
+    async def take_events(self) -> Sequence[BackendEvent]:
+        """Wait until something has happened, and take all of it. One caller at a time."""
+
+    @abc.abstractmethod
+    async def aclose(self) -> Sequence[BackendEvent]:
+        """Wait for posted writes within the backend's own bound, then stop: a fence for every write of this endpoint.
+
+        Returns:
+            What happened until the end and was not taken; every post has had its `PostEnded`.
+        """
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()

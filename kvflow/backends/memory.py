@@ -1,0 +1,257 @@
+"""A transport inside one process: it copies memory, needs no hardware, and can be told to misbehave.
+
+It is complete (handshake, in-band notices, settled and doubtful posts), so an engine integration can be tested with
+nothing else. Both ends must live in one process; they may live on different event loops in different threads.
+"""
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import anyio.lowlevel
+import numpy as np
+from typing_extensions import override
+
+from kvflow.aio.mailbox import Mailbox
+from kvflow.backends.base import Backend, BackendEvent, Capabilities, NoticeArrived, PostEnded, PostInDoubt
+from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
+from kvflow.errors import BackendError, RegistrationError
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.plan import Descriptors
+
+__all__ = ["Fabric", "FaultScript", "MappedRange", "MemoryBackend"]
+
+BYTES_PER_TURN: Final = 4 * 2**20
+"""Copied before the event loop gets a turn."""
+
+MAX_UNTAKEN: Final = 1_000_000
+"""Events kept for a rank that does not take them; notices beyond it are lost, as on a full receive queue."""
+
+Fault = Literal["fail", "doubt", "lose_notice"]
+
+
+@dataclass(frozen=True)
+class MappedRange:
+    """Pretend that `length` bytes of real memory at `real` lie at `address`, for example one with bit 63 set."""
+
+    address: int
+    length: int
+    real: int
+
+
+class FaultScript:
+    """What shall go wrong, decided post by post; shared by a test and the backend under test.
+
+    Attributes:
+        plan: Faults for the next posts, in order; None for a post that shall work.
+        posted: Posts that were started, in order, as (peer, number of bytes).
+    """
+
+    def __init__(self, plan: Iterable[Fault | None] = ()) -> None:
+        self.plan: deque[Fault | None] = deque(plan)
+        self.posted: list[tuple[str, int]] = []
+        self.is_holding = False
+        self._wake: list[Callable[[], None]] = []
+
+    def hold(self) -> None:
+        """Let posts start but not move until `release`."""
+        self.is_holding = True
+
+    def release(self) -> None:
+        """Let held posts move."""
+        self.is_holding = False
+        for wake in self._wake:
+            wake()
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called when held posts may move again."""
+        self._wake.append(wake)
+
+    def next(self, peer: str, num_bytes: int) -> Fault | None:
+        """Note a post and say what shall go wrong with it."""
+        self.posted.append((peer, num_bytes))
+        return self.plan.popleft() if self.plan else None
+
+
+class Fabric:
+    """The endpoints that can reach each other."""
+
+    def __init__(self) -> None:
+        self._endpoints: dict[str, MemoryBackend] = {}
+        self._lock = threading.Lock()
+
+    def join(self, name: str, endpoint: "MemoryBackend") -> None:
+        """Make an endpoint reachable."""
+        with self._lock:
+            self._endpoints[name] = endpoint
+
+    def leave(self, name: str) -> None:
+        """Make an endpoint unreachable."""
+        with self._lock:
+            self._endpoints.pop(name, None)
+
+    def find(self, name: str) -> "MemoryBackend | None":
+        """The endpoint of that name, if it is reachable."""
+        with self._lock:
+            return self._endpoints.get(name)
+
+
+DEFAULT_FABRIC: Final = Fabric()
+
+
+@dataclass
+class _Write:
+    post_id: int
+    peer: str
+    rows: deque[list[int]]
+    notice: bytes
+    fault: Fault | None
+
+
+class MemoryBackend(Backend):
+    """Copies within the process.
+
+    Args:
+        fabric: Which endpoints it can reach; all of the process by default.
+        mapped: Ranges whose addresses are not those of real memory.
+        faults: What shall go wrong with this endpoint's posts.
+    """
+
+    name = "memory"
+    capabilities = Capabilities(in_band_notices=True, memory_kinds=frozenset({"DRAM"}))
+
+    def __init__(
+        self,
+        *,
+        fabric: Fabric = DEFAULT_FABRIC,
+        mapped: Sequence[MappedRange] = (),
+        faults: FaultScript | None = None,
+    ) -> None:
+        self._fabric = fabric
+        self._mapped = tuple(mapped)
+        self._faults = faults
+        self._agent_name = ""
+        self._memory: RegisteredMemory | None = None
+        self._peers: dict[str, PeerMetadata] = {}
+        self._writes: deque[_Write] = deque()
+        self._doubtful: list[int] = []
+        self._is_open = False
+
+    @override
+    async def open(self, agent_name: str) -> None:
+        self._mailbox: Mailbox[BackendEvent] = Mailbox()
+        self._agent_name = agent_name
+        self._is_open = True
+        if self._faults is not None:
+            self._faults.attach(self._mailbox.wake)
+        self._fabric.join(agent_name, self)
+
+    @override
+    async def register(self, layout: KVLayout) -> None:
+        if layout.memory_kind not in self.capabilities.memory_kinds:
+            raise RegistrationError(
+                "backend cannot register this kind of memory", backend=self.name, memory_kind=layout.memory_kind
+            )
+        self._memory = RegisteredMemory(layout.allocations, layout.memory_kind, layout.device_id)
+
+    @override
+    def metadata(self) -> bytes:
+        if self._memory is None:
+            raise BackendError("no memory is registered yet", backend=self.name)
+        return PeerMetadata(self.name, self._agent_name.encode(), self._memory).pack()
+
+    @override
+    async def connect(self, peer: str, metadata: bytes) -> None:
+        theirs = PeerMetadata.unpack(metadata, backend=self.name)
+        if theirs.agent != peer.encode():
+            raise BackendError("peer's metadata belongs to another agent", peer=peer, agent=theirs.agent)
+        if self._fabric.find(peer) is None:
+            raise BackendError("peer is not in this process", peer=peer)
+        self._peers[peer] = theirs
+
+    @override
+    async def disconnect(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+
+    @override
+    def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
+        if not self._is_open or self._memory is None or peer not in self._peers:
+            raise BackendError("peer is not connected", peer=peer)
+        self._memory.check(descriptors.src, side="source")
+        self._peers[peer].memory.check(descriptors.dst, side="destination")
+        fault = self._faults.next(peer, descriptors.num_bytes) if self._faults else None
+        columns = np.column_stack((descriptors.src[:, 0], descriptors.dst[:, 0], descriptors.src[:, 1]))
+        self._writes.append(_Write(post_id, peer, deque(columns.tolist()), notice, fault))
+        self._mailbox.wake()
+
+    @override
+    def watch(self, *, active: bool) -> None:
+        """Nothing to do: a notice is put into the peer's mailbox."""
+
+    @override
+    async def take_events(self) -> Sequence[BackendEvent]:
+        """As the contract says; posts move while somebody waits here."""
+        while True:
+            has_moved = self._move()
+            events = self._mailbox.take_nowait()
+            if events:
+                return events
+            if has_moved:
+                await anyio.lowlevel.checkpoint()
+            else:
+                await self._mailbox.wait()
+
+    @override
+    async def aclose(self) -> Sequence[BackendEvent]:
+        if not self._is_open:
+            return ()
+        self._is_open = False
+        self._fabric.leave(self._agent_name)
+        stopped = [*self._doubtful, *(write.post_id for write in self._writes)]
+        self._writes.clear()
+        self._mailbox.put([PostEnded(post_id, "stopped by closing the endpoint") for post_id in stopped])
+        return self._mailbox.take_nowait()
+
+    def _move(self) -> bool:
+        """Copy a part of the oldest write, and put it behind the others; False if none may move."""
+        if not self._writes or (self._faults is not None and self._faults.is_holding):
+            return False
+        write = self._writes.popleft()
+        target = self._fabric.find(write.peer)
+        if write.fault == "fail" or target is None:
+            self._mailbox.put([PostEnded(write.post_id, "scripted failure" if target else "peer has left")])
+            return True
+        left = BYTES_PER_TURN
+        while write.rows and left > 0:
+            src, dst, length = write.rows.popleft()
+            ctypes.memmove(target.real_address(dst), self.real_address(src), length)
+            left -= length
+        if write.rows:
+            self._writes.append(write)
+        else:
+            self._end(write, target)
+        return True
+
+    def _end(self, write: "_Write", target: "MemoryBackend") -> None:
+        if write.fault == "doubt":
+            self._doubtful.append(write.post_id)
+            self._mailbox.put([PostInDoubt(write.post_id, "scripted doubt")])
+            return
+        if write.notice and write.fault != "lose_notice":
+            target.deliver(write.notice)
+        self._mailbox.put([PostEnded(write.post_id, None)])
+
+    def deliver(self, notice: bytes) -> None:
+        """Take a notice from another endpoint, on any thread."""
+        if len(self._mailbox) < MAX_UNTAKEN:
+            self._mailbox.put([NoticeArrived(notice)])
+
+    def real_address(self, address: int) -> int:
+        """Where the bytes of a registered address really are."""
+        for mapped in self._mapped:
+            if mapped.address <= address < mapped.address + mapped.length:
+                return mapped.real + (address - mapped.address)
+        return address

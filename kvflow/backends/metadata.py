@@ -1,0 +1,83 @@
+"""What backends exchange about themselves, and the range checks that follow from it.
+
+The libraries crash or write to the wrong place when they are given a range that is not registered, so every range is
+checked here first, on both sides. A damaged blob can poison a peer's name inside NIXL, so blobs carry a checksum.
+"""
+
+import zlib
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.errors import BackendError
+from kvflow.geometry.layout import MemoryKind, MemoryRange
+
+__all__ = ["PeerMetadata", "RegisteredMemory"]
+
+Words = NDArray[np.uint64]
+
+
+class RegisteredMemory(msgspec.Struct, frozen=True):
+    """Ranges that one side has registered; sorted, disjoint, all of one kind and device."""
+
+    ranges: tuple[MemoryRange, ...]
+    memory_kind: MemoryKind
+    device_id: int
+
+    def check(self, rows: Words, *, side: str) -> None:
+        """Refuse descriptors that do not lie inside one registered range each.
+
+        Args:
+            rows: uint64[n, 3], (address, length, device id).
+            side: "source" or "destination", for the error.
+
+        Raises:
+            BackendError: Naming the first row that does not fit.
+        """
+        starts = np.array([memory.address for memory in self.ranges], np.uint64)
+        lengths = np.array([memory.length for memory in self.ranges], np.uint64)
+        owner = np.searchsorted(starts, rows[:, 0], side="right") - 1
+        offset = rows[:, 0] - starts[owner]  # wraps where owner is -1; such rows are refused by that alone
+        inside = (owner >= 0) & (offset <= lengths[owner]) & (rows[:, 1] <= lengths[owner] - offset)
+        inside &= (rows[:, 1] > 0) & (rows[:, 2] == self.device_id)
+        if not inside.all():
+            address, length, device = (int(word) for word in rows[np.flatnonzero(~inside)[0]])
+            raise BackendError("range is not registered", side=side, address=hex(address), length=length, device=device)
+
+
+class PeerMetadata(msgspec.Struct, frozen=True):
+    """What a peer needs to write here.
+
+    Attributes:
+        agent: The library's own blob, opaque.
+        memory: What is registered.
+    """
+
+    backend: str
+    agent: bytes
+    memory: RegisteredMemory
+
+    def pack(self) -> bytes:
+        """Give the bytes that go into a hello."""
+        body = msgspec.msgpack.encode(self)
+        return zlib.crc32(body).to_bytes(4, "little") + body
+
+    @classmethod
+    def unpack(cls, data: bytes, *, backend: str) -> "PeerMetadata":
+        """Read a peer's metadata.
+
+        Raises:
+            BackendError: Damaged, or of another transport.
+        """
+        if zlib.crc32(data[4:]).to_bytes(4, "little") != data[:4]:
+            raise BackendError("peer metadata is damaged", num_bytes=len(data))
+        try:
+            metadata = msgspec.msgpack.decode(data[4:], type=cls)
+        except msgspec.DecodeError as error:
+            raise BackendError("peer metadata is malformed", detail=str(error)) from error
+        if metadata.backend != backend:
+            raise BackendError("peer uses another transport", mine=backend, theirs=metadata.backend)
+        if not metadata.memory.ranges:
+            raise BackendError("peer has registered no memory", backend=backend)
+        return metadata

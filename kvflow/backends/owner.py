@@ -1,0 +1,124 @@
+"""The one thread that owns a native agent.
+
+Native calls block, completions can only be polled, and the libraries are not safe for several threads. So each agent
+has one thread that makes every call: it runs the commands that the event loop sends, and polls in between, sharply
+while something is expected and rarely otherwise.
+"""
+
+import asyncio
+import concurrent.futures
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+__all__ = ["OwnerThread", "Polled"]
+
+Result = TypeVar("Result")
+
+COMMANDS_PER_ROUND = 32
+"""Commands run before polling is due again, so that a burst of posts does not hold up completions."""
+
+
+class Polled(Protocol):
+    """An agent as its owner thread sees it."""
+
+    def poll(self) -> None:
+        """Let the library make progress, and hand on what has happened."""
+
+    def is_busy(self) -> bool:
+        """Something is expected soon."""
+
+
+class OwnerThread:
+    """Runs commands for one agent and polls it.
+
+    Args:
+        name: Of the thread.
+        on_crash: Called on the thread when polling fails; it is not polled again.
+        busy_interval_s: Between polls while the agent is busy.
+        idle_interval_s: Between polls while it is not.
+    """
+
+    def __init__(
+        self, name: str, on_crash: Callable[[Exception], None], *, busy_interval_s: float, idle_interval_s: float
+    ) -> None:
+        self._on_crash = on_crash
+        self._busy_interval_s = busy_interval_s
+        self._idle_interval_s = idle_interval_s
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._agent: Polled | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def adopt(self, agent: Polled | None) -> None:
+        """Poll this agent from now on, or none. Call it on the owner thread."""
+        self._agent = agent
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Run a command on the thread, in order. It must not raise."""
+        self._commands.put(command)
+
+    async def call(self, function: Callable[[], Result]) -> Result:
+        """Run a function on the thread, in order, and give its result or raise its exception.
+
+        Cancelling the wait does not stop a function that has begun.
+        """
+        future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                _resolve(future, function)
+
+        self._commands.put(run)
+        return await asyncio.wrap_future(future)
+
+    async def stop(self) -> None:
+        """Run what is queued, then end the thread."""
+        ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._commands.put(lambda: ended.set_result(None))
+        self._commands.put(None)
+        await asyncio.wrap_future(ended)
+        self._thread.join()
+
+    def _run(self) -> None:
+        is_running = True
+        while is_running:
+            is_running = self._run_commands()
+            if self._agent is not None:
+                self._poll(self._agent)
+
+    def _poll(self, agent: Polled) -> None:
+        try:
+            agent.poll()
+        except Exception as error:  # noqa: BLE001 - the event loop raises it again; commands still have to be served
+            self._agent = None
+            self._on_crash(error)
+
+    def _run_commands(self) -> bool:
+        """Wait for commands until polling is due, and run a few; False once the thread should end."""
+        wait_s = self._interval_s()
+        for _ in range(COMMANDS_PER_ROUND):
+            try:
+                command = self._commands.get(timeout=wait_s)
+            except queue.Empty:
+                break
+            if command is None:
+                return False
+            command()
+            wait_s = 0.0
+        return True
+
+    def _interval_s(self) -> float | None:
+        if self._agent is None:
+            return None
+        return self._busy_interval_s if self._agent.is_busy() else self._idle_interval_s
+
+
+def _resolve(future: "concurrent.futures.Future[Any]", function: Callable[[], Any]) -> None:
+    try:
+        result = function()
+    except Exception as error:  # noqa: BLE001 - it is raised again, where the result is awaited
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,311 @@
+"""The same two ranks for engines with a synchronous scheduler loop.
+
+The event loop runs in a thread of its own. Nothing here waits for a transfer: a scheduler starts one, goes on with its
+steps, and asks `poll()` in between. Only opening and closing a rank wait.
+"""
+
+import abc
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Generic, TypeVar
+
+import anyio
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from typing_extensions import Self, override
+
+from kvflow import decode, prefill
+from kvflow.aio.mailbox import Mailbox
+from kvflow.backends.base import Backend
+from kvflow.config import DecodeConfig, PrefillConfig
+from kvflow.decode import Handover
+from kvflow.errors import KvflowError, LocalProtocolError, TransferFailed
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.pages import PageIndices, PageTable, TokenRange, check_page_tables
+from kvflow.rank import RankStatistics
+from kvflow.state.events import Chunk, ReadyEvent
+from kvflow.state.tables import Memory, Outcome
+from kvflow.transfer import Transfer
+
+__all__ = ["BlockingReceiver", "BlockingSender", "DecodeRank", "LoopThread", "Memory", "Outcome", "PrefillRank"]
+
+AnyRank = TypeVar("AnyRank", prefill.PrefillRank, decode.DecodeRank)
+
+
+class LoopThread:
+    """An event loop in a thread, which several ranks of a process can share. Use it as a context manager."""
+
+    def __enter__(self) -> Self:
+        self._stack = ExitStack()
+        self.portal: BlockingPortal = self._stack.enter_context(start_blocking_portal("asyncio", name="kvflow-loop"))
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+class _BlockingTransfer(abc.ABC):
+    """One room: a task on the event loop, and what the engine's thread may ask about it.
+
+    Made on the event loop.
+    """
+
+    def __init__(self, portal: BlockingPortal, transfer: Transfer) -> None:
+        self.room = transfer.room
+        self._portal = portal
+        self._transfer = transfer
+        self._error: KvflowError | None = None
+        self._ended = threading.Event()
+        self._scope = anyio.CancelScope()
+
+    @property
+    def memory(self) -> Memory:
+        """Whether somebody can still touch the pages."""
+        return self._transfer.memory
+
+    def poll(self) -> Outcome:
+        """Say how the transfer stands, without waiting.
+
+        Returns:
+            PENDING until it has ended *and* nobody can touch its pages (or `memory` says that they are quarantined).
+        """
+        if not self._ended.is_set():
+            return Outcome.PENDING
+        if self._error is not None:
+            return Outcome.FAILED
+        return self._transfer.outcome
+
+    def wait(self, timeout_s: float | None = None) -> Outcome:
+        """Wait until `poll` no longer says PENDING, or the time is up. For scripts and tests, not for schedulers."""
+        self._ended.wait(timeout_s)
+        return self.poll()
+
+    def abort(self) -> None:
+        """Give the transfer up. Go on polling: its pages may not be safe yet."""
+        self._portal.start_task_soon(self._cancel)
+
+    async def run(self) -> None:
+        """Do the transfer, on the event loop."""
+        try:
+            with self._scope:
+                await self._transfer_all()
+        except KvflowError as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    async def _cancel(self) -> None:
+        self._scope.cancel()
+
+    @abc.abstractmethod
+    async def _transfer_all(self) -> None: ...
+
+    def _check_success(self) -> None:
+        if not self._ended.is_set():
+            raise LocalProtocolError("transfer has not ended; poll first", room=self.room)
+        if self._error is not None:
+            raise self._error
+        if self._transfer.failure is not None:
+            raise self._transfer.error()
+
+
+class BlockingSender(_BlockingTransfer):
+    """One room, as the prefill engine sends it. Made by `PrefillRank.send`."""
+
+    def __init__(self, portal: BlockingPortal, layout: KVLayout, sender: prefill.RoomSender) -> None:
+        super().__init__(portal, sender)
+        self._layout = layout
+        self._sender = sender
+        self._chunks: Mailbox[Chunk] = Mailbox()
+
+    def chunk(self, tokens: TokenRange, pages: Mapping[str, PageIndices], *, ready: ReadyEvent | None = None) -> None:
+        """Send tokens that are computed, or will be when `ready` is; see `kvflow.RoomSender.chunk`.
+
+        Raises:
+            PlanError: A page table does not fit the pool or the tokens. Nothing was sent; the room stays open.
+        """
+        self._chunks.put([Chunk(tokens=tokens, pages=self._tables(tokens, pages), ready=ready)])
+
+    def finish(
+        self,
+        tokens: TokenRange,
+        pages: Mapping[str, PageIndices],
+        *,
+        metadata: bytes = b"",
+        ready: ReadyEvent | None = None,
+    ) -> None:
+        """Send the last tokens and the metadata; see `kvflow.RoomSender.finish`.
+
+        Raises:
+            PlanError: A page table does not fit the pool or the tokens. Nothing was sent; the room stays open.
+        """
+        tables = self._tables(tokens, pages)
+        self._chunks.put([Chunk(tokens=tokens, pages=tables, ready=ready, last=True, metadata=metadata)])
+
+    def result(self) -> None:
+        """Return if every decode rank has everything.
+
+        Raises:
+            LocalProtocolError: The transfer has not ended yet, or its chunks did not follow on each other.
+            TransferFailed: It failed or was aborted.
+        """
+        self._check_success()
+
+    def _tables(self, tokens: TokenRange, pages: Mapping[str, PageIndices]) -> dict[str, PageTable]:
+        return check_page_tables(pages, self._layout, tokens)
+
+    @override
+    async def _transfer_all(self) -> None:
+        async with self._sender, anyio.create_task_group() as tasks:
+            tasks.start_soon(self._feed, tasks.cancel_scope)
+            try:
+                await self._sender.delivered()
+            except TransferFailed as error:
+                self._error = error
+            tasks.cancel_scope.cancel()
+
+    async def _feed(self, scope: anyio.CancelScope) -> None:
+        """Pass chunks on in order; the first one that is refused gives the room up."""
+        try:
+            while True:
+                for chunk in await self._chunks.take():
+                    await self._sender.offer(chunk)
+        except KvflowError as error:
+            self._error = error
+            scope.cancel()
+
+
+class BlockingReceiver(_BlockingTransfer):
+    """One room, as the decode engine receives it. Made by `DecodeRank.receive`."""
+
+    def __init__(self, portal: BlockingPortal, receiver: decode.RoomReceiver) -> None:
+        super().__init__(portal, receiver)
+        self._receiver = receiver
+        self._handover: Handover | None = None
+
+    def result(self) -> Handover:
+        """Give what the transfer brought.
+
+        Raises:
+            LocalProtocolError: The transfer has not ended yet, or its room was in use.
+            TransferFailed: It failed or was aborted.
+        """
+        self._check_success()
+        if self._handover is None:
+            raise LocalProtocolError("transfer has no result", room=self.room)
+        return self._handover
+
+    @override
+    async def _transfer_all(self) -> None:
+        async with self._receiver:
+            self._handover = await self._receiver.done()
+
+
+class _BlockingRank(Generic[AnyRank]):
+    """A rank on the event loop of a thread. Use it as a context manager.
+
+    Args:
+        make_rank: Makes the rank; called on the event loop.
+        loop: The thread to run on; one of its own by default.
+    """
+
+    def __init__(self, make_rank: Callable[[], AnyRank], loop: LoopThread | None) -> None:
+        self._make_rank: Callable[[], AnyRank] = make_rank
+        self._loop = loop
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            loop = self._loop or stack.enter_context(LoopThread())
+            self._portal = loop.portal
+            self._rank: AnyRank = self._portal.call(self._make_rank)
+            stack.enter_context(self._portal.wrap_async_context_manager(self._rank))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def statistics(self) -> RankStatistics:
+        """Counts at this moment."""
+        return self._portal.call(self._rank.statistics)
+
+
+class PrefillRank(_BlockingRank[prefill.PrefillRank]):
+    """`kvflow.PrefillRank` for a scheduler loop. Use it as a context manager; the arguments are the same.
+
+    Args:
+        config: Settings.
+        layout: The pools to send from; they must stay allocated until the rank is closed.
+        backend: A transport to use instead of the one that the settings name.
+        loop: The thread to run on; one of its own by default.
+    """
+
+    def __init__(
+        self,
+        config: PrefillConfig,
+        layout: KVLayout,
+        backend: Backend | None = None,
+        *,
+        loop: LoopThread | None = None,
+    ) -> None:
+        super().__init__(lambda: prefill.PrefillRank(config, layout, backend), loop)
+        self._layout = layout
+
+    def send(self, room: int) -> BlockingSender:
+        """Start to send a room; see `kvflow.PrefillRank.send`. What is wrong with the room shows in `poll`."""
+        sender = self._portal.call(lambda: BlockingSender(self._portal, self._layout, self._rank.send(room)))
+        self._portal.start_task_soon(sender.run)
+        return sender
+
+
+class DecodeRank(_BlockingRank[decode.DecodeRank]):
+    """`kvflow.DecodeRank` for a scheduler loop. Use it as a context manager; the arguments are the same.
+
+    Args:
+        config: Settings.
+        layout: The pools to receive into; they must stay allocated until the rank is closed.
+        backend: A transport to use instead of the one that the settings name.
+        loop: The thread to run on; one of its own by default.
+    """
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        layout: KVLayout,
+        backend: Backend | None = None,
+        *,
+        loop: LoopThread | None = None,
+    ) -> None:
+        super().__init__(lambda: decode.DecodeRank(config, layout, backend), loop)
+
+    def receive(
+        self,
+        room: int,
+        *,
+        prefill: str,
+        tokens: TokenRange,
+        pages: Mapping[str, PageIndices],
+        num_ranks: int | None = None,
+        timeout_s: float | None = None,
+    ) -> BlockingReceiver:
+        """Start to receive a room; see `kvflow.DecodeRank.receive`. What is wrong with the room shows in `poll`.
+
+        Raises:
+            PlanError: A page table does not fit the pool or the tokens.
+        """
+
+        def make() -> BlockingReceiver:
+            receiver = self._rank.receive(
+                room, prefill=prefill, tokens=tokens, pages=pages, num_ranks=num_ranks, timeout_s=timeout_s
+            )
+            return BlockingReceiver(self._portal, receiver)
+
+        receiver = self._portal.call(make)
+        self._portal.start_task_soon(receiver.run)
+        return receiver

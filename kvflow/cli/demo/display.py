@@ -1,0 +1,103 @@
+"""What a person sees while the demo runs, and after it."""
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+from typing_extensions import Self
+
+from kvflow.cli.demo.coordinator import DemoResult
+from kvflow.cli.demo.options import DemoOptions
+from kvflow.cli.demo.sides import Report
+
+__all__ = ["ProgressDisplay", "print_result"]
+
+STAGE_WORDS = {
+    "bootstrap": "look up, compile routes, shake hands",
+    "enqueue": "granted chunks wait for their turn",
+    "planning": "page tables become descriptors",
+    "submit": "writes under way",
+    "aggregate": "first to last notice",
+}
+
+
+class ProgressDisplay:
+    """A bar for each side and what it does, on standard error. Use it as a context manager.
+
+    Where standard error is no terminal, what the sides do is printed line by line instead.
+    """
+
+    def __init__(self, options: DemoOptions) -> None:
+        self._console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description:<8}"),
+            BarColumn(bar_width=32),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[state]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        loading = f"loading {options.model}"
+        self._bars = {side: self._progress.add_task(side, total=None, state=loading) for side in ("prefill", "decode")}
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, side: str, report: Report) -> None:
+        """Take a report in."""
+        match report:
+            case {"event": "note", "text": text}:
+                self._state(side, text)
+            case {"event": "ready"}:
+                self._state(side, "ready")
+            case {"event": "chunk", "computed": done, "of": total}:
+                self._advance(side, done, total, f"{done} of {total} prompt tokens computed and on their way")
+            case {"event": "handover", "num_bytes": num_bytes, "notices": notices}:
+                self._state(side, f"{num_bytes / 1e6:.1f} MB received in {notices} chunks")
+            case {"event": "token", "count": done, "of": total}:
+                self._advance(side, done, total, f"{done} tokens generated")
+            case {"event": "stages"}:
+                self._state(side, "all pages delivered; computing the answer in one process, to compare")
+            case {"event": "answer" | "reference"}:
+                self._finish(side)
+
+    def _state(self, side: str, state: str) -> None:
+        self._progress.update(self._bars[side], state=state)
+        if not self._console.is_terminal:
+            self._console.print(f"{side}: {state}", highlight=False)
+
+    def _advance(self, side: str, done: int, total: int, state: str) -> None:
+        self._progress.update(self._bars[side], completed=done, total=total, state=state)
+
+    def _finish(self, side: str) -> None:
+        bar = self._progress.tasks[self._bars[side]]
+        total = bar.completed or 1
+        self._progress.update(self._bars[side], completed=total, total=total)
+        self._state(side, "done")
+
+
+def print_result(result: DemoResult) -> None:
+    """Print the answer, the figures and the verdict to standard output."""
+    console = Console()
+    console.print(Panel(Text(result.text.strip()), title="the decode side says", title_align="left"))
+    table = Table.grid(padding=(0, 2))
+    table.add_row("prefill -> decode", f"{result.prefill_tp} -> {result.decode_tp} ranks over {result.backend}")
+    table.add_row("cache moved", f"{result.prompt_tokens} tokens, {result.bytes / 1e6:.2f} MB")
+    table.add_row("goodput", f"{result.goodput_gbps:.2f} Gbit/s while writes were under way")
+    table.add_row("handover", f"{result.handover_ms:.2f} ms from last chunk ready to decode may run")
+    for stage, time_ms in result.stages_ms.items():
+        table.add_row(f"  {stage}", f"{time_ms:8.2f} ms  {STAGE_WORDS[stage]}")
+    console.print(table, highlight=False)
+    if result.identical:
+        console.print(f"[green]identical[/]: all {result.tokens} tokens equal those of one process", highlight=False)
+    else:
+        console.print("[red]different[/]: the tokens are not those of one process", highlight=False)

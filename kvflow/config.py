@@ -1,0 +1,128 @@
+"""Settings: frozen, checked once, passed in. Nothing here reads the environment; only the command line does."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from kvflow.errors import ConfigError
+
+__all__ = ["DecodeConfig", "Limits", "PrefillConfig", "RankConfig", "Timeouts"]
+
+
+WILDCARDS = ("tcp://*", "tcp://0.0.0.0", "tcp://[::]")
+
+
+def _check_address(setting: str, address: str) -> None:
+    if not address.startswith("tcp://") or ":" not in address.removeprefix("tcp://"):
+        raise ConfigError("address must look like tcp://host:port", setting=setting, value=address)
+
+
+def _check_positive(settings: "Timeouts | Limits") -> None:
+    for item in fields(settings):
+        value = getattr(settings, item.name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ConfigError("setting must be a positive number", setting=item.name, value=value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long each phase may take, in seconds on a monotonic clock.
+
+    Attributes:
+        handshake_s: Finding an instance and shaking hands with all of its ranks, on first contact.
+        transfer_s: A whole transfer as the decode rank sees it, queueing and computing on prefill included.
+        grant_s: How long finished pages wait on prefill for a decode rank that has not asked for them.
+        drain_s: How long to wait for the proof that pages are quiet before they are put into quarantine.
+        lease_s: Silence after which a peer is taken for lost; pings go out three times as often.
+    """
+
+    handshake_s: float = 5.0
+    transfer_s: float = 120.0
+    grant_s: float = 30.0
+    drain_s: float = 5.0
+    lease_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds, so that no peer and no burst can take more than its share.
+
+    Attributes:
+        transfers: Rooms open at once on a rank.
+        pending_grants: Grants kept for rooms that the prefill engine has not opened yet.
+        queued_chunks: Granted chunks that wait for their turn; beyond it `chunk()` waits.
+        posts_per_peer: Writes posted to one peer and not yet ended.
+        bytes_per_peer: Bytes of such writes; a single larger chunk still goes, alone.
+        metadata_bytes: Metadata of one transfer.
+        rows_planned_inline: Descriptors above which planning leaves the event loop for a worker thread.
+    """
+
+    transfers: int = 16_384
+    pending_grants: int = 16_384
+    queued_chunks: int = 1_024
+    posts_per_peer: int = 16
+    bytes_per_peer: int = 2**30
+    metadata_bytes: int = 65_536
+    rows_planned_inline: int = 20_000
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankConfig:
+    """What every rank needs to know.
+
+    Attributes:
+        instance: Name of the serving instance this rank belongs to, unique in the registry.
+        engine_rank: This worker's number within its instance.
+        num_ranks: Workers of the instance.
+        registry: ZMQ address of the registry, e.g. "tcp://10.0.0.1:7100".
+        backend: Transport by name: "nixl" or "memory".
+        backend_options: Passed to the backend, see its class.
+        timeouts: How long things may take.
+        limits: How much there may be of things.
+    """
+
+    instance: str
+    engine_rank: int = 0
+    num_ranks: int = 1
+    registry: str
+    backend: str = "nixl"
+    backend_options: Mapping[str, object] = field(default_factory=dict)
+    timeouts: Timeouts = Timeouts()
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        if not self.instance:
+            raise ConfigError("instance needs a name", instance=self.instance)
+        if not 0 <= self.engine_rank < self.num_ranks:
+            raise ConfigError("engine rank is out of range", engine_rank=self.engine_rank, num_ranks=self.num_ranks)
+        _check_address("registry", self.registry)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(RankConfig):
+    """Settings of a prefill rank.
+
+    Attributes:
+        bind: Address of its control socket; port 0 takes a free one.
+        advertise: Host under which decode ranks reach it; needed if `bind` is a wildcard.
+    """
+
+    bind: str = "tcp://127.0.0.1:0"
+    advertise: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_address("bind", self.bind)
+        if self.advertise is None and self.bind.startswith(WILDCARDS):
+            raise ConfigError("a wildcard address needs a host to advertise", bind=self.bind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(RankConfig):
+    """Settings of a decode rank. It opens no port, it only connects."""

@@ -1,0 +1,252 @@
+"""The service that an engine's decode worker embeds."""
+
+import dataclasses
+import itertools
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+import anyio
+from typing_extensions import Self
+
+from kvflow.backends.base import Backend, BackendEvent, NoticeArrived
+from kvflow.config import DecodeConfig
+from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, Stage
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.pages import PageIndices, TokenRange, check_page_tables
+from kvflow.rank import Rank
+from kvflow.registry import RegistryClient
+from kvflow.stages.aggregate import Aggregate
+from kvflow.stages.bootstrap import DecodeBootstrap
+from kvflow.stages.planning import WIRE_PAGES
+from kvflow.state import effects as ef
+from kvflow.state import events as ev
+from kvflow.state.effects import Handed
+from kvflow.transfer import Transfer
+from kvflow.wire.messages import Message, Notice, PeerId
+
+__all__ = ["DecodeRank", "Handover", "RoomReceiver"]
+
+NOTICES_BETWEEN_STAGES = 256
+
+SECRET_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What a complete transfer brought.
+
+    Attributes:
+        metadata: From the prefill engine: that of the lowest engine rank that sent any; empty if none did.
+        metadata_by_rank: All of it.
+        num_bytes: Bytes written into this rank's pages.
+        num_notices: Chunks they came in, over all prefill ranks.
+        elapsed_s: From the start of the receive to the last notice.
+        first_notice_s: From the start to the first notice.
+    """
+
+    metadata: bytes
+    metadata_by_rank: Mapping[int, bytes]
+    num_bytes: int
+    num_notices: int
+    elapsed_s: float
+    first_notice_s: float
+
+
+class DecodeRank(Rank["RoomReceiver"]):
+    """Receives the KV cache of rooms from prefill instances. Use it as an async context manager.
+
+    Args:
+        config: Settings.
+        layout: The pools to receive into; they must stay allocated until the rank is closed.
+        backend: A transport to use instead of the one that the settings name.
+
+    Raises:
+        ConfigError: The backend is not known.
+        BackendUnavailable: The transport's library is missing or broken.
+        RegistrationError: The transport does not take the memory.
+    """
+
+    def __init__(self, config: DecodeConfig, layout: KVLayout, backend: Backend | None = None) -> None:
+        super().__init__(config, layout, backend)
+        self._generations = itertools.count(1)
+        self._is_watching = False
+
+    def receive(
+        self,
+        room: int,
+        *,
+        prefill: str,
+        tokens: TokenRange,
+        pages: Mapping[str, PageIndices],
+        num_ranks: int | None = None,
+        timeout_s: float | None = None,
+    ) -> "RoomReceiver":
+        """Start to receive a room; use the result as an async context manager.
+
+        Leaving the block, by any way, means that no write can reach the pages any more (or `memory` says that they
+        are quarantined).
+
+        Args:
+            room: The router's id of the request, the same on both sides.
+            prefill: Name of the instance that computes it.
+            tokens: Positions `[start, stop)` that are wanted; `start` is past a prefix that this side has already,
+                and `(n, n)` asks for the metadata only.
+            pages: For each component, the pool pages to write `tokens` to: one for each page-sized block that the
+                range touches.
+            num_ranks: Decode ranks that receive this room; all ranks of this instance by default.
+            timeout_s: How long the whole transfer may take; from the settings by default.
+
+        Raises:
+            PlanError: A page table does not fit the pool or the tokens.
+            LocalProtocolError: On entry: the room is being received already, or the rank is not open.
+            CapacityExceeded: On entry: too many rooms are open.
+            TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
+        """
+        tables = check_page_tables(pages, self.layout, tokens, distinct=True)
+        timeout_s = self.config.timeouts.transfer_s if timeout_s is None else timeout_s
+        num_ranks = self.config.num_ranks if num_ranks is None else num_ranks
+        if timeout_s <= 0 or num_ranks < 1:
+            raise ConfigError("timeout and ranks must be positive", timeout_s=timeout_s, num_ranks=num_ranks)
+        wish = ev.ReceiveOpened(
+            room=room,
+            generation=0,
+            instance=prefill,
+            tokens=tokens,
+            pages={name: table.pages.astype(WIRE_PAGES).tobytes() for name, table in tables.items()},
+            num_decode_ranks=num_ranks,
+            timeout_s=timeout_s,
+            secret=secrets.token_bytes(SECRET_BYTES),
+        )
+        return RoomReceiver(self, wish)
+
+    def next_generation(self) -> int:
+        """A number that no transfer of this life has had."""
+        return next(self._generations)
+
+    def _open(self) -> None:
+        self._payload_in, payload_out = anyio.create_memory_object_stream[bytes](NOTICES_BETWEEN_STAGES)
+        self._payload_out = payload_out
+        self._registry = RegistryClient(self.config.registry, self._log)
+        self._bootstrap = DecodeBootstrap(
+            self._context, self.layout, self._backend, self._registry.lookup, self._on_message
+        )
+        self._aggregate = Aggregate(self._context, payload_out, self._note)
+
+    def _runners(self) -> list[Callable[[], Awaitable[None]]]:
+        return [self._aggregate.run, self._registry.run]
+
+    def _leave(self) -> None:
+        self._registry.close()
+        self._payload_in.close()
+        self._payload_out.close()
+
+    def _carry_out(self, effect: ef.Effect) -> None:
+        match effect:
+            case ef.GreetInstance(instance):
+                self._bootstrap.greet(instance)
+            case ef.ReportReceiver():
+                self._finish(effect)
+
+    def _finish(self, effect: ef.ReportReceiver) -> None:
+        receiver = self._transfers.get(effect.generation)
+        if receiver is not None and effect.handed is not None:
+            receiver.hand(effect.handed)
+            self._times.add(Stage.AGGREGATE, receiver.notices_s)
+        self._report(effect.generation, effect)
+
+    def _send(self, peer: PeerId, message: Message) -> None:
+        self._bootstrap.send(peer, message)
+
+    def _forget(self, peer: PeerId) -> None:
+        self._bootstrap.forget(peer)
+
+    def _on_message(self, peer: PeerId, message: Message) -> None:
+        if isinstance(message, Notice):
+            self._note(message)
+        self.dispatch(ev.MessageReceived(peer, message))
+
+    def _note(self, notice: Notice) -> None:
+        receiver = self._transfers.get(notice.generation)
+        if receiver is not None:
+            receiver.note_notice()
+
+    def _after_dispatch(self) -> None:
+        """Let the transport poll sharply while somebody may write here."""
+        is_watching = bool(self._core.receivers.rooms)
+        if is_watching != self._is_watching:
+            self._is_watching = is_watching
+            self._backend.watch(active=is_watching)
+
+    async def _take_backend_event(self, event: BackendEvent) -> None:
+        if isinstance(event, NoticeArrived):
+            await self._payload_in.send(event.payload)
+        else:
+            self._ignore("post_on_decode_rank")
+
+
+class RoomReceiver(Transfer):
+    """One room, as the decode engine receives it. Made by `DecodeRank.receive`."""
+
+    def __init__(self, rank: DecodeRank, wish: ev.ReceiveOpened) -> None:
+        super().__init__(wish.room)
+        self._rank = rank
+        self._wish = wish
+        self._opened_at = 0.0
+        self._notices_at = (0.0, 0.0)
+        self._num_noted = 0
+        self._handover: Handover | None = None
+
+    @property
+    def notices_s(self) -> float:
+        """Time from the first notice to the last so far."""
+        return self._notices_at[1] - self._notices_at[0]
+
+    async def done(self) -> Handover:
+        """Wait until the pages are complete.
+
+        Raises:
+            TransferFailed: They never will be. The pages are not quiet before the block is left.
+        """
+        await self._decided.wait()
+        self._raise_if_failed()
+        if self._handover is None:
+            raise LocalProtocolError("transfer has no result", room=self.room, outcome=self.outcome.value)
+        return self._handover
+
+    def note_notice(self) -> None:
+        """Remember when notices came."""
+        now = anyio.current_time()
+        self._notices_at = (self._notices_at[0] if self._num_noted else now, now)
+        self._num_noted += 1
+
+    def hand(self, handed: Handed) -> None:
+        """Take in what the core says a complete transfer brought."""
+        first = min(handed.metadata, default=None)
+        self._handover = Handover(
+            metadata=b"" if first is None else handed.metadata[first],
+            metadata_by_rank=handed.metadata,
+            num_bytes=handed.num_bytes,
+            num_notices=handed.num_notices,
+            elapsed_s=anyio.current_time() - self._opened_at,
+            first_notice_s=self._notices_at[0] - self._opened_at,
+        )
+
+    async def __aenter__(self) -> Self:
+        self._opened_at = anyio.current_time()
+        wish = dataclasses.replace(self._wish, generation=self._rank.next_generation())
+        self._rank.open_transfer(wish.generation, self, wish)
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        is_decided = self._decided.is_set()
+        await self._end()
+        if exc is None and is_decided:
+            self._raise_if_failed()
+
+    def _abort(self) -> None:
+        detail = "the decode engine left the room before it was complete"
+        self._rank.dispatch(ev.ReceiveAborted(self.room, self._rank.failure(FailureReason.ABORTED, detail)))

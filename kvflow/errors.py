@@ -1,0 +1,165 @@
+"""The error tree: one class for each thing a caller does differently.
+
+Every error carries its facts as `values`, never only as text, so that a caller (or a log line) reads them
+without parsing: `error.values["page"]`.
+"""
+
+import enum
+
+__all__ = [
+    "BackendError",
+    "BackendUnavailable",
+    "CapacityExceeded",
+    "ConfigError",
+    "FailureReason",
+    "KvflowError",
+    "LayoutError",
+    "LocalProtocolError",
+    "PlanError",
+    "ProtocolError",
+    "RegistrationError",
+    "RemoteProtocolError",
+    "RouteError",
+    "Stage",
+    "TransferFailed",
+    "Unreachable",
+]
+
+
+class KvflowError(Exception):
+    """Base of every error that kvflow raises on purpose.
+
+    Args:
+        message: What is wrong, without values in it, so that equal problems read equal.
+        values: The values that made it wrong, by name.
+    """
+
+    def __init__(self, message: str, /, **values: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.values = values
+
+    def __str__(self) -> str:
+        if not self.values:
+            return self.message
+        return f"{self.message} ({', '.join(f'{name}={value!r}' for name, value in self.values.items())})"
+
+
+class ConfigError(KvflowError):
+    """A setting is unusable: change the settings."""
+
+
+class LayoutError(KvflowError):
+    """A description of memory contradicts itself or the tensor it describes: change the pools."""
+
+
+class RouteError(KvflowError):
+    """Two sides do not fit each other; `values` names the cell or the field: pair other instances."""
+
+
+class PlanError(KvflowError):
+    """Page tables or a token range do not fit the pools: nothing was posted."""
+
+
+class ProtocolError(KvflowError):
+    """A rule of the protocol was broken; the subclass says by whom. No state changed."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This process broke the rule: fix the calling code."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke the rule: its message was dropped."""
+
+
+class CapacityExceeded(KvflowError):
+    """A bound from the settings is reached: retry later or raise the bound."""
+
+
+class Unreachable(KvflowError):
+    """Nobody answered in time, or a connection is gone: check addresses, start the other side, try again."""
+
+
+class BackendError(KvflowError):
+    """The transport library refused or failed an operation."""
+
+
+class BackendUnavailable(BackendError):
+    """The transport library is missing or broken; the message says what to install."""
+
+
+class RegistrationError(BackendError):
+    """Memory could not be registered with the transport."""
+
+
+class Stage(str, enum.Enum):
+    """Where in the pipeline something happened."""
+
+    BOOTSTRAP = "bootstrap"
+    ENQUEUE = "enqueue"
+    PLANNING = "planning"
+    SUBMIT = "submit"
+    AGGREGATE = "aggregate"
+
+
+class FailureReason(str, enum.Enum):
+    """Why a transfer did not succeed."""
+
+    UNREACHABLE = "unreachable"
+    """No registry, instance or rank answered in time."""
+    REFUSED = "refused"
+    """The peer answered the handshake with a refusal; `detail` has its reason."""
+    UNKNOWN_ROOM = "unknown_room"
+    """The prefill engine did not open this room before the deadline of the grant."""
+    ROOM_IN_USE = "room_in_use"
+    """The same decode rank asked twice for a room that is still being sent."""
+    NOT_GRANTED = "not_granted"
+    """The pages were ready, but a decode rank did not ask for them in time."""
+    TOKENS_NOT_SERVED = "tokens_not_served"
+    """Decode wants tokens that prefill does not have."""
+    INVALID_PAGES = "invalid_pages"
+    """A page table does not fit the pool or the token range."""
+    NOT_READY = "not_ready"
+    """The device failed before the pages were computed."""
+    INCOMPLETE = "incomplete"
+    """A rank said that it was finished, but its notices do not add up to what it owed."""
+    WRITE_FAILED = "write_failed"
+    """The transport reported that a write failed."""
+    ABORTED = "aborted"
+    """An engine cancelled; `rank` says which side."""
+    DEADLINE = "deadline"
+    """The deadline of the transfer passed."""
+    PEER_LOST = "peer_lost"
+    """A peer was not heard from within its lease."""
+    PEER_CLOSED = "peer_closed"
+    """A peer said that it is leaving."""
+    CAPACITY = "capacity"
+    """A bound of the peer is reached."""
+    PROTOCOL = "protocol"
+    """A peer broke the protocol within this transfer."""
+
+
+class TransferFailed(KvflowError):
+    """A transfer ended without success.
+
+    Attributes:
+        room: The room of the transfer.
+        reason: Why, for a program.
+        stage: The stage at which it was noticed.
+        rank: Who noticed it first, as "instance/engine_rank".
+        detail: Why, for a person.
+        quarantined: True if the pages cannot be proved quiet yet: they must not be used again until the rank
+            no longer lists them as quarantined.
+    """
+
+    def __init__(
+        self, room: int, reason: FailureReason, stage: Stage, rank: str, detail: str, *, quarantined: bool = False
+    ) -> None:
+        super().__init__("transfer failed", room=room, reason=reason.value, stage=stage.value, rank=rank, detail=detail)
+        self.room = room
+        self.reason = reason
+        self.stage = stage
+        self.rank = rank
+        self.detail = detail
+        self.quarantined = quarantined

@@ -1,0 +1,271 @@
+"""What the memory of one rank looks like: regions, components, layouts.
+
+A *cell* is the smallest thing that is ever moved: one head of one token, in one tensor of one layer. A `Region`
+says where each of its cells lies by strides alone, so that page order (NHD), head order (HND), interleaved K and
+V, or one allocation for all layers are the same thing to the planner: other strides.
+
+All addresses are unsigned 64-bit. Device addresses with bit 63 set are ordinary (Intel XPU has them).
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from kvflow.errors import LayoutError
+
+__all__ = ["ADDRESS_LIMIT", "Component", "KVLayout", "MemoryKind", "MemoryRange", "Region", "RegionKey"]
+
+ADDRESS_LIMIT = 2**64
+"""One past the last address, in bytes."""
+
+MAX_SLOTS = 2**31
+"""Page indices travel as uint32 and NIXL takes them as int32, so a pool has fewer slots than this."""
+
+MemoryKind = str
+"""Where memory is: "DRAM" (host) or "VRAM" (device), the transports' own words."""
+
+MEMORY_KINDS = ("DRAM", "VRAM")
+
+
+class RegionKey(NamedTuple):
+    """What names a region on every rank alike; two regions are the same data if their keys are equal."""
+
+    component: str
+    tensor: str
+    layer: int
+
+
+class MemoryRange(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Bytes to register with a transport: `[address, address + length)`."""
+
+    address: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """One past the last byte."""
+        return self.address + self.length
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of one layer in one paged pool.
+
+    The cell of token `t` of slot (page) `s` and global head `h` starts at
+    `address + s * slot_stride + t * token_stride + (h - heads[0]) * head_stride` and is `head_bytes` long.
+    All sizes and strides are bytes.
+
+    Attributes:
+        tensor: Which tensor: "k", "v", "latent", ...
+        layer: The model's own (global) layer number.
+        address: Address of the first cell, uint64.
+        slots: Number of pages in the pool.
+        slot_stride: From one page to the next.
+        tokens_per_slot: Page size in tokens.
+        token_stride: From one token of a page to the next.
+        heads: Global KV heads this rank holds, `(start, stop)`. An MLA latent has one head.
+        head_stride: From one head of a token to the next.
+        head_bytes: Size of one cell.
+        dtype: Name of the element type, as torch spells it ("bfloat16").
+        optional: The decode side can do without it (draft layers).
+
+    Raises:
+        LayoutError: A size is not positive, cells overlap, or an address passes 2**64.
+    """
+
+    tensor: str
+    layer: int
+    address: int
+    slots: int
+    slot_stride: int
+    tokens_per_slot: int
+    token_stride: int
+    heads: tuple[int, int]
+    head_stride: int
+    head_bytes: int
+    dtype: str
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_cells_are_disjoint()
+        if self.address < 0 or self.end > ADDRESS_LIMIT:
+            raise self._error("region does not fit into 64-bit addresses", address=self.address, end=self.end)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads held here."""
+        return self.heads[1] - self.heads[0]
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first byte of the first cell to the last byte of the last cell."""
+        return (
+            (self.slots - 1) * self.slot_stride
+            + (self.tokens_per_slot - 1) * self.token_stride
+            + (self.num_heads - 1) * self.head_stride
+            + self.head_bytes
+        )
+
+    @property
+    def end(self) -> int:
+        """One past the last byte."""
+        return self.address + self.span
+
+    def _check_sizes(self) -> None:
+        for name in ("slots", "tokens_per_slot", "head_bytes"):
+            if getattr(self, name) <= 0:
+                raise self._error("region size must be positive", field=name, value=getattr(self, name))
+        for name in ("slot_stride", "token_stride", "head_stride"):
+            if getattr(self, name) < 0:
+                raise self._error("region stride must not be negative", field=name, value=getattr(self, name))
+        if self.slots >= MAX_SLOTS:
+            raise self._error("region has too many slots", slots=self.slots, limit=MAX_SLOTS)
+        if not 0 <= self.heads[0] < self.heads[1]:
+            raise self._error("region must hold at least one head", heads=self.heads)
+        if self.layer < 0:
+            raise self._error("layer must not be negative", layer=self.layer)
+
+    def _check_cells_are_disjoint(self) -> None:
+        """Each axis, from the smallest stride up, must step over everything below it."""
+        axes = [
+            (self.head_stride, self.num_heads, "head_stride"),
+            (self.token_stride, self.tokens_per_slot, "token_stride"),
+            (self.slot_stride, self.slots, "slot_stride"),
+        ]
+        below = self.head_bytes
+        for stride, count, name in sorted(axis for axis in axes if axis[1] > 1):
+            if stride < below:
+                raise self._error("cells of the region overlap", field=name, stride=stride, needed=below)
+            below += stride * (count - 1)
+
+    def _error(self, message: str, **values: object) -> LayoutError:
+        return LayoutError(message, tensor=self.tensor, layer=self.layer, **values)
+
+
+class Component(msgspec.Struct, frozen=True):
+    """Regions that share one page table.
+
+    Raises:
+        LayoutError: No region, two regions with one key, or regions that differ in slots or page size.
+    """
+
+    name: str
+    regions: tuple[Region, ...]
+
+    def __post_init__(self) -> None:
+        if not self.regions:
+            raise LayoutError("component has no region", component=self.name)
+        first = self.regions[0]
+        seen: set[tuple[str, int]] = set()
+        for region in self.regions:
+            if (region.tensor, region.layer) in seen:
+                raise LayoutError(
+                    "two regions of a component have the same name",
+                    component=self.name,
+                    tensor=region.tensor,
+                    layer=region.layer,
+                )
+            seen.add((region.tensor, region.layer))
+            if (region.slots, region.tokens_per_slot) != (first.slots, first.tokens_per_slot):
+                raise LayoutError(
+                    "regions of a component must have the same pages",
+                    component=self.name,
+                    tensor=region.tensor,
+                    layer=region.layer,
+                    slots=(region.slots, first.slots),
+                    tokens_per_slot=(region.tokens_per_slot, first.tokens_per_slot),
+                )
+
+    @property
+    def slots(self) -> int:
+        """Pages of the pool."""
+        return self.regions[0].slots
+
+    @property
+    def tokens_per_slot(self) -> int:
+        """Page size in tokens."""
+        return self.regions[0].tokens_per_slot
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """All KV memory of one rank.
+
+    Attributes:
+        components: Pools, each with its own page table; "kv" is the usual name of the main one.
+        fingerprint: Names the content: model, revision, whatever makes two caches interchangeable. Two sides with
+            different fingerprints never exchange a byte.
+        allocations: What to register with the transport, sorted and disjoint; every region lies inside one.
+        memory_kind: "DRAM" or "VRAM".
+        device_id: Device ordinal; 0 for host memory.
+
+    Raises:
+        LayoutError: Two components of one name, or a region outside every allocation.
+    """
+
+    components: tuple[Component, ...]
+    fingerprint: str
+    allocations: tuple[MemoryRange, ...] = ()
+    memory_kind: MemoryKind = "DRAM"
+    device_id: int = 0
+
+    def __post_init__(self) -> None:
+        names = [component.name for component in self.components]
+        if not names or len(set(names)) != len(names):
+            raise LayoutError("layout needs components with distinct names", components=names)
+        if self.memory_kind not in MEMORY_KINDS:
+            raise LayoutError("unknown memory kind", memory_kind=self.memory_kind, known=MEMORY_KINDS)
+        if self.device_id < 0:
+            raise LayoutError("device id must not be negative", device_id=self.device_id)
+        if not self.allocations:
+            msgspec.structs.force_setattr(self, "allocations", merge_ranges(self._extents()))
+        self._check_allocations()
+
+    def component(self, name: str) -> Component:
+        """The component called `name`.
+
+        Raises:
+            LayoutError: There is none.
+        """
+        for component in self.components:
+            if component.name == name:
+                return component
+        raise LayoutError(
+            "layout has no such component", component=name, known=[component.name for component in self.components]
+        )
+
+    def regions(self) -> dict[RegionKey, Region]:
+        """Every region by its key, in declaration order."""
+        return {
+            RegionKey(component.name, region.tensor, region.layer): region
+            for component in self.components
+            for region in component.regions
+        }
+
+    def _extents(self) -> list[MemoryRange]:
+        return [MemoryRange(region.address, region.span) for region in self.regions().values()]
+
+    def _check_allocations(self) -> None:
+        if self.allocations != merge_ranges(self.allocations):
+            raise LayoutError("allocations must be sorted and disjoint", allocations=self.allocations)
+        for allocation in self.allocations:
+            if allocation.address < 0 or allocation.length <= 0 or allocation.end > ADDRESS_LIMIT:
+                raise LayoutError("allocation does not fit into 64-bit addresses", allocation=allocation)
+        for key, region in self.regions().items():
+            if not any(owner.address <= region.address and region.end <= owner.end for owner in self.allocations):
+                raise LayoutError("region lies outside every allocation", **key._asdict())
+
+
+def merge_ranges(ranges: Iterable[MemoryRange]) -> tuple[MemoryRange, ...]:
+    """Sort ranges and join those that overlap; neighbours that only touch stay apart.
+
+    Ranges that touch may be separate allocations, which a transport cannot register as one.
+    """
+    merged: list[MemoryRange] = []
+    for current in sorted(ranges):
+        if merged and current.address < merged[-1].end:
+            end = max(merged[-1].end, current.end)
+            merged[-1] = MemoryRange(merged[-1].address, end - merged[-1].address)
+        else:
+            merged.append(current)
+    return tuple(merged)

@@ -1,0 +1,1 @@
+"""What a person or a machine can see of kvflow from outside."""

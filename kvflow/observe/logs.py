@@ -1,0 +1,50 @@
+"""Structured logs: an event name plus values, one line each.
+
+kvflow logs through the standard library's logger "kvflow", so an embedding engine decides where lines go and which;
+without any configuration nothing is printed. `configure_logging` is for programs that are kvflow's own.
+"""
+
+import logging
+import sys
+from typing import Literal, TextIO
+
+import structlog
+from structlog.stdlib import BoundLogger, ProcessorFormatter
+from structlog.typing import Processor
+
+__all__ = ["LOGGER", "BoundLogger", "LogFormat", "configure_logging", "get_logger"]
+
+LogFormat = Literal["console", "json"]
+
+LOGGER = logging.getLogger("kvflow")
+LOGGER.addHandler(logging.NullHandler())
+
+_PROCESSORS: list[Processor] = [
+    structlog.stdlib.filter_by_level,
+    structlog.stdlib.add_log_level,
+    structlog.processors.TimeStamper(fmt="iso", utc=True),
+    structlog.processors.format_exc_info,
+    ProcessorFormatter.wrap_for_formatter,
+]
+
+
+def get_logger(**values: object) -> BoundLogger:
+    """Give a logger that adds `values` to each of its lines."""
+    logger: BoundLogger = structlog.wrap_logger(LOGGER, processors=_PROCESSORS, wrapper_class=BoundLogger)
+    return logger.bind(**values)
+
+
+def configure_logging(log_format: LogFormat, level: int = logging.INFO, stream: TextIO = sys.stderr) -> None:
+    """Print kvflow's log lines: one JSON object a line for machines, aligned columns for people."""
+    renderer: Processor
+    if log_format == "json":
+        renderer = structlog.processors.JSONRenderer()
+    else:
+        renderer = structlog.dev.ConsoleRenderer(colors=stream.isatty())
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        ProcessorFormatter(processors=[ProcessorFormatter.remove_processors_meta, renderer], foreign_pre_chain=[])
+    )
+    LOGGER.handlers[:] = [handler]
+    LOGGER.setLevel(level)
+    LOGGER.propagate = False

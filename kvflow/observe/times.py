@@ -1,0 +1,37 @@
+"""How long each stage took. Pure."""
+
+from dataclasses import dataclass, field
+
+from kvflow.errors import Stage
+
+__all__ = ["Duration", "StageTimes"]
+
+
+@dataclass
+class Duration:
+    """Durations of one kind, added up; seconds."""
+
+    count: int = 0
+    total_s: float = 0.0
+    max_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Note one duration."""
+        self.count += 1
+        self.total_s += seconds
+        self.max_s = max(self.max_s, seconds)
+
+
+@dataclass
+class StageTimes:
+    """Durations by stage.
+
+    What is measured: `bootstrap` one handshake with an instance; `enqueue` a granted chunk's wait for its turn;
+    `planning` one plan; `submit` one post, from the call to its end; `aggregate` first to last notice of a transfer.
+    """
+
+    stages: dict[Stage, Duration] = field(default_factory=lambda: {stage: Duration() for stage in Stage})
+
+    def add(self, stage: Stage, seconds: float) -> None:
+        """Note one duration."""
+        self.stages[stage].add(seconds)

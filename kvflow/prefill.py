@@ -1,0 +1,252 @@
+"""The service that an engine's prefill worker embeds."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from types import TracebackType
+
+import anyio
+import anyio.lowlevel
+from typing_extensions import Self
+
+from kvflow.backends.base import Backend, BackendEvent, PostEnded, PostInDoubt
+from kvflow.config import PrefillConfig
+from kvflow.errors import FailureReason, PlanError
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.pages import PageIndices, PageTable, TokenRange, check_page_tables
+from kvflow.rank import Rank
+from kvflow.registry import RegistryClient
+from kvflow.stages.bootstrap import PrefillBootstrap
+from kvflow.stages.enqueue import ChunkJob, Enqueue
+from kvflow.stages.planning import PlannedChunk, Planning
+from kvflow.stages.submit import Submit
+from kvflow.state import effects as ef
+from kvflow.state import events as ev
+from kvflow.state.events import Chunk, ReadyEvent
+from kvflow.transfer import Transfer
+from kvflow.wire.channel import Listener
+from kvflow.wire.messages import Card, Message, PeerId
+
+__all__ = ["PrefillRank", "RoomSender"]
+
+CHUNKS_BETWEEN_STAGES = 16
+
+
+class PrefillRank(Rank["RoomSender"]):
+    """Sends the KV cache of rooms to the decode ranks that ask for it. Use it as an async context manager.
+
+    Args:
+        config: Settings.
+        layout: The pools to send from; they must stay allocated until the rank is closed.
+        backend: A transport to use instead of the one that the settings name.
+
+    Raises:
+        ConfigError: The control address cannot be bound, or the backend is not known.
+        BackendUnavailable: The transport's library is missing or broken.
+        RegistrationError: The transport does not take the memory.
+    """
+
+    def __init__(self, config: PrefillConfig, layout: KVLayout, backend: Backend | None = None) -> None:
+        super().__init__(config, layout, backend)
+        self._bind = (config.bind, config.advertise)
+
+    @property
+    def endpoint(self) -> str:
+        """Address of the control socket, once the rank is open."""
+        return self._listener.endpoint
+
+    def send(self, room: int) -> "RoomSender":
+        """Start to send a room; use the result as an async context manager.
+
+        It may be started before any decode rank has asked, and before anything is computed. Leaving the block, by any
+        way, means that no post can read the source pages any more (or `memory` says that they are quarantined).
+
+        Args:
+            room: The router's id of the request, the same on both sides.
+
+        Raises:
+            LocalProtocolError: On entry: the room is in use, or the rank is not open.
+            CapacityExceeded: On entry: too many rooms are open.
+            TransferFailed: On exit: the transfer failed.
+        """
+        return RoomSender(self, room)
+
+    def _open(self) -> None:
+        job_in, job_out = anyio.create_memory_object_stream[ChunkJob](CHUNKS_BETWEEN_STAGES)
+        planned_in, planned_out = anyio.create_memory_object_stream[PlannedChunk](CHUNKS_BETWEEN_STAGES)
+        self._streams = (job_in, job_out, planned_in, planned_out)
+        self._listener = Listener(*self._bind)
+        self._registry = RegistryClient(self.config.registry, self._log)
+        self._bootstrap = PrefillBootstrap(self._context, self.layout, self._backend, self._listener, self._on_message)
+        geometry = self._bootstrap.geometry
+        self._enqueue = Enqueue(self._context, job_in, self._bytes_per_token)
+        self._planning = Planning(self._context, job_out, planned_in, geometry, self._enqueue.end)
+        self._submit = Submit(self._context, self._backend, planned_out, self._enqueue.end, self._send)
+
+    def _runners(self) -> list[Callable[[], Awaitable[None]]]:
+        card = Card(
+            peer=self.me,
+            num_ranks=self.config.num_ranks,
+            endpoint=self.endpoint,
+            backend=self._backend.name,
+            layout=self.layout,
+        )
+        return [
+            self._bootstrap.run,
+            self._enqueue.run,
+            self._planning.run,
+            self._submit.run,
+            self._registry.run,
+            lambda: self._registry.keep_registered(card),
+        ]
+
+    def _leave(self) -> None:
+        self._registry.unregister(self.me)
+        self._registry.close()
+        self._listener.close()
+        for stream in self._streams:
+            stream.close()
+
+    def _carry_out(self, effect: ef.Effect) -> None:
+        match effect:
+            case ef.EnqueueChunk():
+                self._enqueue.put(effect)
+            case ef.PostPlan():
+                self._submit.post(effect)
+            case ef.DropPlan():
+                self._submit.drop(effect)
+            case ef.DropChunks(delivery):
+                self._enqueue.drop(delivery)
+                self._planning.drop(delivery)
+            case ef.ReportSender():
+                self._report(effect.room, effect)
+
+    def _send(self, peer: PeerId, message: Message) -> None:
+        self._bootstrap.send(peer, message)
+
+    def _forget(self, peer: PeerId) -> None:
+        self._bootstrap.forget(peer)
+
+    def _on_message(self, peer: PeerId, message: Message) -> None:
+        self.dispatch(ev.MessageReceived(peer, message))
+
+    async def _take_backend_event(self, event: BackendEvent) -> None:
+        match event:
+            case PostEnded():
+                self._submit.ended(event)
+            case PostInDoubt():
+                self._submit.in_doubt(event)
+            case _:
+                self._ignore("notice_on_prefill_rank")
+
+    def _bytes_per_token(self, peer: PeerId) -> int:
+        geometry = self._bootstrap.geometry(peer)
+        return geometry.route.bytes_per_token if geometry else 0
+
+    def _num_queued(self) -> int:
+        return len(self._enqueue.queue) + self._enqueue.num_not_ready
+
+    def _num_posted(self) -> int:
+        return self._submit.num_posted
+
+    async def wait_for_room(self) -> None:
+        """Wait while too many chunks wait for their turn."""
+        await self._enqueue.wait_for_room()
+
+
+class RoomSender(Transfer):
+    """One room, as the prefill engine sends it. Made by `PrefillRank.send`."""
+
+    def __init__(self, rank: PrefillRank, room: int) -> None:
+        super().__init__(room)
+        self._rank = rank
+        self._is_finished = False
+
+    async def chunk(
+        self, tokens: TokenRange, pages: Mapping[str, PageIndices], *, ready: ReadyEvent | None = None
+    ) -> None:
+        """Send tokens that are computed, or will be when `ready` is.
+
+        Returns at once unless too many chunks wait already; the pages must stay as they are until the block is left.
+
+        Args:
+            tokens: Positions `[start, stop)` in the request; must continue the chunk before.
+            pages: For each component, the pool pages that hold `tokens`: one for each page-sized block that the
+                range touches, so a chunk that begins or ends within a page lists that page too.
+            ready: What to wait for first: its `synchronize` is called in a worker thread. A `torch.cuda.Event` that
+                was recorded after the last kernel that writes the pages.
+
+        Raises:
+            PlanError: A page table does not fit the pool or the tokens. Nothing was sent; the room stays open.
+            LocalProtocolError: The tokens do not continue the chunk before, or the room is not open.
+            TransferFailed: The transfer has failed in the meantime; there is no need to compute the rest.
+        """
+        await self.offer(Chunk(tokens=tokens, pages=self._tables(tokens, pages), ready=ready))
+
+    async def finish(
+        self,
+        tokens: TokenRange,
+        pages: Mapping[str, PageIndices],
+        *,
+        metadata: bytes = b"",
+        ready: ReadyEvent | None = None,
+    ) -> None:
+        """Send the last tokens, which may be none, and what the decode engine needs to go on.
+
+        Args:
+            tokens: As in `chunk`; `(n, n)` if everything was sent.
+            pages: As in `chunk`.
+            metadata: Opaque: first token, logprobs, ... The decode side takes that of the lowest rank that sent any.
+            ready: As in `chunk`.
+
+        Raises:
+            As in `chunk`; and PlanError if the metadata is too long.
+        """
+        tables = self._tables(tokens, pages)
+        await self.offer(Chunk(tokens=tokens, pages=tables, ready=ready, last=True, metadata=metadata))
+
+    async def offer(self, chunk: Chunk) -> None:
+        """Send a chunk whose page tables are checked already; `chunk` and `finish` come down to this.
+
+        Raises:
+            As in `finish`.
+        """
+        limit = self._rank.config.limits.metadata_bytes
+        if len(chunk.metadata) > limit:
+            raise PlanError("metadata is too long", room=self.room, num_bytes=len(chunk.metadata), limit=limit)
+        if self.failure is not None:
+            raise self.error()
+        self._rank.dispatch(ev.ChunkOffered(self.room, chunk))
+        self._is_finished = chunk.last
+        await self._rank.wait_for_room()
+        await anyio.lowlevel.checkpoint()
+
+    async def delivered(self) -> None:
+        """Wait until every decode rank has everything.
+
+        Raises:
+            TransferFailed: That will not happen.
+        """
+        await self._decided.wait()
+        self._raise_if_failed()
+
+    async def __aenter__(self) -> Self:
+        self._rank.open_transfer(self.room, self, ev.SendOpened(self.room))
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        is_abandoned = exc is None and not self._is_finished
+        try:
+            if exc is None and self._is_finished:
+                await self._decided.wait()
+        finally:
+            await self._end()
+        if exc is None and not is_abandoned:
+            self._raise_if_failed()
+
+    def _abort(self) -> None:
+        detail = "the prefill engine left the room before it was delivered"
+        self._rank.dispatch(ev.SendAborted(self.room, self._rank.failure(FailureReason.ABORTED, detail)))
+
+    def _tables(self, tokens: TokenRange, pages: Mapping[str, PageIndices]) -> dict[str, PageTable]:
+        return check_page_tables(pages, self._rank.layout, tokens)

@@ -1,0 +1,296 @@
+"""What a prefill rank and a decode rank share: the life cycle, the core with its clock, and the tasks.
+
+All of a rank runs in one task group on the event loop it is opened on. The core is only ever touched from there, so
+nothing needs a lock.
+"""
+
+import abc
+import logging
+import secrets
+from collections import deque
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Generic, NamedTuple, TypeVar
+
+import anyio
+from typing_extensions import Self
+
+from kvflow.aio.clock import Clock
+from kvflow.aio.tasks import OwnedTasks
+from kvflow.backends import create_backend
+from kvflow.backends.base import Backend, BackendEvent
+from kvflow.config import RankConfig
+from kvflow.errors import FailureReason, KvflowError, LocalProtocolError, Stage
+from kvflow.geometry.layout import KVLayout
+from kvflow.observe.logs import LOGGER, get_logger
+from kvflow.observe.times import StageTimes
+from kvflow.observe.trace import OddityLog, describe
+from kvflow.stages.context import StageContext
+from kvflow.stages.submit import agent_name
+from kvflow.state import effects as ef
+from kvflow.state import events as ev
+from kvflow.state.core import Core
+from kvflow.state.tables import Memory, Outcome
+from kvflow.transfer import Transfer
+from kvflow.wire.messages import Failure, Goodbye, Message, PeerId, RankId
+
+__all__ = ["Rank", "RankStatistics"]
+
+CLOSE_MARGIN_S = 1.0
+"""How much longer than the drain timeout closing may wait for the last transfers."""
+
+
+class RankStatistics(NamedTuple):
+    """Counts at one moment. The first five go back to zero when nothing is open.
+
+    Attributes:
+        rooms: Transfers that are open.
+        quarantined: Ended transfers whose pages are not proved quiet.
+        waiting_grants: Grants for rooms that are not open (prefill).
+        queued_chunks: Granted chunks that wait for their data, turn or credit (prefill).
+        posted: Writes that have begun and not ended (prefill).
+        deadlines: Deadlines that are set; each known peer has one or two.
+        peers: Peers that are known.
+        oddities: Ignored messages, by kind.
+        times: How long each stage took so far.
+    """
+
+    rooms: int
+    quarantined: int
+    waiting_grants: int
+    queued_chunks: int
+    posted: int
+    deadlines: int
+    peers: int
+    oddities: dict[str, int]
+    times: StageTimes
+
+
+AnyTransfer = TypeVar("AnyTransfer", bound=Transfer)
+
+
+class Rank(abc.ABC, Generic[AnyTransfer]):
+    """Base of both ranks. Use it as an async context manager.
+
+    Args:
+        config: Settings.
+        layout: Memory to send from or to receive into; it must stay allocated until the rank is closed.
+        backend: A transport to use instead of the one that the settings name.
+    """
+
+    def __init__(self, config: RankConfig, layout: KVLayout, backend: Backend | None = None) -> None:
+        self.config = config
+        self.layout = layout
+        self.me = PeerId(RankId(config.instance, config.engine_rank), secrets.randbits(64))
+        self._backend = backend or create_backend(config.backend, config.backend_options)
+        self._core = Core(self.me, config.timeouts, config.limits)
+        self._clock = Clock(self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()))
+        self._times = StageTimes()
+        self._log = get_logger(instance=config.instance, engine_rank=config.engine_rank)
+        self._oddities = OddityLog(self._log, anyio.current_time)
+        self._tasks = OwnedTasks(self._abandon)
+        self._context = StageContext(self.me, config, self.dispatch, self._tasks.start, self._times, self._log)
+        self._transfers: dict[int, AnyTransfer] = {}
+        self._events: deque[ev.Event] = deque()
+        self._is_dispatching = False
+        self._settled = anyio.Event()
+        self._is_open = False
+
+    async def __aenter__(self) -> Self:
+        await self._backend.open(agent_name(self.me))
+        try:
+            await self._backend.register(self.layout)
+            self._open()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._backend.aclose()
+            raise
+        await self._tasks.open()
+        for run in (self._clock.run, self._take_events, *self._runners()):
+            self._tasks.start(run)
+        self._is_open = True
+        self._log.info("rank_opened", incarnation=f"{self.me.incarnation:016x}", backend=self._backend.name)
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        with anyio.CancelScope(shield=True):
+            await self._close()
+        try:
+            return await self._tasks.close(exc_type, exc, traceback)
+        finally:
+            self._leave()
+            self._log.info("rank_closed", quarantined=len(self.quarantined()))
+
+    def statistics(self) -> RankStatistics:
+        """Counts at this moment."""
+        receivers = self._core.receivers
+        memories = [sender.state.memory for sender in self._core.senders.rooms.values()]
+        memories += [receiver.state.memory for receiver in receivers.receivers.values()]
+        num_quarantined = sum(memory is Memory.QUARANTINED for memory in memories)
+        return RankStatistics(
+            rooms=len(memories) - num_quarantined,
+            quarantined=num_quarantined,
+            waiting_grants=self._core.senders.num_waiting,
+            queued_chunks=self._num_queued(),
+            posted=self._num_posted(),
+            deadlines=len(self._core.deadlines),
+            peers=len(self._core.peers),
+            oddities=dict(self._oddities.counts),
+            times=self._times,
+        )
+
+    def dispatch(self, event: ev.Event) -> None:
+        """Tell the core what has happened, and carry out what follows.
+
+        An event that comes up while another's effects are carried out waits until they are.
+
+        Raises:
+            LocalProtocolError, CapacityExceeded: The engine asked for something that is not allowed now.
+        """
+        self._events.append(event)
+        if self._is_dispatching:
+            return
+        self._is_dispatching = True
+        try:
+            while self._events:
+                current = self._events.popleft()
+                effects = self._core.handle(current, anyio.current_time())
+                self._trace(current, effects)
+                for effect in effects:
+                    self._perform(effect)
+        finally:
+            self._is_dispatching = False
+        self._clock.check()
+        self._after_dispatch()
+
+    def open_transfer(self, key: int, transfer: AnyTransfer, event: ev.Event) -> None:
+        """Put a transfer on record and tell the core that it begins.
+
+        Raises:
+            LocalProtocolError, CapacityExceeded: It may not begin; nothing has changed.
+        """
+        if not self._is_open:
+            raise LocalProtocolError("rank is not open", room=transfer.room)
+        before = self._transfers.get(key)
+        self._transfers[key] = transfer
+        try:
+            self.dispatch(event)
+        except KvflowError:
+            del self._transfers[key]
+            if before is not None:
+                self._transfers[key] = before
+            raise
+
+    def quarantined(self) -> list[AnyTransfer]:
+        """Ended transfers whose pages are not proved quiet: they must not be used again while they are listed."""
+        return [transfer for transfer in self._transfers.values() if transfer.memory is Memory.QUARANTINED]
+
+    def failure(self, reason: FailureReason, detail: str) -> Failure:
+        """A failure that this rank or its engine caused."""
+        stage = Stage.BOOTSTRAP if reason is FailureReason.PEER_CLOSED else Stage.ENQUEUE
+        return self._context.failure(reason, stage, detail)
+
+    # What differs between the two kinds -----------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _open(self) -> None:
+        """Make the sockets and stages, on the event loop."""
+
+    @abc.abstractmethod
+    def _runners(self) -> list[Callable[[], Awaitable[None]]]:
+        """What has to run for as long as the rank is open."""
+
+    @abc.abstractmethod
+    def _carry_out(self, effect: ef.Effect) -> None:
+        """Carry out an effect that only this kind of rank knows."""
+
+    @abc.abstractmethod
+    def _send(self, peer: PeerId, message: Message) -> None:
+        """Send to a greeted peer."""
+
+    @abc.abstractmethod
+    def _forget(self, peer: PeerId) -> None:
+        """Drop what is held for a peer that has left."""
+
+    @abc.abstractmethod
+    async def _take_backend_event(self, event: BackendEvent) -> None:
+        """Take in what the transport says."""
+
+    @abc.abstractmethod
+    def _leave(self) -> None:
+        """Close the sockets."""
+
+    def _after_dispatch(self) -> None:
+        """Look at what has changed after a step of the core."""
+
+    def _num_queued(self) -> int:
+        return 0
+
+    def _num_posted(self) -> int:
+        return 0
+
+    # What does not --------------------------------------------------------------------------------------------------
+
+    def _perform(self, effect: ef.Effect) -> None:
+        match effect:
+            case ef.SendMessage(peer, message):
+                self._send(peer, message)
+            case ef.CountOddity():
+                self._oddities.count(effect)
+            case ef.ForgetPeer(peer):
+                self._forget(peer)
+            case _:
+                self._carry_out(effect)
+
+    def _report(self, key: int, effect: ef.ReportSender | ef.ReportReceiver) -> None:
+        """Pass on to the engine how a transfer stands; forget it when nothing more can follow."""
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            return
+        transfer.report(effect.outcome, effect.memory, effect.failure)
+        if effect.memory is Memory.SAFE:
+            del self._transfers[key]
+        if not any(other.memory in (Memory.HELD, Memory.DRAINING) for other in self._transfers.values()):
+            self._settled.set()
+
+    def _trace(self, event: ev.Event, effects: list[ef.Effect]) -> None:
+        reports = [effect for effect in effects if isinstance(effect, (ef.ReportSender, ef.ReportReceiver))]
+        for effect in reports:
+            name, values = describe(effect)
+            level = logging.INFO if effect.failure is None else logging.WARNING
+            self._log.log(level, name, **values)
+        if LOGGER.isEnabledFor(logging.DEBUG):
+            name, values = describe(event)
+            self._log.debug(name, **values, effects=[type(effect).__name__ for effect in effects])
+
+    async def _take_events(self) -> None:
+        while True:
+            for event in await self._backend.take_events():
+                await self._take_backend_event(event)
+
+    def _abandon(self) -> None:
+        """Nobody will report any more: what is open cannot be proved quiet."""
+        failure = self._context.failure(FailureReason.PEER_CLOSED, Stage.ENQUEUE, "a task of this rank failed")
+        for transfer in self._transfers.values():
+            if transfer.memory is not Memory.SAFE:
+                outcome = Outcome.FAILED if transfer.outcome is Outcome.PENDING else transfer.outcome
+                transfer.report(outcome, Memory.QUARANTINED, transfer.failure or failure)
+        self._settled.set()
+
+    def _ignore(self, kind: str) -> None:
+        self._oddities.count(ef.CountOddity(kind, None, None))
+
+    async def _close(self) -> None:
+        """End every transfer, stop the transport and say goodbye. The tasks that did it are ended after this."""
+        self._is_open = False
+        self.dispatch(ev.ClosingStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is closing")))
+        if any(transfer.memory in (Memory.HELD, Memory.DRAINING) for transfer in self._transfers.values()):
+            self._settled = anyio.Event()
+            with anyio.move_on_after(self.config.timeouts.drain_s + CLOSE_MARGIN_S):
+                await self._settled.wait()
+        for event in await self._backend.aclose():
+            await self._take_backend_event(event)
+        for peer in self._core.connected_peers():
+            self._send(peer, Goodbye(peer=self.me))

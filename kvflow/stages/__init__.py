@@ -1,0 +1,1 @@
+"""The pipeline, one file a stage, in the order data flows."""

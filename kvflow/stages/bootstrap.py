@@ -1,0 +1,324 @@
+"""First stage: two ranks get to know each other, once.
+
+The decode rank looks its prefill instance up, works out which prefill rank owes it which cells, and says hello to all
+of them at once. Each prefill rank checks what it is asked for, connects its transport, and welcomes or refuses.
+Afterwards this stage holds the lines over which the two talk.
+"""
+
+from collections.abc import Awaitable, Callable
+
+import anyio
+import anyio.to_thread
+
+from kvflow.backends.base import Backend
+from kvflow.errors import FailureReason, KvflowError, RemoteProtocolError, RouteError, Stage, Unreachable
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.routes import Route, bind_route, compile_routes
+from kvflow.stages.context import StageContext
+from kvflow.stages.planning import PeerGeometry
+from kvflow.stages.submit import agent_name
+from kvflow.state.events import GreetedRank, InstanceGreeted, InstanceUnreachable, PeerGreeted, PeerLeft
+from kvflow.wire.channel import Dialer, Listener
+from kvflow.wire.codec import decode_frames, encode
+from kvflow.wire.messages import PROTOCOL_VERSION, Card, Goodbye, Hello, Message, PeerId, Refuse, Welcome
+
+__all__ = ["DecodeBootstrap", "PrefillBootstrap"]
+
+HELLOS_AT_ONCE = 16
+"""Handshakes that a prefill rank works on at the same time; the rest wait."""
+
+
+class PrefillBootstrap:
+    """The prefill side: answers hellos, and holds one line to each greeted decode rank.
+
+    Args:
+        context: Of this rank.
+        layout: Of this rank.
+        backend: Connected to each decode rank that fits.
+        listener: The control socket.
+        on_message: Takes every other message of a greeted peer.
+    """
+
+    def __init__(
+        self,
+        context: StageContext,
+        layout: KVLayout,
+        backend: Backend,
+        listener: Listener,
+        on_message: Callable[[PeerId, Message], None],
+    ) -> None:
+        self.num_rejected = 0
+        self._context = context
+        self._layout = layout
+        self._backend = backend
+        self._listener = listener
+        self._on_message = on_message
+        self._peers: dict[bytes, PeerId] = {}
+        self._lines: dict[PeerId, bytes] = {}
+        self._geometry: dict[PeerId, PeerGeometry] = {}
+        self._slots = anyio.CapacityLimiter(HELLOS_AT_ONCE)
+
+    def geometry(self, peer: PeerId) -> PeerGeometry | None:
+        """What a decode rank wants and where; None if it is not known."""
+        return self._geometry.get(peer)
+
+    async def run(self) -> None:
+        """Take messages from everybody, for ever."""
+        while True:
+            connection, frames = await self._listener.receive()
+            try:
+                self._take(connection, decode_frames(frames))
+            except RemoteProtocolError as error:
+                self._reject(connection, error)
+
+    def send(self, peer: PeerId, message: Message) -> None:
+        """Send to a greeted peer; one whose line is gone has left."""
+        line = self._lines.get(peer)
+        if line is None:
+            return
+        try:
+            self._listener.send(line, encode(message))
+        except Unreachable as error:
+            failure = self._context.failure(FailureReason.PEER_LOST, Stage.BOOTSTRAP, str(error))
+            self._context.dispatch(PeerLeft(peer, failure))
+
+    def forget(self, peer: PeerId) -> None:
+        """Drop what is held for a peer that has left."""
+        line = self._lines.pop(peer, None)
+        if line is not None:
+            self._peers.pop(line, None)
+        self._geometry.pop(peer, None)
+        self._context.start_task(self._backend.disconnect, agent_name(peer))
+
+    def _take(self, connection: bytes, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._context.start_task(self._answer, connection, message)
+            return
+        peer = self._peers.get(connection)
+        if peer is not None:
+            self._on_message(peer, message)
+        elif not isinstance(message, (Refuse, Goodbye)):
+            self._refuse(connection, None, "say hello first")
+
+    async def _answer(self, connection: bytes, hello: Hello) -> None:
+        async with self._slots:
+            began = anyio.current_time()
+            try:
+                owes = await self._greet(connection, hello)
+            except KvflowError as error:
+                self._context.log.warning(
+                    "hello_refused", stage=Stage.BOOTSTRAP.value, peer=str(hello.peer), detail=str(error)
+                )
+                self._refuse(connection, hello.peer, str(error))
+                return
+            self._context.times.add(Stage.BOOTSTRAP, anyio.current_time() - began)
+            self._context.dispatch(PeerGreeted(hello.peer, hello.lease_s, owes))
+            self.send(hello.peer, Welcome(peer=self._context.me, version=PROTOCOL_VERSION))
+
+    async def _greet(self, connection: bytes, hello: Hello) -> bool:
+        """Check a hello and get ready to write to its sender; say whether there is anything to write."""
+        if hello.to != self._context.me:
+            raise RouteError("hello is for another rank or another life of it", to=str(hello.to))
+        if not hello.versions[0] <= PROTOCOL_VERSION <= hello.versions[1]:
+            raise RouteError("no protocol version in common", theirs=hello.versions, mine=PROTOCOL_VERSION)
+        if hello.backend != self._backend.name:
+            raise RouteError("transports differ", theirs=hello.backend, mine=self._backend.name)
+        if hello.layout.fingerprint != self._layout.fingerprint:
+            raise RouteError(
+                "model fingerprints differ", theirs=hello.layout.fingerprint, mine=self._layout.fingerprint
+            )
+        route = bind_route(hello.route, self._layout, hello.layout)
+        if route.legs:
+            await self._backend.connect(agent_name(hello.peer), hello.backend_metadata)
+        self._peers[connection] = hello.peer
+        self._lines[hello.peer] = connection
+        self._geometry[hello.peer] = PeerGeometry(route, hello.layout)
+        return bool(route.legs)
+
+    def _refuse(self, connection: bytes, to: PeerId | None, detail: str) -> None:
+        try:
+            self._listener.send(connection, encode(Refuse(peer=self._context.me, to=to, detail=detail)))
+        except Unreachable:
+            self._context.log.info("refusal_undeliverable", stage=Stage.BOOTSTRAP.value, connection=connection.hex())
+
+    def _reject(self, connection: bytes, error: RemoteProtocolError) -> None:
+        self.num_rejected += 1
+        peer = self._peers.get(connection)
+        self._context.log.warning(
+            "message_rejected",
+            stage=Stage.BOOTSTRAP.value,
+            peer=str(peer) if peer else None,
+            connection=connection.hex(),
+            detail=str(error),
+        )
+
+
+class _Line:
+    """A connection to one prefill rank, and the answer to its hello while one is awaited."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.dialer = Dialer(endpoint)
+        self.scope = anyio.CancelScope()
+        self._answer: Welcome | Refuse | None = None
+        self._answered: anyio.Event | None = None
+
+    async def ask(self, hello: Hello, give_up: float) -> Welcome | Refuse | None:
+        """Say hello and wait for the answer; None if there is none in time."""
+        self._answer, self._answered = None, anyio.Event()
+        self.dialer.send(encode(hello))
+        with anyio.CancelScope(deadline=give_up):
+            await self._answered.wait()
+        self._answered = None
+        return self._answer
+
+    def answer(self, message: Welcome | Refuse) -> bool:
+        """Take an answer in; False if nobody waits for one."""
+        if self._answered is None or self._answered.is_set():
+            return False
+        self._answer = message
+        self._answered.set()
+        return True
+
+
+class DecodeBootstrap:
+    """The decode side: greets instances, and holds one line to each of their ranks.
+
+    Args:
+        context: Of this rank.
+        layout: Of this rank.
+        backend: Its metadata goes into the hello.
+        lookup: Finds the ranks of an instance by name, within a time.
+        on_message: Takes every message of a greeted peer.
+    """
+
+    def __init__(
+        self,
+        context: StageContext,
+        layout: KVLayout,
+        backend: Backend,
+        lookup: Callable[[str, float], Awaitable[tuple[Card, ...]]],
+        on_message: Callable[[PeerId, Message], None],
+    ) -> None:
+        self.num_rejected = 0
+        self._context = context
+        self._layout = layout
+        self._backend = backend
+        self._lookup = lookup
+        self._on_message = on_message
+        self._lines: dict[PeerId, _Line] = {}
+
+    def greet(self, instance: str) -> None:
+        """Begin the handshake with an instance; the core hears how it ended."""
+        self._context.start_task(self._greet, instance)
+
+    def send(self, peer: PeerId, message: Message) -> None:
+        """Send to a greeted peer; one that does not take its messages has left."""
+        line = self._lines.get(peer)
+        if line is None:
+            return
+        try:
+            line.dialer.send(encode(message))
+        except Unreachable as error:
+            failure = self._context.failure(FailureReason.PEER_LOST, Stage.BOOTSTRAP, str(error))
+            self._context.dispatch(PeerLeft(peer, failure))
+
+    def forget(self, peer: PeerId) -> None:
+        """Close the line to a peer that has left."""
+        line = self._lines.pop(peer, None)
+        if line is not None:
+            line.scope.cancel()
+
+    async def _greet(self, instance: str) -> None:
+        began = anyio.current_time()
+        try:
+            ranks = await self._greet_all(instance, began + self._context.config.timeouts.handshake_s)
+        except KvflowError as error:
+            reason = FailureReason.UNREACHABLE if isinstance(error, Unreachable) else FailureReason.REFUSED
+            failure = self._context.failure(reason, Stage.BOOTSTRAP, str(error))
+            self._context.dispatch(InstanceUnreachable(instance, failure))
+            return
+        self._context.times.add(Stage.BOOTSTRAP, anyio.current_time() - began)
+        self._context.dispatch(InstanceGreeted(instance, ranks))
+
+    async def _greet_all(self, instance: str, give_up: float) -> tuple[GreetedRank, ...]:
+        """Shake hands with every rank of an instance; the first refusal or silence ends it for all."""
+        cards = await self._lookup(instance, give_up - anyio.current_time())
+        layouts = {card.peer.rank.engine_rank: card.layout for card in cards}
+        my_rank = self._context.me.rank.engine_rank
+        routes = await anyio.to_thread.run_sync(lambda: compile_routes(layouts, self._layout, decode_rank=my_rank))
+        greeted: list[GreetedRank | KvflowError] = []
+
+        async def greet(card: Card, route: Route) -> None:
+            try:
+                greeted.append(await self._greet_rank(card, route, give_up))
+            except KvflowError as error:
+                greeted.append(error)
+                tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            for card, route in zip(cards, routes, strict=True):
+                tasks.start_soon(greet, card, route)
+        for result in greeted:
+            if isinstance(result, KvflowError):
+                raise result
+        ranks = [result for result in greeted if isinstance(result, GreetedRank)]
+        return tuple(sorted(ranks, key=lambda rank: rank.peer.rank.engine_rank))
+
+    async def _greet_rank(self, card: Card, route: Route, give_up: float) -> GreetedRank:
+        bytes_per_token = bind_route(route, card.layout, self._layout).bytes_per_token
+        hello = Hello(
+            peer=self._context.me,
+            to=card.peer,
+            versions=(PROTOCOL_VERSION, PROTOCOL_VERSION),
+            lease_s=self._context.config.timeouts.lease_s,
+            backend=self._backend.name,
+            backend_metadata=self._backend.metadata(),
+            layout=self._layout,
+            route=route,
+        )
+        is_stranger = card.peer not in self._lines
+        line = self._line(card)
+        answer = await line.ask(hello, give_up)
+        if is_stranger and not isinstance(answer, Welcome):
+            self.forget(card.peer)
+        if answer is None:
+            raise Unreachable("rank did not answer", rank=str(card.peer.rank), endpoint=card.endpoint)
+        if isinstance(answer, Refuse):
+            raise RouteError("rank refused", rank=str(card.peer.rank), detail=answer.detail)
+        return GreetedRank(card.peer, bytes_per_token)
+
+    def _line(self, card: Card) -> _Line:
+        """The line to a rank, opened if there is none yet."""
+        if card.peer not in self._lines:
+            line = _Line(card.endpoint)
+            self._lines[card.peer] = line
+            self._context.start_task(self._read, card.peer, line)
+        return self._lines[card.peer]
+
+    async def _read(self, peer: PeerId, line: _Line) -> None:
+        """Take messages from one rank until its line is given up; the only place that closes a line."""
+        try:
+            with line.scope:
+                while True:
+                    self._take_frames(peer, line, await line.dialer.receive())
+        finally:
+            line.dialer.close()
+
+    def _take_frames(self, peer: PeerId, line: _Line, frames: list[bytes]) -> None:
+        try:
+            self._take(peer, line, decode_frames(frames))
+        except RemoteProtocolError as error:
+            self.num_rejected += 1
+            self._context.log.warning(
+                "message_rejected", stage=Stage.BOOTSTRAP.value, peer=str(peer), detail=str(error)
+            )
+
+    def _take(self, peer: PeerId, line: _Line, message: Message) -> None:
+        if isinstance(message, (Welcome, Refuse)) and line.answer(message):
+            return
+        if isinstance(message, Refuse):
+            detail = f"{peer.rank} does not know this rank any more: {message.detail}"
+            failure = self._context.failure(FailureReason.PEER_LOST, Stage.BOOTSTRAP, detail)
+            self._context.dispatch(PeerLeft(peer, failure))
+        else:
+            self._on_message(peer, message)

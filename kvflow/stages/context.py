@@ -1,0 +1,38 @@
+"""What every stage of a rank is given."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvflow.config import RankConfig
+from kvflow.errors import FailureReason, Stage
+from kvflow.observe.logs import BoundLogger
+from kvflow.observe.times import StageTimes
+from kvflow.state.events import Event
+from kvflow.wire.messages import Failure, PeerId
+
+__all__ = ["StageContext"]
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """Shared by the stages of one rank.
+
+    Attributes:
+        me: This life of this rank.
+        config: Its settings.
+        dispatch: Tells the core what has happened, and carries out what follows from it.
+        start_task: Starts a task that lives no longer than the rank.
+        times: Where to note how long things took.
+        log: Where to say what happened.
+    """
+
+    me: PeerId
+    config: RankConfig
+    dispatch: Callable[[Event], None]
+    start_task: Callable[..., None]
+    times: StageTimes
+    log: BoundLogger
+
+    def failure(self, reason: FailureReason, stage: Stage, detail: str) -> Failure:
+        """A failure that this rank was the first to notice."""
+        return Failure(reason, stage, str(self.me.rank), detail)

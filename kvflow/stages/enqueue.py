@@ -1,0 +1,203 @@
+"""Second stage: granted chunks wait here for their data, their turn and their credit.
+
+A chunk becomes a job when the core says that a decode rank wants it. It waits until the device has computed it
+(`ready`), until its transfer's turn comes among the transfers to the same peer, and until the peer's window has room.
+Full windows fill this queue, and a full queue makes the engine's `chunk()` wait.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import anyio
+import anyio.to_thread
+from anyio.streams.memory import MemoryObjectSendStream
+
+from kvflow.config import Limits
+from kvflow.errors import FailureReason, Stage
+from kvflow.geometry.pages import PageTable, TokenRange
+from kvflow.stages.context import StageContext
+from kvflow.state.effects import EnqueueChunk
+from kvflow.state.events import DeliveryId, PlanFailed, ReadyEvent
+from kvflow.state.window import Window
+from kvflow.wire.messages import Grant, PeerId
+
+__all__ = ["ChunkJob", "ChunkQueue", "Enqueue"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkJob:
+    """A part of a chunk on its way to one decode rank.
+
+    Attributes:
+        tokens: What of the chunk the decode rank wants, never empty.
+        pages: Source pages of the chunk, for each component.
+        grant: Whose pages to write.
+        num_bytes: What the job will move.
+        is_last: No job of this delivery follows.
+        enqueued_at: On the event loop's clock, in seconds.
+    """
+
+    delivery: DeliveryId
+    seq: int
+    tokens: TokenRange
+    pages: Mapping[str, PageTable]
+    grant: Grant
+    num_bytes: int
+    is_last: bool
+    enqueued_at: float
+
+
+class ChunkQueue:
+    """Jobs by peer and by delivery. Peers take turns, and so do the deliveries to one peer."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._jobs: OrderedDict[PeerId, OrderedDict[DeliveryId, deque[ChunkJob]]] = OrderedDict()
+        self._windows: dict[PeerId, Window] = {}
+        self._num_jobs = 0
+
+    def __len__(self) -> int:
+        return self._num_jobs
+
+    def push(self, job: ChunkJob) -> None:
+        """Put a job at the end of its delivery's line."""
+        deliveries = self._jobs.setdefault(job.delivery.peer, OrderedDict())
+        deliveries.setdefault(job.delivery, deque()).append(job)
+        self._num_jobs += 1
+
+    def pop(self) -> ChunkJob | None:
+        """Take the job whose turn it is and open its credit; None if no peer with jobs has room."""
+        for peer, deliveries in self._jobs.items():
+            delivery, jobs = next(iter(deliveries.items()))
+            window = self._window(peer)
+            if not window.admits(jobs[0].num_bytes):
+                continue
+            job = jobs.popleft()
+            window.begin(job.num_bytes)
+            self._num_jobs -= 1
+            self._jobs.move_to_end(peer)
+            deliveries.move_to_end(delivery)
+            if not jobs:
+                self._remove(delivery)
+            return job
+        return None
+
+    def end(self, job: ChunkJob) -> None:
+        """Close the credit of a job that `pop` gave."""
+        window = self._window(job.delivery.peer)
+        window.end(job.num_bytes)
+        if window.num_posts == 0:
+            del self._windows[job.delivery.peer]
+
+    def drop(self, delivery: DeliveryId) -> None:
+        """Forget the jobs of a delivery that have not been taken."""
+        jobs = self._jobs.get(delivery.peer, OrderedDict()).get(delivery)
+        if jobs is not None:
+            self._num_jobs -= len(jobs)
+            self._remove(delivery)
+
+    def _remove(self, delivery: DeliveryId) -> None:
+        del self._jobs[delivery.peer][delivery]
+        if not self._jobs[delivery.peer]:
+            del self._jobs[delivery.peer]
+
+    def _window(self, peer: PeerId) -> Window:
+        if peer not in self._windows:
+            self._windows[peer] = Window(self._limits.posts_per_peer, self._limits.bytes_per_peer)
+        return self._windows[peer]
+
+
+class Enqueue:
+    """Runs the queue.
+
+    Args:
+        context: Of this rank.
+        jobs: Where jobs go when their turn has come.
+        bytes_per_token: What one token costs on the way to a peer; 0 for a peer that is gone.
+    """
+
+    def __init__(
+        self,
+        context: StageContext,
+        jobs: MemoryObjectSendStream[ChunkJob],
+        bytes_per_token: Callable[[PeerId], int],
+    ) -> None:
+        self.queue = ChunkQueue(context.config.limits)
+        self.num_not_ready = 0
+        self._context = context
+        self._jobs = jobs
+        self._bytes_per_token = bytes_per_token
+        self._changed = anyio.Event()
+        self._got_room = anyio.Event()
+        self._put: list[EnqueueChunk] = []
+
+    def put(self, effect: EnqueueChunk) -> None:
+        """Take in a part of a chunk."""
+        self._put.append(effect)
+        self._changed.set()
+
+    def drop(self, delivery: DeliveryId) -> None:
+        """Forget what waits for a delivery that has ended."""
+        self.queue.drop(delivery)
+        self._got_room.set()
+
+    def end(self, job: ChunkJob) -> None:
+        """Give a job's credit back: its post has ended, or it will never be posted."""
+        self.queue.end(job)
+        self._changed.set()
+
+    async def wait_for_room(self) -> None:
+        """Wait while the queue is full: the pressure that reaches the engine."""
+        while len(self.queue) + self.num_not_ready >= self._context.config.limits.queued_chunks:
+            self._got_room = anyio.Event()
+            await self._got_room.wait()
+
+    async def run(self) -> None:
+        """Pass jobs on, for ever."""
+        while True:
+            for effect in self._take_put():
+                if effect.chunk.ready is None:
+                    self.queue.push(self._job(effect))
+                else:
+                    self.num_not_ready += 1
+                    self._context.start_task(self._push_when_ready, effect, effect.chunk.ready)
+            job = self.queue.pop()
+            if job is not None:
+                self._got_room.set()
+                self._context.times.add(Stage.ENQUEUE, anyio.current_time() - job.enqueued_at)
+                await self._jobs.send(job)
+            elif not self._put:
+                self._changed = anyio.Event()
+                await self._changed.wait()
+
+    def _take_put(self) -> list[EnqueueChunk]:
+        taken, self._put = self._put, []
+        return taken
+
+    async def _push_when_ready(self, effect: EnqueueChunk, ready: ReadyEvent) -> None:
+        try:
+            # A device event can only be waited for by blocking, so this one wait takes a worker thread.
+            await anyio.to_thread.run_sync(ready.synchronize, abandon_on_cancel=True)
+        except Exception as error:  # noqa: BLE001 - it is the engine's object; only this transfer suffers
+            detail = f"{type(error).__name__}: {error}"
+            failure = self._context.failure(FailureReason.NOT_READY, Stage.ENQUEUE, detail)
+            self._context.dispatch(PlanFailed(effect.delivery, effect.seq, failure))
+        else:
+            self.queue.push(self._job(effect))
+        finally:
+            self.num_not_ready -= 1
+            self._changed.set()
+
+    def _job(self, effect: EnqueueChunk) -> ChunkJob:
+        num_tokens = effect.tokens[1] - effect.tokens[0]
+        return ChunkJob(
+            delivery=effect.delivery,
+            seq=effect.seq,
+            tokens=effect.tokens,
+            pages=effect.chunk.pages,
+            grant=effect.grant,
+            num_bytes=num_tokens * self._bytes_per_token(effect.delivery.peer),
+            is_last=effect.chunk.last,
+            enqueued_at=anyio.current_time(),
+        )

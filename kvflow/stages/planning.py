@@ -1,0 +1,128 @@
+"""Third stage: page tables become descriptors.
+
+Small plans are worked out on the event loop, which is quicker than handing them over; large ones in a worker thread,
+so that the loop stays prompt.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import anyio
+import anyio.to_thread
+import numpy as np
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from kvflow.errors import FailureReason, PlanError, Stage
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.pages import PageTable, check_page_tables
+from kvflow.geometry.plan import Descriptors, plan
+from kvflow.geometry.routes import BoundRoute
+from kvflow.stages.context import StageContext
+from kvflow.stages.enqueue import ChunkJob
+from kvflow.state.events import DeliveryId, PlanFailed
+from kvflow.wire.messages import Grant, PeerId
+
+__all__ = ["PeerGeometry", "PlannedChunk", "Planning", "granted_pages"]
+
+WIRE_PAGES = np.dtype("<u4")
+"""How page indices travel in a Grant."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGeometry:
+    """What planning needs to know about a decode rank.
+
+    Attributes:
+        route: What it wants from here.
+        layout: Where it keeps it.
+    """
+
+    route: BoundRoute
+    layout: KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChunk:
+    """A job with its descriptors."""
+
+    job: ChunkJob
+    descriptors: Descriptors
+
+
+class Planning:
+    """Plans jobs one after another.
+
+    Args:
+        context: Of this rank.
+        jobs: Where jobs come from.
+        planned: Where they go.
+        geometry: What is known about a peer; None if it is gone.
+        end_job: Gives a job's credit back.
+    """
+
+    def __init__(
+        self,
+        context: StageContext,
+        jobs: MemoryObjectReceiveStream[ChunkJob],
+        planned: MemoryObjectSendStream[PlannedChunk],
+        geometry: Callable[[PeerId], PeerGeometry | None],
+        end_job: Callable[[ChunkJob], None],
+    ) -> None:
+        self._context = context
+        self._jobs = jobs
+        self._planned = planned
+        self._geometry = geometry
+        self._end_job = end_job
+        self._tables: dict[DeliveryId, Mapping[str, PageTable]] = {}
+
+    def drop(self, delivery: DeliveryId) -> None:
+        """Forget what is kept for a delivery that has ended."""
+        self._tables.pop(delivery, None)
+
+    async def run(self) -> None:
+        """Plan jobs, for ever."""
+        async for job in self._jobs:
+            began = anyio.current_time()
+            try:
+                descriptors = await self._plan(job)
+            except PlanError as error:
+                self._end_job(job)
+                failure = self._context.failure(FailureReason.INVALID_PAGES, Stage.PLANNING, str(error))
+                self._context.dispatch(PlanFailed(job.delivery, job.seq, failure))
+                continue
+            self._context.times.add(Stage.PLANNING, anyio.current_time() - began)
+            await self._planned.send(PlannedChunk(job, descriptors))
+
+    async def _plan(self, job: ChunkJob) -> Descriptors:
+        geometry = self._geometry(job.delivery.peer)
+        if geometry is None:
+            raise PlanError("peer is gone", peer=str(job.delivery.peer))
+        granted = self._granted(job, geometry.layout)
+        tables = {name: (job.pages[name], granted[name]) for name in geometry.route.components if name in job.pages}
+        num_tokens = job.tokens[1] - job.tokens[0]
+        if geometry.route.max_rows(num_tokens) <= self._context.config.limits.rows_planned_inline:
+            return plan(geometry.route, tables, job.tokens)
+        return await anyio.to_thread.run_sync(plan, geometry.route, tables, job.tokens)
+
+    def _granted(self, job: ChunkJob, layout: KVLayout) -> Mapping[str, PageTable]:
+        """The decode rank's page tables, checked when the first chunk of a delivery needs them."""
+        if job.delivery not in self._tables:
+            self._tables[job.delivery] = granted_pages(job.grant, layout)
+        return self._tables.pop(job.delivery) if job.is_last else self._tables[job.delivery]
+
+
+def granted_pages(grant: Grant, layout: KVLayout) -> dict[str, PageTable]:
+    """Read the page tables of a grant.
+
+    Args:
+        grant: From the decode rank; not trusted.
+        layout: The decode rank's.
+
+    Raises:
+        PlanError: A table is missing, malformed, or does not fit the pool or the tokens.
+    """
+    odd = [name for name, data in grant.pages.items() if len(data) % WIRE_PAGES.itemsize]
+    if odd:
+        raise PlanError("page table of a grant is cut off", components=odd)
+    pages = {name: np.frombuffer(data, WIRE_PAGES) for name, data in grant.pages.items()}
+    return check_page_tables(pages, layout, grant.tokens, distinct=True)

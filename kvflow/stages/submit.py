@@ -1,0 +1,111 @@
+"""Fourth stage: descriptors are posted to the transport, and followed to their end.
+
+A planned chunk asks the core for leave and is posted only if the core says so, so that nothing is posted for a
+transfer that has ended in the meantime.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream
+
+from kvflow.backends.base import Backend, PostEnded, PostInDoubt
+from kvflow.errors import BackendError, FailureReason, Stage
+from kvflow.stages.context import StageContext
+from kvflow.stages.enqueue import ChunkJob
+from kvflow.stages.planning import PlannedChunk
+from kvflow.state.effects import DropPlan, PostPlan
+from kvflow.state.events import DeliveryId, PlanFinished, PostDoubted, PostSettled
+from kvflow.wire.codec import encode
+from kvflow.wire.messages import Notice, PeerId
+
+__all__ = ["Submit"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Post:
+    job: ChunkJob
+    notice: Notice
+    began: float
+
+
+class Submit:
+    """Posts planned chunks.
+
+    Args:
+        context: Of this rank.
+        backend: Where to post.
+        planned: Where planned chunks come from.
+        end_job: Gives a job's credit back.
+        send_notice: Delivers a notice over the control channel, for transports without notices of their own.
+    """
+
+    def __init__(
+        self,
+        context: StageContext,
+        backend: Backend,
+        planned: MemoryObjectReceiveStream[PlannedChunk],
+        end_job: Callable[[ChunkJob], None],
+        send_notice: Callable[[PeerId, Notice], None],
+    ) -> None:
+        self._context = context
+        self._backend = backend
+        self._planned = planned
+        self._end_job = end_job
+        self._send_notice = send_notice
+        self._waiting: dict[tuple[DeliveryId, int], PlannedChunk] = {}
+        self._posts: dict[int, _Post] = {}
+        self._num_posts = 0
+
+    @property
+    def num_posted(self) -> int:
+        """Posts that have begun and are not known to have ended."""
+        return len(self._posts)
+
+    async def run(self) -> None:
+        """Offer planned chunks to the core, for ever."""
+        async for chunk in self._planned:
+            job = chunk.job
+            self._waiting[job.delivery, job.seq] = chunk
+            self._context.dispatch(PlanFinished(job.delivery, job.seq, job.num_bytes))
+
+    def post(self, effect: PostPlan) -> None:
+        """Post a planned chunk, as the core said."""
+        chunk = self._waiting.pop((effect.delivery, effect.seq))
+        post_id = self._num_posts
+        self._num_posts += 1
+        self._posts[post_id] = _Post(chunk.job, effect.notice, anyio.current_time())
+        payload = encode(effect.notice) if self._backend.capabilities.in_band_notices else b""
+        try:
+            self._backend.post(post_id, agent_name(effect.delivery.peer), chunk.descriptors, payload)
+        except BackendError as error:
+            self.ended(PostEnded(post_id, str(error)))
+
+    def drop(self, effect: DropPlan) -> None:
+        """Forget a planned chunk, as the core said."""
+        chunk = self._waiting.pop((effect.delivery, effect.seq))
+        self._end_job(chunk.job)
+
+    def ended(self, event: PostEnded) -> None:
+        """Take in that a post has ended."""
+        post = self._posts.pop(event.post_id)
+        self._end_job(post.job)
+        self._context.times.add(Stage.SUBMIT, anyio.current_time() - post.began)
+        failure = None
+        if event.error is not None:
+            failure = self._context.failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, event.error)
+        elif not self._backend.capabilities.in_band_notices:
+            self._send_notice(post.job.delivery.peer, post.notice)
+        self._context.dispatch(PostSettled(post.job.delivery, post.job.seq, failure))
+
+    def in_doubt(self, event: PostInDoubt) -> None:
+        """Take in that a post may or may not have ended."""
+        job = self._posts[event.post_id].job
+        failure = self._context.failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, event.error)
+        self._context.dispatch(PostDoubted(job.delivery, job.seq, failure))
+
+
+def agent_name(peer: PeerId) -> str:
+    """The name under which a life of a rank is known to the transport."""
+    return str(peer)

@@ -1,0 +1,229 @@
+"""The core of a rank: the only place where protocol state changes.
+
+It does no I/O, reads no clock and draws no random number. The shell tells it what happened and when; it answers with
+what to do, in order. Equal events at equal times give equal effects, so any run can be replayed.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from kvflow.config import Limits, Timeouts
+from kvflow.errors import FailureReason, LocalProtocolError, Stage
+from kvflow.state import events as ev
+from kvflow.state.deadlines import Deadlines
+from kvflow.state.effects import CountOddity, Effect, ForgetPeer, SendMessage
+from kvflow.state.peer import Peer
+from kvflow.state.receivers import Receivers
+from kvflow.state.senders import Senders
+from kvflow.wire.messages import Cancel, Drained, Failed, Failure, Goodbye, Grant, Message, Notice, PeerId, Ping, Pong
+
+__all__ = ["Core"]
+
+PINGS_PER_LEASE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnd:
+    """Deadline: something must have been heard from a peer."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class NextPing:
+    """Deadline: tell a peer that this rank lives."""
+
+    peer: PeerId
+
+
+class Core:
+    """State of one rank: its peers, the rooms it sends and the rooms it receives.
+
+    Args:
+        me: This life of this rank.
+        timeouts: How long things may take.
+        limits: How much there may be of things.
+    """
+
+    def __init__(self, me: PeerId, timeouts: Timeouts, limits: Limits) -> None:
+        self.me = me
+        self.peers: dict[PeerId, Peer] = {}
+        self.deadlines: Deadlines[Hashable] = Deadlines()
+        self.senders = Senders(me, timeouts, limits, self.deadlines)
+        self.receivers = Receivers(me, timeouts, limits, self.deadlines)
+        self._timeouts = timeouts
+        self._closing: Failure | None = None
+        self._handlers: dict[type, Callable[[Any, float], list[Effect]]] = {
+            ev.SendOpened: self._send_opened,
+            ev.ChunkOffered: lambda event, now: self.senders.offer(event.room, event.chunk, now),
+            ev.SendAborted: lambda event, now: self.senders.abort(event.room, event.failure, now),
+            ev.PlanFinished: lambda event, _: self.senders.plan_finished(event.delivery, event.seq, event.num_bytes),
+            ev.PlanFailed: lambda event, now: self.senders.plan_failed(event.delivery, event.failure, now),
+            ev.PostSettled: lambda event, now: self.senders.post_settled(event.delivery, event.seq, event.failure, now),
+            ev.PostDoubted: lambda event, now: self.senders.post_doubted(event.delivery, event.failure, now),
+            ev.PeerGreeted: self._peer_greeted,
+            ev.ReceiveOpened: self._receive_opened,
+            ev.ReceiveAborted: lambda event, now: self.receivers.abort(event.room, event.failure, now),
+            ev.InstanceGreeted: self._instance_greeted,
+            ev.InstanceUnreachable: lambda event, now: self.receivers.unreachable(event.instance, event.failure, now),
+            ev.NoticeDelivered: lambda event, now: self.receivers.notice(event.notice, now),
+            ev.MessageReceived: self._message_received,
+            ev.PeerLeft: lambda event, now: self._left(event.peer, event.failure, now),
+            ev.ClosingStarted: self._closing_started,
+            ev.TimePassed: self._time_passed,
+        }
+
+        self._message_handlers: dict[type, Callable[[PeerId, Any, float], list[Effect]]] = {
+            Grant: self._granted,
+            Cancel: self.senders.cancel,
+            Notice: lambda _, notice, now: self.receivers.notice(notice, now),
+            Drained: self.receivers.drained,
+            Failed: self.receivers.failed,
+            Ping: lambda peer, _, __: [SendMessage(peer, Pong(peer=self.me))],
+            Pong: lambda _, __, ___: [],
+            Goodbye: self._said_goodbye,
+        }
+
+    def handle(self, event: ev.Event, now: float) -> list[Effect]:
+        """Take one event in and say what follows from it.
+
+        Args:
+            event: What happened.
+            now: When, in seconds on a monotonic clock.
+
+        Returns:
+            Effects, to be carried out in this order.
+
+        Raises:
+            LocalProtocolError, CapacityExceeded: The engine asked for something that is not allowed now; nothing has
+                changed. No event that comes from a peer raises.
+        """
+        return self._handlers[type(event)](event, now)
+
+    def next_deadline(self) -> float | None:
+        """When `TimePassed` is due, or None while nothing has a deadline."""
+        return self.deadlines.next()
+
+    @property
+    def is_idle(self) -> bool:
+        """No room is open and no page is held."""
+        return not self.senders.rooms and not self.receivers.receivers
+
+    def connected_peers(self) -> list[PeerId]:
+        """Peers that are greeted and not silent."""
+        return [peer.id for peer in self.peers.values() if peer.is_connected]
+
+    def _send_opened(self, event: ev.SendOpened, now: float) -> list[Effect]:
+        self._check_open(event.room)
+        return self.senders.open(event.room, now)
+
+    def _receive_opened(self, event: ev.ReceiveOpened, now: float) -> list[Effect]:
+        self._check_open(event.room)
+        return self.receivers.open(event, now)
+
+    def _check_open(self, room: int) -> None:
+        if self._closing is not None:
+            raise LocalProtocolError("rank is closing", room=room)
+
+    def _peer_greeted(self, event: ev.PeerGreeted, now: float) -> list[Effect]:
+        effects = self._acquaint(event.peer, event.lease_s, now)
+        self.senders.greeted(event.peer, owes=event.owes)
+        return effects
+
+    def _instance_greeted(self, event: ev.InstanceGreeted, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for rank in event.ranks:
+            effects += self._acquaint(rank.peer, self._timeouts.lease_s, now)
+            self.deadlines.set(NextPing(rank.peer), now + self._timeouts.lease_s / PINGS_PER_LEASE)
+        return [*effects, *self.receivers.greeted(event.instance, event.ranks, now)]
+
+    def _acquaint(self, peer_id: PeerId, lease_s: float, now: float) -> list[Effect]:
+        """Note a peer as connected; an earlier life of the same rank is over."""
+        effects: list[Effect] = []
+        for other in [peer for peer in self.peers if peer.rank == peer_id.rank and peer != peer_id]:
+            failure = self._failure(FailureReason.PEER_LOST, f"{other.rank} has restarted")
+            effects += self._left(other, failure, now)
+        peer = self.peers.setdefault(peer_id, Peer(peer_id))
+        peer.greeted(lease_s, now)
+        self.deadlines.set(LeaseEnd(peer_id), peer.expires)
+        return effects
+
+    def _message_received(self, event: ev.MessageReceived, now: float) -> list[Effect]:
+        peer = self.peers.get(event.peer)
+        if peer is None:
+            return [CountOddity("message_from_stranger", event.peer, None)]
+        if not peer.is_connected:
+            self.deadlines.set(LeaseEnd(peer.id), now + peer.lease_s)
+        peer.heard(now)
+        return self._obey(event.peer, event.message, now)
+
+    def _obey(self, peer: PeerId, message: Message, now: float) -> list[Effect]:
+        handler = self._message_handlers.get(type(message))
+        if handler is None:
+            return [CountOddity(f"unexpected_{type(message).__name__.lower()}", peer, None)]
+        return handler(peer, message, now)
+
+    def _granted(self, peer: PeerId, grant: Grant, now: float) -> list[Effect]:
+        if self._closing is not None:
+            return self.senders.refuse(peer, grant, self._closing)
+        return self.senders.grant(peer, grant, now)
+
+    def _said_goodbye(self, peer: PeerId, _: Goodbye, now: float) -> list[Effect]:
+        return self._left(peer, self._failure(FailureReason.PEER_CLOSED, f"{peer.rank} is closing"), now)
+
+    def _left(self, peer_id: PeerId, failure: Failure, now: float) -> list[Effect]:
+        peer = self.peers.pop(peer_id, None)
+        if peer is None:
+            return []
+        peer.left()
+        self.deadlines.clear(LeaseEnd(peer_id))
+        self.deadlines.clear(NextPing(peer_id))
+        effects = self._fail_all_with(peer_id, failure, now)
+        self.senders.forget_peer(peer_id)
+        return [*effects, ForgetPeer(peer_id)]
+
+    def _fail_all_with(self, peer: PeerId, failure: Failure, now: float) -> list[Effect]:
+        return [*self.senders.peer_lost(peer, failure, now), *self.receivers.peer_lost(peer, failure, now)]
+
+    def _closing_started(self, event: ev.ClosingStarted, now: float) -> list[Effect]:
+        self._closing = event.failure
+        return [*self.senders.close(event.failure, now), *self.receivers.close(event.failure, now)]
+
+    def _time_passed(self, _: ev.TimePassed, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        while True:
+            due = self.deadlines.next()
+            key = self.deadlines.pop_due(now)
+            if due is None or key is None:
+                return effects
+            effects += self._expired(key, now, late_s=now - due)
+
+    def _expired(self, key: Hashable, now: float, late_s: float) -> list[Effect]:
+        match key:
+            case LeaseEnd(peer):
+                return self._lease_ended(self.peers[peer], now, late_s)
+            case NextPing(peer):
+                return self._ping(self.peers[peer], now)
+        return [*self.senders.expired(key, now), *self.receivers.expired(key, now)]
+
+    def _lease_ended(self, peer: Peer, now: float, late_s: float) -> list[Effect]:
+        """Take a silent peer for lost, unless it is this process that was not running."""
+        ping_s = peer.lease_s / PINGS_PER_LEASE
+        if peer.expires > now:
+            self.deadlines.set(LeaseEnd(peer.id), peer.expires)
+            return []
+        if late_s > ping_s and not peer.is_spared:
+            peer.is_spared = True
+            self.deadlines.set(LeaseEnd(peer.id), now + ping_s)
+            return []
+        peer.expired()
+        failure = self._failure(FailureReason.PEER_LOST, f"{peer.id.rank} was silent for {peer.lease_s} s")
+        return self._fail_all_with(peer.id, failure, now)
+
+    def _ping(self, peer: Peer, now: float) -> list[Effect]:
+        self.deadlines.set(NextPing(peer.id), now + self._timeouts.lease_s / PINGS_PER_LEASE)
+        return [SendMessage(peer.id, Ping(peer=self.me))] if peer.is_connected else []
+
+    def _failure(self, reason: FailureReason, detail: str) -> Failure:
+        return Failure(reason, Stage.BOOTSTRAP, str(self.me.rank), detail)

@@ -1,0 +1,148 @@
+"""What the shell is told to do, as imperatives. Effects are carried out in the order in which they are returned.
+
+Order matters in three places, and the core keeps to it: memory is reported only after the outcome; a Drained is sent
+only after the last post has settled; a Grant is sent only after its receiver is on record.
+"""
+
+from dataclasses import dataclass, field
+
+from kvflow.geometry.pages import TokenRange
+from kvflow.state.events import Chunk, DeliveryId
+from kvflow.state.tables import Memory, Outcome
+from kvflow.wire.messages import Failure, Grant, Message, Notice, PeerId
+
+__all__ = [
+    "CountOddity",
+    "DropChunks",
+    "DropPlan",
+    "Effect",
+    "EnqueueChunk",
+    "ForgetPeer",
+    "GreetInstance",
+    "Handed",
+    "PostPlan",
+    "ReportReceiver",
+    "ReportSender",
+    "SendMessage",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SendMessage:
+    """Send a message to a peer."""
+
+    peer: PeerId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class EnqueueChunk:
+    """Put a part of a chunk on its way: plan it when its turn comes, then say PlanFinished.
+
+    Attributes:
+        tokens: The part of the chunk that this decode rank wants, never empty.
+    """
+
+    delivery: DeliveryId
+    seq: int
+    tokens: TokenRange
+    chunk: Chunk
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class PostPlan:
+    """Post the planned descriptors; when every byte is there, the notice may be delivered with them."""
+
+    delivery: DeliveryId
+    seq: int
+    notice: Notice
+
+
+@dataclass(frozen=True, slots=True)
+class DropChunks:
+    """Forget every chunk of a delivery that still waits for its turn: the transfer has ended."""
+
+    delivery: DeliveryId
+
+
+@dataclass(frozen=True, slots=True)
+class DropPlan:
+    """Forget planned descriptors instead of posting them: the transfer has ended."""
+
+    delivery: DeliveryId
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class GreetInstance:
+    """Look up every rank of a prefill instance and shake hands with it."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetPeer:
+    """Release what the transport holds for a life of a peer that is over."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSender:
+    """Tell the engine how a room that it sends stands."""
+
+    room: int
+    outcome: Outcome
+    memory: Memory
+    failure: Failure | None
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """What a complete transfer brought.
+
+    Attributes:
+        metadata: From the prefill engine, by engine rank; ranks that sent none are left out.
+        num_bytes: Bytes written by all ranks.
+        num_notices: Notices counted.
+    """
+
+    metadata: dict[int, bytes] = field(default_factory=dict)
+    num_bytes: int = 0
+    num_notices: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReportReceiver:
+    """Tell the engine how a room that it receives stands."""
+
+    room: int
+    generation: int
+    outcome: Outcome
+    memory: Memory
+    failure: Failure | None
+    handed: Handed | None
+
+
+@dataclass(frozen=True, slots=True)
+class CountOddity:
+    """Count, and log at a bounded rate, something that was ignored."""
+
+    kind: str
+    peer: PeerId | None
+    room: int | None
+
+
+Effect = (
+    SendMessage
+    | EnqueueChunk
+    | PostPlan
+    | DropChunks
+    | DropPlan
+    | GreetInstance
+    | ForgetPeer
+    | ReportSender
+    | ReportReceiver
+    | CountOddity
+)

@@ -1,0 +1,263 @@
+"""What can happen. Each event is a fact that the shell tells the core, in the past tense."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from kvflow.geometry.pages import PageTable, TokenRange
+from kvflow.wire.messages import Failure, Message, Notice, PeerId
+
+__all__ = [
+    "Chunk",
+    "ChunkOffered",
+    "ClosingStarted",
+    "DeliveryId",
+    "Event",
+    "GreetedRank",
+    "InstanceGreeted",
+    "InstanceUnreachable",
+    "MessageReceived",
+    "NoticeDelivered",
+    "PeerGreeted",
+    "PeerLeft",
+    "PlanFailed",
+    "PlanFinished",
+    "PostDoubted",
+    "PostSettled",
+    "ReadyEvent",
+    "ReceiveAborted",
+    "ReceiveOpened",
+    "SendAborted",
+    "SendOpened",
+    "TimePassed",
+]
+
+
+class DeliveryId(NamedTuple):
+    """One prefill rank's part of one transfer to one decode rank."""
+
+    room: int
+    peer: PeerId
+    generation: int
+
+
+@runtime_checkable
+class ReadyEvent(Protocol):
+    """Tells when a device has finished writing pages; `torch.cuda.Event` is one."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the device is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens that a prefill engine has ready to send. The core looks at the tokens only.
+
+    Attributes:
+        tokens: `[start, stop)`; the next chunk starts at `stop`.
+        pages: Source pages of the tokens, for each component.
+        ready: What to wait for before the pages may be read, or None.
+        last: No chunk follows.
+        metadata: On the last chunk: from the prefill engine to the decode engine.
+    """
+
+    tokens: TokenRange
+    pages: Mapping[str, PageTable] = field(default_factory=dict)
+    ready: ReadyEvent | None = None
+    last: bool = False
+    metadata: bytes = b""
+
+
+# On a prefill rank -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SendOpened:
+    """The engine started to send a room."""
+
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOffered:
+    """The engine has computed a chunk."""
+
+    room: int
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class SendAborted:
+    """The engine gave a room up."""
+
+    room: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGreeted:
+    """A decode rank said hello and fits."""
+
+    peer: PeerId
+    lease_s: float
+    owes: bool
+    """This rank holds cells that the decode rank wants."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFinished:
+    """The descriptors of a chunk are ready to post."""
+
+    delivery: DeliveryId
+    seq: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFailed:
+    """A chunk cannot be planned."""
+
+    delivery: DeliveryId
+    seq: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class PostSettled:
+    """A posted write has ended, one way or the other: the transport will not touch the pages for it any more.
+
+    Attributes:
+        failure: None if every byte is in the peer's memory.
+    """
+
+    delivery: DeliveryId
+    seq: int
+    failure: Failure | None
+
+
+@dataclass(frozen=True, slots=True)
+class PostDoubted:
+    """The transport cannot tell whether a posted write has ended; if it ever can, a PostSettled follows."""
+
+    delivery: DeliveryId
+    seq: int
+    failure: Failure
+
+
+# On a decode rank --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveOpened:
+    """The engine asked for a room.
+
+    Attributes:
+        generation: Issued by the shell, higher than any before.
+        instance: Prefill instance that computes it.
+        pages: For each component, the destination pages as they go into the Grant.
+        secret: 16 random bytes; the token of each grant is derived from it.
+    """
+
+    room: int
+    generation: int
+    instance: str
+    tokens: TokenRange
+    pages: Mapping[str, bytes]
+    num_decode_ranks: int
+    timeout_s: float
+    secret: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveAborted:
+    """The engine gave a room up."""
+
+    room: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class GreetedRank:
+    """One prefill rank after the handshake.
+
+    Attributes:
+        bytes_per_token: What it owes for each token; 0 if it owes nothing.
+    """
+
+    peer: PeerId
+    bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceGreeted:
+    """Every rank of a prefill instance answered the handshake."""
+
+    instance: str
+    ranks: tuple[GreetedRank, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceUnreachable:
+    """The handshake with a prefill instance failed."""
+
+    instance: str
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeDelivered:
+    """The transport delivered a notice in band; only the token of its grant says who sent it."""
+
+    notice: Notice
+
+
+# On both -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReceived:
+    """A greeted peer sent a message; any message also proves that it lives."""
+
+    peer: PeerId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLeft:
+    """A life of a peer is over: the shell noticed it (no connection, or a later life said hello)."""
+
+    peer: PeerId
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class ClosingStarted:
+    """This rank is closing: nothing new starts, everything open fails."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """The clock reached `next_deadline()`."""
+
+
+Event = (
+    SendOpened
+    | ChunkOffered
+    | SendAborted
+    | PeerGreeted
+    | PlanFinished
+    | PlanFailed
+    | PostSettled
+    | PostDoubted
+    | ReceiveOpened
+    | ReceiveAborted
+    | InstanceGreeted
+    | InstanceUnreachable
+    | NoticeDelivered
+    | MessageReceived
+    | PeerLeft
+    | ClosingStarted
+    | TimePassed
+)

@@ -1,0 +1,236 @@
+"""The receiving machine: one room on one decode rank.
+
+It grants its pages to every rank of the prefill instance, counts notices by `engine_rank`, and ends in success only
+when each rank that owes it bytes has accounted for all of them. Any other end drains: every rank that could still
+write is told to stop, and the pages are given back when each has said that it did.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+from kvflow.errors import FailureReason, Stage
+from kvflow.geometry.pages import TokenRange
+from kvflow.state.effects import CountOddity, Effect, Handed, ReportReceiver, SendMessage
+from kvflow.state.events import GreetedRank, ReceiveOpened
+from kvflow.state.tables import RANK, Memory, RankSignal, RankState, Signal, TransferState
+from kvflow.wire.messages import Cancel, Failure, Grant, Notice, PeerId
+
+__all__ = ["RankProgress", "Receiver"]
+
+
+class RankProgress:
+    """What one prefill rank owes to one transfer, and what of it has arrived."""
+
+    def __init__(self, rank: GreetedRank, token: int, tokens: TokenRange) -> None:
+        self.peer = rank.peer
+        self.token = token
+        self.state = RankState.OWING
+        self.num_bytes = 0
+        self.metadata = b""
+        self._wanted = tokens
+        self._owed_bytes = rank.bytes_per_token * (tokens[1] - tokens[0])
+        self._notices: dict[int, TokenRange] = {}
+        self._num_expected: int | None = None
+
+    @property
+    def num_notices(self) -> int:
+        """Notices counted."""
+        return len(self._notices)
+
+    def apply(self, signal: RankSignal) -> None:
+        """Change state as the table says."""
+        self.state = RANK[self.state, signal]
+
+    def count(self, notice: Notice) -> str | None:
+        """Count a notice once; say what is odd about it if it does not count."""
+        if notice.seq in self._notices:
+            return "notice_duplicate"
+        if notice.seq > self._wanted[1] - self._wanted[0]:
+            return "notice_seq_impossible"  # every notice but the last carries at least one token
+        if self._num_expected is not None and (notice.last or notice.seq >= self._num_expected):
+            return "notice_after_last"
+        if notice.last:
+            if any(seq > notice.seq for seq in self._notices):
+                return "notice_after_last"
+            self._num_expected = notice.seq + 1
+            self.metadata = notice.metadata
+        self._notices[notice.seq] = notice.tokens
+        self.num_bytes += notice.num_bytes
+        whole = len(self._notices) == self._num_expected and self.shortfall() is None
+        self.apply(RankSignal.COMPLETED if whole else RankSignal.NOTICED)
+        return None
+
+    @property
+    def has_all_notices(self) -> bool:
+        """Every notice up to the last one is there."""
+        return len(self._notices) == self._num_expected
+
+    def shortfall(self) -> str | None:
+        """Say what is missing once all notices are there: tokens out of line, or another number of bytes than owed."""
+        position = self._wanted[0]
+        for seq in range(len(self._notices)):
+            start, stop = self._notices.get(seq, (-1, -1))
+            if start == stop:
+                continue
+            if start != position:
+                return f"tokens {position}:{start} were not written"
+            position = stop
+        if position != self._wanted[1]:
+            return f"tokens {position}:{self._wanted[1]} were not written"
+        if self.num_bytes != self._owed_bytes:
+            return f"{self.num_bytes} bytes were written, {self._owed_bytes} were owed"
+        return None
+
+
+class Receiver:
+    """One room, from the engine's wish to the last proof that its pages are quiet."""
+
+    def __init__(self, me: PeerId, opened: ReceiveOpened, *, gives_up: float) -> None:
+        self.opened = opened
+        self.gives_up = gives_up
+        self.state = TransferState()
+        self.failure: Failure | None = None
+        self.ranks: dict[int, RankProgress] = {}
+        self._me = me
+        self._granted: tuple[PeerId, ...] = ()
+
+    @property
+    def room(self) -> int:
+        """The router's id of the request."""
+        return self.opened.room
+
+    @property
+    def generation(self) -> int:
+        """The number of this transfer, unique in the life of the decode rank."""
+        return self.opened.generation
+
+    def involves(self, peer: PeerId) -> bool:
+        """Say whether a peer was granted these pages."""
+        return peer in self._granted
+
+    def grant(self, ranks: Sequence[GreetedRank], timeout_s: float) -> list[Effect]:
+        """Let every rank of the instance write; those that owe nothing only learn that they are done."""
+        self._granted = tuple(rank.peer for rank in ranks)
+        effects: list[Effect] = []
+        for rank in ranks:
+            engine_rank = rank.peer.rank.engine_rank
+            token = grant_token(self.opened.secret, engine_rank)
+            if rank.bytes_per_token:
+                self.ranks[engine_rank] = RankProgress(rank, token, self.opened.tokens)
+            grant = Grant(
+                room=self.room,
+                generation=self.generation,
+                token=token,
+                tokens=self.opened.tokens,
+                pages=dict(self.opened.pages) if rank.bytes_per_token else {},
+                num_decode_ranks=self.opened.num_decode_ranks,
+                timeout_s=timeout_s,
+            )
+            effects.append(SendMessage(rank.peer, grant))
+        return effects
+
+    def notice(self, notice: Notice) -> list[Effect]:
+        """Count what a rank says it has written."""
+        progress = self.ranks.get(notice.engine_rank)
+        if progress is None:
+            return [self._oddity("notice_from_unknown_rank", None)]
+        if notice.token != progress.token:
+            return [self._oddity("notice_with_wrong_token", progress.peer)]
+        if progress.state is RankState.DRAINED:
+            return [self._oddity("notice_after_drained", progress.peer)]
+        oddity = progress.count(notice)
+        if oddity is not None:
+            return [self._oddity(oddity, progress.peer)]
+        if progress.has_all_notices and progress.state is RankState.OWING:
+            detail = progress.shortfall() or "nothing is missing"
+            return self.stop(Signal.FAILED, self._error(FailureReason.INCOMPLETE, progress.peer, detail))
+        return self._review()
+
+    def drained(self, peer: PeerId) -> list[Effect]:
+        """Take a rank's word that it can write nothing more."""
+        progress = self._progress_of(peer)
+        if progress is None:
+            return []
+        effects: list[Effect] = []
+        if self.state.is_pending and progress.state is not RankState.COMPLETE:
+            detail = "the rank drained without being asked to"
+            effects = self.stop(Signal.FAILED, self._error(FailureReason.PROTOCOL, peer, detail))
+        progress.apply(RankSignal.DRAINED)
+        return [*effects, *self._review()]
+
+    def failed(self, peer: PeerId, failure: Failure, *, is_drained: bool) -> list[Effect]:
+        """End it because a prefill rank said so."""
+        progress = self._progress_of(peer)
+        if progress is not None and is_drained:
+            progress.apply(RankSignal.DRAINED)
+        return self.stop(Signal.FAILED, failure, spare=peer)
+
+    def lost(self, peer: PeerId, failure: Failure) -> list[Effect]:
+        """End it because a rank that still owes something is gone."""
+        progress = self._progress_of(peer)
+        if progress is None or progress.state.is_quiet:
+            return []
+        progress.apply(RankSignal.LOST)
+        return self.stop(Signal.FAILED, failure)
+
+    def stop(self, signal: Signal, failure: Failure, *, spare: PeerId | None = None) -> list[Effect]:
+        """End it without success: tell every granted rank to stop, but for `spare`, which said so itself."""
+        if not self.state.is_pending:
+            return self._review()
+        self.failure = failure
+        self.state.apply(signal)
+        cancel = Cancel(room=self.room, generation=self.generation, failure=failure)
+        told = [peer for peer in self._granted if peer != spare]
+        return [self._report(), *(SendMessage(peer, cancel) for peer in told), *self._review()]
+
+    def doubt(self) -> list[Effect]:
+        """Give up waiting for ranks that do not say Drained."""
+        return self._review(Signal.DOUBTED)
+
+    def _review(self, extra: Signal | None = None) -> list[Effect]:
+        """Draw the transfer's conclusion from its ranks; report when a fact has changed."""
+        before = (self.state.outcome, self.state.memory)
+        states = [progress.state for progress in self.ranks.values()]
+        if states and all(state is RankState.COMPLETE for state in states):
+            self.state.apply(Signal.COMPLETED)
+        elif not self.state.is_pending and all(state.is_quiet for state in states):
+            self.state.apply(Signal.QUIET)
+        elif not self.state.is_pending and all(state.is_quiet or state is RankState.LOST for state in states):
+            self.state.apply(Signal.DOUBTED)
+        if extra is not None:
+            self.state.apply(extra)
+        after = (self.state.outcome, self.state.memory)
+        return [self._report()] if after != before else []
+
+    def _report(self) -> Effect:
+        return ReportReceiver(
+            room=self.room,
+            generation=self.generation,
+            outcome=self.state.outcome,
+            memory=self.state.memory,
+            failure=self.failure,
+            handed=self._handed() if self.state.memory is Memory.SAFE and self.failure is None else None,
+        )
+
+    def _handed(self) -> Handed:
+        return Handed(
+            metadata={rank: progress.metadata for rank, progress in self.ranks.items() if progress.metadata},
+            num_bytes=sum(progress.num_bytes for progress in self.ranks.values()),
+            num_notices=sum(progress.num_notices for progress in self.ranks.values()),
+        )
+
+    def _progress_of(self, peer: PeerId) -> RankProgress | None:
+        progress = self.ranks.get(peer.rank.engine_rank)
+        return progress if progress is not None and progress.peer == peer else None
+
+    def _oddity(self, kind: str, peer: PeerId | None) -> Effect:
+        return CountOddity(kind, peer, self.room)
+
+    def _error(self, reason: FailureReason, peer: PeerId, detail: str) -> Failure:
+        return Failure(reason, Stage.AGGREGATE, str(self._me.rank), f"{peer.rank}: {detail}")
+
+
+def grant_token(secret: bytes, engine_rank: int) -> int:
+    """The number that notices of one rank must repeat; no rank can work out another's."""
+    digest = hashlib.blake2b(engine_rank.to_bytes(8, "little"), key=secret, digest_size=8).digest()
+    return int.from_bytes(digest, "little")

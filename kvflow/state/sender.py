@@ -1,0 +1,284 @@
+"""The sending machine: one room on one prefill rank.
+
+A `Sender` holds the chunks that the engine offered. Each decode rank that grants its pages gets a `Delivery`, which
+cuts the chunks down to the tokens that were asked for, numbers them, and follows them until every write has ended.
+Whatever ends one delivery badly ends the whole room: decode ranks of one request are of no use without each other.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from kvflow.errors import FailureReason, LocalProtocolError, Stage
+from kvflow.geometry.pages import TokenRange
+from kvflow.state.effects import DropChunks, DropPlan, Effect, EnqueueChunk, PostPlan, ReportSender, SendMessage
+from kvflow.state.events import Chunk, DeliveryId
+from kvflow.state.tables import Memory, Outcome, Signal, TransferState
+from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, PeerId
+
+__all__ = ["Delivery", "Sender"]
+
+
+class Delivery:
+    """What one prefill rank sends to one decode rank for one grant."""
+
+    def __init__(self, me: PeerId, peer: PeerId, grant: Grant, *, owes: bool) -> None:
+        self.id = DeliveryId(grant.room, peer, grant.generation)
+        self.grant = grant
+        self.owes = owes
+        self.state = TransferState()
+        self._me = me
+        self._next_seq = 0
+        self._ended = False
+        self._drained_is_due = False
+        self._planned: dict[int, Notice] = {}
+        self._posted: dict[int, Notice] = {}
+
+    @property
+    def has_posts(self) -> bool:
+        """A write is posted and not known to have ended."""
+        return bool(self._posted)
+
+    def offer(self, chunk: Chunk) -> list[Effect]:
+        """Take the part of a chunk that this decode rank wants."""
+        self._ended = chunk.last
+        if not self.owes:
+            return self._settle()
+        tokens = _clip(chunk.tokens, self.grant.tokens)
+        if tokens[0] == tokens[1] and not chunk.last:
+            return []
+        seq = self._next_seq
+        self._next_seq += 1
+        notice = Notice(
+            room=self.id.room,
+            generation=self.id.generation,
+            token=self.grant.token,
+            engine_rank=self._me.rank.engine_rank,
+            seq=seq,
+            tokens=tokens,
+            num_bytes=0,
+            last=chunk.last,
+            metadata=chunk.metadata,
+        )
+        if tokens[0] == tokens[1]:
+            return [SendMessage(self.id.peer, notice), *self._settle()]
+        self._planned[seq] = notice
+        return [EnqueueChunk(self.id, seq, tokens, chunk, self.grant)]
+
+    def plan_finished(self, seq: int, num_bytes: int) -> list[Effect]:
+        """Post what was planned, unless the delivery has ended."""
+        notice = self._planned.pop(seq, None)
+        if notice is None:
+            return [DropPlan(self.id, seq)]
+        notice = msgspec.structs.replace(notice, num_bytes=num_bytes)
+        self._posted[seq] = notice
+        return [PostPlan(self.id, seq, notice)]
+
+    def post_settled(self, seq: int) -> list[Effect]:
+        """Note that a post has ended."""
+        self._posted.pop(seq, None)
+        return self._settle()
+
+    def doubt(self) -> None:
+        """Give up waiting for the proof that a post has ended."""
+        self.state.apply(Signal.DOUBTED)
+
+    def stop(self, signal: Signal, failure: Failure) -> list[Effect]:
+        """End it without success and tell the decode rank why."""
+        if not self.state.is_pending:
+            return []
+        effects = self._stop(signal)
+        failed = Failed(
+            room=self.id.room,
+            generation=self.id.generation,
+            engine_rank=self._me.rank.engine_rank,
+            failure=failure,
+            drained=self.state.is_safe,
+        )
+        self._drained_is_due = not self.state.is_safe
+        return [*effects, SendMessage(self.id.peer, failed)]
+
+    def cancel(self) -> list[Effect]:
+        """End it because the decode rank said so: it only wants to hear Drained."""
+        effects = self._stop(Signal.FAILED) if self.state.is_pending else []
+        self._drained_is_due = True
+        return [*effects, *self._settle()]
+
+    def _stop(self, signal: Signal) -> list[Effect]:
+        self._planned.clear()
+        self.state.apply(signal)
+        if not self._posted:
+            self.state.apply(Signal.QUIET)
+        return [DropChunks(self.id)]
+
+    def _settle(self) -> list[Effect]:
+        """See whether the last write has ended."""
+        if not self._posted and not self._planned:
+            if self.state.is_pending and self._ended:
+                self.state.apply(Signal.COMPLETED)
+            if not self.state.is_pending:
+                self.state.apply(Signal.QUIET)
+        if not (self._drained_is_due and self.state.is_safe):
+            return []
+        self._drained_is_due = False
+        return [SendMessage(self.id.peer, drained(self.id, self._me))]
+
+
+class Sender:
+    """One room, from the engine's first word to the last ended write."""
+
+    def __init__(self, me: PeerId, room: int) -> None:
+        self.room = room
+        self.state = TransferState()
+        self.failure: Failure | None = None
+        self.deliveries: dict[PeerId, Delivery] = {}
+        self._me = me
+        self._chunks: list[Chunk] = []
+        self._num_decode_ranks: int | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """The engine has offered the last chunk."""
+        return bool(self._chunks) and self._chunks[-1].last
+
+    @property
+    def lacks_grants(self) -> bool:
+        """Everything is offered, but not every decode rank has asked for it."""
+        return self.is_finished and len(self.deliveries) != self._num_decode_ranks
+
+    def offer(self, chunk: Chunk) -> list[Effect]:
+        """Take a chunk from the engine.
+
+        Raises:
+            LocalProtocolError: It does not continue the one before, or the last chunk was offered already.
+        """
+        self._check_continues(chunk)
+        if not self.state.is_pending:
+            return []
+        self._chunks.append(chunk)
+        effects: list[Effect] = []
+        for delivery in list(self.deliveries.values()):
+            effects += self._feed(delivery, [chunk])
+        return [*effects, *self._review()]
+
+    def grant(self, peer: PeerId, grant: Grant, *, owes: bool) -> list[Effect]:
+        """Start a delivery and give it every chunk there is so far."""
+        delivery = Delivery(self._me, peer, grant, owes=owes)
+        if self.failure is not None:
+            return delivery.stop(Signal.FAILED, self.failure)
+        refusal = self._refusal(peer, grant)
+        if refusal is not None:
+            return delivery.stop(Signal.FAILED, refusal)
+        self._num_decode_ranks = grant.num_decode_ranks
+        self.deliveries[peer] = delivery
+        return [*self._feed(delivery, self._chunks), *self._review()]
+
+    def post_settled(self, delivery: Delivery, seq: int, failure: Failure | None) -> list[Effect]:
+        """Note that a post has ended; one that failed ends the room."""
+        stopped = self.stop(Signal.FAILED, failure) if failure else []
+        return [*stopped, *delivery.post_settled(seq), *self._review()]
+
+    def post_doubted(self, delivery: Delivery, failure: Failure) -> list[Effect]:
+        """Note that it cannot be told whether a post has ended; that ends the room."""
+        stopped = self.stop(Signal.FAILED, failure)
+        delivery.doubt()
+        return [*stopped, *self._review()]
+
+    def cancel(self, delivery: Delivery, failure: Failure) -> list[Effect]:
+        """End the room because one decode rank gave it up."""
+        effects = delivery.cancel()
+        return [*effects, *self.stop(Signal.FAILED, failure)]
+
+    def stop(self, signal: Signal, failure: Failure) -> list[Effect]:
+        """End the room without success; every decode rank is told the same reason."""
+        if not self.state.is_pending:
+            return self._review()
+        self.failure = failure
+        self.state.apply(signal)
+        effects: list[Effect] = [self._report()]
+        for delivery in self.deliveries.values():
+            effects += delivery.stop(signal, failure)
+        return [*effects, *self._review()]
+
+    def doubt(self) -> list[Effect]:
+        """Give up waiting for posts that do not end."""
+        for delivery in self.deliveries.values():
+            if delivery.has_posts:
+                delivery.doubt()
+        return self._review()
+
+    def _refusal(self, peer: PeerId, grant: Grant) -> Failure | None:
+        """Why a grant cannot be served, although the room is open."""
+        if peer in self.deliveries:
+            return self._error(FailureReason.ROOM_IN_USE, "an earlier grant of this rank for this room is open")
+        if self._num_decode_ranks not in (None, grant.num_decode_ranks):
+            detail = f"decode ranks disagree on their number: {self._num_decode_ranks} and {grant.num_decode_ranks}"
+            return self._error(FailureReason.PROTOCOL, detail)
+        if len(self.deliveries) == self._num_decode_ranks:
+            detail = f"all {self._num_decode_ranks} decode ranks have granted already"
+            return self._error(FailureReason.PROTOCOL, detail)
+        return None
+
+    def _feed(self, delivery: Delivery, chunks: Iterable[Chunk]) -> list[Effect]:
+        missing = self._missing_tokens(delivery)
+        if missing is not None:
+            return self.stop(Signal.FAILED, self._error(FailureReason.TOKENS_NOT_SERVED, missing))
+        effects: list[Effect] = []
+        for chunk in chunks:
+            effects += delivery.offer(chunk)
+        return effects
+
+    def _missing_tokens(self, delivery: Delivery) -> str | None:
+        """Say which wanted tokens this room can never serve, once that is certain."""
+        start, stop = delivery.grant.tokens
+        if not self._chunks or start == stop or not delivery.owes:
+            return None
+        first, end = self._chunks[0].tokens[0], self._chunks[-1].tokens[1]
+        if first <= start and (not self.is_finished or stop <= end):
+            return None
+        return f"decode wants tokens {start}:{stop}, prefill serves {first}:{end if self.is_finished else '...'}"
+
+    def _review(self) -> list[Effect]:
+        """Draw the room's conclusion from its deliveries; report when a fact has changed."""
+        before = (self.state.outcome, self.state.memory)
+        states = [delivery.state for delivery in self.deliveries.values()]
+        has_all = self.is_finished and len(states) == self._num_decode_ranks
+        if has_all and all(state.outcome is Outcome.SUCCESS for state in states):
+            self.state.apply(Signal.COMPLETED)
+        if not self.state.is_pending and all(state.is_safe for state in states):
+            self.state.apply(Signal.QUIET)
+        if any(state.memory is Memory.QUARANTINED for state in states):
+            self.state.apply(Signal.DOUBTED)
+        after = (self.state.outcome, self.state.memory)
+        return [self._report()] if after != before else []
+
+    def _report(self) -> Effect:
+        return ReportSender(self.room, self.state.outcome, self.state.memory, self.failure)
+
+    def _check_continues(self, chunk: Chunk) -> None:
+        start, stop = chunk.tokens
+        if self.is_finished:
+            raise LocalProtocolError("chunk after the last one", room=self.room, tokens=chunk.tokens)
+        if not 0 <= start <= stop or (start == stop and not chunk.last):
+            raise LocalProtocolError("chunk has no tokens", room=self.room, tokens=chunk.tokens)
+        if self._chunks and start != self._chunks[-1].tokens[1]:
+            raise LocalProtocolError(
+                "chunk does not continue the one before",
+                room=self.room,
+                tokens=chunk.tokens,
+                before=self._chunks[-1].tokens,
+            )
+
+    def _error(self, reason: FailureReason, detail: str) -> Failure:
+        return Failure(reason, Stage.ENQUEUE, str(self._me.rank), detail)
+
+
+def drained(delivery: DeliveryId, me: PeerId) -> Drained:
+    """The promise that nothing of a delivery can be written any more."""
+    return Drained(room=delivery.room, generation=delivery.generation, engine_rank=me.rank.engine_rank)
+
+
+def _clip(tokens: TokenRange, wanted: TokenRange) -> TokenRange:
+    """The part of a chunk that is wanted; empty ranges end up at the nearest end of the chunk."""
+    start = min(max(tokens[0], wanted[0]), tokens[1])
+    return start, max(start, min(tokens[1], wanted[1]))

@@ -1,0 +1,241 @@
+"""Every state and every transition of kvflow, as data. Nothing outside this file decides what may follow what.
+
+Theory of operation
+===================
+
+A transfer has two facts, and they are kept apart on purpose.
+
+*Outcome*: will the engine get what it asked for? It is decided once and never changes again.
+
+*Memory*: can somebody still touch the pages? A writer that was told to stop may have bytes on their way, so a failed
+transfer is not a finished one. Pages start HELD. Success makes them SAFE, because success means that every write has
+completed. Any other end makes them DRAINING: everybody who could write was told to stop, and each must prove that it
+has. All proofs make them SAFE; a proof that cannot be had makes them QUARANTINED, and only a late proof makes those
+SAFE. Time alone never does.
+
+Both ends of a transfer use the same two tables. The receiver's pages are destinations, and the proofs come from the
+prefill ranks. The sender's pages are sources, and the proofs come from its own transport.
+
+A receiver also follows each prefill rank that owes it bytes (`RANK`), keyed by `engine_rank`. The transfer is
+complete when every rank is COMPLETE, and quiet when every rank is COMPLETE or DRAINED.
+
+A rank follows each peer (`PEER`): one life of one rank at the other end, from the handshake to its loss.
+
+Each table is total: a pair that changes nothing is written down as such, so that nothing is decided by omission.
+"""
+
+import enum
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+__all__ = [
+    "MEMORY",
+    "OUTCOME",
+    "PEER",
+    "RANK",
+    "Memory",
+    "Outcome",
+    "PeerSignal",
+    "PeerState",
+    "RankSignal",
+    "RankState",
+    "Signal",
+    "TransferState",
+]
+
+
+class Signal(str, enum.Enum):
+    """What can happen to a transfer as a whole."""
+
+    COMPLETED = "completed"
+    """Every write that was owed has completed."""
+    FAILED = "failed"
+    """It cannot succeed any more."""
+    ABORTED = "aborted"
+    """The engine on this side gave it up."""
+    QUIET = "quiet"
+    """It is proved that nobody can touch the pages any more."""
+    DOUBTED = "doubted"
+    """The proof did not come in time, or cannot come."""
+
+
+class Outcome(str, enum.Enum):
+    """Whether the engine gets what it asked for."""
+
+    PENDING = "pending"
+    SUCCESS = "success"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+class Memory(str, enum.Enum):
+    """Whether somebody can still touch the pages."""
+
+    HELD = "held"
+    DRAINING = "draining"
+    QUARANTINED = "quarantined"
+    SAFE = "safe"
+
+
+OUTCOME: Final[Mapping[tuple[Outcome, Signal], Outcome]] = MappingProxyType(
+    {
+        (Outcome.PENDING, Signal.COMPLETED): Outcome.SUCCESS,
+        (Outcome.PENDING, Signal.FAILED): Outcome.FAILED,
+        (Outcome.PENDING, Signal.ABORTED): Outcome.ABORTED,
+        (Outcome.PENDING, Signal.QUIET): Outcome.PENDING,
+        (Outcome.PENDING, Signal.DOUBTED): Outcome.FAILED,
+        # Decided once; whatever comes later is late.
+        **{
+            (outcome, signal): outcome
+            for outcome in (Outcome.SUCCESS, Outcome.FAILED, Outcome.ABORTED)
+            for signal in Signal
+        },
+    }
+)
+
+MEMORY: Final[Mapping[tuple[Memory, Signal], Memory]] = MappingProxyType(
+    {
+        (Memory.HELD, Signal.COMPLETED): Memory.SAFE,
+        (Memory.HELD, Signal.FAILED): Memory.DRAINING,
+        (Memory.HELD, Signal.ABORTED): Memory.DRAINING,
+        # Quiet before the end is no news: more chunks may follow.
+        (Memory.HELD, Signal.QUIET): Memory.HELD,
+        (Memory.HELD, Signal.DOUBTED): Memory.QUARANTINED,
+        # Completed after all: the last writes landed before the stop reached them.
+        (Memory.DRAINING, Signal.COMPLETED): Memory.SAFE,
+        (Memory.DRAINING, Signal.FAILED): Memory.DRAINING,
+        (Memory.DRAINING, Signal.ABORTED): Memory.DRAINING,
+        (Memory.DRAINING, Signal.QUIET): Memory.SAFE,
+        (Memory.DRAINING, Signal.DOUBTED): Memory.QUARANTINED,
+        (Memory.QUARANTINED, Signal.COMPLETED): Memory.SAFE,
+        (Memory.QUARANTINED, Signal.FAILED): Memory.QUARANTINED,
+        (Memory.QUARANTINED, Signal.ABORTED): Memory.QUARANTINED,
+        (Memory.QUARANTINED, Signal.QUIET): Memory.SAFE,
+        (Memory.QUARANTINED, Signal.DOUBTED): Memory.QUARANTINED,
+        **{(Memory.SAFE, signal): Memory.SAFE for signal in Signal},
+    }
+)
+
+
+class RankSignal(str, enum.Enum):
+    """What one prefill rank can tell, or have happen to it, within one transfer."""
+
+    NOTICED = "noticed"
+    """A notice that leaves others missing."""
+    COMPLETED = "completed"
+    """The notice that makes the count whole."""
+    DRAINED = "drained"
+    """It said that nothing can be written any more."""
+    LOST = "lost"
+    """It is gone, so that it will prove nothing."""
+
+
+class RankState(str, enum.Enum):
+    """How far one prefill rank is, as one decode rank sees it."""
+
+    OWING = "owing"
+    COMPLETE = "complete"
+    DRAINED = "drained"
+    LOST = "lost"
+
+    @property
+    def is_quiet(self) -> bool:
+        """It can write nothing more."""
+        return self in (RankState.COMPLETE, RankState.DRAINED)
+
+
+RANK: Final[Mapping[tuple[RankState, RankSignal], RankState]] = MappingProxyType(
+    {
+        (RankState.OWING, RankSignal.NOTICED): RankState.OWING,
+        (RankState.OWING, RankSignal.COMPLETED): RankState.COMPLETE,
+        (RankState.OWING, RankSignal.DRAINED): RankState.DRAINED,
+        (RankState.OWING, RankSignal.LOST): RankState.LOST,
+        # A complete rank has nothing left to write; neither its drain nor its death is news.
+        **{(RankState.COMPLETE, signal): RankState.COMPLETE for signal in RankSignal},
+        # A drained rank promised silence; a notice that was still on its way does not undo the drain.
+        **{(RankState.DRAINED, signal): RankState.DRAINED for signal in RankSignal},
+        # A lost rank may have been cut off only: what it proves late still counts.
+        (RankState.LOST, RankSignal.NOTICED): RankState.LOST,
+        (RankState.LOST, RankSignal.COMPLETED): RankState.COMPLETE,
+        (RankState.LOST, RankSignal.DRAINED): RankState.DRAINED,
+        (RankState.LOST, RankSignal.LOST): RankState.LOST,
+    }
+)
+
+
+class PeerSignal(str, enum.Enum):
+    """What can happen to the acquaintance with one life of a peer."""
+
+    GREETED = "greeted"
+    """The handshake succeeded."""
+    HEARD = "heard"
+    """A message came."""
+    EXPIRED = "expired"
+    """Nothing came within the lease."""
+    LEFT = "left"
+    """It said goodbye, or a later life of the same rank appeared."""
+
+
+class PeerState(str, enum.Enum):
+    """How one life of a peer stands."""
+
+    CONNECTED = "connected"
+    LOST = "lost"
+    """Silent for longer than its lease: perhaps dead, perhaps cut off."""
+    LEFT = "left"
+    """Certainly over."""
+
+
+PEER: Final[Mapping[tuple[PeerState, PeerSignal], PeerState]] = MappingProxyType(
+    {
+        (PeerState.CONNECTED, PeerSignal.GREETED): PeerState.CONNECTED,
+        (PeerState.CONNECTED, PeerSignal.HEARD): PeerState.CONNECTED,
+        (PeerState.CONNECTED, PeerSignal.EXPIRED): PeerState.LOST,
+        (PeerState.CONNECTED, PeerSignal.LEFT): PeerState.LEFT,
+        (PeerState.LOST, PeerSignal.GREETED): PeerState.CONNECTED,
+        # It was only cut off. What was open between us has failed on both sides, by generation.
+        (PeerState.LOST, PeerSignal.HEARD): PeerState.CONNECTED,
+        (PeerState.LOST, PeerSignal.EXPIRED): PeerState.LOST,
+        (PeerState.LOST, PeerSignal.LEFT): PeerState.LEFT,
+        **{(PeerState.LEFT, signal): PeerState.LEFT for signal in PeerSignal},
+    }
+)
+
+
+class TransferState:
+    """The two facts of one transfer; `apply` is the only thing that ever changes them."""
+
+    __slots__ = ("_memory", "_outcome")
+
+    def __init__(self) -> None:
+        self._outcome = Outcome.PENDING
+        self._memory = Memory.HELD
+
+    @property
+    def outcome(self) -> Outcome:
+        """Whether the engine gets what it asked for."""
+        return self._outcome
+
+    @property
+    def memory(self) -> Memory:
+        """Whether somebody can still touch the pages."""
+        return self._memory
+
+    @property
+    def is_pending(self) -> bool:
+        """The outcome is open."""
+        return self._outcome is Outcome.PENDING
+
+    @property
+    def is_safe(self) -> bool:
+        """Nobody can touch the pages any more."""
+        return self._memory is Memory.SAFE
+
+    def apply(self, signal: Signal) -> None:
+        """Change both facts as the tables say."""
+        self._outcome = OUTCOME[self._outcome, signal]
+        self._memory = MEMORY[self._memory, signal]
+
+    def __repr__(self) -> str:
+        return f"TransferState({self._outcome.value}, {self._memory.value})"

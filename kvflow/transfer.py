@@ -1,0 +1,79 @@
+"""One room, as an engine holds it: two facts, and a way to wait for each."""
+
+import abc
+
+import anyio
+
+from kvflow.errors import LocalProtocolError, TransferFailed
+from kvflow.state.tables import Memory, Outcome
+from kvflow.wire.messages import Failure
+
+__all__ = ["Transfer"]
+
+
+class Transfer(abc.ABC):
+    """Base of both ends.
+
+    Attributes:
+        room: The router's id of the request.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._outcome = Outcome.PENDING
+        self._memory = Memory.HELD
+        self._failure: Failure | None = None
+        self._decided = anyio.Event()
+        self._settled = anyio.Event()
+
+    @property
+    def outcome(self) -> Outcome:
+        """Whether the transfer succeeded; decided once."""
+        return self._outcome
+
+    @property
+    def memory(self) -> Memory:
+        """Whether somebody can still touch its pages."""
+        return self._memory
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why it did not succeed, once that is decided."""
+        return self._failure
+
+    def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
+        """Take in what the core says."""
+        self._outcome, self._memory, self._failure = outcome, memory, failure
+        if outcome is not Outcome.PENDING:
+            self._decided.set()
+        if memory in (Memory.SAFE, Memory.QUARANTINED):
+            self._settled.set()
+
+    def error(self) -> TransferFailed:
+        """The exception that says why it failed.
+
+        Raises:
+            LocalProtocolError: It has not.
+        """
+        failure = self._failure
+        if failure is None:
+            raise LocalProtocolError("transfer has not failed", room=self.room, outcome=self._outcome.value)
+        is_quarantined = self._memory is Memory.QUARANTINED
+        return TransferFailed(
+            self.room, failure.reason, failure.stage, failure.rank, failure.detail, quarantined=is_quarantined
+        )
+
+    @abc.abstractmethod
+    def _abort(self) -> None:
+        """Tell the core that the engine gives up."""
+
+    async def _end(self) -> None:
+        """Give up what is not decided, and wait until the pages are quiet or in quarantine, whatever happens."""
+        if not self._decided.is_set():
+            self._abort()
+        with anyio.CancelScope(shield=True):
+            await self._settled.wait()
+
+    def _raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise self.error()

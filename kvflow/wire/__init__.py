@@ -1,0 +1,1 @@
+"""What travels between processes: `messages` (pure), `codec` (bytes), `channel` (sockets)."""

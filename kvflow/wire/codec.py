@@ -1,0 +1,56 @@
+"""Bytes <-> messages. Everything that can be wrong with bytes from outside is found here."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from kvflow.errors import KvflowError, RemoteProtocolError
+from kvflow.wire.messages import AnyMessage, Message
+
+__all__ = ["MAX_MESSAGE_BYTES", "decode", "decode_frames", "encode"]
+
+MAGIC: Final = b"KVF"
+FRAME_FORMAT: Final = 1
+"""Version of "four bytes, then MessagePack"; what the messages mean is negotiated in the Hello."""
+HEADER: Final = MAGIC + bytes([FRAME_FORMAT])
+MAX_MESSAGE_BYTES: Final = 64 * 2**20
+"""A grant of one million pages is 4 MiB and the card of a rank with 10,000 regions about 1 MiB; the bound only
+keeps a hostile peer from filling the memory."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """Give the bytes of a message: four bytes of header, then MessagePack."""
+    return HEADER + _encoder.encode(message)
+
+
+def decode(data: bytes) -> AnyMessage:
+    """Give the message that bytes from a peer stand for.
+
+    Raises:
+        RemoteProtocolError: Not kvflow, another frame format, too long, or not a well-formed message.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError("message is too long", num_bytes=len(data), limit=MAX_MESSAGE_BYTES)
+    if data[:3] != MAGIC:
+        raise RemoteProtocolError("not a kvflow message", first_bytes=data[:8], num_bytes=len(data))
+    if data[:4] != HEADER:
+        raise RemoteProtocolError("message of another frame format", format=data[3:4], spoken=FRAME_FORMAT)
+    try:
+        return _decoder.decode(memoryview(data)[4:])
+    except (msgspec.DecodeError, KvflowError, RecursionError) as error:
+        raise RemoteProtocolError("message is malformed", detail=str(error), num_bytes=len(data)) from error
+
+
+def decode_frames(frames: Sequence[bytes]) -> AnyMessage:
+    """Give the message that came as one ZMQ multipart message; ours have a single frame.
+
+    Raises:
+        RemoteProtocolError: As `decode`, or there is not exactly one frame.
+    """
+    if len(frames) != 1:
+        raise RemoteProtocolError("message must be one frame", frames=len(frames))
+    return decode(frames[0])

@@ -1,0 +1,276 @@
+"""What ranks say to each other, as one tagged union. Pure: sockets are in `channel`, bytes in `codec`.
+
+Version history:
+    1: first version.
+
+Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
+ignore needs a new version.
+"""
+
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from kvflow.errors import FailureReason, Stage
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.routes import Route
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Cancel",
+    "Card",
+    "Cards",
+    "Drained",
+    "Failed",
+    "Failure",
+    "Goodbye",
+    "Grant",
+    "Hello",
+    "Lookup",
+    "Message",
+    "Notice",
+    "PeerId",
+    "Ping",
+    "Pong",
+    "RankId",
+    "Refuse",
+    "Register",
+    "Registered",
+    "Unregister",
+    "Welcome",
+]
+
+PROTOCOL_VERSION = 1
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+"""A duration. Clocks differ between hosts, so no point in time ever travels."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+
+class RankId(NamedTuple):
+    """A worker process of a serving instance; stays the same when the process restarts."""
+
+    instance: str
+    engine_rank: int
+
+    def __str__(self) -> str:
+        return f"{self.instance}/{self.engine_rank}"
+
+
+class PeerId(NamedTuple):
+    """One life of a rank: `incarnation` is random and new at each start."""
+
+    rank: RankId
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.rank}@{self.incarnation:016x}"
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a transfer failed, in a form that travels to every party of it."""
+
+    reason: FailureReason
+    stage: Stage
+    rank: str
+    detail: str
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of every message."""
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach a rank and what it holds; published in the registry.
+
+    Attributes:
+        num_ranks: Ranks of the whole instance; the instance is complete when all of them are registered.
+        endpoint: ZMQ address of the rank's control socket.
+        backend: Name of its transport.
+    """
+
+    peer: PeerId
+    num_ranks: Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
+    endpoint: str
+    backend: str
+    layout: KVLayout
+
+
+class Register(Message, frozen=True, tag="register"):
+    """Rank -> registry: I am here; forget me unless I say so again within `lease_s`."""
+
+    card: Card
+    lease_s: Seconds
+
+
+class Registered(Message, frozen=True, tag="registered"):
+    """Registry -> rank: noted."""
+
+    peer: PeerId
+
+
+class Unregister(Message, frozen=True, tag="unregister"):
+    """Rank -> registry: I am leaving."""
+
+    peer: PeerId
+
+
+class Lookup(Message, frozen=True, tag="lookup"):
+    """Rank -> registry: tell me about an instance as soon as all of its ranks are registered."""
+
+    instance: str
+    timeout_s: Seconds
+
+
+class Cards(Message, frozen=True, tag="cards"):
+    """Registry -> rank: the ranks of an instance, by engine rank; incomplete if the time ran out."""
+
+    instance: str
+    cards: tuple[Card, ...]
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """Decode -> prefill, first: who I am, what I hold, what I want from you.
+
+    Attributes:
+        versions: Lowest and highest protocol version spoken.
+        lease_s: Silence after which this rank must be taken for dead.
+        backend_metadata: What the prefill rank's transport needs to write here.
+        route: What this rank wants from the prefill rank that reads this.
+    """
+
+    peer: PeerId
+    to: PeerId
+    versions: tuple[int, int]
+    lease_s: Seconds
+    backend: str
+    backend_metadata: bytes
+    layout: KVLayout
+    route: Route
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """Prefill -> decode: the answer to a Hello that fits."""
+
+    peer: PeerId
+    version: int
+
+
+class Refuse(Message, frozen=True, tag="refuse"):
+    """Prefill -> decode: the answer to a Hello that does not fit, or to a message before any Hello.
+
+    Attributes:
+        to: The incarnation that was refused; none if the sender is not known.
+    """
+
+    peer: PeerId
+    to: PeerId | None
+    detail: str
+
+
+class Grant(Message, frozen=True, tag="grant"):
+    """Decode -> prefill: you may write these pages.
+
+    Attributes:
+        generation: Issued by the decode rank, never reused by it.
+        token: Random; every Notice must repeat it, because in-band notices carry no other proof of their origin.
+        tokens: Token positions `[start, stop)` that are wanted.
+        pages: For each component, the pages that hold `tokens`: little-endian uint32.
+        num_decode_ranks: How many decode ranks ask for this room.
+        timeout_s: Time left until the decode rank gives up.
+    """
+
+    room: int
+    generation: int
+    token: int
+    tokens: tuple[int, int]
+    pages: dict[str, bytes]
+    num_decode_ranks: Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
+    timeout_s: Seconds
+
+
+class Notice(Message, frozen=True, tag="notice"):
+    """Prefill -> decode: the bytes of one chunk are in your memory.
+
+    Attributes:
+        seq: Counts the notices of this rank in this generation, from 0.
+        tokens: Token positions that were written; may be empty.
+        num_bytes: Bytes that were written.
+        last: No notice of this rank has a higher `seq`.
+        metadata: Only on the last: opaque, from the prefill engine to the decode engine.
+    """
+
+    room: int
+    generation: int
+    token: int
+    engine_rank: Count
+    seq: Count
+    tokens: tuple[int, int]
+    num_bytes: int
+    last: bool = False
+    metadata: bytes = b""
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """Decode -> prefill: stop, and say Drained when nothing of this generation can be written any more."""
+
+    room: int
+    generation: int
+    failure: Failure
+
+
+class Drained(Message, frozen=True, tag="drained"):
+    """Prefill -> decode: nothing of this generation can be written by this rank any more."""
+
+    room: int
+    generation: int
+    engine_rank: int
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """Prefill -> decode: this transfer will not succeed; a Drained follows unless `drained` says it already."""
+
+    room: int
+    generation: int
+    engine_rank: int
+    failure: Failure
+    drained: bool
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    """Decode -> prefill: I am alive."""
+
+    peer: PeerId
+
+
+class Pong(Message, frozen=True, tag="pong"):
+    """Prefill -> decode: so am I."""
+
+    peer: PeerId
+
+
+class Goodbye(Message, frozen=True, tag="goodbye"):
+    """Either: this incarnation is leaving. No proof of anything: what it posted may still be on its way."""
+
+    peer: PeerId
+
+
+AnyMessage = (
+    Register
+    | Registered
+    | Unregister
+    | Lookup
+    | Cards
+    | Hello
+    | Welcome
+    | Refuse
+    | Grant
+    | Notice
+    | Cancel
+    | Drained
+    | Failed
+    | Ping
+    | Pong
+    | Goodbye
+)

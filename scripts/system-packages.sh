@@ -1,0 +1,30 @@
+#!/bin/sh
+# Check that this machine has what pip cannot install, and install it where that is allowed.
+# usage: system-packages.sh PYTHON
+set -eu
+
+python=${1:-python3}
+missing=""
+
+if ! command -v "$python" >/dev/null; then
+    missing="$missing python3 python3-venv"
+elif ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+    missing="$missing python3-venv"
+fi
+
+if [ -n "$missing" ]; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        apt-get update -qq
+        # shellcheck disable=SC2086 # a list of words
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $missing
+    else
+        echo "kvflow needs these system packages:$missing" >&2
+        echo "install them, for example with: sudo apt-get install$missing" >&2
+        exit 1
+    fi
+fi
+
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+    echo "kvflow needs Python 3.10 or newer; $("$python" --version) found. Try: make PYTHON=python3.11" >&2
+    exit 1
+fi
