@@ -124,7 +124,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         if not 0 <= self.heads[0] < self.heads[1]:
             raise self._error("region must hold at least one head", heads=self.heads)
         if self.layer < 0:
-            raise self._error("layer must not be negative", layer=self.layer)
+            raise self._error("layer must not be negative")
 
     def _check_cells_are_disjoint(self) -> None:
         """Each axis, from the smallest stride up, must step over everything below it."""

@@ -157,9 +157,9 @@ class Leg(NamedTuple):
         return self.src.token_stride == self.dst.token_stride == self.unit_bytes
 
     def max_rows(self, num_tokens: int) -> int:
-        """Descriptors for that many tokens if nothing merges across pages, give or take a page."""
-        page_size = min(self.src.tokens_per_slot, self.dst.tokens_per_slot)
-        pieces = num_tokens // page_size + 2 if self.tokens_touch else num_tokens
+        """Most descriptors for that many tokens: pages of either side cut the range, and nothing merges."""
+        cuts = num_tokens // self.src.tokens_per_slot + num_tokens // self.dst.tokens_per_slot + 3
+        pieces = min(cuts, num_tokens) if self.tokens_touch else num_tokens
         return len(self.src_bases) * pieces * (1 if self.heads_touch else self.num_heads)
 
 
@@ -176,7 +176,7 @@ class BoundRoute(NamedTuple):
         return sum(len(leg.src_bases) * leg.num_heads * leg.head_bytes for leg in self.legs)
 
     def max_rows(self, num_tokens: int) -> int:
-        """How many descriptors a plan of that many tokens may have; for scheduling, not for allocation."""
+        """Most descriptors that a plan of that many tokens can have."""
         return sum(leg.max_rows(num_tokens) for leg in self.legs)
 
     @property

@@ -1,0 +1,1 @@
+"""What several tests use: pools on real memory, a slow oracle, instances of ranks."""
