@@ -106,10 +106,10 @@ class _BlockingTransfer(abc.ABC):
     def _check_success(self) -> None:
         if not self._ended.is_set():
             raise LocalProtocolError("transfer has not ended; poll first", room=self.room)
+        if self._transfer.failure is not None:
+            raise self._transfer.error() from self._error
         if self._error is not None:
             raise self._error
-        if self._transfer.failure is not None:
-            raise self._transfer.error()
 
 
 class BlockingSender(_BlockingTransfer):

@@ -197,6 +197,7 @@ class RoomReceiver(Transfer):
         self._notices_at = (0.0, 0.0)
         self._num_noted = 0
         self._handover: Handover | None = None
+        self._is_told = False
 
     @property
     def notices_s(self) -> float:
@@ -210,6 +211,7 @@ class RoomReceiver(Transfer):
             TransferFailed: They never will be. The pages are not quiet before the block is left.
         """
         await self._decided.wait()
+        self._is_told = True
         self._raise_if_failed()
         if self._handover is None:
             raise LocalProtocolError("transfer has no result", room=self.room, outcome=self.outcome.value)
@@ -242,9 +244,9 @@ class RoomReceiver(Transfer):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        is_decided = self._decided.is_set()
-        await self._end()
-        if exc is None and is_decided:
+        is_news = self._decided.is_set() and not self._is_told
+        await self._end(exc)
+        if exc is None and is_news:
             self._raise_if_failed()
 
     def _abort(self) -> None:

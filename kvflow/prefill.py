@@ -240,7 +240,7 @@ class RoomSender(Transfer):
             if exc is None and self._is_finished:
                 await self._decided.wait()
         finally:
-            await self._end()
+            await self._end(exc)
         if exc is None and not is_abandoned:
             self._raise_if_failed()
 

@@ -67,12 +67,18 @@ class Transfer(abc.ABC):
     def _abort(self) -> None:
         """Tell the core that the engine gives up."""
 
-    async def _end(self) -> None:
-        """Give up what is not decided, and wait until the pages are quiet or in quarantine, whatever happens."""
+    async def _end(self, error: BaseException | None) -> None:
+        """Give up what is not decided, and wait until the pages are quiet or in quarantine, whatever happens.
+
+        Args:
+            error: What the engine's block raised; if it is about this transfer, it learns what became of the pages.
+        """
         if not self._decided.is_set():
             self._abort()
         with anyio.CancelScope(shield=True):
             await self._settled.wait()
+        if isinstance(error, TransferFailed) and error.room == self.room:
+            error.quarantined = self._memory is Memory.QUARANTINED
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:

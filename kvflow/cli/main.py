@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from kvflow import __version__
+from kvflow.cli import registry
+from kvflow.cli.bench import command as bench
 from kvflow.cli.demo import command as demo
 from kvflow.errors import KvflowError
 
@@ -22,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvflow", description="Moves KV caches from prefill to decode servers.")
     parser.add_argument("--version", action="version", version=f"kvflow {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in (("demo", demo),):
+    for name, module in (("demo", demo), ("bench", bench), ("registry", registry)):
         command = commands.add_parser(name, help=module.__doc__, description=module.__doc__)
         module.add_arguments(command)
         command.set_defaults(run=module.run)

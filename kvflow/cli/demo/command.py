@@ -1,4 +1,4 @@
-"""The `kvflow demo` command."""
+"""Move a real model's KV cache between two processes, and go on with identical tokens."""
 
 import argparse
 import importlib.util

@@ -1,0 +1,38 @@
+"""Run a registry on its own, until it is interrupted."""
+
+import argparse
+import signal
+import sys
+
+import anyio
+
+from kvflow import Registry, configure_logging
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument("--bind", default="tcp://127.0.0.1:7100", metavar="ADDRESS", help="default: %(default)s")
+    parser.add_argument("--advertise", metavar="HOST", help="host to print, if not the one bound")
+    parser.add_argument("--log", default="console", choices=["console", "json"], help="default: %(default)s")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM; prints the endpoint as its first line.
+
+    Raises:
+        ConfigError: The address cannot be bound.
+    """
+    configure_logging(arguments.log)
+    anyio.run(_serve, arguments.bind, arguments.advertise)
+    return 0
+
+
+async def _serve(bind: str, advertise: str | None) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with Registry(bind, advertise) as registry:
+            print(registry.endpoint, flush=True)
+            async for received in signals:
+                print(f"kvflow registry: stopped by {received.name}", file=sys.stderr)
+                return
