@@ -31,6 +31,7 @@ class Timeouts:
     Attributes:
         handshake_s: Finding an instance and shaking hands with all of its ranks, on first contact.
         transfer_s: A whole transfer as the decode rank sees it, queueing and computing on prefill included.
+        open_s: How long a grant waits on prefill for an engine that has not opened its room.
         grant_s: How long finished pages wait on prefill for a decode rank that has not asked for them.
         drain_s: How long to wait for the proof that pages are quiet before they are put into quarantine.
         lease_s: Silence after which a peer is taken for lost; pings go out three times as often.
@@ -38,6 +39,7 @@ class Timeouts:
 
     handshake_s: float = 5.0
     transfer_s: float = 120.0
+    open_s: float = 30.0
     grant_s: float = 30.0
     drain_s: float = 5.0
     lease_s: float = 3.0

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -127,8 +128,9 @@ class DecodeRank(Rank["RoomReceiver"]):
 
     def _open(self) -> None:
         self._payload_in, payload_out = anyio.create_memory_object_stream[bytes](NOTICES_BETWEEN_STAGES)
-        self._payload_out = payload_out
-        self._registry = RegistryClient(self.config.registry, self._log)
+        for stream in (self._payload_in, payload_out):
+            self._resources.enter_context(stream)
+        self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
         self._bootstrap = DecodeBootstrap(
             self._context, self.layout, self._backend, self._registry.lookup, self._on_message
         )
@@ -136,11 +138,6 @@ class DecodeRank(Rank["RoomReceiver"]):
 
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:
         return [self._aggregate.run, self._registry.run]
-
-    def _leave(self) -> None:
-        self._registry.close()
-        self._payload_in.close()
-        self._payload_out.close()
 
     def _carry_out(self, effect: ef.Effect) -> None:
         match effect:

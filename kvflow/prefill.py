@@ -1,6 +1,7 @@
 """The service that an engine's prefill worker embeds."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing
 from types import TracebackType
 
 import anyio
@@ -72,9 +73,11 @@ class PrefillRank(Rank["RoomSender"]):
     def _open(self) -> None:
         job_in, job_out = anyio.create_memory_object_stream[ChunkJob](CHUNKS_BETWEEN_STAGES)
         planned_in, planned_out = anyio.create_memory_object_stream[PlannedChunk](CHUNKS_BETWEEN_STAGES)
-        self._streams = (job_in, job_out, planned_in, planned_out)
-        self._listener = Listener(*self._bind)
-        self._registry = RegistryClient(self.config.registry, self._log)
+        for stream in (job_in, job_out, planned_in, planned_out):
+            self._resources.enter_context(stream)
+        self._listener = self._resources.enter_context(closing(Listener(*self._bind)))
+        self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
+        self._resources.callback(self._registry.unregister, self.me)
         self._bootstrap = PrefillBootstrap(self._context, self.layout, self._backend, self._listener, self._on_message)
         geometry = self._bootstrap.geometry
         self._enqueue = Enqueue(self._context, job_in, self._bytes_per_token)
@@ -97,13 +100,6 @@ class PrefillRank(Rank["RoomSender"]):
             self._registry.run,
             lambda: self._registry.keep_registered(card),
         ]
-
-    def _leave(self) -> None:
-        self._registry.unregister(self.me)
-        self._registry.close()
-        self._listener.close()
-        for stream in self._streams:
-            stream.close()
 
     def _carry_out(self, effect: ef.Effect) -> None:
         match effect:

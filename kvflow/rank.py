@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Generic, NamedTuple, TypeVar
 
@@ -89,12 +90,15 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self._log = get_logger(instance=config.instance, engine_rank=config.engine_rank)
         self._oddities = OddityLog(self._log, anyio.current_time)
         self._tasks = OwnedTasks(self._abandon)
-        self._context = StageContext(self.me, config, self.dispatch, self._tasks.start, self._times, self._log)
+        self._context = StageContext(
+            self.me, config, self.dispatch, self._tasks.start, self._times, self._log, self._oddities
+        )
         self._transfers: dict[int, AnyTransfer] = {}
         self._events: deque[ev.Event] = deque()
         self._is_dispatching = False
         self._settled = anyio.Event()
         self._is_open = False
+        self._resources = ExitStack()
 
     async def __aenter__(self) -> Self:
         await self._backend.open(agent_name(self.me))
@@ -102,6 +106,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
             await self._backend.register(self.layout)
             self._open()
         except BaseException:
+            self._resources.close()
             with anyio.CancelScope(shield=True):
                 await self._backend.aclose()
             raise
@@ -120,7 +125,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         try:
             return await self._tasks.close(exc_type, exc, traceback)
         finally:
-            self._leave()
+            self._resources.close()
             self._log.info("rank_closed", quarantined=len(self.quarantined()))
 
     def statistics(self) -> RankStatistics:
@@ -196,7 +201,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
 
     @abc.abstractmethod
     def _open(self) -> None:
-        """Make the sockets and stages, on the event loop."""
+        """Make the sockets and stages, on the event loop; what has to be closed goes into `_resources`."""
 
     @abc.abstractmethod
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:
@@ -218,10 +223,6 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
     async def _take_backend_event(self, event: BackendEvent) -> None:
         """Take in what the transport says."""
 
-    @abc.abstractmethod
-    def _leave(self) -> None:
-        """Close the sockets."""
-
     def _after_dispatch(self) -> None:
         """Look at what has changed after a step of the core."""
 
@@ -237,8 +238,8 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         match effect:
             case ef.SendMessage(peer, message):
                 self._send(peer, message)
-            case ef.CountOddity():
-                self._oddities.count(effect)
+            case ef.CountOddity(kind, peer, room):
+                self._oddities.count(kind, peer, room=room)
             case ef.ForgetPeer(peer):
                 self._forget(peer)
             case _:
@@ -280,7 +281,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self._settled.set()
 
     def _ignore(self, kind: str) -> None:
-        self._oddities.count(ef.CountOddity(kind, None, None))
+        self._oddities.count(kind)
 
     async def _close(self) -> None:
         """End every transfer, stop the transport and say goodbye. The tasks that did it are ended after this."""

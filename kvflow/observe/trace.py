@@ -1,5 +1,6 @@
 """Core events and effects as log lines: a name, and who and what it is about."""
 
+import math
 import re
 from collections.abc import Callable
 from typing import Final
@@ -8,7 +9,7 @@ from kvflow.errors import Stage
 from kvflow.observe.logs import BoundLogger
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
-from kvflow.wire.messages import Drained, Failed, Failure, Notice
+from kvflow.wire.messages import Drained, Failed, Failure, Notice, PeerId
 
 __all__ = ["OddityLog", "describe"]
 
@@ -91,11 +92,10 @@ class OddityLog:
         self._interval_s = interval_s
         self._logged_at: dict[str, float] = {}
 
-    def count(self, oddity: ef.CountOddity) -> None:
+    def count(self, kind: str, peer: PeerId | None = None, **values: object) -> None:
         """Count it, and log it unless its kind was logged just now."""
-        self.counts[oddity.kind] = self.counts.get(oddity.kind, 0) + 1
+        self.counts[kind] = self.counts.get(kind, 0) + 1
         now = self._clock()
-        if now - self._logged_at.get(oddity.kind, -self._interval_s) >= self._interval_s:
-            self._logged_at[oddity.kind] = now
-            peer = str(oddity.peer) if oddity.peer else None
-            self._log.warning(oddity.kind, peer=peer, room=oddity.room, count=self.counts[oddity.kind])
+        if now - self._logged_at.get(kind, -math.inf) >= self._interval_s:
+            self._logged_at[kind] = now
+            self._log.warning(kind, peer=str(peer) if peer else None, **values, count=self.counts[kind])

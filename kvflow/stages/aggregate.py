@@ -32,7 +32,6 @@ class Aggregate:
         payloads: MemoryObjectReceiveStream[bytes],
         on_notice: Callable[[Notice], None],
     ) -> None:
-        self.num_rejected = 0
         self._context = context
         self._payloads = payloads
         self._on_notice = on_notice
@@ -43,8 +42,7 @@ class Aggregate:
             try:
                 notice = _decode_notice(payload)
             except RemoteProtocolError as error:
-                self.num_rejected += 1
-                self._context.log.warning("notice_rejected", stage=Stage.AGGREGATE.value, detail=str(error))
+                self._context.oddities.count("notice_rejected", stage=Stage.AGGREGATE.value, detail=str(error))
                 continue
             self._on_notice(notice)
             self._context.dispatch(NoticeDelivered(notice))

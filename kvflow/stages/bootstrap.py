@@ -47,7 +47,6 @@ class PrefillBootstrap:
         listener: Listener,
         on_message: Callable[[PeerId, Message], None],
     ) -> None:
-        self.num_rejected = 0
         self._context = context
         self._layout = layout
         self._backend = backend
@@ -142,12 +141,10 @@ class PrefillBootstrap:
             self._context.log.info("refusal_undeliverable", stage=Stage.BOOTSTRAP.value, connection=connection.hex())
 
     def _reject(self, connection: bytes, error: RemoteProtocolError) -> None:
-        self.num_rejected += 1
-        peer = self._peers.get(connection)
-        self._context.log.warning(
+        self._context.oddities.count(
             "message_rejected",
+            self._peers.get(connection),
             stage=Stage.BOOTSTRAP.value,
-            peer=str(peer) if peer else None,
             connection=connection.hex(),
             detail=str(error),
         )
@@ -199,7 +196,6 @@ class DecodeBootstrap:
         lookup: Callable[[str, float], Awaitable[tuple[Card, ...]]],
         on_message: Callable[[PeerId, Message], None],
     ) -> None:
-        self.num_rejected = 0
         self._context = context
         self._layout = layout
         self._backend = backend
@@ -308,10 +304,7 @@ class DecodeBootstrap:
         try:
             self._take(peer, line, decode_frames(frames))
         except RemoteProtocolError as error:
-            self.num_rejected += 1
-            self._context.log.warning(
-                "message_rejected", stage=Stage.BOOTSTRAP.value, peer=str(peer), detail=str(error)
-            )
+            self._context.oddities.count("message_rejected", peer, stage=Stage.BOOTSTRAP.value, detail=str(error))
 
     def _take(self, peer: PeerId, line: _Line, message: Message) -> None:
         if isinstance(message, (Welcome, Refuse)) and line.answer(message):

@@ -7,6 +7,7 @@ from kvflow.config import RankConfig
 from kvflow.errors import FailureReason, Stage
 from kvflow.observe.logs import BoundLogger
 from kvflow.observe.times import StageTimes
+from kvflow.observe.trace import OddityLog
 from kvflow.state.events import Event
 from kvflow.wire.messages import Failure, PeerId
 
@@ -24,6 +25,7 @@ class StageContext:
         start_task: Starts a task that lives no longer than the rank.
         times: Where to note how long things took.
         log: Where to say what happened.
+        oddities: Where to say what was ignored.
     """
 
     me: PeerId
@@ -32,6 +34,7 @@ class StageContext:
     start_task: Callable[..., None]
     times: StageTimes
     log: BoundLogger
+    oddities: OddityLog
 
     def failure(self, reason: FailureReason, stage: Stage, detail: str) -> Failure:
         """A failure that this rank was the first to notice."""

@@ -114,7 +114,7 @@ class Senders:
             detail = f"{self._limits.pending_grants} grants wait for their rooms"
             return self.refuse(peer, grant, self._error(FailureReason.CAPACITY, detail))
         self._remember_waiting(peer, grant)
-        self._deadlines.set(Unopened(grant.room, peer), now + grant.timeout_s)
+        self._deadlines.set(Unopened(grant.room, peer), now + self._time_to_open(grant))
         return []
 
     def refuse(self, peer: PeerId, grant: Grant, failure: Failure) -> list[Effect]:
@@ -194,7 +194,7 @@ class Senders:
         match key:
             case Unopened(room, peer):
                 grant = self._forget_waiting(room, peer)
-                detail = f"prefill did not open the room within {grant.timeout_s} s"
+                detail = f"prefill did not open the room within {self._time_to_open(grant)} s"
                 return self.refuse(peer, grant, self._error(FailureReason.UNKNOWN_ROOM, detail))
             case Ungranted(room):
                 detail = f"not every decode rank asked for the pages within {self._timeouts.grant_s} s"
@@ -238,6 +238,9 @@ class Senders:
         self._tombstones[sender.room] = _Tombstone(sender.failure, generations)
         while len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
+
+    def _time_to_open(self, grant: Grant) -> float:
+        return min(grant.timeout_s, self._timeouts.open_s)
 
     def _was_served(self, peer: PeerId, grant: Grant, sender: Sender | None) -> bool:
         if sender is not None:

@@ -230,8 +230,11 @@ def test_decode_ranks_that_disagree_on_their_number_are_refused(granted: CoreDri
     assert (receiver, failed.failure.reason) == (other, FailureReason.PROTOCOL)
 
 
-def test_grant_for_a_room_that_never_opens_is_answered(core: CoreDriver) -> None:
-    core.hear(DECODE, grant(timeout_s=1.5))
+@pytest.mark.parametrize(("open_s", "timeout_s"), [(30.0, 1.5), (1.5, 60.0)])
+def test_grant_for_a_room_that_never_opens_is_answered(open_s: float, timeout_s: float) -> None:
+    core = CoreDriver(PREFILL, Timeouts(open_s=open_s))
+    core.meet_decode()
+    core.hear(DECODE, grant(timeout_s=timeout_s))
     effects: list[Effect] = []
     for _ in range(4):
         core.hear(DECODE, Ping(peer=DECODE))
@@ -239,6 +242,7 @@ def test_grant_for_a_room_that_never_opens_is_answered(core: CoreDriver) -> None
     ((_, failed),) = messages(effects, Failed)
     assert isinstance(failed, Failed)
     assert (failed.failure.reason, failed.drained) == (FailureReason.UNKNOWN_ROOM, True)
+    assert failed.failure.detail == "prefill did not open the room within 1.5 s"
     assert core.core.senders.num_waiting == 0
 
 

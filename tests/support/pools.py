@@ -53,7 +53,7 @@ class PoolShape:
 class Pool:
     """Memory of one rank: one buffer for each layer, with K and V in it."""
 
-    def __init__(self, shape: PoolShape, fill: int, *, base: int | None = None) -> None:
+    def __init__(self, shape: PoolShape, fill: int, *, base: int | None = None, fingerprint: str = FINGERPRINT) -> None:
         self.shape = shape
         size = 2 * shape.num_pages * shape.page_bytes
         self.buffers = [np.full(size, fill, np.uint8) for _ in range(shape.num_layers)]
@@ -62,7 +62,7 @@ class Pool:
         ]
         regions = tuple(self._region(tensor, layer) for layer in range(shape.num_layers) for tensor in ("k", "v"))
         allocations = tuple(sorted(MemoryRange(address, size) for address in self._addresses))
-        self.layout = KVLayout((Component("kv", regions),), FINGERPRINT, allocations)
+        self.layout = KVLayout((Component("kv", regions),), fingerprint, allocations)
 
     def randomize(self, rng: np.random.Generator) -> None:
         for buffer in self.buffers:

@@ -1,0 +1,321 @@
+"""Every bad input gives a typed error with its values, on the side that can act on it, and disturbs nobody else."""
+
+from collections.abc import AsyncIterator, Callable
+
+import anyio
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+import kvflow
+from kvflow.config import Timeouts
+from kvflow.errors import (
+    CapacityExceeded,
+    ConfigError,
+    FailureReason,
+    LocalProtocolError,
+    PlanError,
+    Stage,
+)
+from kvflow.geometry import Component
+from kvflow.wire.channel import Dialer
+from kvflow.wire.codec import encode
+from kvflow.wire.messages import Card, PeerId, RankId, Register
+from tests.support.failures import catch, undisturbed
+from tests.support.instances import (
+    NUM_PAGES,
+    Deployment,
+    decode_config,
+    deploy,
+    make_pool,
+    prefill_config,
+)
+from tests.support.pools import Pool, PoolShape
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def deployment() -> AsyncIterator[Deployment]:
+    async with deploy() as opened:
+        yield opened
+        await undisturbed(opened)
+
+
+BAD_TABLES = [
+    ([NUM_PAGES, 1], "page is outside the pool", {"page": NUM_PAGES, "slots": NUM_PAGES}),
+    ([-1, 1], "page is outside the pool", {"page": -1}),
+    ([1], "page table does not match the token range", {"pages": 1, "needed": 2}),
+    ([1, 2, 3], "page table does not match the token range", {"pages": 3, "needed": 2}),
+    (np.array([1.0, 2.0]), "page table must be a flat list of integers", {"dtype": "float64"}),
+]
+
+
+@pytest.mark.parametrize(("pages", "message", "values"), BAD_TABLES)
+async def test_wrong_page_table_on_decode(
+    deployment: Deployment, pages: object, message: str, values: dict[str, object]
+) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        deployment.decode[0].receive(1, prefill="prefill", tokens=(0, 8), pages={"kv": pages})  # type: ignore[dict-item]
+    assert caught.value.values.items() >= values.items()
+
+
+@pytest.mark.parametrize(("pages", "message", "values"), BAD_TABLES)
+async def test_wrong_page_table_on_prefill_leaves_the_room_open(
+    deployment: Deployment, pages: object, message: str, values: dict[str, object]
+) -> None:
+    request = deployment.request(1, 8)
+    async with anyio.create_task_group() as tasks, deployment.prefill[0].send(1) as sender:
+        tasks.start_soon(request.receive)
+        with pytest.raises(PlanError, match=message) as caught:
+            await sender.chunk((0, 8), {"kv": pages})  # type: ignore[dict-item]
+        assert caught.value.values.items() >= values.items()
+        request.compute(0, 8)
+        await sender.finish((0, 8), request.src_pages(0, (0, 8)))
+    request.assert_arrived()
+
+
+async def test_same_destination_page_twice(deployment: Deployment) -> None:
+    with pytest.raises(PlanError, match="twice") as caught:
+        deployment.decode[0].receive(1, prefill="prefill", tokens=(0, 8), pages={"kv": [3, 3]})
+    assert caught.value.values["page"] == 3
+
+
+@pytest.mark.parametrize("tokens", [(8, 0), (-1, 8)])
+async def test_impossible_token_range(deployment: Deployment, tokens: tuple[int, int]) -> None:
+    with pytest.raises(PlanError) as caught:
+        deployment.decode[0].receive(1, prefill="prefill", tokens=tokens, pages={"kv": [3]})
+    assert caught.value.values["tokens"] == tokens
+
+
+@pytest.mark.parametrize("pages", [{}, {"other": [1, 2]}, {"kv": [1, 2], "other": [1, 2]}])
+async def test_tables_of_other_components(deployment: Deployment, pages: dict[str, list[int]]) -> None:
+    with pytest.raises(PlanError, match="component"):
+        deployment.decode[0].receive(1, prefill="prefill", tokens=(0, 8), pages=pages)
+
+
+async def test_decode_wants_tokens_that_prefill_does_not_have(deployment: Deployment) -> None:
+    short = deployment.request(1, 8)
+    longer = deployment.request(1, 12)
+    failures = {}
+
+    async def send() -> None:
+        failures["prefill"] = await catch(short.send)
+
+    async def receive() -> None:
+        failures["decode"] = await catch(longer.receive)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(send)
+        tasks.start_soon(receive)
+    for failure in failures.values():
+        assert (failure.reason, failure.rank) == (FailureReason.TOKENS_NOT_SERVED, "prefill/0")
+        assert "decode wants tokens 0:12, prefill serves 0:8" in failure.detail
+
+
+async def test_room_that_prefill_never_opens() -> None:
+    timeouts = Timeouts(open_s=0.2, drain_s=0.5, lease_s=2.0)
+    async with deploy(timeouts=timeouts) as deployment:
+        failure = await catch(deployment.request(1, 8).receive)
+        assert (failure.reason, failure.room, failure.rank) == (FailureReason.UNKNOWN_ROOM, 1, "prefill/0")
+        assert not failure.quarantined
+        await undisturbed(deployment)
+
+
+async def test_room_that_decode_never_asks_for() -> None:
+    timeouts = Timeouts(grant_s=0.2, drain_s=0.5, lease_s=2.0)
+    async with deploy(timeouts=timeouts) as deployment:
+        failure = await catch(deployment.request(1, 8).send)
+        assert (failure.reason, failure.stage) == (FailureReason.NOT_GRANTED, Stage.ENQUEUE)
+        await undisturbed(deployment)
+
+
+async def test_second_receive_of_a_room(deployment: Deployment) -> None:
+    request, other = deployment.request(1, 8), deployment.request(1, 8)
+    async with anyio.create_task_group() as tasks, request.receiver() as receiver:
+        with pytest.raises(LocalProtocolError, match="being received already") as caught:
+            await other.receive()
+        assert caught.value.values["room"] == 1
+        tasks.start_soon(request.send)
+        await receiver.done()
+    request.assert_arrived()
+    other.assert_untouched(0, 8)
+
+
+async def test_second_send_of_a_room(deployment: Deployment) -> None:
+    request = deployment.request(1, 8)
+    async with anyio.create_task_group() as tasks, deployment.prefill[0].send(1) as sender:
+        with pytest.raises(LocalProtocolError, match="room is in use") as caught:
+            await request.send()
+        assert caught.value.values["room"] == 1
+        tasks.start_soon(request.receive)
+        request.compute(0, 8)
+        await sender.finish((0, 8), request.src_pages(0, (0, 8)))
+    request.assert_arrived()
+
+
+async def test_chunks_out_of_order(deployment: Deployment) -> None:
+    request = deployment.request(1, 12)
+    async with anyio.create_task_group() as tasks, deployment.prefill[0].send(1) as sender:
+        tasks.start_soon(request.receive)
+        request.compute(0, 12)
+        await sender.chunk((0, 4), request.src_pages(0, (0, 4)))
+        with pytest.raises(LocalProtocolError, match="does not continue") as caught:
+            await sender.chunk((8, 12), request.src_pages(0, (8, 12)))
+        assert caught.value.values == {"room": 1, "tokens": (8, 12), "before": (0, 4)}
+        await sender.finish((4, 12), request.src_pages(0, (4, 12)))
+    request.assert_arrived()
+
+
+async def test_metadata_that_is_too_long(deployment: Deployment) -> None:
+    request = deployment.request(1, 4)
+    async with anyio.create_task_group() as tasks, deployment.prefill[0].send(1) as sender:
+        tasks.start_soon(request.receive)
+        request.compute(0, 4)
+        with pytest.raises(PlanError, match="metadata is too long") as caught:
+            await sender.finish((0, 4), request.src_pages(0, (0, 4)), metadata=bytes(65_537))
+        assert caught.value.values["limit"] == 65_536
+        await sender.finish((0, 4), request.src_pages(0, (0, 4)), metadata=bytes(65_536))
+
+
+async def test_instance_that_is_not_registered(deployment: Deployment) -> None:
+    receiver = deployment.decode[0].receive(1, prefill="nobody", tokens=(0, 4), pages={"kv": [1]})
+
+    async def receive() -> None:
+        async with receiver:
+            await receiver.done()
+
+    failure = await catch(receive)
+    assert (failure.reason, failure.stage) == (FailureReason.UNREACHABLE, Stage.BOOTSTRAP)
+    assert "'nobody'" in failure.detail
+
+
+async def test_registry_that_is_not_there(free_port: int) -> None:
+    config = decode_config(f"tcp://127.0.0.1:{free_port}", timeouts=Timeouts(handshake_s=0.3))
+    async with kvflow.DecodeRank(config, make_pool().layout) as rank:
+        failure = await catch(lambda: _receive(rank))
+        assert (failure.reason, failure.stage) == (FailureReason.UNREACHABLE, Stage.BOOTSTRAP)
+        assert "registry did not answer" in failure.detail
+        assert str(free_port) in failure.detail
+
+
+async def test_prefill_rank_that_registered_and_died(free_port: int) -> None:
+    """Its card is still in the registry, so only the hello finds out."""
+    card = Card(
+        peer=PeerId(RankId("prefill", 0), 1),
+        num_ranks=1,
+        endpoint=f"tcp://127.0.0.1:{free_port}",
+        backend="memory",
+        layout=make_pool().layout,
+    )
+    async with kvflow.Registry() as registry:
+        client = Dialer(registry.endpoint)
+        client.send(encode(Register(card=card, lease_s=10.0)))
+        await client.receive()
+        client.close()
+        config = decode_config(registry.endpoint, timeouts=Timeouts(handshake_s=0.5))
+        async with kvflow.DecodeRank(config, make_pool().layout) as rank:
+            failure = await catch(lambda: _receive(rank))
+    assert (failure.reason, failure.stage) == (FailureReason.UNREACHABLE, Stage.BOOTSTRAP)
+    assert f"rank='prefill/0', endpoint='tcp://127.0.0.1:{free_port}'" in failure.detail
+
+
+def _other_model() -> Pool:
+    return make_pool(fingerprint="other-model")
+
+
+def _other_head() -> Pool:
+    return make_pool(head_bytes=16)
+
+
+def _other_dtype() -> Pool:
+    pool = make_pool()
+    regions = tuple(replace(region, dtype="float8_e4m3fn") for region in pool.layout.components[0].regions)
+    pool.layout = replace(pool.layout, components=(Component("kv", regions),))
+    return pool
+
+
+def _more_layers() -> Pool:
+    return Pool(PoolShape(NUM_PAGES, 4, (0, 6), 8, 3), 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (_other_model, ["fingerprint", "other-model", "test-model"]),
+        (_other_head, ["head_bytes", "16", "8"]),
+        (_other_dtype, ["dtype", "float8_e4m3fn", "uint8"]),
+        (_more_layers, ["layer", "2"]),
+    ],
+)
+async def test_pools_that_do_not_fit(deployment: Deployment, make: Callable[[], Pool], named: list[str]) -> None:
+    pool = make()
+    config = decode_config(deployment.registry.endpoint, instance="odd")
+    async with kvflow.DecodeRank(config, pool.layout) as rank:
+        failure = await catch(lambda: _receive(rank))
+    assert (failure.reason, failure.stage) == (FailureReason.REFUSED, Stage.BOOTSTRAP)
+    for word in named:
+        assert word in failure.detail
+
+
+async def test_transports_that_differ(deployment: Deployment) -> None:
+    config = decode_config(deployment.registry.endpoint, instance="odd", backend="nixl")
+    async with kvflow.DecodeRank(config, make_pool().layout) as rank:
+        failure = await catch(lambda: _receive(rank))
+    assert failure.reason is FailureReason.REFUSED
+    assert "transports differ" in failure.detail
+    assert "nixl" in failure.detail
+    assert "memory" in failure.detail
+
+
+async def test_more_rooms_than_allowed() -> None:
+    async with deploy(limits=kvflow.Limits(transfers=1)) as deployment:
+        request, other = deployment.request(1, 4), deployment.request(2, 4)
+        async with anyio.create_task_group() as tasks, request.receiver() as receiver:
+            with pytest.raises(CapacityExceeded) as caught:
+                await other.receive()
+            assert caught.value.values == {"limit": 1}
+            tasks.start_soon(request.send)
+            await receiver.done()
+        await undisturbed(deployment)
+
+
+async def test_unknown_backend_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        kvflow.DecodeRank(decode_config("tcp://127.0.0.1:1", backend="carrier-pigeon"), make_pool().layout)
+    assert caught.value.values == {"backend": "carrier-pigeon", "known": ["memory", "nixl"]}
+
+
+async def test_backend_options_that_it_does_not_take() -> None:
+    config = decode_config("tcp://127.0.0.1:1", backend_options={"wings": 2})
+    with pytest.raises(ConfigError, match="does not take these options") as caught:
+        kvflow.DecodeRank(config, make_pool().layout)
+    assert caught.value.values == {"backend": "memory", "options": ["wings"]}
+
+
+async def test_control_address_that_is_taken(deployment: Deployment) -> None:
+    taken = deployment.prefill[0].endpoint
+    config = prefill_config(deployment.registry.endpoint, instance="second", bind=taken)
+    with pytest.raises(ConfigError, match="cannot be bound") as caught:
+        async with kvflow.PrefillRank(config, make_pool().layout):
+            pass
+    assert caught.value.values["bind"] == taken
+
+
+async def test_rank_that_is_not_open() -> None:
+    rank = kvflow.DecodeRank(decode_config("tcp://127.0.0.1:1", instance="d"), make_pool().layout)
+    with pytest.raises(LocalProtocolError, match="not open"):
+        await _receive(rank)
+
+
+@pytest.mark.parametrize("name", ["handshake_s", "lease_s", "transfer_s"])
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "3", True])
+def test_timeouts_are_checked(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Timeouts(**{name: value})  # type: ignore[arg-type]
+    assert caught.value.values["setting"] == name
+
+
+async def _receive(rank: kvflow.DecodeRank) -> None:
+    async with rank.receive(1, prefill="prefill", tokens=(0, 4), pages={"kv": [1]}) as receiver:
+        await receiver.done()

@@ -1,0 +1,166 @@
+"""A peer that speaks garbage is told so where that is possible, is counted, and disturbs nobody."""
+
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import anyio
+import pytest
+import zmq
+import zmq.asyncio
+
+from kvflow.backends.memory import MemoryBackend
+from kvflow.geometry import compile_routes
+from kvflow.wire.codec import decode, encode
+from kvflow.wire.messages import (
+    Cancel,
+    Grant,
+    Hello,
+    Message,
+    Notice,
+    PeerId,
+    Ping,
+    RankId,
+    Refuse,
+    Welcome,
+)
+from tests.support.cores import ABORTED
+from tests.support.failures import undisturbed
+from tests.support.instances import Deployment, deploy, make_pool
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+STRANGER = PeerId(RankId("stranger", 0), 99)
+
+
+@pytest.fixture
+async def deployment() -> AsyncIterator[Deployment]:
+    async with deploy() as opened:
+        yield opened
+        await undisturbed(opened)
+
+
+@contextmanager
+def dealer(endpoint: str) -> Iterator[zmq.asyncio.Socket]:
+    with zmq.asyncio.Context.instance().socket(zmq.DEALER, socket_class=zmq.asyncio.Socket) as line:
+        line.setsockopt(zmq.LINGER, 0)
+        line.connect(endpoint)
+        yield line
+
+
+async def ask(endpoint: str, *messages: Message) -> Message:
+    """Send messages and give the first answer."""
+    with dealer(endpoint) as line:
+        for message in messages:
+            await line.send(encode(message))
+        frames = await line.recv_multipart()
+        return decode(frames[0])
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"", b""],
+        [b"hello?"],
+        [b"KVF"],
+        [b"KVF\x02" + bytes(100)],
+        [b"KVF\x01\x81\xa4type\xa5hello"],
+        [b"KVF\x01" + b"\x91" * 2_000],
+        [encode(Ping(peer=STRANGER)), b"one frame too many"],
+        [encode(Ping(peer=STRANGER))[:-1]],
+        [bytes(1_000_000)],
+    ],
+    ids=lambda frames: f"{len(frames)}x{frames[0][:8]!r}",
+)
+async def test_frames_that_are_no_message(deployment: Deployment, frames: list[bytes]) -> None:
+    prefill = deployment.prefill[0]
+    with dealer(prefill.endpoint) as line:
+        await line.send_multipart(frames)
+        await until(lambda: prefill.statistics().oddities.get("message_rejected"))
+    await undisturbed(deployment, room=901)
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 40, b"\xff" + bytes(8) + b"\x7f" * 99])
+async def test_bytes_that_are_no_zmq(deployment: Deployment, data: bytes) -> None:
+    host, port = deployment.prefill[0].endpoint.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(data)
+        await undisturbed(deployment, room=901)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ping(peer=STRANGER),
+        Grant(room=1, generation=1, token=1, tokens=(0, 4), pages={}, num_decode_ranks=1, timeout_s=1.0),
+        Cancel(room=1, generation=1, failure=ABORTED),
+        Welcome(peer=STRANGER, version=1),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+async def test_message_before_any_hello_is_refused(deployment: Deployment, message: Message) -> None:
+    answer = await ask(deployment.prefill[0].endpoint, message)
+    assert isinstance(answer, Refuse)
+    assert "say hello first" in answer.detail
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"to": PeerId(RankId("prefill", 0), 1)}, ["another life"]),
+        ({"versions": (7, 9)}, ["protocol version", "(7, 9)", "mine=1"]),
+        ({"backend_metadata": b"junk"}, ["metadata is damaged"]),
+        ({"backend_metadata": b""}, ["metadata is damaged"]),
+    ],
+)
+async def test_hello_that_does_not_fit_is_refused(
+    deployment: Deployment, changes: dict[str, object], named: list[str]
+) -> None:
+    answer = await ask(deployment.prefill[0].endpoint, await a_hello(deployment, **changes))
+    assert isinstance(answer, Refuse)
+    assert answer.to == STRANGER
+    for word in named:
+        assert word in answer.detail
+
+
+async def a_hello(deployment: Deployment, **changes: object) -> Hello:
+    """The hello of a decode rank that fits, but for the changes."""
+    prefill, pool = deployment.prefill[0], make_pool()
+    (route,) = compile_routes({0: prefill.layout}, pool.layout, decode_rank=0)
+    fields: dict[str, object] = {
+        "peer": STRANGER,
+        "to": prefill.me,
+        "versions": (1, 1),
+        "lease_s": 5.0,
+        "backend": "memory",
+        "backend_metadata": b"",
+        "layout": pool.layout,
+        "route": route,
+    }
+    return Hello(**(fields | changes))  # type: ignore[arg-type]
+
+
+async def test_notices_from_nobody_count_for_nothing(deployment: Deployment) -> None:
+    """Everybody can write an in-band notice; only the token of the grant makes it count."""
+    request = deployment.request(1, 8)
+    rogue = MemoryBackend()
+    await rogue.open("rogue")
+    decode = deployment.decode[0]
+    async with anyio.create_task_group() as tasks, request.receiver() as receiver:
+        await until(lambda: deployment.prefill[0].statistics().waiting_grants)
+        forged = Notice(
+            room=1, generation=1, token=0, engine_rank=0, seq=0, tokens=(0, 8), num_bytes=8 * 192, last=True
+        )
+        target = rogue._fabric.find(str(decode.me))
+        assert target is not None
+        for payload in (b"junk", encode(forged), encode(Ping(peer=STRANGER)), b""):
+            target.deliver(payload)
+        await until(lambda: decode.statistics().oddities.get("notice_rejected", 0) == 3)
+        assert decode.statistics().oddities["notice_with_wrong_token"] == 1
+        assert receiver.outcome.value == "pending"
+        tasks.start_soon(request.send)
+        await receiver.done()
+    request.assert_arrived()
+    await rogue.aclose()

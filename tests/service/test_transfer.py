@@ -1,0 +1,156 @@
+"""Whole transfers: every byte in its place, whatever the split, the order and the chunks."""
+
+import anyio
+import pytest
+
+from kvflow.config import Limits
+from kvflow.state.tables import Memory, Outcome
+from tests.support.instances import BACKENDS, HEAD_BYTES, NUM_HEADS, NUM_LAYERS, deploy, is_settled
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+BYTES_PER_TOKEN = 2 * NUM_LAYERS * NUM_HEADS * HEAD_BYTES
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("chunk", [None, 4, 7], ids=["one chunk", "page chunks", "odd chunks"])
+async def test_every_cell_arrives(backend: str, chunk: int | None) -> None:
+    async with deploy(backend) as deployment:
+        request = deployment.request(7, 29)
+        (handover,) = await request.hand_over(chunk=chunk)
+        request.assert_arrived()
+        assert handover.metadata == b"from 0"
+        assert handover.num_bytes == 29 * BYTES_PER_TOKEN == request.num_written()
+        assert handover.num_notices == -(-29 // (chunk or 29))
+        assert 0 < handover.first_notice_s <= handover.elapsed_s
+        await deployment.settle()
+        assert all(is_settled(statistics) for statistics in deployment.statistics())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp"), [(3, 1), (1, 3), (3, 3), (2, 3), (12, 6), (6, 12)], ids=lambda tp: f"tp{tp}"
+)
+async def test_any_tensor_parallel_size_to_any(backend: str, prefill_tp: int, decode_tp: int) -> None:
+    async with deploy(backend, prefill_tp=prefill_tp, decode_tp=decode_tp) as deployment:
+        request = deployment.request(9, 21)
+        handovers = await request.hand_over(chunk=8)
+        request.assert_arrived()
+        heads_held = max(NUM_HEADS, decode_tp)  # beyond one rank a head, heads are replicated
+        assert sum(handover.num_bytes for handover in handovers) == 21 * BYTES_PER_TOKEN * heads_held // NUM_HEADS
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("start", [4, 10, 28], ids=["whole pages", "within a page", "nearly all"])
+async def test_a_prefix_that_decode_has_is_not_sent(backend: str, start: int) -> None:
+    async with deploy(backend, prefill_tp=2) as deployment:
+        request = deployment.request(3, 29)
+        (handover,) = await request.hand_over(chunk=8, start=start)
+        request.assert_arrived(start)
+        request.assert_untouched(0, start)
+        assert handover.num_bytes == (29 - start) * BYTES_PER_TOKEN
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_full_prefix_hit_still_brings_the_metadata(backend: str) -> None:
+    async with deploy(backend) as deployment:
+        request = deployment.request(3, 12)
+        (handover,) = await request.hand_over(chunk=4, start=12)
+        assert (handover.metadata, handover.num_bytes, request.num_written()) == (b"from 0", 0, 0)
+
+
+async def test_decode_may_ask_long_before_prefill_starts_and_the_other_way_round() -> None:
+    async with deploy() as deployment:
+        early, late = deployment.request(1, 8), deployment.request(2, 8)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(early.receive)
+            tasks.start_soon(late.send)
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(early.send)
+            tasks.start_soon(late.receive)
+        early.assert_arrived()
+        late.assert_arrived()
+
+
+async def test_facts_of_a_transfer_can_be_read_at_any_time() -> None:
+    async with deploy() as deployment:
+        request = deployment.request(5, 8)
+        async with anyio.create_task_group() as tasks, request.receiver() as receiver:
+            assert (receiver.outcome, receiver.memory) == (Outcome.PENDING, Memory.HELD)
+            tasks.start_soon(request.send)
+            await receiver.done()
+            assert (receiver.outcome, receiver.memory) == (Outcome.SUCCESS, Memory.SAFE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_many_transfers_share_the_ranks(backend: str) -> None:
+    async with deploy(backend, prefill_tp=2, decode_tp=3) as deployment:
+        requests = [deployment.request(room, 5 + room % 9) for room in range(16)]
+        async with anyio.create_task_group() as tasks:
+            for request in requests:
+                tasks.start_soon(lambda r: r.hand_over(chunk=3), request)
+        for request in requests:
+            request.assert_arrived()
+
+
+async def test_nothing_waits_for_another_transfer_to_end() -> None:
+    """Writes are held back inside the transport; every transfer posts nevertheless, up to the credit."""
+    async with deploy(limits=Limits(posts_per_peer=10)) as deployment:
+        requests = [deployment.request(room, 8) for room in range(10)]
+        (faults,) = deployment.faults
+        faults.hold()
+        async with anyio.create_task_group() as tasks:
+            for request in requests:
+                tasks.start_soon(request.hand_over)
+            await until(lambda: len(faults.posted) == len(requests))
+            assert deployment.prefill[0].statistics().posted == len(requests)
+            assert requests[0].num_written() == 0
+            faults.release()
+        for request in requests:
+            request.assert_arrived()
+
+
+async def test_credit_bounds_what_is_posted() -> None:
+    async with deploy(limits=Limits(posts_per_peer=3)) as deployment:
+        requests = [deployment.request(room, 8) for room in range(8)]
+        (faults,) = deployment.faults
+        faults.hold()
+        async with anyio.create_task_group() as tasks:
+            for request in requests:
+                tasks.start_soon(request.hand_over)
+            await anyio.wait_all_tasks_blocked()
+            await until(lambda: deployment.prefill[0].statistics().queued_chunks == len(requests) - 3)
+            assert len(faults.posted) == 3
+            faults.release()
+        for request in requests:
+            request.assert_arrived()
+
+
+async def test_a_full_queue_holds_the_engine_back() -> None:
+    """With writes held, `chunk` waits once the queue is full, and goes on when it drains."""
+    async with deploy(limits=Limits(posts_per_peer=1, queued_chunks=2)) as deployment:
+        request = deployment.request(1, 40)
+        (faults,) = deployment.faults
+        faults.hold()
+        offered = []
+
+        async def send() -> None:
+            async with deployment.prefill[0].send(1) as sender:
+                for start in range(0, 36, 4):
+                    request.compute(start, start + 4)
+                    await sender.chunk((start, start + 4), request.src_pages(0, (start, start + 4)))
+                    offered.append(start)
+                request.compute(36, 40)
+                await sender.finish((36, 40), request.src_pages(0, (36, 40)))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(request.receive)
+            await until(lambda: deployment.prefill[0].statistics().waiting_grants)
+            tasks.start_soon(send)
+            await until(lambda: faults.posted)
+            await anyio.wait_all_tasks_blocked()
+            assert len(offered) < 9
+            faults.release()
+        assert len(offered) == 9
+        request.assert_arrived()

@@ -1,0 +1,226 @@
+"""Whole instances of ranks on real pools in one event loop, and requests whose every cell can be recognised."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+import kvflow
+from kvflow.backends.base import Backend
+from kvflow.backends.memory import FaultScript, MemoryBackend
+from kvflow.config import Limits, Timeouts
+from kvflow.geometry import head_range
+from kvflow.rank import RankStatistics
+from tests.support.pools import Pool, PoolShape
+from tests.support.waiting import until
+
+__all__ = ["BACKENDS", "QUICK", "Deployment", "Request", "decode_config", "deploy", "make_pool", "prefill_config"]
+
+BACKENDS = ("memory", "nixl")
+
+NUM_HEADS = 6
+NUM_LAYERS = 2
+HEAD_BYTES = 8
+PAGE_SIZE = 4
+NUM_PAGES = 64
+
+UNTOUCHED = 0xEE
+"""Fill of the decode pools; no cell has it, because its value would be larger than that of any cell."""
+
+QUICK = Timeouts(handshake_s=2.0, transfer_s=15.0, grant_s=5.0, drain_s=0.5, lease_s=2.0)
+"""Short, so that a test which waits for a deadline does not wait long; none is hit by accident."""
+
+DEFAULT_LIMITS = Limits()
+
+
+@dataclass
+class Deployment:
+    """A registry, one prefill instance and one decode instance; `pools` have a free list each."""
+
+    registry: kvflow.Registry
+    prefill: list[kvflow.PrefillRank] = field(default_factory=list)
+    decode: list[kvflow.DecodeRank] = field(default_factory=list)
+    sources: list[Pool] = field(default_factory=list)
+    targets: list[Pool] = field(default_factory=list)
+    faults: list[FaultScript] = field(default_factory=list)
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+    free: dict[int, list[int]] = field(default_factory=dict)
+
+    def request(self, room: int, num_tokens: int) -> "Request":
+        """A request with scattered pages on every rank of both sides."""
+        count = -(-num_tokens // PAGE_SIZE)
+        tables = [[self._take(pool, count) for pool in side] for side in (self.sources, self.targets)]
+        return Request(self, room, num_tokens, tables[0], tables[1])
+
+    def give_back(self, request: "Request") -> None:
+        """Let other requests have the pages."""
+        for pools, tables in ((self.sources, request.src_tables), (self.targets, request.dst_tables)):
+            for pool, table in zip(pools, tables, strict=True):
+                self.free[id(pool)] += table
+
+    def statistics(self) -> list[RankStatistics]:
+        return [*(rank.statistics() for rank in self.prefill), *(rank.statistics() for rank in self.decode)]
+
+    async def settle(self) -> None:
+        """Wait until no rank has anything open; the last messages of a transfer may still be on their way."""
+        await until(lambda: all(is_settled(statistics) for statistics in self.statistics()))
+
+    def _take(self, pool: Pool, count: int) -> list[int]:
+        if id(pool) not in self.free:
+            self.free[id(pool)] = [int(page) for page in self.rng.permutation(NUM_PAGES)]
+        free = self.free[id(pool)]
+        taken, free[:] = free[:count], free[count:]
+        assert len(taken) == count
+        return taken
+
+
+def is_settled(statistics: RankStatistics) -> bool:
+    return not (statistics.rooms or statistics.waiting_grants or statistics.queued_chunks or statistics.posted)
+
+
+@dataclass
+class Request:
+    """One room, with a page table on each rank of both sides."""
+
+    deployment: Deployment
+    room: int
+    num_tokens: int
+    src_tables: list[list[int]]
+    dst_tables: list[list[int]]
+
+    def compute(self, start: int, stop: int) -> None:
+        """Write the cells of some tokens into the pages of every prefill rank, as a model would."""
+        for pool, table in zip(self.deployment.sources, self.src_tables, strict=True):
+            for cell, value in self._cells(pool, table, (start, stop)):
+                cell[:] = value
+
+    async def send(self, rank: int = 0, *, chunk: int | None = None, metadata: bytes = b"first token") -> None:
+        """Compute and send everything in chunks, as the engine of one prefill rank."""
+        async with self.deployment.prefill[rank].send(self.room) as sender:
+            step = chunk or self.num_tokens
+            for start in range(0, self.num_tokens, step):
+                stop = min(start + step, self.num_tokens)
+                self.compute(start, stop)
+                pages = self.src_pages(rank, (start, stop))
+                if stop == self.num_tokens:
+                    await sender.finish((start, stop), pages, metadata=metadata)
+                else:
+                    await sender.chunk((start, stop), pages)
+
+    def receiver(self, rank: int = 0, *, start: int = 0, timeout_s: float | None = None) -> kvflow.RoomReceiver:
+        """Start to receive the tokens from `start`, as the engine of one decode rank."""
+        tokens = (start, self.num_tokens)
+        return self.deployment.decode[rank].receive(
+            self.room, prefill="prefill", tokens=tokens, pages=self.dst_pages(rank, tokens), timeout_s=timeout_s
+        )
+
+    async def receive(self, rank: int = 0, *, start: int = 0) -> kvflow.Handover:
+        async with self.receiver(rank, start=start) as receiver:
+            return await receiver.done()
+
+    async def hand_over(self, *, chunk: int | None = None, start: int = 0) -> list[kvflow.Handover]:
+        """Send from every prefill rank, receive on every decode rank."""
+        handovers: dict[int, kvflow.Handover] = {}
+
+        async def receive(rank: int) -> None:
+            handovers[rank] = await self.receive(rank, start=start)
+
+        async def send(rank: int) -> None:
+            await self.send(rank, chunk=chunk, metadata=f"from {rank}".encode())
+
+        async with anyio.create_task_group() as tasks:
+            for rank in range(len(self.deployment.prefill)):
+                tasks.start_soon(send, rank)
+            for rank in range(len(self.deployment.decode)):
+                tasks.start_soon(receive, rank)
+        return [handovers[rank] for rank in sorted(handovers)]
+
+    def assert_arrived(self, start: int = 0) -> None:
+        """Check every wanted cell on every decode rank, found without any layout."""
+        for pool, table in zip(self.deployment.targets, self.dst_tables, strict=True):
+            for cell, value in self._cells(pool, table, (start, self.num_tokens)):
+                np.testing.assert_array_equal(cell, value)
+
+    def assert_untouched(self, start: int, stop: int) -> None:
+        """Check that no cell of these tokens was written."""
+        for pool, table in zip(self.deployment.targets, self.dst_tables, strict=True):
+            for cell, _ in self._cells(pool, table, (start, stop)):
+                assert (cell == UNTOUCHED).all()
+
+    def num_written(self, rank: int = 0) -> int:
+        """Bytes of a decode pool that differ from its fill."""
+        return sum(int((buffer != UNTOUCHED).sum()) for buffer in self.deployment.targets[rank].buffers)
+
+    def src_pages(self, rank: int, tokens: tuple[int, int]) -> dict[str, list[int]]:
+        return {"kv": _touched(self.src_tables[rank], tokens)}
+
+    def dst_pages(self, rank: int, tokens: tuple[int, int]) -> dict[str, list[int]]:
+        return {"kv": _touched(self.dst_tables[rank], tokens)}
+
+    def _cells(
+        self, pool: Pool, table: Sequence[int], tokens: tuple[int, int]
+    ) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """A view of each cell, and what belongs there: its name as a number, so that no two cells are alike."""
+        cells = []
+        for token in range(*tokens):
+            page, offset = table[token // PAGE_SIZE], token % PAGE_SIZE
+            for layer in range(NUM_LAYERS):
+                for tensor in ("k", "v"):
+                    for head in range(*pool.shape.heads):
+                        name = (self.room, token, layer, "kv".index(tensor), head, 0x5A)
+                        value = np.array([*self.room.to_bytes(2, "big"), token % 256, *name[2:]], np.uint8)
+                        cells.append((pool.cell(tensor, layer, page, offset, head), np.resize(value, HEAD_BYTES)))
+        return cells
+
+
+def _touched(table: Sequence[int], tokens: tuple[int, int]) -> list[int]:
+    start, stop = tokens
+    return [] if start == stop else list(table[start // PAGE_SIZE : -(-stop // PAGE_SIZE)])
+
+
+def make_pool(tp_size: int = 1, tp_rank: int = 0, *, fingerprint: str = "test-model", head_bytes: int = 8) -> Pool:
+    shape = PoolShape(NUM_PAGES, PAGE_SIZE, head_range(NUM_HEADS, tp_size, tp_rank), head_bytes, NUM_LAYERS)
+    return Pool(shape, UNTOUCHED, fingerprint=fingerprint)
+
+
+def prefill_config(registry: str, rank: int = 0, num_ranks: int = 1, **changes: object) -> kvflow.PrefillConfig:
+    fields: dict[str, object] = {"instance": "prefill", "backend": "memory", "timeouts": QUICK}
+    return kvflow.PrefillConfig(registry=registry, engine_rank=rank, num_ranks=num_ranks, **(fields | changes))  # type: ignore[arg-type]
+
+
+def decode_config(registry: str, rank: int = 0, num_ranks: int = 1, **changes: object) -> kvflow.DecodeConfig:
+    fields: dict[str, object] = {"instance": "decode", "backend": "memory", "timeouts": QUICK}
+    return kvflow.DecodeConfig(registry=registry, engine_rank=rank, num_ranks=num_ranks, **(fields | changes))  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def deploy(
+    backend: str = "memory",
+    *,
+    prefill_tp: int = 1,
+    decode_tp: int = 1,
+    timeouts: Timeouts = QUICK,
+    limits: Limits = DEFAULT_LIMITS,
+) -> AsyncIterator[Deployment]:
+    """Open a registry and both instances."""
+    common = {"backend": backend, "timeouts": timeouts, "limits": limits}
+    async with kvflow.Registry() as registry, AsyncExitStack() as stack:
+        deployment = Deployment(registry)
+        for rank in range(prefill_tp):
+            pool, faults = make_pool(prefill_tp, rank), FaultScript()
+            transport: Backend | None = MemoryBackend(faults=faults) if backend == "memory" else None
+            sender = kvflow.PrefillRank(
+                prefill_config(registry.endpoint, rank, prefill_tp, **common), pool.layout, transport
+            )
+            deployment.prefill.append(await stack.enter_async_context(sender))
+            deployment.sources.append(pool)
+            deployment.faults.append(faults)
+        for rank in range(decode_tp):
+            pool = make_pool(decode_tp, rank)
+            receiver = kvflow.DecodeRank(decode_config(registry.endpoint, rank, decode_tp, **common), pool.layout)
+            deployment.decode.append(await stack.enter_async_context(receiver))
+            deployment.targets.append(pool)
+        yield deployment
