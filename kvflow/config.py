@@ -6,14 +6,22 @@ from dataclasses import dataclass, field, fields
 
 from kvflow.errors import ConfigError
 
-__all__ = ["DecodeConfig", "Limits", "PrefillConfig", "RankConfig", "Timeouts"]
+__all__ = ["DecodeConfig", "Limits", "PrefillConfig", "RankConfig", "Timeouts", "check_address"]
 
+
+MAX_PORT = 65_535
 
 WILDCARDS = ("tcp://*", "tcp://0.0.0.0", "tcp://[::]")
 
 
-def _check_address(setting: str, address: str) -> None:
-    if not address.startswith("tcp://") or ":" not in address.removeprefix("tcp://"):
+def check_address(setting: str, address: str) -> None:
+    """Refuse what is not `tcp://host:port`; ZMQ itself takes ports beyond 65535 and uses others instead.
+
+    Raises:
+        ConfigError: Naming the setting.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not host or not (port.isdecimal() and int(port) <= MAX_PORT):
         raise ConfigError("address must look like tcp://host:port", setting=setting, value=address)
 
 
@@ -103,7 +111,7 @@ class RankConfig:
             raise ConfigError("instance needs a name", instance=self.instance)
         if not 0 <= self.engine_rank < self.num_ranks:
             raise ConfigError("engine rank is out of range", engine_rank=self.engine_rank, num_ranks=self.num_ranks)
-        _check_address("registry", self.registry)
+        check_address("registry", self.registry)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +128,7 @@ class PrefillConfig(RankConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_address("bind", self.bind)
+        check_address("bind", self.bind)
         if self.advertise is None and self.bind.startswith(WILDCARDS):
             raise ConfigError("a wildcard address needs a host to advertise", bind=self.bind)
 

@@ -134,6 +134,8 @@ class FailureReason(str, enum.Enum):
     """A peer was not heard from within its lease."""
     PEER_CLOSED = "peer_closed"
     """A peer said that it is leaving."""
+    BROKEN = "broken"
+    """A task of this rank failed, which no input should be able to cause; the rank's exit raises the error."""
     CAPACITY = "capacity"
     """A bound of the peer is reached."""
     PROTOCOL = "protocol"

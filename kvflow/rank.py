@@ -105,12 +105,12 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         try:
             await self._backend.register(self.layout)
             self._open()
+            await self._tasks.open()
         except BaseException:
             self._resources.close()
             with anyio.CancelScope(shield=True):
                 await self._backend.aclose()
             raise
-        await self._tasks.open()
         for run in (self._clock.run, self._take_events, *self._runners()):
             self._tasks.start(run)
         self._is_open = True
@@ -119,13 +119,15 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
         with anyio.CancelScope(shield=True):
-            await self._close()
-        try:
-            return await self._tasks.close(exc_type, exc, traceback)
-        finally:
-            self._resources.close()
+            try:
+                await self._close()
+            finally:
+                try:
+                    await self._tasks.close()
+                finally:
+                    self._resources.close()
             self._log.info("rank_closed", quarantined=len(self.quarantined()))
 
     def statistics(self) -> RankStatistics:
@@ -271,9 +273,12 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
             for event in await self._backend.take_events():
                 await self._take_backend_event(event)
 
-    def _abandon(self) -> None:
-        """Nobody will report any more: what is open cannot be proved quiet."""
-        failure = self._context.failure(FailureReason.PEER_CLOSED, Stage.ENQUEUE, "a task of this rank failed")
+    def _abandon(self, error: Exception) -> None:
+        """A task has failed, so nobody will report any more: what is open cannot be proved quiet."""
+        self._is_open = False
+        self._log.error("rank_broken", exc_info=error)
+        detail = f"a task of this rank failed: {type(error).__name__}: {error}"
+        failure = self._context.failure(FailureReason.BROKEN, Stage.ENQUEUE, detail)
         for transfer in self._transfers.values():
             if transfer.memory is not Memory.SAFE:
                 outcome = Outcome.FAILED if transfer.outcome is Outcome.PENDING else transfer.outcome

@@ -1,7 +1,7 @@
-"""The tasks of an object that is an async context manager itself."""
+"""The tasks of an object that is opened and closed like a file."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 from typing import Any
 
 import anyio
@@ -11,56 +11,57 @@ __all__ = ["OwnedTasks"]
 
 
 class OwnedTasks:
-    """A task group whose owner is entered and left like a file.
+    """A task group that lives in a task of its own.
 
-    It differs from a plain task group in two ways. Cancellation from outside does not reach its tasks, because the
-    owner needs them to end in order; only `close` ends them. And an exception of the owner's block passes through as
-    it is instead of inside a group.
+    A plain task group has to be left by the task that entered it, and in the reverse order of all others. Owners of
+    this one may be opened and closed by any task in any order, as engines do in their start-up and shut-down hooks.
+    Cancellation of the owner's user does not reach the tasks either: the owner needs them to end in order.
 
     Args:
-        on_crash: Called when a task fails, before the owner's block is cancelled.
+        on_crash: Called when a task fails, once; the others are cancelled after it.
     """
 
-    def __init__(self, on_crash: Callable[[], None] | None = None) -> None:
+    def __init__(self, on_crash: Callable[[Exception], None]) -> None:
         self._on_crash = on_crash
-        self._scopes: dict[int, anyio.CancelScope] = {}
-        self._num_started = 0
+        self._has_crashed = False
         self._group: TaskGroup
+        self._host: asyncio.Task[None]
 
     async def open(self) -> None:
-        """Make the group; to be called from the owner's `__aenter__`."""
-        self._group = await anyio.create_task_group().__aenter__()
+        """Get ready to start tasks."""
+        opened = anyio.Event()
+        self._host = asyncio.create_task(self._hold(opened))
+        try:
+            await opened.wait()
+        except BaseException:
+            self._host.cancel()
+            raise
 
     def start(self, run: Callable[..., Awaitable[None]], *args: Any) -> None:
-        """Start a task that runs until it ends or `close` ends it."""
-        self._num_started += 1
-        scope = self._scopes[self._num_started] = anyio.CancelScope(shield=True)
-        self._group.start_soon(self._run, self._num_started, scope, run, args)
+        """Start a task that runs until it ends or `close` ends it. Does nothing after a crash."""
+        if not self._has_crashed:
+            self._group.start_soon(self._run, run, args)
 
-    async def close(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        """End every task, and give what the owner's `__aexit__` shall return.
+    async def close(self) -> None:
+        """End every task. To be called once, shielded from cancellation.
 
         Raises:
             BaseExceptionGroup: Tasks had failed.
         """
-        for scope in list(self._scopes.values()):
-            scope.cancel()
-        if isinstance(exc, anyio.get_cancelled_exc_class()):
-            return await self._group.__aexit__(exc_type, exc, traceback)
-        await self._group.__aexit__(None, None, None)
-        return None
+        self._group.cancel_scope.cancel()
+        await asyncio.wait([self._host])
+        self._host.result()
 
-    async def _run(
-        self, number: int, scope: anyio.CancelScope, run: Callable[..., Awaitable[None]], args: tuple[Any, ...]
-    ) -> None:
+    async def _hold(self, opened: anyio.Event) -> None:
+        async with anyio.create_task_group() as self._group:
+            opened.set()
+            await anyio.sleep_forever()
+
+    async def _run(self, run: Callable[..., Awaitable[None]], args: tuple[Any, ...]) -> None:
         try:
-            with scope:
-                await run(*args)
-        except BaseException:
-            if self._on_crash is not None:
-                self._on_crash()
+            await run(*args)
+        except Exception as error:
+            if not self._has_crashed:
+                self._has_crashed = True
+                self._on_crash(error)
             raise
-        finally:
-            del self._scopes[number]

@@ -7,6 +7,7 @@ from typing_extensions import Self
 
 from kvflow.aio.clock import Clock
 from kvflow.aio.tasks import OwnedTasks
+from kvflow.config import check_address
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.observe.logs import get_logger
 from kvflow.registry.table import Answer, RegistryTable
@@ -28,10 +29,11 @@ class Registry:
         endpoint: Address for the `registry` setting of ranks.
 
     Raises:
-        ConfigError: The address cannot be bound.
+        ConfigError: The address is malformed, or on entry: it cannot be bound.
     """
 
     def __init__(self, bind: str = "tcp://127.0.0.1:0", advertise: str | None = None) -> None:
+        check_address("bind", bind)
         self._bind = bind
         self._advertise = advertise
         self._table = RegistryTable()
@@ -41,7 +43,7 @@ class Registry:
         self._listener = Listener(self._bind, self._advertise)
         self.endpoint = self._listener.endpoint
         self._clock = Clock(self._table.deadlines.next, self._expire)
-        self._tasks = OwnedTasks()
+        self._tasks = OwnedTasks(lambda error: self._log.error("registry_broken", exc_info=error))
         await self._tasks.open()
         self._tasks.start(self._serve)
         self._tasks.start(self._clock.run)
@@ -50,9 +52,10 @@ class Registry:
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
         try:
-            return await self._tasks.close(exc_type, exc, traceback)
+            with anyio.CancelScope(shield=True):
+                await self._tasks.close()
         finally:
             self._listener.close()
             self._log.info("registry_closed", endpoint=self.endpoint, ranks=self._table.num_ranks)

@@ -105,8 +105,8 @@ class PrefillBootstrap:
             try:
                 owes = await self._greet(connection, hello)
             except KvflowError as error:
-                self._context.log.warning(
-                    "hello_refused", stage=Stage.BOOTSTRAP.value, peer=str(hello.peer), detail=str(error)
+                self._context.oddities.count(
+                    "hello_refused", hello.peer, stage=Stage.BOOTSTRAP.value, detail=str(error)
                 )
                 self._refuse(connection, hello.peer, str(error))
                 return

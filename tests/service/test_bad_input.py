@@ -302,6 +302,17 @@ async def test_control_address_that_is_taken(deployment: Deployment) -> None:
     assert caught.value.values["bind"] == taken
 
 
+@pytest.mark.parametrize(
+    "address", ["", "127.0.0.1:7000", "ipc:///tmp/x", "tcp://127.0.0.1", "tcp://:7000", "tcp://host:99999", "tcp://h:x"]
+)
+def test_addresses_are_checked(address: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode_config(address)
+    assert caught.value.values == {"setting": "registry", "value": address}
+    with pytest.raises(ConfigError):
+        kvflow.Registry(address)
+
+
 async def test_rank_that_is_not_open() -> None:
     rank = kvflow.DecodeRank(decode_config("tcp://127.0.0.1:1", instance="d"), make_pool().layout)
     with pytest.raises(LocalProtocolError, match="not open"):

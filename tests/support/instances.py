@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import anyio
 import numpy as np
@@ -18,6 +19,9 @@ from tests.support.pools import Pool, PoolShape
 from tests.support.waiting import until
 
 __all__ = ["BACKENDS", "QUICK", "Deployment", "Request", "decode_config", "deploy", "make_pool", "prefill_config"]
+
+Side = kvflow.PrefillRank | kvflow.DecodeRank
+AnyRank = TypeVar("AnyRank", kvflow.PrefillRank, kvflow.DecodeRank)
 
 BACKENDS = ("memory", "nixl")
 
@@ -48,6 +52,17 @@ class Deployment:
     faults: list[FaultScript] = field(default_factory=list)
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
     free: dict[int, list[int]] = field(default_factory=dict)
+    closers: dict[Side, AsyncExitStack] = field(default_factory=dict)
+
+    async def open(self, rank: AnyRank, stack: AsyncExitStack) -> AnyRank:
+        """Open a rank; it is closed with the stack, or earlier by `close`."""
+        self.closers[rank] = await stack.enter_async_context(AsyncExitStack())
+        return await self.closers[rank].enter_async_context(rank)
+
+    async def close(self, *ranks: Side) -> None:
+        """Close some ranks, in this order."""
+        for rank in ranks:
+            await self.closers[rank].aclose()
 
     def request(self, room: int, num_tokens: int) -> "Request":
         """A request with scattered pages on every rank of both sides."""
@@ -90,6 +105,7 @@ class Request:
     num_tokens: int
     src_tables: list[list[int]]
     dst_tables: list[list[int]]
+    senders: dict[int, kvflow.RoomSender] = field(default_factory=dict)
 
     def compute(self, start: int, stop: int) -> None:
         """Write the cells of some tokens into the pages of every prefill rank, as a model would."""
@@ -100,6 +116,7 @@ class Request:
     async def send(self, rank: int = 0, *, chunk: int | None = None, metadata: bytes = b"first token") -> None:
         """Compute and send everything in chunks, as the engine of one prefill rank."""
         async with self.deployment.prefill[rank].send(self.room) as sender:
+            self.senders[rank] = sender
             step = chunk or self.num_tokens
             for start in range(0, self.num_tokens, step):
                 stop = min(start + step, self.num_tokens)
@@ -215,12 +232,12 @@ async def deploy(
             sender = kvflow.PrefillRank(
                 prefill_config(registry.endpoint, rank, prefill_tp, **common), pool.layout, transport
             )
-            deployment.prefill.append(await stack.enter_async_context(sender))
+            deployment.prefill.append(await deployment.open(sender, stack))
             deployment.sources.append(pool)
             deployment.faults.append(faults)
         for rank in range(decode_tp):
             pool = make_pool(decode_tp, rank)
             receiver = kvflow.DecodeRank(decode_config(registry.endpoint, rank, decode_tp, **common), pool.layout)
-            deployment.decode.append(await stack.enter_async_context(receiver))
+            deployment.decode.append(await deployment.open(receiver, stack))
             deployment.targets.append(pool)
         yield deployment

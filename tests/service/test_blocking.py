@@ -1,0 +1,163 @@
+"""The blocking ranks, as a scheduler loop uses them: start, go on, poll."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvflow import blocking
+from kvflow.blocking import LoopThread, Memory, Outcome
+from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, TransferFailed
+from tests.support.instances import BACKENDS, decode_config, make_pool, prefill_config
+from tests.support.pools import Pool
+from tests.support.registries import registry_in_thread
+
+TOKENS = (0, 8)
+PAGES = {"kv": [5, 2]}
+
+
+@dataclass
+class Pair:
+    prefill: blocking.PrefillRank
+    decode: blocking.DecodeRank
+    source: Pool
+    target: Pool
+
+    def receive(self, room: int) -> blocking.BlockingReceiver:
+        return self.decode.receive(room, prefill="prefill", tokens=TOKENS, pages=PAGES)
+
+
+@contextmanager
+def pair_of_ranks(backend: str = "memory", *, share_loop: bool = False) -> Iterator[Pair]:
+    source, target = make_pool(), make_pool()
+    source.randomize(np.random.default_rng(3))
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(registry_in_thread())
+        loop = stack.enter_context(LoopThread()) if share_loop else None
+        yield Pair(
+            stack.enter_context(
+                blocking.PrefillRank(prefill_config(endpoint, backend=backend), source.layout, loop=loop)
+            ),
+            stack.enter_context(
+                blocking.DecodeRank(decode_config(endpoint, backend=backend), target.layout, loop=loop)
+            ),
+            source,
+            target,
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("share_loop", [False, True], ids=["own threads", "one thread"])
+def test_scheduler_polls_until_the_pages_are_there(backend: str, share_loop: bool) -> None:
+    with pair_of_ranks(backend, share_loop=share_loop) as pair:
+        receiver, sender = pair.receive(1), pair.prefill.send(1)
+        assert receiver.poll() is sender.poll() is Outcome.PENDING
+        sender.chunk((0, 3), {"kv": [5]})
+        sender.finish((3, 8), {"kv": [5, 2]}, metadata=b"token")
+        while Outcome.PENDING in (receiver.poll(), sender.poll()):
+            time.sleep(1e-4)
+        handover = receiver.result()
+        sender.result()
+        assert (handover.metadata, handover.num_notices) == (b"token", 2)
+        assert (receiver.memory, sender.memory) == (Memory.SAFE, Memory.SAFE)
+        for token in range(*TOKENS):
+            for page_cell in [("k", 0, PAGES["kv"][token // 4], token % 4, head) for head in range(6)]:
+                np.testing.assert_array_equal(pair.target.cell(*page_cell), pair.source.cell(*page_cell))
+        assert pair.decode.statistics().rooms == 0
+
+
+def test_many_at_once_from_one_scheduler() -> None:
+    with pair_of_ranks() as pair:
+        receivers = [
+            pair.decode.receive(room, prefill="prefill", tokens=(0, 4), pages={"kv": [room]}) for room in range(50)
+        ]
+        senders = [pair.prefill.send(room) for room in range(50)]
+        for room, sender in enumerate(senders):
+            sender.finish((0, 4), {"kv": [room]})
+        assert {receiver.wait(10) for receiver in receivers} == {Outcome.SUCCESS}
+        assert {sender.wait(10) for sender in senders} == {Outcome.SUCCESS}
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_abort_ends_both_sides(side: str) -> None:
+    with pair_of_ranks() as pair:
+        receiver, sender = pair.receive(1), pair.prefill.send(1)
+        sender.chunk((0, 4), {"kv": [5]})
+        while not np.array_equal(pair.target.cell("k", 0, 5, 0, 0), pair.source.cell("k", 0, 5, 0, 0)):
+            time.sleep(1e-4)
+        aborted, other = (sender, receiver) if side == "prefill" else (receiver, sender)
+        aborted.abort()
+        assert aborted.wait(10) is Outcome.ABORTED
+        assert other.wait(10) is Outcome.FAILED
+        for transfer in (aborted, other):
+            with pytest.raises(TransferFailed) as caught:
+                transfer.result()
+            assert (caught.value.reason, caught.value.rank) == (FailureReason.ABORTED, f"{side}/0")
+            assert not caught.value.quarantined
+            assert transfer.memory is Memory.SAFE
+
+
+def test_result_before_the_end_is_refused() -> None:
+    with pair_of_ranks() as pair:
+        receiver = pair.receive(1)
+        with pytest.raises(LocalProtocolError, match="poll first"):
+            receiver.result()
+        receiver.abort()
+        assert receiver.wait(10) is Outcome.ABORTED
+
+
+def test_bad_pages_are_refused_where_they_are_given() -> None:
+    with pair_of_ranks() as pair:
+        with pytest.raises(PlanError, match="outside the pool"):
+            pair.decode.receive(1, prefill="prefill", tokens=TOKENS, pages={"kv": [1, 64]})
+        sender = pair.prefill.send(1)
+        with pytest.raises(PlanError, match="outside the pool"):
+            sender.finish(TOKENS, {"kv": [1, 64]})
+        receiver = pair.receive(1)
+        sender.finish(TOKENS, PAGES)
+        assert (sender.wait(10), receiver.wait(10)) == (Outcome.SUCCESS, Outcome.SUCCESS)
+
+
+def test_room_in_use_shows_in_poll() -> None:
+    with pair_of_ranks() as pair:
+        first, second = pair.receive(1), pair.receive(1)
+        assert second.wait(10) is Outcome.FAILED
+        with pytest.raises(LocalProtocolError, match="being received already"):
+            second.result()
+        assert first.poll() is Outcome.PENDING
+        first.abort()
+        assert first.wait(10) is Outcome.ABORTED
+
+
+def test_chunks_out_of_order_show_in_poll() -> None:
+    with pair_of_ranks() as pair:
+        sender, receiver = pair.prefill.send(1), pair.receive(1)
+        sender.chunk((0, 4), {"kv": [5]})
+        sender.chunk((6, 8), {"kv": [2]})
+        assert (sender.wait(10), receiver.wait(10)) == (Outcome.FAILED, Outcome.FAILED)
+        with pytest.raises(TransferFailed) as caught:
+            sender.result()
+        assert isinstance(caught.value.__cause__, LocalProtocolError)
+        assert caught.value.__cause__.values["tokens"] == (6, 8)
+
+
+def test_closing_with_transfers_open_ends_them() -> None:
+    with pair_of_ranks() as pair:
+        receiver, sender = pair.receive(1), pair.prefill.send(1)
+    assert receiver.wait(10) is not Outcome.PENDING
+    assert sender.wait(10) is not Outcome.PENDING
+    with pytest.raises(TransferFailed):
+        receiver.result()
+
+
+def test_rank_that_cannot_open_leaves_no_thread() -> None:
+    before = threading.active_count()
+    config = prefill_config("tcp://127.0.0.1:1", bind="tcp://192.0.2.1:7000")  # an address of nobody (RFC 5737)
+    rank = blocking.PrefillRank(config, make_pool().layout)
+    with pytest.raises(ConfigError, match="cannot be bound"):
+        rank.__enter__()
+    assert threading.active_count() == before

@@ -1,0 +1,174 @@
+"""Ranks are opened and closed in every order, by any task, with or without transfers under way."""
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+
+import anyio
+import pytest
+from typing_extensions import override
+
+import kvflow
+from kvflow.backends.base import BackendEvent
+from kvflow.backends.memory import MemoryBackend
+from kvflow.config import Timeouts
+from kvflow.errors import FailureReason, LocalProtocolError, TransferFailed
+from tests.support.failures import catch
+from tests.support.instances import (
+    BACKENDS,
+    QUICK,
+    Deployment,
+    Request,
+    decode_config,
+    deploy,
+    make_pool,
+    prefill_config,
+)
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+ORDERS = list(itertools.permutations(["prefill", "decode", "registry"]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+async def test_every_order_in_one_task(backend: str, order: tuple[str, ...]) -> None:
+    registry = kvflow.Registry()
+    await registry.__aenter__()
+    prefill = kvflow.PrefillRank(prefill_config(registry.endpoint, backend=backend), make_pool().layout)
+    decode = kvflow.DecodeRank(decode_config(registry.endpoint, backend=backend), make_pool().layout)
+    await prefill.__aenter__()
+    await decode.__aenter__()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: _send(prefill))
+        tasks.start_soon(lambda: _receive(decode))
+    parts: dict[str, AbstractAsyncContextManager[object]] = {"prefill": prefill, "decode": decode, "registry": registry}
+    for name in order:
+        await parts[name].__aexit__(None, None, None)
+
+
+async def test_opened_by_one_task_and_closed_by_another() -> None:
+    async with kvflow.Registry() as registry:
+        stack = AsyncExitStack()
+        rank = kvflow.PrefillRank(prefill_config(registry.endpoint), make_pool().layout)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stack.enter_async_context, rank)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stack.aclose)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+async def test_closing_ends_what_is_open_on_both_sides(backend: str, first: str) -> None:
+    async with deploy(backend) as deployment:
+        request = deployment.request(1, 12)
+        failures: dict[str, TransferFailed] = {}
+
+        async def send() -> None:
+            failures["prefill"] = await catch(lambda: _send_a_part(deployment, request))
+
+        async def receive() -> None:
+            failures["decode"] = await catch(request.receive)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send)
+            tasks.start_soon(receive)
+            await until(lambda: request.num_written() == 4 * 192)
+            await deployment.close(deployment.prefill[0] if first == "prefill" else deployment.decode[0])
+        for failure in failures.values():
+            assert (failure.reason, failure.rank) == (FailureReason.PEER_CLOSED, f"{first}/0")
+            assert not failure.quarantined
+
+
+async def test_closing_the_sender_fences_writes_that_hang() -> None:
+    """The transport is closed with a write in it: that ends the write for certain, and both sides may go on."""
+    async with deploy(timeouts=Timeouts(drain_s=0.2, lease_s=5.0)) as deployment:
+        request = deployment.request(1, 8)
+        deployment.faults[0].hold()
+        failures: dict[str, TransferFailed] = {}
+
+        async def send() -> None:
+            failures["prefill"] = await catch(request.send)
+
+        async def receive() -> None:
+            failures["decode"] = await catch(request.receive)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send)
+            tasks.start_soon(receive)
+            await until(lambda: deployment.faults[0].posted)
+            await deployment.close(deployment.prefill[0])
+        assert request.num_written() == 0
+        assert deployment.prefill[0].quarantined() == []
+        await until(lambda: not deployment.decode[0].quarantined())
+
+
+async def test_cancelled_engine_closes_everything() -> None:
+    """Cancelling the task that holds the ranks, with transfers open, leaves nothing behind."""
+    async with anyio.create_task_group() as tasks:
+
+        async def serve() -> None:
+            async with deploy() as deployment:
+                request = deployment.request(1, 8)
+                async with deployment.prefill[0].send(1), request.receiver():
+                    started.set()
+                    await anyio.sleep_forever()
+
+        started = anyio.Event()
+        tasks.start_soon(serve)
+        await started.wait()
+        tasks.cancel_scope.cancel()
+
+
+class BrokenBackend(MemoryBackend):
+    """Breaks when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken = anyio.Event()
+
+    @override
+    async def take_events(self) -> Sequence[BackendEvent]:
+        await self.broken.wait()
+        raise ZeroDivisionError("boom")
+
+
+async def test_rank_that_breaks_fails_its_transfers_and_says_why() -> None:
+    async with kvflow.Registry() as registry:
+        backend = BrokenBackend()
+        rank = kvflow.DecodeRank(decode_config(registry.endpoint, timeouts=QUICK), make_pool().layout, backend)
+        await rank.__aenter__()
+        failures: list[TransferFailed] = []
+
+        async def receive() -> None:
+            failures.append(await catch(lambda: _receive(rank)))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receive)
+            await until(lambda: rank.statistics().rooms)
+            backend.broken.set()
+        assert failures[0].reason is FailureReason.BROKEN
+        assert "ZeroDivisionError: boom" in failures[0].detail
+        assert failures[0].quarantined
+        with pytest.raises(LocalProtocolError, match="not open"):
+            await _receive(rank)
+        with pytest.RaisesGroup(pytest.RaisesExc(ZeroDivisionError, match="boom")):
+            await rank.__aexit__(None, None, None)
+
+
+async def _send(rank: kvflow.PrefillRank) -> None:
+    async with rank.send(1) as sender:
+        await sender.finish((0, 4), {"kv": [1]})
+
+
+async def _receive(rank: kvflow.DecodeRank) -> None:
+    async with rank.receive(1, prefill="prefill", tokens=(0, 4), pages={"kv": [1]}) as receiver:
+        await receiver.done()
+
+
+async def _send_a_part(deployment: Deployment, request: Request) -> None:
+    async with deployment.prefill[0].send(1) as sender:
+        request.compute(0, 4)
+        await sender.chunk((0, 4), request.src_pages(0, (0, 4)))
+        await sender.delivered()

@@ -1,0 +1,78 @@
+"""A thousand transfers leave nothing behind."""
+
+import gc
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvflow.observe.times import StageTimes
+from kvflow.rank import RankStatistics
+from tests.support.instances import BACKENDS, Deployment, deploy
+
+pytestmark = pytest.mark.anyio
+
+WARM_UP = 50
+TRANSFERS = 1_000
+ROOM_FOR_ALLOCATOR_KIB = 4_096
+"""What the allocator may keep or give back between two looks; 1,000 leaks of 4 KiB would show."""
+
+REMEMBERED = "_Tombstone"
+"""Ended rooms are remembered up to a bound, so this one type may grow."""
+
+SWEPT_LATE = 200
+"""Objects of a type that may wait to be swept (cleared deadlines); one leak for each transfer is far more."""
+
+
+@dataclass
+class Census:
+    """What a leak would show in."""
+
+    descriptors: int
+    threads: list[str]
+    tables: list[RankStatistics]
+    objects: Counter[str]
+    resident_kib: int
+
+
+def take_census(deployment: Deployment) -> Census:
+    gc.collect()
+    types = [type(item) for item in gc.get_objects()]
+    objects = Counter(kind.__qualname__ for kind in types if str(kind.__module__).startswith("kvflow"))
+    del objects[REMEMBERED]
+    status = Path("/proc/self/status").read_text().split()
+    return Census(
+        descriptors=len(list(Path("/proc/self/fd").iterdir())),
+        threads=sorted(thread.name for thread in threading.enumerate()),
+        tables=[statistics._replace(times=StageTimes()) for statistics in deployment.statistics()],
+        objects=objects,
+        resident_kib=int(status[status.index("VmRSS:") + 1]),
+    )
+
+
+async def transfer_once(deployment: Deployment, room: int) -> None:
+    request = deployment.request(room % 60_000, 8)
+    await request.hand_over(chunk=4)
+    request.assert_arrived()
+    deployment.give_back(request)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_thousand_transfers_one_after_another(backend: str) -> None:
+    async with deploy(backend, prefill_tp=2) as deployment:
+        for room in range(WARM_UP):
+            await transfer_once(deployment, room)
+        await deployment.settle()
+        before = take_census(deployment)
+        for room in range(WARM_UP, WARM_UP + TRANSFERS):
+            await transfer_once(deployment, room)
+        await deployment.settle()
+        after = take_census(deployment)
+        assert after.descriptors == before.descriptors
+        assert after.threads == before.threads
+        assert after.tables == before.tables
+        assert {name: more for name, more in (after.objects - before.objects).items() if more > SWEPT_LATE} == {}
+        assert after.resident_kib - before.resident_kib < ROOM_FOR_ALLOCATOR_KIB

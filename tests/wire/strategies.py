@@ -1,0 +1,125 @@
+"""Any message that a rank may send, as Hypothesis strategies."""
+
+from typing import Final
+
+from hypothesis import strategies as st
+
+from kvflow.errors import FailureReason, Stage
+from kvflow.geometry.layout import ADDRESS_LIMIT, Component, KVLayout, Region
+from kvflow.geometry.routes import Route, RoutePiece
+from kvflow.wire import messages as wm
+
+__all__ = ["MESSAGES", "any_message", "layouts"]
+
+ids: Final = st.integers(0, 2**64 - 1) | st.sampled_from([0, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
+"""Rooms, generations, tokens, incarnations: whatever fits MessagePack."""
+
+signed: Final = ids | st.integers(-(2**63), -1)
+counts: Final = st.integers(0, 2**32 - 1)
+positive_counts: Final = st.integers(1, 2**32 - 1)
+seconds: Final = st.floats(0, 86_400, exclude_min=True) | st.integers(1, 86_400).map(float)
+names: Final = st.text(max_size=12)
+blobs: Final = st.binary(max_size=40)
+token_ranges: Final = st.tuples(signed, signed)
+
+ranks: Final = st.builds(wm.RankId, names, signed)
+peers: Final = st.builds(wm.PeerId, ranks, ids)
+failures: Final = st.builds(wm.Failure, st.sampled_from(FailureReason), st.sampled_from(Stage), names, names)
+
+
+@st.composite
+def regions(draw: st.DrawFn, tensor: str, layer: int, pages: tuple[int, int]) -> Region:
+    """A region whose cells follow one another, anywhere in 64 bits."""
+    slots, tokens_per_slot = pages
+    first, num_heads, head_bytes = draw(st.tuples(st.integers(0, 8), st.integers(1, 4), st.integers(1, 512)))
+    size = slots * tokens_per_slot * num_heads * head_bytes
+    end = ADDRESS_LIMIT - size
+    return Region(
+        tensor=tensor,
+        layer=layer,
+        address=draw(st.integers(0, end) | st.sampled_from([0, 2**63, end])),
+        slots=slots,
+        slot_stride=tokens_per_slot * num_heads * head_bytes,
+        tokens_per_slot=tokens_per_slot,
+        token_stride=num_heads * head_bytes,
+        heads=(first, first + num_heads),
+        head_stride=head_bytes,
+        head_bytes=head_bytes,
+        dtype=draw(names),
+        optional=draw(st.booleans()),
+    )
+
+
+@st.composite
+def components(draw: st.DrawFn, name: str) -> Component:
+    pages = draw(st.tuples(st.integers(1, 2**31 - 1), st.integers(1, 256)))
+    keys = draw(st.lists(st.tuples(names, st.integers(0, 2**63 - 1)), min_size=1, max_size=3, unique=True))
+    return Component(name, tuple(draw(regions(tensor, layer, pages)) for tensor, layer in keys))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> KVLayout:
+    chosen = draw(st.lists(names, min_size=1, max_size=2, unique=True))
+    return KVLayout(
+        components=tuple(draw(components(name)) for name in chosen),
+        fingerprint=draw(names),
+        memory_kind=draw(st.sampled_from(["DRAM", "VRAM"])),
+        device_id=draw(st.integers(0, 2**63 - 1)),
+    )
+
+
+pieces: Final = st.builds(RoutePiece, names, names, signed, st.tuples(signed, signed))
+routes: Final = st.builds(Route, signed, st.lists(pieces, max_size=3).map(tuple))
+cards: Final = st.builds(
+    wm.Card, peer=peers, num_ranks=positive_counts, endpoint=names, backend=names, layout=layouts()
+)
+transfer_ids: Final = {"room": signed, "generation": signed}
+
+MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
+    wm.Register: st.builds(wm.Register, card=cards, lease_s=seconds),
+    wm.Registered: st.builds(wm.Registered, peer=peers),
+    wm.Unregister: st.builds(wm.Unregister, peer=peers),
+    wm.Lookup: st.builds(wm.Lookup, instance=names, timeout_s=seconds),
+    wm.Cards: st.builds(wm.Cards, instance=names, cards=st.lists(cards, max_size=2).map(tuple)),
+    wm.Hello: st.builds(
+        wm.Hello,
+        peer=peers,
+        to=peers,
+        versions=st.tuples(signed, signed),
+        lease_s=seconds,
+        backend=names,
+        backend_metadata=blobs,
+        layout=layouts(),
+        route=routes,
+    ),
+    wm.Welcome: st.builds(wm.Welcome, peer=peers, version=signed),
+    wm.Refuse: st.builds(wm.Refuse, peer=peers, to=st.none() | peers, detail=names),
+    wm.Grant: st.builds(
+        wm.Grant,
+        token=signed,
+        tokens=token_ranges,
+        pages=st.dictionaries(names, blobs, max_size=3),
+        num_decode_ranks=positive_counts,
+        timeout_s=seconds,
+        **transfer_ids,
+    ),
+    wm.Notice: st.builds(
+        wm.Notice,
+        token=signed,
+        engine_rank=counts,
+        seq=counts,
+        tokens=token_ranges,
+        num_bytes=signed,
+        last=st.booleans(),
+        metadata=blobs,
+        **transfer_ids,
+    ),
+    wm.Cancel: st.builds(wm.Cancel, failure=failures, **transfer_ids),
+    wm.Drained: st.builds(wm.Drained, engine_rank=signed, **transfer_ids),
+    wm.Failed: st.builds(wm.Failed, engine_rank=signed, failure=failures, drained=st.booleans(), **transfer_ids),
+    wm.Ping: st.builds(wm.Ping, peer=peers),
+    wm.Pong: st.builds(wm.Pong, peer=peers),
+    wm.Goodbye: st.builds(wm.Goodbye, peer=peers),
+}
+
+any_message: Final = st.one_of(*MESSAGES.values())

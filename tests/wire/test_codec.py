@@ -1,0 +1,267 @@
+"""Bytes from outside become one well-formed message or one RemoteProtocolError, never anything else."""
+
+import struct
+import typing
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvflow.errors import RemoteProtocolError
+from kvflow.wire import codec
+from kvflow.wire.codec import HEADER, MAX_MESSAGE_BYTES, decode, decode_frames, encode
+from kvflow.wire.messages import AnyMessage, Card, Grant, Lookup, Message, PeerId, Ping, RankId, Register
+from tests.support.pools import Pool, PoolShape
+from tests.wire.strategies import MESSAGES, any_message
+
+PEER: Final = PeerId(RankId("prefill", 0), 2**64 - 1)
+PING: Final = encode(Ping(peer=PEER))
+GRANT: Final = Grant(
+    room=2**63,
+    generation=2**64 - 1,
+    token=2**63,
+    tokens=(0, 8),
+    pages={"kv": bytes(8)},
+    num_decode_ranks=1,
+    timeout_s=1.0,
+)
+LAYOUT: Final = Pool(PoolShape(4, 2, (0, 2), 8, 2), 0, base=2**63).layout
+CARD: Final = Card(peer=PEER, num_ranks=1, endpoint="tcp://127.0.0.1:1", backend="memory", layout=LAYOUT)
+REGISTER: Final = Register(card=CARD, lease_s=9.0)
+
+
+def refused(data: bytes) -> RemoteProtocolError:
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode(data)
+    return caught.value
+
+
+def accepted(data: bytes) -> Message | None:
+    """The message, or None if the bytes are refused; every other error is the test's failure."""
+    try:
+        return decode(data)
+    except RemoteProtocolError:
+        return None
+
+
+def raw(value: object) -> bytes:
+    """Bytes of a message that no type has checked."""
+    return HEADER + msgspec.msgpack.encode(value)
+
+
+def fields(message: Message) -> dict[str, Any]:
+    unchecked: dict[str, Any] = msgspec.msgpack.decode(encode(message)[len(HEADER) :])
+    return unchecked
+
+
+def test_there_is_a_strategy_for_every_message() -> None:
+    assert set(MESSAGES) == set(typing.get_args(AnyMessage))
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_what_is_encoded_comes_back(kind: type[Message], data: st.DataObject) -> None:
+    message = data.draw(MESSAGES[kind])
+    decoded = decode(encode(message))
+    assert (type(decoded), decoded) == (kind, message)
+    assert decode_frames([encode(message)]) == message
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_message)
+def test_truncated_at_every_byte(message: Message) -> None:
+    data = encode(message)
+    for length in range(len(data)):
+        refused(data[:length])
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_message, st.binary(min_size=1, max_size=20))
+def test_trailing_bytes(message: Message, trailing: bytes) -> None:
+    refused(encode(message) + trailing)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "not a kvflow message"),
+        (b"K", "not a kvflow message"),
+        (b"GET / HTTP/1.1", "not a kvflow message"),
+        (b"kvf" + PING[3:], "not a kvflow message"),
+        (bytes(4) + PING[4:], "not a kvflow message"),
+        (b"KVF", "another frame format"),
+        (b"KVF\0" + PING[4:], "another frame format"),
+        (b"KVF\x02" + PING[4:], "another frame format"),
+        (HEADER, "malformed"),
+        (PING + PING, "malformed"),
+        (PING + b"\0", "malformed"),
+    ],
+)
+def test_wrong_envelope(data: bytes, said: str) -> None:
+    assert said in str(refused(data))
+
+
+@pytest.mark.parametrize("frames", [[], [PING, PING], [PING, b""], [b"", PING], [b""] * 9])
+def test_not_exactly_one_frame(frames: list[bytes]) -> None:
+    with pytest.raises(RemoteProtocolError, match="one frame") as caught:
+        decode_frames(frames)
+    assert caught.value.values == {"frames": len(frames)}
+
+
+@pytest.mark.parametrize("opener", [b"\x91", b"\x81\xa1x", b"\x81\x91", b"\xdc\0\x01", b"\xdf\0\0\0\x01\xa1x"])
+@pytest.mark.parametrize("prefix", [b"", b"\x82\xa4type\xa4ping\xa1x", b"\x82\xa4type\xa4ping\xa4peer"])
+def test_deep_nesting(prefix: bytes, opener: bytes) -> None:
+    refused(HEADER + prefix + opener * 200_000)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x83\xa4type\xa5cards\xa8instance\xa1a\xa5cards\xdd\xff\xff\xff\xff",
+        b"\x83\xa4type\xa6lookup\xa9timeout_s\x01\xa8instance\xdb\xff\xff\xff\xff",
+        b"\x82\xa4type\xa5grant\xa5pages\xdf\xff\xff\xff\xff",
+        b"\x82\xa4type\xa5grant\xa5pages\x81\xa2kv\xc6\xff\xff\xff\xff",
+    ],
+)
+def test_lengths_that_promise_more_than_there_is(body: bytes) -> None:
+    refused(HEADER + body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x83\xa4type\xa6lookup\xa8instance\xa2\xff\xfe\xa9timeout_s\x01",
+        b"\x83\xa4type\xa6lookup\xa8instance\xa3\xed\xa0\x80\xa9timeout_s\x01",
+        b"\x81\xa4type\xa2\xff\xfe",
+        b"\x82\xa2\xff\xfe\x01\xa4type\xa6lookup",
+    ],
+    ids=["in a field", "a surrogate", "in the type", "in a name"],
+)
+def test_text_that_is_not_utf8(body: bytes) -> None:
+    refused(HEADER + body)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 1, "ping", [], {}, ["ping"], {"type": None}, {"type": 1}, {"type": "no such"}, {"type": b"ping"}, {1: 2}],
+    ids=repr,
+)
+def test_not_a_tagged_message(value: object) -> None:
+    assert "malformed" in str(refused(raw(value)))
+
+
+@pytest.mark.parametrize("name", sorted(fields(GRANT).keys() - {"type"}))
+@pytest.mark.parametrize("value", [None, [[]], "text", {"a": 1}, 1.5, True], ids=repr)
+def test_wrong_field_type_is_named(name: str, value: object) -> None:
+    if name == "timeout_s" and value == 1.5:
+        value = "1.5"
+    assert f"$.{name}" in str(refused(raw(fields(GRANT) | {name: value})))
+
+
+@pytest.mark.parametrize("name", sorted(fields(GRANT).keys() - {"type"}))
+def test_missing_field_is_named(name: str) -> None:
+    unchecked = fields(GRANT)
+    del unchecked[name]
+    assert name in str(refused(raw(unchecked)))
+
+
+def test_unknown_field_of_a_later_version_is_ignored() -> None:
+    assert decode(raw(fields(GRANT) | {"priority": 7})) == GRANT
+
+
+@pytest.mark.parametrize("timeout_s", [0, 0.0, -1.0, 86_401.0, float("inf"), float("-inf"), float("nan"), 2**64 - 1])
+def test_duration_out_of_bounds(timeout_s: float) -> None:
+    assert "$.timeout_s" in str(refused(raw(fields(GRANT) | {"timeout_s": timeout_s})))
+
+
+@pytest.mark.parametrize("num_decode_ranks", [0, -1, 2**32, 2**64 - 1])
+def test_count_out_of_bounds(num_decode_ranks: int) -> None:
+    assert "$.num_decode_ranks" in str(refused(raw(fields(GRANT) | {"num_decode_ranks": num_decode_ranks})))
+
+
+def test_longest_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", len(PING))
+    assert decode(PING) == Ping(peer=PEER)
+    error = refused(PING + b"\0")
+    assert (error.message, error.values) == ("message is too long", {"num_bytes": len(PING) + 1, "limit": len(PING)})
+
+
+def test_real_bound_is_on_the_whole_message() -> None:
+    data = encode(Lookup(instance="x" * MAX_MESSAGE_BYTES, timeout_s=1.0))
+    assert refused(data).message == "message is too long"
+
+
+Edit = Callable[[dict[str, Any]], object]
+"""Makes a layout contradict itself; regions are lists: tensor, layer, address, slots, strides ..., head_bytes."""
+
+CONTRADICTIONS: Final[dict[str, Edit]] = {
+    "no component": lambda layout: layout.update(components=[]),
+    "component twice": lambda layout: layout.update(components=layout["components"] * 2),
+    "no region": lambda layout: layout["components"][0].update(regions=[]),
+    "region twice": lambda layout: layout["components"][0]["regions"].append(layout["components"][0]["regions"][0]),
+    "other page count": lambda layout: set_region(layout, 3, 3),
+    "no pages": lambda layout: set_region(layout, 3, 0),
+    "too many pages": lambda layout: set_region(layout, 3, 2**31),
+    "pages overlap": lambda layout: set_region(layout, 4, 1),
+    "negative stride": lambda layout: set_region(layout, 4, -16),
+    "no tokens": lambda layout: set_region(layout, 5, 0),
+    "no heads": lambda layout: set_region(layout, 7, [1, 1]),
+    "reversed heads": lambda layout: set_region(layout, 7, [2, 0]),
+    "empty cells": lambda layout: set_region(layout, 9, 0),
+    "past the address space": lambda layout: set_region(layout, 2, 2**64 - 1),
+    "negative address": lambda layout: set_region(layout, 2, -1),
+    "negative layer": lambda layout: set_region(layout, 1, -1),
+    "outside its allocation": lambda layout: set_region(layout, 2, 0),
+    "allocations reversed": lambda layout: layout["allocations"].reverse(),
+    "allocation past the address space": lambda layout: layout["allocations"].append([2**64 - 1, 2]),
+    "empty allocation": lambda layout: layout["allocations"].insert(0, [0, 0]),
+    "unknown memory": lambda layout: layout.update(memory_kind="TAPE"),
+    "negative device": lambda layout: layout.update(device_id=-1),
+}
+
+
+def set_region(layout: dict[str, Any], index: int, value: object) -> None:
+    layout["components"][0]["regions"][0][index] = value
+
+
+@pytest.mark.parametrize("edit", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_layout_that_contradicts_itself(edit: Edit) -> None:
+    unchecked = fields(REGISTER)
+    edit(unchecked["card"]["layout"])
+    error = refused(raw(unchecked))
+    assert error.message == "message is malformed"
+    assert error.values["detail"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200) | st.binary(max_size=200).map(lambda tail: HEADER + tail))
+def test_random_bytes(data: bytes) -> None:
+    accepted(data)
+
+
+@settings(max_examples=400, deadline=None)
+@given(any_message, st.data())
+def test_damaged_messages(message: Message, data: st.DataObject) -> None:
+    """A few bytes overwritten, cut out or put in; what still is a message is one that can travel again."""
+    damaged = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(damaged)))
+        length = data.draw(st.integers(0, 4))
+        damaged[start : start + length] = data.draw(st.binary(max_size=4))
+    survivor = accepted(bytes(damaged))
+    if survivor is not None:
+        assert decode(encode(survivor)) == survivor
+
+
+@settings(max_examples=200, deadline=None)
+@given(any_message, st.integers(0), st.sampled_from([b"\xff\xfe", b"\xc1", struct.pack(">d", float("nan"))]))
+def test_one_hostile_value_anywhere(message: Message, position: int, value: bytes) -> None:
+    data = encode(message)
+    start = position % len(data)
+    accepted(data[:start] + value + data[start + len(value) :])
