@@ -56,7 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _options(arguments: argparse.Namespace) -> DemoOptions:
     for name in ("prefill_tp", "decode_tp", "page_size", "chunk", "tokens"):
         if getattr(arguments, name) < 1:
-            raise ConfigError("option must be at least 1", option=f"--{name}", value=getattr(arguments, name))
+            raise ConfigError(
+                "option must be at least 1", option=f"--{name.replace('_', '-')}", value=getattr(arguments, name)
+            )
     if not arguments.prompt:
         raise ConfigError("option must not be empty", option="--prompt")
     return DemoOptions(

@@ -1,0 +1,67 @@
+"""The smaller commands."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import anyio
+import pytest
+
+import kvflow
+from kvflow import __version__
+from kvflow.cli.main import main
+from kvflow.observe.logs import get_logger
+from kvflow.registry import RegistryClient
+from tests.support.instances import make_pool, prefill_config
+
+
+@pytest.mark.parametrize("backend", ["memory", "nixl"])
+def test_bench_idle_gives_one_row(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "idle", "--backend", backend, "--seconds", "0.1", "--pairs", "2", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["case"], row["backend"], row["ranks"]) == ("idle", backend, 4)
+    assert row["seconds"] >= 0.1
+    assert row["cpu_percent_per_rank"] >= 0
+
+
+def test_bench_idle_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "idle", "--backend", "memory", "--seconds", "0.1"]) == 0
+    assert "2 connected ranks over memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_registry_serves_until_it_is_told_to_stop(sent: signal.Signals) -> None:
+    command = [sys.executable, "-m", "kvflow.cli", "registry", "--bind", "tcp://127.0.0.1:0", "--log", "json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        endpoint = process.stdout.readline().strip()
+        assert json.loads(process.stderr.readline())["endpoint"] == endpoint
+        anyio.run(_register_and_find, endpoint)
+        process.send_signal(sent)
+        assert process.wait() == 0
+        assert f"stopped by {sent.name}" in process.stderr.read()
+
+
+async def _register_and_find(endpoint: str) -> None:
+    async with kvflow.PrefillRank(prefill_config(endpoint), make_pool().layout) as rank:
+        async with anyio.create_task_group() as tasks:
+            client = RegistryClient(endpoint, get_logger())
+            tasks.start_soon(client.run)
+            (card,) = await client.lookup("prefill", 5.0)
+            assert card.peer == rank.me
+            tasks.cancel_scope.cancel()
+        client.close()
+
+
+def test_registry_address_that_cannot_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["registry", "--bind", "tcp://192.0.2.1:7000"]) == 2
+    assert "192.0.2.1" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["--version"])
+    assert exited.value.code == 0
+    assert capsys.readouterr().out == f"kvflow {__version__}\n"

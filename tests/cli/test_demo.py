@@ -1,0 +1,151 @@
+"""The demo, as a newcomer runs it: real processes, a real transport, a real model."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvflow.cli.demo import decode_worker
+from kvflow.cli.demo.models import LanguageModel, keys_and_values, load_model
+from kvflow.cli.demo.pools import RankPool, rebuild_cache
+from kvflow.cli.main import main
+
+KEYS = {
+    "identical",
+    "backend",
+    "prefill_tp",
+    "decode_tp",
+    "tokens",
+    "bytes",
+    "goodput_gbps",
+    "handover_ms",
+    "stages_ms",
+}
+TINY_PROMPT_TOKENS = 30
+TINY_BYTES_PER_TOKEN = 2 * 4 * 3 * 16 * 4
+"""K and V, layers, KV heads, head_dim, float32."""
+
+
+def run_demo(*options: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "kvflow.cli", "demo", *options]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    return finished.returncode, finished.stdout, finished.stderr
+
+
+def check(output: str, **expected: Any) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(output)
+    assert result.keys() >= KEYS
+    assert {name: result[name] for name in expected} == expected
+    assert set(result["stages_ms"]) == {"bootstrap", "enqueue", "planning", "submit", "aggregate"}
+    assert all(time_ms >= 0 for time_ms in result["stages_ms"].values())
+    assert result["goodput_gbps"] > 0
+    assert result["handover_ms"] > 0
+    return result
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(3, 1), (1, 3), (3, 3), (6, 3)])
+def test_tiny_model_over_nixl_between_two_processes(prefill_tp: int, decode_tp: int) -> None:
+    code, out, err = run_demo(
+        *("--model", "tiny", "--json", "--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp)),
+        *("--prompt", "x" * TINY_PROMPT_TOKENS, "--chunk", "7", "--page-size", "4", "--tokens", "12"),
+    )
+    assert (code, err) == (0, "")
+    check(
+        out,
+        identical=True,
+        backend="nixl",
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        tokens=12,
+        bytes=TINY_PROMPT_TOKENS * TINY_BYTES_PER_TOKEN,
+    )
+
+
+@pytest.mark.timeout(120)
+def test_smollm2_over_nixl_between_two_processes() -> None:
+    code, out, err = run_demo("--json")
+    assert (code, err) == (0, "")
+    result = check(out, identical=True, backend="nixl", prefill_tp=3, decode_tp=1, model="smollm2")
+    assert result["bytes"] == result["prompt_tokens"] * 2 * 30 * 3 * 64 * 4
+    assert "cache" in result["text"].lower()
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(3, 1), (3, 6)])
+def test_tiny_model_over_memory_in_one_process(
+    prefill_tp: int, decode_tp: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["demo", "--model", "tiny", "--backend", "memory", "--json"]
+    assert main([*options, "--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp)]) == 0
+    check(capsys.readouterr().out, identical=True, backend="memory", prefill_tp=prefill_tp, decode_tp=decode_tp)
+
+
+def test_person_sees_text_figures_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--model", "tiny", "--backend", "memory", "--tokens", "5"]) == 0
+    shown = capsys.readouterr()
+    for words in ("the decode side says", "goodput", "handover", "planning", "identical: all 5 tokens"):
+        assert words in shown.out
+    for words in ("prefill: ready", "decode: ready", "MB received in"):
+        assert words in shown.err
+
+
+def test_log_for_machines_is_one_object_a_line() -> None:
+    code, _, err = run_demo("--model", "tiny", "--json", "--log", "json", "--tokens", "2")
+    lines = [json.loads(line) for line in err.splitlines()]
+    assert code == 0
+    assert {"rank_opened", "registered", "sender_reported", "receiver_reported", "rank_closed"} <= {
+        line["event"] for line in lines
+    }
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_wrong_bytes_show_in_the_tokens(
+    layer: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The control: were a layer not transferred, the verdict would be another one."""
+
+    def rebuild_without_a_layer(model: LanguageModel, pools: list[RankPool], num_tokens: int) -> DynamicCache:
+        cache = rebuild_cache(model, pools, num_tokens)
+        for tensor in keys_and_values(cache)[layer]:
+            tensor.zero_()
+        return cache
+
+    monkeypatch.setattr(decode_worker, "rebuild_cache", rebuild_without_a_layer)
+    assert main(["demo", "--model", "tiny", "--backend", "memory", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["identical"] is False
+
+
+def test_page_that_was_not_written_is_noticed() -> None:
+    model = load_model("tiny")
+    cache = model.new_cache()
+    model.step(model.encode("sixteen tokens.."), cache)
+    pool = RankPool(model, tp_size=1, tp_rank=0, page_size=4, num_tokens=16, seed=0)
+    pool.write(cache, 0, 12)
+    with pytest.raises(RuntimeError, match="never written"):
+        rebuild_cache(model, [pool], 16)
+    pool.write(cache, 12, 16)
+    for ours, theirs in zip(keys_and_values(rebuild_cache(model, [pool], 16)), keys_and_values(cache), strict=True):
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--prefill-tp", "0"], ["--prefill-tp", "0"]),
+        (["--page-size", "-1"], ["--page-size", "-1"]),
+        (["--prompt", ""], ["--prompt"]),
+        (["--model", "/nowhere"], ["/nowhere", "smollm2", "tiny"]),
+        (["--prefill-tp", "2", "--model", "tiny"], ["heads", "3", "2"]),
+    ],
+)
+def test_unusable_options_are_named(options: list[str], named: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--backend", "memory", *options]) == 2
+    message = capsys.readouterr().err
+    for word in named:
+        assert word in message
+    assert "Traceback" not in message
