@@ -216,7 +216,9 @@ class RoomSender(Transfer):
         await anyio.lowlevel.checkpoint()
 
     async def delivered(self) -> None:
-        """Wait until every decode rank has everything.
+        """Wait until every decode rank has said that it has everything.
+
+        The source pages are free before that: `memory` is SAFE as soon as every write has ended.
 
         Raises:
             TransferFailed: That will not happen.

@@ -253,7 +253,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         if transfer is None:
             return
         transfer.report(effect.outcome, effect.memory, effect.failure)
-        if effect.memory is Memory.SAFE:
+        if effect.memory is Memory.SAFE and effect.outcome is not Outcome.PENDING:
             del self._transfers[key]
         if not any(other.memory in (Memory.HELD, Memory.DRAINING) for other in self._transfers.values()):
             self._settled.set()

@@ -16,7 +16,20 @@ from kvflow.state.effects import CountOddity, Effect, ForgetPeer, SendMessage
 from kvflow.state.peer import Peer
 from kvflow.state.receivers import Receivers
 from kvflow.state.senders import Senders
-from kvflow.wire.messages import Cancel, Drained, Failed, Failure, Goodbye, Grant, Message, Notice, PeerId, Ping, Pong
+from kvflow.wire.messages import (
+    Cancel,
+    Drained,
+    Failed,
+    Failure,
+    Goodbye,
+    Grant,
+    Message,
+    Notice,
+    PeerId,
+    Ping,
+    Pong,
+    Received,
+)
 
 __all__ = ["Core"]
 
@@ -77,6 +90,7 @@ class Core:
         self._message_handlers: dict[type, Callable[[PeerId, Any, float], list[Effect]]] = {
             Grant: self._granted,
             Cancel: self.senders.cancel,
+            Received: self.senders.received,
             Notice: lambda _, notice, now: self.receivers.notice(notice, now),
             Drained: self.receivers.drained,
             Failed: self.receivers.failed,

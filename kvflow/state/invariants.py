@@ -29,11 +29,12 @@ def _require(condition: bool, message: str, **values: object) -> None:
 
 
 def _check_facts(state: TransferState, **values: object) -> None:
-    """Success means that the memory is safe, and only what is decided can drain."""
+    """Success means that the memory is safe, and only what is decided can drain or be in quarantine."""
     if state.outcome is Outcome.SUCCESS:
         _require(state.memory is Memory.SAFE, "success without safe memory", memory=state.memory, **values)
     if state.outcome is Outcome.PENDING:
-        _require(state.memory is Memory.HELD, "pending without held memory", memory=state.memory, **values)
+        is_calm = state.memory in (Memory.HELD, Memory.SAFE)
+        _require(is_calm, "pending without held or written memory", memory=state.memory, **values)
 
 
 def _check_senders(senders: Senders) -> None:
@@ -41,7 +42,8 @@ def _check_senders(senders: Senders) -> None:
     _require(waiting == senders.num_waiting, "waiting grants are miscounted", counted=senders.num_waiting, is_=waiting)
     for room, sender in senders.rooms.items():
         _check_facts(sender.state, room=room)
-        _require(not sender.state.is_safe, "room is over but not forgotten", room=room)
+        is_over = sender.state.is_safe and not sender.state.is_pending
+        _require(not is_over, "room is over but not forgotten", room=room)
         _require(room not in senders.waiting, "grants wait for an open room", room=room)
         for delivery in sender.deliveries.values():
             _check_facts(delivery.state, delivery=delivery.id)

@@ -12,8 +12,8 @@ from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.pages import TokenRange
 from kvflow.state.effects import CountOddity, Effect, Handed, ReportReceiver, SendMessage
 from kvflow.state.events import GreetedRank, ReceiveOpened
-from kvflow.state.tables import RANK, Memory, RankSignal, RankState, Signal, TransferState
-from kvflow.wire.messages import Cancel, Failure, Grant, Notice, PeerId
+from kvflow.state.tables import RANK, Memory, Outcome, RankSignal, RankState, Signal, TransferState
+from kvflow.wire.messages import Cancel, Failure, Grant, Notice, PeerId, Received
 
 __all__ = ["RankProgress", "Receiver"]
 
@@ -200,7 +200,14 @@ class Receiver:
         if extra is not None:
             self.state.apply(extra)
         after = (self.state.outcome, self.state.memory)
-        return [self._report()] if after != before else []
+        if after == before:
+            return []
+        is_success = self.state.outcome is Outcome.SUCCESS
+        return [self._report(), *(self._received() if is_success else [])]
+
+    def _received(self) -> list[Effect]:
+        received = Received(room=self.room, generation=self.generation)
+        return [SendMessage(peer, received) for peer in self._granted]
 
     def _report(self) -> Effect:
         return ReportReceiver(

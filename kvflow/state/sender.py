@@ -30,6 +30,7 @@ class Delivery:
         self._me = me
         self._next_seq = 0
         self._ended = False
+        self._is_received = False
         self._drained_is_due = False
         self._planned: dict[int, Notice] = {}
         self._posted: dict[int, Notice] = {}
@@ -79,6 +80,11 @@ class Delivery:
         self._posted.pop(seq, None)
         return self._settle()
 
+    def received(self) -> list[Effect]:
+        """Note that the decode rank has everything, which it can know before the last post is seen to have ended."""
+        self._is_received = True
+        return self._settle()
+
     def doubt(self) -> None:
         """Give up waiting for the proof that a post has ended."""
         self.state.apply(Signal.DOUBTED)
@@ -115,7 +121,7 @@ class Delivery:
         """See whether the last write has ended."""
         if not self._posted and not self._planned:
             if self.state.is_pending and self._ended:
-                self.state.apply(Signal.COMPLETED)
+                self.state.apply(Signal.COMPLETED if self._is_received else Signal.WRITTEN)
             if not self.state.is_pending:
                 self.state.apply(Signal.QUIET)
         if not (self._drained_is_due and self.state.is_safe):
@@ -184,6 +190,10 @@ class Sender:
         delivery.doubt()
         return [*stopped, *self._review()]
 
+    def received(self, delivery: Delivery) -> list[Effect]:
+        """Note that one decode rank has everything."""
+        return [*delivery.received(), *self._review()]
+
     def cancel(self, delivery: Delivery, failure: Failure) -> list[Effect]:
         """End the room because one decode rank gave it up."""
         effects = delivery.cancel()
@@ -245,6 +255,8 @@ class Sender:
         has_all = self.is_finished and len(states) == self._num_decode_ranks
         if has_all and all(state.outcome is Outcome.SUCCESS for state in states):
             self.state.apply(Signal.COMPLETED)
+        elif has_all and all(state.is_safe for state in states):
+            self.state.apply(Signal.WRITTEN)
         if not self.state.is_pending and all(state.is_safe for state in states):
             self.state.apply(Signal.QUIET)
         if any(state.memory is Memory.QUARANTINED for state in states):

@@ -11,7 +11,7 @@ from kvflow.state.effects import CountOddity, DropPlan, Effect, SendMessage
 from kvflow.state.events import Chunk, DeliveryId
 from kvflow.state.sender import Delivery, Sender, drained
 from kvflow.state.tables import Memory, Signal
-from kvflow.wire.messages import Cancel, Failed, Failure, Grant, PeerId
+from kvflow.wire.messages import Cancel, Failed, Failure, Grant, PeerId, Received
 
 __all__ = ["Senders"]
 
@@ -139,6 +139,13 @@ class Senders:
             self._forget_waiting(cancel.room, peer)
         return [SendMessage(peer, drained(delivery_id, self._me))]
 
+    def received(self, peer: PeerId, received: Received, now: float) -> list[Effect]:
+        """Note that a decode rank has everything."""
+        sender, delivery = self._find(DeliveryId(received.room, peer, received.generation))
+        if sender is None or delivery is None:
+            return [CountOddity("received_of_unknown_transfer", peer, received.room)]
+        return self._follow(sender, sender.received(delivery), now)
+
     def plan_finished(self, delivery_id: DeliveryId, seq: int, num_bytes: int) -> list[Effect]:
         """Post what was planned, unless its delivery has ended."""
         delivery = self._find(delivery_id)[1]
@@ -228,7 +235,7 @@ class Senders:
             self._deadlines.set_once(undrained, now + self._timeouts.drain_s)
         else:
             self._deadlines.clear(undrained)
-        if sender.state.is_safe:
+        if sender.state.is_safe and not sender.state.is_pending:
             self._bury(sender)
         return effects
 

@@ -14,7 +14,8 @@ has. All proofs make them SAFE; a proof that cannot be had makes them QUARANTINE
 SAFE. Time alone never does.
 
 Both ends of a transfer use the same two tables. The receiver's pages are destinations, and the proofs come from the
-prefill ranks. The sender's pages are sources, and the proofs come from its own transport.
+prefill ranks. The sender's pages are sources, and the proofs come from its own transport: they are SAFE as soon as its
+writes have ended, while the outcome stays PENDING until the receiver says that it has everything.
 
 A receiver also follows each prefill rank that owes it bytes (`RANK`), keyed by `engine_rank`. The transfer is
 complete when every rank is COMPLETE, and quiet when every rank is COMPLETE or DRAINED.
@@ -48,8 +49,10 @@ __all__ = [
 class Signal(str, enum.Enum):
     """What can happen to a transfer as a whole."""
 
+    WRITTEN = "written"
+    """Every write that was owed has completed here; the other side has not said so yet."""
     COMPLETED = "completed"
-    """Every write that was owed has completed."""
+    """Every write that was owed has completed, and the side that receives knows it."""
     FAILED = "failed"
     """It cannot succeed any more."""
     ABORTED = "aborted"
@@ -80,6 +83,8 @@ class Memory(str, enum.Enum):
 
 OUTCOME: Final[Mapping[tuple[Outcome, Signal], Outcome]] = MappingProxyType(
     {
+        # Written is not delivered: its notice may still be lost.
+        (Outcome.PENDING, Signal.WRITTEN): Outcome.PENDING,
         (Outcome.PENDING, Signal.COMPLETED): Outcome.SUCCESS,
         (Outcome.PENDING, Signal.FAILED): Outcome.FAILED,
         (Outcome.PENDING, Signal.ABORTED): Outcome.ABORTED,
@@ -96,18 +101,21 @@ OUTCOME: Final[Mapping[tuple[Outcome, Signal], Outcome]] = MappingProxyType(
 
 MEMORY: Final[Mapping[tuple[Memory, Signal], Memory]] = MappingProxyType(
     {
+        (Memory.HELD, Signal.WRITTEN): Memory.SAFE,
         (Memory.HELD, Signal.COMPLETED): Memory.SAFE,
         (Memory.HELD, Signal.FAILED): Memory.DRAINING,
         (Memory.HELD, Signal.ABORTED): Memory.DRAINING,
         # Quiet before the end is no news: more chunks may follow.
         (Memory.HELD, Signal.QUIET): Memory.HELD,
         (Memory.HELD, Signal.DOUBTED): Memory.QUARANTINED,
-        # Completed after all: the last writes landed before the stop reached them.
+        # Written after all: the last writes landed before the stop reached them.
+        (Memory.DRAINING, Signal.WRITTEN): Memory.SAFE,
         (Memory.DRAINING, Signal.COMPLETED): Memory.SAFE,
         (Memory.DRAINING, Signal.FAILED): Memory.DRAINING,
         (Memory.DRAINING, Signal.ABORTED): Memory.DRAINING,
         (Memory.DRAINING, Signal.QUIET): Memory.SAFE,
         (Memory.DRAINING, Signal.DOUBTED): Memory.QUARANTINED,
+        (Memory.QUARANTINED, Signal.WRITTEN): Memory.SAFE,
         (Memory.QUARANTINED, Signal.COMPLETED): Memory.SAFE,
         (Memory.QUARANTINED, Signal.FAILED): Memory.QUARANTINED,
         (Memory.QUARANTINED, Signal.ABORTED): Memory.QUARANTINED,

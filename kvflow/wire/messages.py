@@ -33,6 +33,7 @@ __all__ = [
     "Ping",
     "Pong",
     "RankId",
+    "Received",
     "Refuse",
     "Register",
     "Registered",
@@ -212,6 +213,13 @@ class Notice(Message, frozen=True, tag="notice"):
     metadata: bytes = b""
 
 
+class Received(Message, frozen=True, tag="received"):
+    """Decode -> prefill: every byte of this generation has arrived; only now do both sides call it a success."""
+
+    room: int
+    generation: int
+
+
 class Cancel(Message, frozen=True, tag="cancel"):
     """Decode -> prefill: stop, and say Drained when nothing of this generation can be written any more."""
 
@@ -267,6 +275,7 @@ AnyMessage = (
     | Refuse
     | Grant
     | Notice
+    | Received
     | Cancel
     | Drained
     | Failed

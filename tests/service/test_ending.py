@@ -145,20 +145,22 @@ async def test_write_in_doubt_keeps_the_pages_in_quarantine() -> None:
         other.assert_arrived()
 
 
-async def test_lost_notice_ends_in_the_deadline_not_in_success() -> None:
+async def test_lost_notice_is_a_success_for_nobody() -> None:
+    """Every byte is written, but decode never hears of it: prefill must not call that delivered."""
     async with deploy() as deployment:
         request = deployment.request(1, 8)
         deployment.faults[0].plan += [None, "lose_notice"]
         receiver = request.receiver(timeout_s=0.5)
+        failures: dict[str, TransferFailed] = {}
 
         async def receive() -> None:
             async with receiver:
                 await receiver.done()
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: request.send(chunk=4))
+            tasks.start_soon(send_and_expect, request, failures)
             failure = await catch(receive)
-        assert failure.reason is FailureReason.DEADLINE
+        assert failure.reason is failures["prefill/0"].reason is FailureReason.DEADLINE
         assert receiver.memory is Memory.SAFE
         await undisturbed(deployment)
 

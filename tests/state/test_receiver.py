@@ -6,7 +6,20 @@ from kvflow.config import Limits, Timeouts
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
 from kvflow.state import events as ev
 from kvflow.state.effects import CountOddity, Effect, GreetInstance, ReportReceiver
-from kvflow.wire.messages import Cancel, Drained, Failed, Failure, Goodbye, Grant, Notice, PeerId, Ping, Pong, Refuse
+from kvflow.wire.messages import (
+    Cancel,
+    Drained,
+    Failed,
+    Failure,
+    Goodbye,
+    Grant,
+    Notice,
+    PeerId,
+    Ping,
+    Pong,
+    Received,
+    Refuse,
+)
 from tests.support.cores import ABORTED, DECODE, PREFILL, CoreDriver, messages, peer, reports
 
 ROOM = 7
@@ -85,9 +98,10 @@ def test_success_needs_every_rank(wire: Wire) -> None:
     assert wire.notice(PREFILL, 0, (0, 8), last=True, metadata=b"a") == []
     effects = wire.notice(OTHER, 0, (0, 8), last=True, metadata=b"b")
     assert reports(effects) == [("success", "safe")]
-    (report,) = effects
+    report = effects[0]
     assert isinstance(report, ReportReceiver)
     assert report.handed is not None
+    assert [to for to, _ in messages(effects, Received)] == [PREFILL, OTHER]
     assert (report.handed.metadata, report.handed.num_bytes, report.handed.num_notices) == ({0: b"a", 1: b"b"}, 32, 2)
     assert wire.core.core.is_idle
 

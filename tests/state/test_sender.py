@@ -7,12 +7,13 @@ from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError
 from kvflow.state import events as ev
 from kvflow.state.effects import CountOddity, DropPlan, Effect, EnqueueChunk, ForgetPeer, PostPlan
 from kvflow.state.events import Chunk, DeliveryId
-from kvflow.wire.messages import Cancel, Drained, Failed, Goodbye, Notice, Ping, Pong
+from kvflow.wire.messages import Cancel, Drained, Failed, Goodbye, Notice, Ping, Pong, Received
 from tests.support.cores import ABORTED, DECODE, PREFILL, CoreDriver, abort_failure, grant, messages, peer, reports
 
 ROOM = 7
 DELIVERY = DeliveryId(ROOM, DECODE, 1)
 FAILURE = abort_failure("the write broke")
+RECEIVED = Received(room=ROOM, generation=1)
 
 
 def chunk(start: int, stop: int, *, last: bool = False, metadata: bytes = b"") -> ev.ChunkOffered:
@@ -56,14 +57,15 @@ def test_a_grant_before_the_room_is_served_when_it_opens(core: CoreDriver) -> No
     assert enqueued(core(chunk(0, 8, last=True))) == [(0, (0, 8))]
 
 
-def test_delivery_succeeds_when_the_last_post_has_ended(granted: CoreDriver) -> None:
+def test_delivery_succeeds_when_the_receiver_has_everything(granted: CoreDriver) -> None:
     granted(chunk(0, 4))
     granted(chunk(4, 8, last=True, metadata=b"m"))
     first, last = post(granted, 0), post(granted, 1)
     assert (first.seq, first.tokens, first.last, first.num_bytes, first.token) == (0, (0, 4), False, 16, 99)
     assert (last.seq, last.last, last.metadata) == (1, True, b"m")
     assert granted(ev.PostSettled(DELIVERY, 1, None)) == []
-    assert reports(granted(ev.PostSettled(DELIVERY, 0, None))) == [("success", "safe")]
+    assert reports(granted(ev.PostSettled(DELIVERY, 0, None))) == [("pending", "safe")]
+    assert reports(granted.hear(DECODE, RECEIVED)) == [("success", "safe")]
     assert granted.core.is_idle
 
 
@@ -83,7 +85,8 @@ def test_a_last_chunk_of_which_nothing_is_wanted_still_delivers_the_metadata(cor
     assert receiver == DECODE
     assert isinstance(notice, Notice)
     assert (notice.seq, notice.last, notice.metadata, notice.tokens) == (0, True, b"m", (8, 8))
-    assert reports(effects) == [("success", "safe")]
+    assert reports(effects) == [("pending", "safe")]
+    assert reports(core.hear(DECODE, RECEIVED)) == [("success", "safe")]
 
 
 def test_a_rank_that_owes_nothing_only_waits_for_the_end(core: CoreDriver) -> None:
@@ -91,7 +94,8 @@ def test_a_rank_that_owes_nothing_only_waits_for_the_end(core: CoreDriver) -> No
     core(ev.SendOpened(ROOM))
     core.hear(DECODE, grant(pages={}))
     assert core(chunk(0, 4)) == []
-    assert reports(core(chunk(4, 8, last=True))) == [("success", "safe")]
+    assert reports(core(chunk(4, 8, last=True))) == [("pending", "safe")]
+    assert reports(core.hear(DECODE, RECEIVED)) == [("success", "safe")]
 
 
 def test_room_succeeds_when_every_decode_rank_has_everything(core: CoreDriver) -> None:
@@ -102,10 +106,36 @@ def test_room_succeeds_when_every_decode_rank_has_everything(core: CoreDriver) -
     core.hear(DECODE, grant(num_decode_ranks=2))
     post(core, 0)
     assert core(ev.PostSettled(DELIVERY, 0, None)) == []
+    assert core.hear(DECODE, RECEIVED) == []
     core.hear(other, grant(num_decode_ranks=2))
     second = DeliveryId(ROOM, other, 1)
     post(core, 0, delivery=second)
-    assert reports(core(ev.PostSettled(second, 0, None))) == [("success", "safe")]
+    assert reports(core(ev.PostSettled(second, 0, None))) == [("pending", "safe")]
+    assert reports(core.hear(other, RECEIVED)) == [("success", "safe")]
+
+
+def test_the_receiver_may_know_before_the_transport_says_so(granted: CoreDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    post(granted, 0)
+    assert granted.hear(DECODE, RECEIVED) == []
+    assert reports(granted(ev.PostSettled(DELIVERY, 0, None))) == [("success", "safe")]
+    assert granted.core.is_idle
+
+
+def test_written_is_not_delivered(granted: CoreDriver) -> None:
+    """Its last notice may be lost with the peer: the pages are quiet, but the transfer has failed."""
+    granted(chunk(0, 8, last=True))
+    post(granted, 0)
+    granted(ev.PostSettled(DELIVERY, 0, None))
+    assert reports(granted.hear(DECODE, Goodbye(peer=DECODE))) == [("failed", "safe")]
+    assert granted.core.is_idle
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_received_of_what_is_not_open_counts_for_nothing(core: CoreDriver, generation: int) -> None:
+    core.hear(DECODE, grant(generation=1))
+    effects = core.hear(DECODE, Received(room=ROOM, generation=generation))
+    assert effects == [CountOddity("received_of_unknown_transfer", DECODE, ROOM)]
 
 
 @pytest.mark.parametrize("wanted", [(0, 9), (0, 12)])
@@ -258,6 +288,7 @@ def test_room_may_be_used_again_after_its_end(granted: CoreDriver) -> None:
     granted(chunk(0, 8, last=True))
     post(granted, 0)
     granted(ev.PostSettled(DELIVERY, 0, None))
+    granted.hear(DECODE, RECEIVED)
     assert granted.hear(DECODE, grant(generation=2)) == []
     granted(ev.SendOpened(ROOM))
     assert enqueued(granted(chunk(0, 8, last=True))) == [(0, (0, 8))]

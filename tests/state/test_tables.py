@@ -48,7 +48,7 @@ def test_memory_becomes_safe_only_by_proof() -> None:
     proofs = {
         signal for (before, signal), after in MEMORY.items() if after is Memory.SAFE and before is not Memory.SAFE
     }
-    assert proofs == {Signal.COMPLETED, Signal.QUIET}
+    assert proofs == {Signal.WRITTEN, Signal.COMPLETED, Signal.QUIET}
 
 
 def test_doubt_never_releases() -> None:
@@ -61,7 +61,10 @@ def test_facts_agree_after_any_history(signals: tuple[Signal, ...]) -> None:
     state = TransferState()
     for signal in signals:
         state.apply(signal)
-    assert (state.outcome is Outcome.PENDING) == (state.memory is Memory.HELD)
+    if state.outcome is Outcome.PENDING:
+        assert state.memory is (Memory.SAFE if Signal.WRITTEN in signals else Memory.HELD)
+    else:
+        assert state.memory is not Memory.HELD
     if state.outcome is Outcome.SUCCESS:
         assert state.memory is Memory.SAFE
 

@@ -144,6 +144,13 @@ class TwoSides(RuleBasedStateMachine):
                     cells = self.written.get((rank, generation), {}).get(prefill, set())
                     assert cells == set(range(*self.wanted))
 
+    @invariant()
+    def a_sender_succeeds_only_after_every_receiver(self) -> None:
+        for outcome, _ in getattr(self, "source", {}).values():
+            if outcome == "success":
+                successes = {rank for (rank, _), result in self.outcome.items() if result == "success"}
+                assert successes == set(DECODE)
+
     def teardown(self) -> None:
         """Whatever happened, everything ends once engines let go and the world catches up."""
         if not hasattr(self, "cores"):
