@@ -107,8 +107,9 @@ class PrefillRank(Rank["RoomSender"]):
                 self._enqueue.put(effect)
             case ef.PostPlan():
                 self._submit.post(effect)
-            case ef.DropPlan():
+            case ef.DropPlan(delivery):
                 self._submit.drop(effect)
+                self._planning.drop(delivery)
             case ef.DropChunks(delivery):
                 self._enqueue.drop(delivery)
                 self._planning.drop(delivery)

@@ -7,6 +7,7 @@ V, or one allocation for all layers are the same thing to the planner: other str
 All addresses are unsigned 64-bit. Device addresses with bit 63 set are ordinary (Intel XPU has them).
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -251,8 +252,10 @@ class KVLayout(msgspec.Struct, frozen=True):
         for allocation in self.allocations:
             if allocation.address < 0 or allocation.length <= 0 or allocation.end > ADDRESS_LIMIT:
                 raise LayoutError("allocation does not fit into 64-bit addresses", allocation=allocation)
+        starts = [allocation.address for allocation in self.allocations]
         for key, region in self.regions().items():
-            if not any(owner.address <= region.address and region.end <= owner.end for owner in self.allocations):
+            index = bisect_right(starts, region.address) - 1
+            if index < 0 or region.end > self.allocations[index].end:
                 raise LayoutError("region lies outside every allocation", **key._asdict())
 
 

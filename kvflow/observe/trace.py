@@ -9,7 +9,7 @@ from kvflow.errors import Stage
 from kvflow.observe.logs import BoundLogger
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
-from kvflow.wire.messages import Drained, Failed, Failure, Notice, PeerId
+from kvflow.wire.messages import Cancel, Drained, Failed, Failure, Grant, Notice, PeerId, Received
 
 __all__ = ["OddityLog", "describe"]
 
@@ -32,10 +32,20 @@ STAGES: Final[dict[type, Stage]] = {
     ef.ReportReceiver: Stage.AGGREGATE,
 }
 
+MESSAGE_STAGES: Final[dict[type, Stage]] = {
+    Grant: Stage.ENQUEUE,
+    Cancel: Stage.ENQUEUE,
+    Received: Stage.AGGREGATE,
+    Notice: Stage.AGGREGATE,
+    Drained: Stage.AGGREGATE,
+    Failed: Stage.AGGREGATE,
+}
+"""Every other message is about the acquaintance."""
+
 NAMES: Final[dict[type, str]] = {ef.ReportSender: "sender_reported", ef.ReportReceiver: "receiver_reported"}
 """Lines that are not named after their class."""
 
-SHOWN: Final = ("room", "generation", "peer", "instance", "seq", "tokens", "num_bytes", "last")
+SHOWN: Final = ("room", "generation", "peer", "seq", "tokens", "num_bytes", "last")
 """Fields worth a place in a log line, of events and of what they carry."""
 
 
@@ -56,6 +66,7 @@ def describe(item: ev.Event | ef.Effect) -> tuple[str, dict[str, object]]:
         values["stage"] = STAGES[type(item)].value
     if isinstance(item, (ev.MessageReceived, ef.SendMessage)):
         values["message"] = type(item.message).__name__.lower()
+        values["stage"] = MESSAGE_STAGES.get(type(item.message), Stage.BOOTSTRAP).value
     return name, values
 
 
@@ -63,6 +74,8 @@ def _fields(item: object) -> dict[str, object]:
     shown: dict[str, object] = {
         field: getattr(item, field) for field in SHOWN if getattr(item, field, None) is not None
     }
+    if hasattr(item, "instance"):
+        shown["prefill"] = item.instance  # the line's own "instance" is the rank that writes it
     if "peer" in shown:
         shown["peer"] = str(shown["peer"])
     if isinstance(item, (Notice, Drained, Failed)):

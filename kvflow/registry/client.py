@@ -25,6 +25,18 @@ SHARE_OF_ROUND = 0.8
 """How much of a round the registry may wait."""
 
 
+class _Question:
+    """One lookup that waits for its answer."""
+
+    def __init__(self) -> None:
+        self.answered = anyio.Event()
+        self.cards: Cards | None = None
+
+    def answer(self, cards: Cards) -> None:
+        self.cards = cards
+        self.answered.set()
+
+
 class RegistryClient:
     """Registers one rank and looks up instances. `run` must be running for either to be answered.
 
@@ -38,8 +50,7 @@ class RegistryClient:
         self._dialer = Dialer(endpoint)
         self._log = log.bind(registry=endpoint)
         self._is_registered = False
-        self._found: dict[str, Cards] = {}
-        self._asked: dict[str, anyio.Event] = {}
+        self._asked: dict[str, list[_Question]] = {}
 
     async def run(self) -> None:
         """Take answers, for ever."""
@@ -56,9 +67,8 @@ class RegistryClient:
                         self._log.info("registered")
                     self._is_registered = True
                 case Cards(instance=instance):
-                    if instance in self._asked:
-                        self._found[instance] = message
-                        self._asked[instance].set()
+                    for question in self._asked.get(instance, ()):
+                        question.answer(message)
                 case _:
                     self._log.warning("message_rejected", detail=f"unexpected {type(message).__name__}")
 
@@ -111,9 +121,15 @@ class RegistryClient:
 
     async def _ask(self, instance: str, round_s: float) -> Cards | None:
         """Ask once. The registry waits for a complete instance, but answers before this side stops waiting."""
-        answered = self._asked[instance] = anyio.Event()
-        self._send(Lookup(instance=instance, timeout_s=round_s * SHARE_OF_ROUND))
-        with anyio.move_on_after(round_s):
-            await answered.wait()
-        del self._asked[instance]
-        return self._found.pop(instance, None)
+        question = _Question()
+        questions = self._asked.setdefault(instance, [])
+        questions.append(question)
+        try:
+            self._send(Lookup(instance=instance, timeout_s=round_s * SHARE_OF_ROUND))
+            with anyio.move_on_after(round_s):
+                await question.answered.wait()
+        finally:
+            questions.remove(question)
+            if not questions:
+                del self._asked[instance]
+        return question.cards

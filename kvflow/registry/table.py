@@ -90,5 +90,6 @@ class RegistryTable:
 
 
 def is_complete(cards: tuple[Card, ...]) -> bool:
-    """Every rank of an instance is there, in order."""
-    return bool(cards) and [card.peer.rank.engine_rank for card in cards] == list(range(cards[0].num_ranks))
+    """Every rank of an instance is there, in order; `num_ranks` is a claim, so nothing of that size is made."""
+    is_whole = bool(cards) and len(cards) == cards[0].num_ranks
+    return is_whole and all(card.peer.rank.engine_rank == rank for rank, card in enumerate(cards))

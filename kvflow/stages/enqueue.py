@@ -20,7 +20,7 @@ from kvflow.stages.context import StageContext
 from kvflow.state.effects import EnqueueChunk
 from kvflow.state.events import DeliveryId, PlanFailed, ReadyEvent
 from kvflow.state.window import Window
-from kvflow.wire.messages import Grant, PeerId
+from kvflow.wire.messages import Failure, Grant, PeerId
 
 __all__ = ["ChunkJob", "ChunkQueue", "Enqueue"]
 
@@ -124,13 +124,18 @@ class Enqueue:
         bytes_per_token: Callable[[PeerId], int],
     ) -> None:
         self.queue = ChunkQueue(context.config.limits)
-        self.num_not_ready = 0
         self._context = context
         self._jobs = jobs
         self._bytes_per_token = bytes_per_token
         self._changed = anyio.Event()
         self._got_room = anyio.Event()
         self._put: list[EnqueueChunk] = []
+        self._not_ready: dict[DeliveryId, deque[EnqueueChunk]] = {}
+
+    @property
+    def num_not_ready(self) -> int:
+        """Chunks that wait for a device, or for a chunk of their delivery that does."""
+        return sum(len(line) for line in self._not_ready.values())
 
     def put(self, effect: EnqueueChunk) -> None:
         """Take in a part of a chunk."""
@@ -140,6 +145,7 @@ class Enqueue:
     def drop(self, delivery: DeliveryId) -> None:
         """Forget what waits for a delivery that has ended."""
         self.queue.drop(delivery)
+        self._not_ready.pop(delivery, None)
         self._got_room.set()
 
     def end(self, job: ChunkJob) -> None:
@@ -157,11 +163,7 @@ class Enqueue:
         """Pass jobs on, for ever."""
         while True:
             for effect in self._take_put():
-                if effect.chunk.ready is None:
-                    self.queue.push(self._job(effect))
-                else:
-                    self.num_not_ready += 1
-                    self._context.start_task(self._push_when_ready, effect, effect.chunk.ready)
+                self._line_up(effect)
             job = self.queue.pop()
             if job is not None:
                 self._got_room.set()
@@ -175,19 +177,41 @@ class Enqueue:
         taken, self._put = self._put, []
         return taken
 
-    async def _push_when_ready(self, effect: EnqueueChunk, ready: ReadyEvent) -> None:
+    def _line_up(self, effect: EnqueueChunk) -> None:
+        """Queue a chunk, or let it wait: chunks of a delivery go in order, whatever their devices do."""
+        if effect.delivery in self._not_ready:
+            self._not_ready[effect.delivery].append(effect)
+        elif effect.chunk.ready is None:
+            self.queue.push(self._job(effect))
+        else:
+            line = self._not_ready[effect.delivery] = deque([effect])
+            self._context.start_task(self._wait_for_devices, effect.delivery, line)
+
+    async def _wait_for_devices(self, delivery: DeliveryId, line: deque[EnqueueChunk]) -> None:
+        """Push the chunks of a delivery one after another as they get ready, unless it is dropped meanwhile."""
+        while self._not_ready.get(delivery) is line:
+            failure = await self._wait_for_device(line[0].chunk.ready)
+            if self._not_ready.get(delivery) is not line:
+                return
+            effect = line.popleft()
+            if not line:
+                del self._not_ready[delivery]
+            if failure is None:
+                self.queue.push(self._job(effect))
+            else:
+                self._context.dispatch(PlanFailed(delivery, effect.seq, failure))
+            self._changed.set()
+
+    async def _wait_for_device(self, ready: ReadyEvent | None) -> Failure | None:
+        if ready is None:
+            return None
         try:
             # A device event can only be waited for by blocking, so this one wait takes a worker thread.
             await anyio.to_thread.run_sync(ready.synchronize, abandon_on_cancel=True)
         except Exception as error:  # noqa: BLE001 - it is the engine's object; only this transfer suffers
             detail = f"{type(error).__name__}: {error}"
-            failure = self._context.failure(FailureReason.NOT_READY, Stage.ENQUEUE, detail)
-            self._context.dispatch(PlanFailed(effect.delivery, effect.seq, failure))
-        else:
-            self.queue.push(self._job(effect))
-        finally:
-            self.num_not_ready -= 1
-            self._changed.set()
+            return self._context.failure(FailureReason.NOT_READY, Stage.ENQUEUE, detail)
+        return None
 
     def _job(self, effect: EnqueueChunk) -> ChunkJob:
         num_tokens = effect.tokens[1] - effect.tokens[0]

@@ -87,6 +87,7 @@ class Planning:
                 descriptors = await self._plan(job)
             except PlanError as error:
                 self._end_job(job)
+                self.drop(job.delivery)
                 failure = self._context.failure(FailureReason.INVALID_PAGES, Stage.PLANNING, str(error))
                 self._context.dispatch(PlanFailed(job.delivery, job.seq, failure))
                 continue

@@ -11,6 +11,7 @@ from typing import Final
 import zmq
 import zmq.asyncio
 
+from kvflow.config import check_address
 from kvflow.errors import ConfigError, Unreachable
 from kvflow.wire.codec import MAX_MESSAGE_BYTES
 
@@ -56,10 +57,11 @@ class Listener(_Socket):
         endpoint: Address under which others reach it.
 
     Raises:
-        ConfigError: The address cannot be bound.
+        ConfigError: The address is malformed or cannot be bound.
     """
 
     def __init__(self, bind: str, advertise: str | None = None) -> None:
+        check_address("bind", bind)
         super().__init__(zmq.ROUTER, bind)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -91,9 +93,14 @@ class Listener(_Socket):
 
 
 class Dialer(_Socket):
-    """A socket connected to one `Listener`; it connects in the background, and again after a break."""
+    """A socket connected to one `Listener`; it connects in the background, and again after a break.
+
+    Raises:
+        ConfigError: The address is malformed or names no host.
+    """
 
     def __init__(self, endpoint: str) -> None:
+        check_address("endpoint", endpoint)
         super().__init__(zmq.DEALER, endpoint)
         self.endpoint = endpoint
         # An unguessable name of our own keeps the connection's identity over a break of the network.

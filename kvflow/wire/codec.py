@@ -41,7 +41,7 @@ def decode(data: bytes) -> AnyMessage:
         raise RemoteProtocolError("message of another frame format", format=data[3:4], spoken=FRAME_FORMAT)
     try:
         return _decoder.decode(memoryview(data)[4:])
-    except (msgspec.DecodeError, KvflowError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, KvflowError, RecursionError) as error:
         raise RemoteProtocolError("message is malformed", detail=str(error), num_bytes=len(data)) from error
 
 

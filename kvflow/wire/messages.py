@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from kvflow.errors import FailureReason, Stage
+from kvflow.errors import FailureReason, RemoteProtocolError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.routes import Route
 
@@ -89,6 +89,9 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         num_ranks: Ranks of the whole instance; the instance is complete when all of them are registered.
         endpoint: ZMQ address of the rank's control socket.
         backend: Name of its transport.
+
+    Raises:
+        RemoteProtocolError: The rank is not one of the instance's.
     """
 
     peer: PeerId
@@ -96,6 +99,13 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     backend: str
     layout: KVLayout
+
+    def __post_init__(self) -> None:
+        engine_rank = self.peer.rank.engine_rank
+        if not 0 <= engine_rank < self.num_ranks:
+            raise RemoteProtocolError(
+                "card of a rank outside its instance", engine_rank=engine_rank, num_ranks=self.num_ranks
+            )
 
 
 class Register(Message, frozen=True, tag="register"):

@@ -70,9 +70,22 @@ def layouts(draw: st.DrawFn) -> KVLayout:
 
 pieces: Final = st.builds(RoutePiece, names, names, signed, st.tuples(signed, signed))
 routes: Final = st.builds(Route, signed, st.lists(pieces, max_size=3).map(tuple))
-cards: Final = st.builds(
-    wm.Card, peer=peers, num_ranks=positive_counts, endpoint=names, backend=names, layout=layouts()
-)
+
+
+@st.composite
+def _cards(draw: st.DrawFn) -> wm.Card:
+    num_ranks = draw(positive_counts)
+    rank = wm.RankId(draw(names), draw(st.integers(0, num_ranks - 1)))
+    return wm.Card(
+        peer=wm.PeerId(rank, draw(peers).incarnation),
+        num_ranks=num_ranks,
+        endpoint=draw(names),
+        backend=draw(names),
+        layout=draw(layouts()),
+    )
+
+
+cards: Final = _cards()
 transfer_ids: Final = {"room": signed, "generation": signed}
 
 MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
@@ -116,6 +129,7 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
     ),
     wm.Cancel: st.builds(wm.Cancel, failure=failures, **transfer_ids),
     wm.Drained: st.builds(wm.Drained, engine_rank=signed, **transfer_ids),
+    wm.Received: st.builds(wm.Received, **transfer_ids),
     wm.Failed: st.builds(wm.Failed, engine_rank=signed, failure=failures, drained=st.booleans(), **transfer_ids),
     wm.Ping: st.builds(wm.Ping, peer=peers),
     wm.Pong: st.builds(wm.Pong, peer=peers),

@@ -1,55 +1,21 @@
-"""Control sockets on a real network: both ways, over breaks, and never a hang."""
+"""Control sockets on a real network: both ways, refusals at once, and never a hang."""
 
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
-import anyio
 import pytest
 import zmq
 import zmq.asyncio
-from anyio.abc import SocketAttribute, SocketStream
 
 from kvflow.errors import ConfigError, RemoteProtocolError, Unreachable
 from kvflow.wire import channel
 from kvflow.wire.channel import Dialer, Listener
 from kvflow.wire.codec import decode_frames
 from tests.support.waiting import until
+from tests.wire.lines import LOCAL, connected, meet
 
 pytestmark = pytest.mark.anyio
-
-LOCAL = "tcp://127.0.0.1:0"
-
-
-@contextmanager
-def connected(bind: str = LOCAL) -> Iterator[tuple[Listener, Dialer]]:
-    with closing(Listener(bind)) as listener, closing(Dialer(listener.endpoint)) as dialer:
-        yield listener, dialer
-
-
-async def meet(listener: Listener, dialer: Dialer) -> bytes:
-    """Exchange a message each way; gives the dialer's name."""
-    dialer.send(b"hello")
-    name, frames = await listener.receive()
-    assert frames == [b"hello"]
-    listener.send(name, b"welcome")
-    assert await dialer.receive() == [b"welcome"]
-    return name
-
-
-async def bind_again(endpoint: str) -> Listener:
-    """Listen where a closed listener was; its socket is given back in the background."""
-    opened: list[Listener] = []
-
-    def bind() -> bool:
-        try:
-            opened.append(Listener(endpoint))
-        except ConfigError:
-            return False
-        return True
-
-    await until(bind)
-    return opened[0]
 
 
 async def refused(send: Callable[[], None]) -> Unreachable:
@@ -111,9 +77,13 @@ async def test_advertised_host_with_the_real_port() -> None:
             await meet(listener, dialer)
 
 
+def has_ipv6() -> bool:
+    addresses = Path("/proc/net/if_inet6")
+    return addresses.exists() and " lo\n" in addresses.read_text()
+
+
 async def test_ipv6_where_the_machine_has_it() -> None:
-    loopback = Path("/proc/net/if_inet6")
-    if loopback.exists() and " lo\n" in loopback.read_text():
+    if has_ipv6():
         with connected("tcp://[::1]:0") as (listener, dialer):
             assert listener.endpoint.startswith("tcp://[::1]:")
             await meet(listener, dialer)
@@ -130,21 +100,29 @@ async def test_address_in_use() -> None:
         assert "in use" in str(caught.value.values["detail"])
 
 
-BAD_ENDPOINTS = ["", "nonsense", "127.0.0.1:5000", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "http://x:1"]
+BAD_ENDPOINTS = ["", "nonsense", "127.0.0.1:5000", "tcp://", "tcp://127.0.0.1", "http://x:1"]
 
 
 @pytest.mark.parametrize("endpoint", [*BAD_ENDPOINTS, "tcp://192.0.2.1:5000", "tcp://no.such.host.invalid:5000"])
 async def test_endpoint_that_cannot_be_bound(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be bound") as caught:
+    with pytest.raises(ConfigError) as caught:
         Listener(endpoint)
-    assert caught.value.values["bind"] == endpoint
+    assert endpoint in caught.value.values.values()
 
 
 @pytest.mark.parametrize("endpoint", BAD_ENDPOINTS)
 async def test_endpoint_that_cannot_be_dialled(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be used") as caught:
+    with pytest.raises(ConfigError) as caught:
         Dialer(endpoint)
-    assert caught.value.values["endpoint"] == endpoint
+    assert endpoint in caught.value.values.values()
+
+
+@pytest.mark.parametrize("port", [65_536, 99_999, -1])
+@pytest.mark.parametrize("kind", [Listener, Dialer])
+async def test_port_that_does_not_exist(kind: type[Listener | Dialer], port: int) -> None:
+    """Not another port, which is what the low 16 bits would name."""
+    with pytest.raises(ConfigError), closing(kind(f"tcp://127.0.0.1:{port}")):
+        pass
 
 
 async def test_connection_that_never_was() -> None:
@@ -180,88 +158,6 @@ async def test_peer_that_reads_nothing_fills_its_own_queue_only(monkeypatch: pyt
         error = await refused(lambda: listener.send(name, bytes(100_000)))
         assert "does not take its messages" in str(error)
         await meet(listener, busy)
-
-
-async def test_dialer_may_be_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "LINGER_MS", 0)
-    placeholder = Listener(LOCAL)
-    placeholder.close()
-    with closing(Dialer(placeholder.endpoint)) as dialer:
-        dialer.send(b"early")
-        with closing(await bind_again(placeholder.endpoint)) as listener:
-            name, frames = await listener.receive()
-            assert frames == [b"early"]
-            listener.send(name, b"late")
-            assert await dialer.receive() == [b"late"]
-
-
-async def test_dialer_keeps_its_name_when_the_listener_is_restarted() -> None:
-    first = Listener(LOCAL)
-    with closing(Dialer(first.endpoint)) as dialer:
-        name = await meet(first, dialer)
-        first.close()
-        with closing(await bind_again(first.endpoint)) as second:
-            assert await meet_again(second, dialer) == name
-
-
-async def meet_again(listener: Listener, dialer: Dialer) -> bytes:
-    """Send until something arrives: what was on its way when the connection broke is lost."""
-    received: list[bytes] = []
-
-    async def receive() -> None:
-        name, _ = await listener.receive()
-        received.append(name)
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(receive)
-        await until(lambda: received or dialer.send(b"again"))
-    return received[0]
-
-
-class Cable:
-    """A network between a dialer and a listener that can be cut; it is whole again at once."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._port = int(endpoint.rpartition(":")[2])
-        self._streams: list[SocketStream] = []
-
-    async def run(self, *, task_status: anyio.abc.TaskStatus[str]) -> None:
-        async with await anyio.create_tcp_listener(local_host="127.0.0.1") as plug:
-            task_status.started(f"tcp://127.0.0.1:{plug.extra(SocketAttribute.local_port)}")
-            await plug.serve(self._connect)
-
-    async def cut(self) -> None:
-        streams, self._streams = self._streams, []
-        for stream in streams:
-            await stream.aclose()
-
-    async def _connect(self, near: SocketStream) -> None:
-        async with near, await anyio.connect_tcp("127.0.0.1", self._port) as far, anyio.create_task_group() as tasks:
-            self._streams += [near, far]
-            tasks.start_soon(copy, near, far)
-            tasks.start_soon(copy, far, near)
-
-
-async def copy(source: SocketStream, target: SocketStream) -> None:
-    try:
-        async for data in source:
-            await target.send(data)
-    except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-        await target.aclose()
-
-
-async def test_name_and_line_survive_a_break_of_the_network() -> None:
-    async with anyio.create_task_group() as tasks:
-        with closing(Listener(LOCAL)) as listener:
-            cable = Cable(listener.endpoint)
-            endpoint: str = await tasks.start(cable.run)
-            with closing(Dialer(endpoint)) as dialer:
-                name = await meet(listener, dialer)
-                await cable.cut()
-                assert await meet_again(listener, dialer) == name
-                listener.send(name, b"still you")
-                assert await dialer.receive() == [b"still you"]
-        tasks.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("frames", [[b"one", b"two"], [b"", b"two"], [b"x"] * 50], ids=len)

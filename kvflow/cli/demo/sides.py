@@ -135,9 +135,18 @@ class ThreadSide(Side):
     @override
     async def _run(self) -> None:
         worker = import_module(f"kvflow.cli.demo.{self.name}_worker")
-        async with self._message_in, self._message_out, BlockingPortal() as portal:
+        async with self._message_out, anyio.create_task_group() as tasks, BlockingPortal() as portal:
+            tasks.start_soon(self._hang_up_when_cancelled)
             line = _ThreadLine(self, portal, self._message_out.receive)
             await anyio.to_thread.run_sync(worker.run, self.options, line)
+            tasks.cancel_scope.cancel()
+
+    async def _hang_up_when_cancelled(self) -> None:
+        """A thread cannot be cancelled, but it ends when it learns that nobody will tell it anything any more."""
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self._message_in.close()
 
 
 class _ThreadLine:
@@ -152,5 +161,8 @@ class _ThreadLine:
         self._portal.call(self._side.take, {"event": event, **values})
 
     def receive(self) -> Report:
-        report: Report = self._portal.call(self._receive)
+        try:
+            report: Report = self._portal.call(self._receive)
+        except anyio.EndOfStream as error:
+            raise EOFError("the coordinator is gone") from error
         return report
