@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvflow.observe.logs import LOGGER
+
 
 @pytest.fixture
 def anyio_backend() -> str:
@@ -18,3 +20,12 @@ def free_port() -> Iterator[int]:
         held.bind(("127.0.0.1", 0))
         port: int = held.getsockname()[1]
         yield port
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Commands configure kvflow's log for their process, which here is everybody's."""
+    before = (list(LOGGER.handlers), LOGGER.level, LOGGER.propagate)
+    yield
+    LOGGER.handlers[:], LOGGER.propagate = before[0], before[2]
+    LOGGER.setLevel(before[1])

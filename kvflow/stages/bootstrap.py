@@ -6,6 +6,7 @@ Afterwards this stage holds the lines over which the two talk.
 """
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import anyio
 import anyio.to_thread
@@ -23,6 +24,9 @@ from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.messages import PROTOCOL_VERSION, Card, Goodbye, Hello, Message, PeerId, Refuse, Welcome
 
 __all__ = ["DecodeBootstrap", "PrefillBootstrap"]
+
+LOOK_AGAIN_S = 0.5
+"""How often the registry is asked for other lives of the ranks while a handshake takes long."""
 
 HELLOS_AT_ONCE = 16
 """Handshakes that a prefill rank works on at the same time; the rest wait."""
@@ -177,6 +181,19 @@ class _Line:
         return True
 
 
+def _all_or_first_error(results: list[GreetedRank | KvflowError]) -> tuple[GreetedRank, ...]:
+    """Ranks in order.
+
+    Raises:
+        KvflowError: The first among the results.
+    """
+    for result in results:
+        if isinstance(result, KvflowError):
+            raise result
+    ranks = [result for result in results if isinstance(result, GreetedRank)]
+    return tuple(sorted(ranks, key=lambda rank: rank.peer.rank.engine_rank))
+
+
 class DecodeBootstrap:
     """The decode side: greets instances, and holds one line to each of their ranks.
 
@@ -237,11 +254,52 @@ class DecodeBootstrap:
         self._context.dispatch(InstanceGreeted(instance, ranks))
 
     async def _greet_all(self, instance: str, give_up: float) -> tuple[GreetedRank, ...]:
-        """Shake hands with every rank of an instance; the first refusal or silence ends it for all."""
+        """Shake hands with every rank of an instance, and start again if one of them turns out to have restarted.
+
+        A rank that died stays in the registry until its lease ends, so its card may be found first.
+        """
         cards = await self._lookup(instance, give_up - anyio.current_time())
+        while True:
+            greeted, newer = await self._greet_until_changed(instance, cards, give_up)
+            if newer is None:
+                return _all_or_first_error(greeted)
+            cards = newer
+
+    async def _greet_until_changed(
+        self, instance: str, cards: tuple[Card, ...], give_up: float
+    ) -> tuple[list[GreetedRank | KvflowError], tuple[Card, ...] | None]:
+        """Shake hands with some ranks; give what became of it, or the cards of other lives if those appear first."""
+        greeted: list[GreetedRank | KvflowError] = []
+        newer: tuple[Card, ...] | None = None
+
+        async def look_again() -> None:
+            nonlocal newer
+            newer = await self._changed_cards(instance, cards, give_up)
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(look_again)
+            greeted = await self._greet_cards(cards, give_up)
+            tasks.cancel_scope.cancel()
+        return greeted, None if greeted else newer
+
+    async def _changed_cards(self, instance: str, known: tuple[Card, ...], give_up: float) -> tuple[Card, ...]:
+        """Wait until the registry knows other lives of the ranks; for ever if it does not."""
+        while True:
+            await anyio.sleep(LOOK_AGAIN_S)
+            with suppress(Unreachable):
+                found = await self._lookup(instance, give_up - anyio.current_time())
+                if [card.peer for card in found] != [card.peer for card in known]:
+                    return found
+
+    async def _greet_cards(self, cards: tuple[Card, ...], give_up: float) -> list[GreetedRank | KvflowError]:
+        """Shake hands with some ranks at once; the first refusal or silence ends it for all."""
         layouts = {card.peer.rank.engine_rank: card.layout for card in cards}
         my_rank = self._context.me.rank.engine_rank
-        routes = await anyio.to_thread.run_sync(lambda: compile_routes(layouts, self._layout, decode_rank=my_rank))
+        try:
+            routes = await anyio.to_thread.run_sync(lambda: compile_routes(layouts, self._layout, decode_rank=my_rank))
+        except KvflowError as error:
+            return [error]
         greeted: list[GreetedRank | KvflowError] = []
 
         async def greet(card: Card, route: Route) -> None:
@@ -254,11 +312,7 @@ class DecodeBootstrap:
         async with anyio.create_task_group() as tasks:
             for card, route in zip(cards, routes, strict=True):
                 tasks.start_soon(greet, card, route)
-        for result in greeted:
-            if isinstance(result, KvflowError):
-                raise result
-        ranks = [result for result in greeted if isinstance(result, GreetedRank)]
-        return tuple(sorted(ranks, key=lambda rank: rank.peer.rank.engine_rank))
+        return greeted
 
     async def _greet_rank(self, card: Card, route: Route, give_up: float) -> GreetedRank:
         bytes_per_token = bind_route(route, card.layout, self._layout).bytes_per_token
@@ -273,10 +327,14 @@ class DecodeBootstrap:
             route=route,
         )
         is_stranger = card.peer not in self._lines
-        line = self._line(card)
-        answer = await line.ask(hello, give_up)
-        if is_stranger and not isinstance(answer, Welcome):
-            self.forget(card.peer)
+        answer: Welcome | Refuse | None = None
+        try:
+            answer = await self._line(card).ask(hello, give_up)
+            if isinstance(answer, Refuse) and answer.peer != card.peer:
+                await anyio.sleep_until(give_up)  # it has restarted; its new card will be found meanwhile
+        finally:
+            if is_stranger and not isinstance(answer, Welcome):
+                self.forget(card.peer)
         if answer is None:
             raise Unreachable("rank did not answer", rank=str(card.peer.rank), endpoint=card.endpoint)
         if isinstance(answer, Refuse):

@@ -1,5 +1,6 @@
 """Peers that die, and come back as somebody else with the same name."""
 
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -36,8 +37,8 @@ class PrefillProcess:
 
 
 @asynccontextmanager
-async def prefill_process(registry: str) -> AsyncIterator[PrefillProcess]:
-    command = [sys.executable, "-m", "tests.support.prefill_process", registry]
+async def prefill_process(registry: str, port: int) -> AsyncIterator[PrefillProcess]:
+    command = [sys.executable, "-m", "tests.support.prefill_process", registry, f"tcp://127.0.0.1:{port}"]
     async with await anyio.open_process(command, stdin=subprocess.PIPE, stderr=None) as process:
         prefill = PrefillProcess(process)
         await prefill.expect("ready")
@@ -45,6 +46,13 @@ async def prefill_process(registry: str) -> AsyncIterator[PrefillProcess]:
         if process.stdin is not None and process.returncode is None:
             await process.stdin.aclose()
             assert await process.wait() == 0
+
+
+def unused_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        port: int = asked.getsockname()[1]
+        return port
 
 
 async def receive(rank: kvflow.DecodeRank, room: int) -> kvflow.Handover:
@@ -60,12 +68,15 @@ async def hand_over(rank: kvflow.DecodeRank, prefill: PrefillProcess, room: int)
         await prefill.send("")
 
 
-async def test_killed_prefill_is_noticed_and_its_successor_is_greeted() -> None:
+@pytest.mark.parametrize("is_port_fixed", [False, True], ids=["any port", "same port"])
+async def test_killed_prefill_is_noticed_and_its_successor_is_greeted(is_port_fixed: bool) -> None:
+    """The registry still knows the dead life when the second request comes; both lives may even share an address."""
+    port = unused_port() if is_port_fixed else 0
     pool = make_pool()
     async with kvflow.Registry() as registry:
         settings = decode_config(registry.endpoint, backend="nixl", timeouts=Timeouts(lease_s=1.0, drain_s=0.5))
         async with kvflow.DecodeRank(settings, pool.layout) as decode:
-            async with prefill_process(registry.endpoint) as first, anyio.create_task_group() as tasks:
+            async with prefill_process(registry.endpoint, port) as first, anyio.create_task_group() as tasks:
                 await hand_over(decode, first, 1)
                 receiver = decode.receive(2, prefill="prefill", tokens=TOKENS, pages=PAGES)
 
@@ -84,7 +95,7 @@ async def test_killed_prefill_is_noticed_and_its_successor_is_greeted() -> None:
                 first.process.kill()
             assert receiver.memory is Memory.QUARANTINED
             assert decode.quarantined() == [receiver]
-            async with prefill_process(registry.endpoint) as second:
+            async with prefill_process(registry.endpoint, port) as second:
                 await hand_over(decode, second, 2)
                 assert {int(cell) for page in PAGES["kv"] for cell in pool.cell("v", 1, page, 3, 5)} == {FILL}
                 assert decode.statistics().peers == 1
