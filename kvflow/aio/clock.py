@@ -36,5 +36,6 @@ class Clock:
             self._changed = anyio.Event()
             with anyio.CancelScope(deadline=self._sleeps_until):
                 await self._changed.wait()
-            if anyio.current_time() >= self._sleeps_until:
+            deadline = self._next_deadline()
+            if deadline is not None and anyio.current_time() >= deadline:
                 self._on_due()

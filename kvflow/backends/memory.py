@@ -165,6 +165,8 @@ class MemoryBackend(Backend):
 
     @override
     async def connect(self, peer: str, metadata: bytes) -> None:
+        if peer in self._peers:
+            return
         theirs = PeerMetadata.unpack(metadata, backend=self.name)
         if theirs.agent != peer.encode():
             raise BackendError("peer's metadata belongs to another agent", peer=peer, agent=theirs.agent)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.errors import BackendError
-from kvflow.geometry.layout import MemoryKind, MemoryRange
+from kvflow.geometry.layout import ADDRESS_LIMIT, MemoryKind, MemoryRange
 
 __all__ = ["PeerMetadata", "RegisteredMemory"]
 
@@ -24,6 +24,18 @@ class RegisteredMemory(msgspec.Struct, frozen=True):
     ranges: tuple[MemoryRange, ...]
     memory_kind: MemoryKind
     device_id: int
+
+    def __post_init__(self) -> None:
+        """Refuse what would wrap around later, in native code.
+
+        Raises:
+            BackendError: Naming the range.
+        """
+        end = 0
+        for item in self.ranges:
+            if item.length <= 0 or item.address < end or item.end > ADDRESS_LIMIT:
+                raise BackendError("range of memory is impossible", address=item.address, length=item.length)
+            end = item.end
 
     def check(self, rows: Words, *, side: str) -> None:
         """Refuse descriptors that do not lie inside one registered range each.
@@ -74,7 +86,7 @@ class PeerMetadata(msgspec.Struct, frozen=True):
             raise BackendError("peer metadata is damaged", num_bytes=len(data))
         try:
             metadata = msgspec.msgpack.decode(data[4:], type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BackendError("peer metadata is malformed", detail=str(error)) from error
         if metadata.backend != backend:
             raise BackendError("peer uses another transport", mine=backend, theirs=metadata.backend)

@@ -13,12 +13,11 @@ What the library really does shapes this file:
 Source: measurements with nixl 1.5.1 (UCX 1.23) on Linux, host memory.
 """
 
-import contextlib
 import functools
 import importlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from typing_extensions import override
@@ -30,6 +29,7 @@ from kvflow.backends.owner import OwnerThread
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.plan import Descriptors
+from kvflow.observe.logs import get_logger
 
 __all__ = ["NixlBackend"]
 
@@ -185,6 +185,7 @@ class _Agent:
         for variable, value in environment.items():
             os.environ.setdefault(variable, value)
         api = _import_api()
+        self._log = get_logger(agent=name)
         self._mailbox = mailbox
         self._emit = mailbox.put
         self._not_found = api.nixlBind.nixlNotFoundError
@@ -192,6 +193,7 @@ class _Agent:
         self._registered: list[Any] = []
         self._running: dict[int, tuple[str, Any]] = {}
         self._doubtful: dict[int, tuple[str, Any]] = {}
+        self._connected: set[str] = set()
         self._leaving: list[str] = []
         self._is_watching = False
         try:
@@ -229,9 +231,12 @@ class _Agent:
             name = self._agent.add_remote_agent(blob)
         except Exception as error:
             raise BackendError("NIXL refused the peer's metadata", peer=peer, detail=_text(error)) from error
-        if _decoded(name) != peer:
-            self._agent.remove_remote_agent(name)
-            raise BackendError("peer's metadata belongs to another agent", peer=peer, agent=_decoded(name))
+        if _decoded(name) == peer:
+            self._connected.add(peer)
+            return
+        if _decoded(name) not in self._connected:
+            self._clean_up(self._agent.remove_remote_agent, name)
+        raise BackendError("peer's metadata belongs to another agent", peer=peer, agent=_decoded(name))
 
     def disconnect(self, peer: str) -> None:
         """Remove a peer when its last post has ended: removing it earlier loses sight of the post, not its bytes."""
@@ -286,20 +291,19 @@ class _Agent:
     def close(self, timeout_s: float) -> None:
         """Wait for running posts, then destroy the agent: the only thing that stops a post for certain."""
         give_up = time.monotonic() + timeout_s
-        while self._running and time.monotonic() < give_up:
-            self.poll()
+        while self._running and time.monotonic() < give_up and self._clean_up(self.poll):
             time.sleep(1e-3)
         stopped = [*self._running, *self._doubtful]
         self._running.clear()
         self._doubtful.clear()
         for registered in self._registered:
-            self._agent.deregister_memory(registered)
+            self._clean_up(self._agent.deregister_memory, registered)
         self._registered.clear()
         del self._agent
         self._emit([PostEnded(post_id, "stopped by closing the endpoint") for post_id in stopped])
 
     def _end(self, post_id: int, handle: Any) -> None:
-        self._agent.release_xfer_handle(handle)
+        self._clean_up(self._agent.release_xfer_handle, handle)
         self._emit([PostEnded(post_id, None)])
 
     def _doubt(self, post_id: int, peer: str, handle: Any, error: Exception) -> None:
@@ -310,8 +314,19 @@ class _Agent:
         posting = {peer for peer, _ in self._running.values()}
         for peer in [peer for peer in self._leaving if peer not in posting]:
             self._leaving.remove(peer)
-            with contextlib.suppress(self._not_found):
-                self._agent.remove_remote_agent(peer)
+            self._connected.discard(peer)
+            self._clean_up(self._agent.remove_remote_agent, peer)
+
+    def _clean_up(self, call: Callable[..., object], *args: object) -> bool:
+        """Make a call after which nothing depends on its success; say whether it succeeded."""
+        try:
+            call(*args)
+        except self._not_found:
+            return True
+        except Exception as error:  # noqa: BLE001 - the library keeps what it could not release
+            self._log.warning("nixl_clean_up_failed", call=call.__name__, detail=_text(error))
+            return False
+        return True
 
 
 def _import_api() -> Any:

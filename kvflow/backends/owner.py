@@ -35,7 +35,7 @@ class OwnerThread:
 
     Args:
         name: Of the thread.
-        on_crash: Called on the thread when polling fails; it is not polled again.
+        on_crash: Called on the thread when polling or a command fails; the agent is not polled again.
         busy_interval_s: Between polls while the agent is busy.
         idle_interval_s: Between polls while it is not.
     """
@@ -56,7 +56,7 @@ class OwnerThread:
         self._agent = agent
 
     def submit(self, command: Callable[[], None]) -> None:
-        """Run a command on the thread, in order. It must not raise."""
+        """Run a command on the thread, in order. If it raises, that is a crash like one of polling."""
         self._commands.put(command)
 
     async def call(self, function: Callable[[], Result]) -> Result:
@@ -105,9 +105,16 @@ class OwnerThread:
                 break
             if command is None:
                 return False
-            command()
+            self._run_command(command)
             wait_s = 0.0
         return True
+
+    def _run_command(self, command: Callable[[], None]) -> None:
+        try:
+            command()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._agent = None
+            self._on_crash(error)
 
     def _interval_s(self) -> float | None:
         if self._agent is None:

@@ -1,0 +1,218 @@
+"""The transport inside one process, and what it can be told to do wrong."""
+
+import asyncio
+import itertools
+import threading
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import numpy as np
+import pytest
+
+from kvflow.backends.base import PostEnded, PostInDoubt
+from kvflow.backends.memory import BYTES_PER_TURN, Fabric, FaultScript, MappedRange, MemoryBackend
+from kvflow.errors import BackendError, RegistrationError
+from tests.backends.endpoints import Endpoint, copies, fresh_name, make_layout, open_backend, open_endpoints, same
+
+pytestmark = pytest.mark.anyio
+
+HIGH = 2**63 + 0x1000
+
+
+async def test_faults_hit_the_posts_that_they_are_planned_for() -> None:
+    faults = FaultScript(["fail", None, "lose_notice", "doubt"])
+    async with open_backend(MemoryBackend(faults=faults)) as source, open_backend(MemoryBackend(), seed=1) as target:
+        await source.connect(target)
+        for post_id in range(5):
+            source.post(post_id, target, copies(source, target, (post_id * 64,)), b"%d" % post_id)
+        await source.take_until(lambda: len(source.events) == 5)
+        await target.take_notices(2)
+        assert [(end.post_id, end.error) for end in source.ends() if end.error] == [(0, "scripted failure")]
+        assert [end.post_id for end in source.ends() if end.error is None] == [1, 2, 4]
+        assert [doubt.post_id for doubt in source.doubts()] == [3]
+        assert target.notices() == [b"1", b"4"]
+        assert not same(source, target, 0, 64)
+        assert same(source, target, 64, 5 * 64)
+        assert faults.posted == [(target.name, 64)] * 5
+        assert not faults.plan
+
+
+async def test_a_doubtful_post_ends_when_its_endpoint_closes() -> None:
+    async with open_endpoints("memory", options={"faults": FaultScript(["doubt"])}) as (source, target):
+        source.post(3, target, copies(source, target), b"never")
+        await source.take_until(source.doubts)
+        assert not source.ends()
+        await source.close()
+        assert source.events == [PostInDoubt(3, "scripted doubt"), PostEnded(3, "stopped by closing the endpoint")]
+        await target.close()
+        assert not target.notices()
+
+
+async def test_held_posts_move_when_they_are_released() -> None:
+    faults = FaultScript()
+    async with open_endpoints("memory", options={"faults": faults}) as (source, target):
+        before = target.memory.copy()
+        faults.hold()
+        source.post(1, target, copies(source, target), b"late")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(source.take_ends)
+            await anyio.wait_all_tasks_blocked()
+            assert np.array_equal(target.memory, before)
+            faults.release()
+        await target.take_notices()
+        assert same(source, target, 0, 64)
+
+
+async def test_held_posts_can_be_released_by_another_thread() -> None:
+    faults = FaultScript()
+    async with open_endpoints("memory", options={"faults": faults}) as (source, target):
+        for post_id in range(50):
+            faults.hold()
+            source.post(post_id, target, copies(source, target))
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(source.take_ends, post_id + 1)
+                tasks.start_soon(anyio.to_thread.run_sync, faults.release)
+
+
+async def test_closing_stops_held_posts() -> None:
+    faults = FaultScript()
+    async with open_endpoints("memory", options={"faults": faults}) as (source, target):
+        before = target.memory.copy()
+        faults.hold()
+        for post_id in range(3):
+            source.post(post_id, target, copies(source, target))
+        await source.close()
+        faults.release()
+        assert [(end.post_id, end.error is None) for end in source.ends()] == [(0, False), (1, False), (2, False)]
+        assert np.array_equal(target.memory, before)
+
+
+async def test_endpoints_of_other_fabrics_are_out_of_reach() -> None:
+    fabric = Fabric()
+    async with (
+        open_backend(MemoryBackend(fabric=fabric)) as one,
+        open_backend(MemoryBackend(fabric=fabric)) as near,
+        open_backend(MemoryBackend(fabric=Fabric())) as far,
+        open_backend(MemoryBackend()) as default,
+    ):
+        await one.connect(near)
+        for first, second in itertools.permutations((one, far, default), 2):
+            with pytest.raises(BackendError, match="not in this process"):
+                await first.connect(second)
+
+
+async def test_a_post_to_a_peer_that_has_left_fails() -> None:
+    async with open_endpoints("memory") as (source, target):
+        await target.close()
+        source.post(1, target, copies(source, target))
+        await source.take_ends()
+        assert source.ends() == [PostEnded(1, "peer has left")]
+
+
+async def test_addresses_with_bit_63() -> None:
+    """Sums of them must not pass through signed or floating numbers; the low bits would be lost."""
+    size = 4096
+    buffers = [np.random.default_rng(seed).integers(1, 255, size, np.uint8) for seed in range(2)]
+    bases = (HIGH, 2**64 - size)
+    backends = [
+        MemoryBackend(mapped=[MappedRange(base, size, int(buffer.ctypes.data))])
+        for base, buffer in zip(bases, buffers, strict=True)
+    ]
+    async with backends[0], backends[1]:
+        source, target = (
+            Endpoint(fresh_name(), backend, buffer, base)
+            for backend, buffer, base in zip(backends, buffers, bases, strict=True)
+        )
+        for endpoint in (source, target):
+            await endpoint.backend.open(endpoint.name)
+            await endpoint.backend.register(make_layout(endpoint.address, size))
+        await source.connect(target)
+        source.post(1, target, copies(source, target, (1, size - 3), 3), b"high")
+        await source.take_ends()
+        await target.take_notices()
+        assert same(source, target, 1, 4)
+        assert same(source, target, size - 3)
+        assert not same(source, target, 4, size - 3)
+        with pytest.raises(BackendError):
+            source.post(2, target, copies(source, target, (size - 2,), 3))
+
+
+async def test_device_memory_cannot_be_registered() -> None:
+    async with MemoryBackend() as backend:
+        await backend.open(fresh_name())
+        with pytest.raises(RegistrationError) as caught:
+            await backend.register(make_layout(4096, 64, memory_kind="VRAM"))
+        assert caught.value.values["memory_kind"] == "VRAM"
+        with pytest.raises(BackendError):
+            backend.metadata()
+
+
+async def test_a_large_write_gives_the_loop_turns() -> None:
+    """Another task runs at least once for each part that is copied, and sees the write half done."""
+    parts = 4
+    async with open_endpoints("memory", parts * BYTES_PER_TURN) as (source, target):
+        offsets = range(0, parts * BYTES_PER_TURN, BYTES_PER_TURN)
+        source.post(1, target, copies(source, target, offsets, BYTES_PER_TURN))
+        seen = set()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(source.take_ends)
+            while not source.ends():
+                seen.add(sum(same(source, target, start, start + 64) for start in offsets))
+                await anyio.lowlevel.checkpoint()
+        assert seen >= set(range(1, parts))
+
+
+async def test_small_writes_pass_a_large_one() -> None:
+    async with open_endpoints("memory", 4 * BYTES_PER_TURN) as (source, target):
+        large = copies(source, target, range(0, 4 * BYTES_PER_TURN, BYTES_PER_TURN), BYTES_PER_TURN)
+        source.post(1, target, large)
+        source.post(2, target, copies(source, target))
+        await source.take_ends(2)
+        assert [end.post_id for end in source.ends()] == [2, 1]
+
+
+class Echo(threading.Thread):
+    """An endpoint on an event loop of its own, in a thread: answers each notice by writing its slot back."""
+
+    def __init__(self, peer: Endpoint, num_posts: int) -> None:
+        super().__init__(name="echo")
+        self.peer = peer
+        self.num_posts = num_posts
+        self.opened: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
+        self.loop = asyncio.get_running_loop()
+
+    def run(self) -> None:
+        asyncio.run(self.serve())
+
+    async def serve(self) -> None:
+        async with open_backend(MemoryBackend(), len(self.peer.memory), seed=5) as endpoint:
+            await endpoint.connect(self.peer)
+            self.loop.call_soon_threadsafe(self.opened.set_result, endpoint)
+            num_answered = 0
+            while num_answered < self.num_posts or len(endpoint.ends()) < self.num_posts:
+                endpoint.events += await endpoint.backend.take_events()
+                for notice in endpoint.notices()[num_answered:]:
+                    self.answer(endpoint, int(notice))
+                    num_answered += 1
+
+    def answer(self, endpoint: Endpoint, post_id: int) -> None:
+        slot = copies(endpoint, self.peer, (post_id * 64,), to=(post_id * 64 + 32 * 1024,))
+        endpoint.post(post_id, self.peer, slot, b"%d" % post_id)
+
+
+async def test_endpoints_on_two_loops_in_two_threads() -> None:
+    num_posts = 200
+    async with open_backend(MemoryBackend(), 64 * 1024) as here:
+        echo = Echo(here, num_posts)
+        echo.start()
+        there = await echo.opened
+        await here.connect(there)
+        for post_id in range(num_posts):
+            here.post(post_id, there, copies(here, there, (post_id * 64,)), b"%d" % post_id)
+        await here.take_until(lambda: len(here.ends()) == len(here.notices()) == num_posts)
+        await anyio.to_thread.run_sync(echo.join)
+        half = 32 * 1024
+        assert np.array_equal(here.memory[: num_posts * 64], here.memory[half : half + num_posts * 64])
+        assert sorted(int(notice) for notice in here.notices()) == list(range(num_posts))
+        assert {end.error for end in here.ends() + there.ends()} == {None}

@@ -1,0 +1,274 @@
+"""What only NIXL can do: be missing, break, cost polls, and leave something behind."""
+
+import gc
+import importlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from kvflow.backends import create_backend
+from kvflow.backends.base import PostEnded
+from kvflow.backends.nixl import NixlBackend
+from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
+from tests.backends.endpoints import Endpoint, copies, fresh_name, make_layout, open_backend, open_endpoints, same
+from tests.backends.recording import record_waits
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+MODULES = ("nixl_cu12", "nixl_cu12._api", "nixl_cu13", "nixl_cu13._api")
+STUCK = 5.0
+"""Seconds after which something hangs for certain."""
+
+
+class NativeError(Exception):
+    """Stands for NIXL's own errors, which have no common base."""
+
+
+@pytest.fixture
+def agent_class() -> Any:
+    """The library's agent, as kvflow imports it."""
+    return importlib.import_module("nixl_cu12._api").nixl_agent
+
+
+def raising(*_: object) -> Any:
+    raise NativeError("NIXL_ERR_BACKEND")
+
+
+def has_thread(agent_name: str) -> bool:
+    return any(thread.name.endswith(f"-{agent_name}") for thread in threading.enumerate())
+
+
+async def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in MODULES:
+        monkeypatch.setitem(sys.modules, module, None)
+    name = fresh_name()
+    async with NixlBackend() as backend:
+        with pytest.raises(BackendUnavailable) as caught:
+            await backend.open(name)
+        assert "kvflow[nixl-cu12]" in str(caught.value)
+        assert "kvflow[nixl-cu13]" in str(caught.value)
+        assert set(caught.value.values) == {"nixl_cu12", "nixl_cu13"}
+        assert not has_thread(name)
+        with pytest.raises(BackendError):
+            await backend.register(make_layout(4096, 1))
+
+
+async def test_the_second_build_is_taken_if_the_first_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl_cu13", importlib.import_module("nixl_cu12"))
+    monkeypatch.setitem(sys.modules, "nixl_cu13._api", importlib.import_module("nixl_cu12._api"))
+    for module in MODULES[:2]:
+        monkeypatch.setitem(sys.modules, module, None)
+    async with open_backend(NixlBackend()) as endpoint:
+        assert endpoint.backend.metadata()
+
+
+async def test_an_unknown_plugin_is_named() -> None:
+    backend, name = NixlBackend(plugin="PIGEON", plugin_options={"loft": "3"}), fresh_name()
+    with pytest.raises(BackendUnavailable) as caught:
+        await backend.open(name)
+    assert (caught.value.values["plugin"], caught.value.values["options"]) == ("PIGEON", {"loft": "3"})
+    assert not has_thread(name)
+    assert list(await backend.aclose()) == []
+
+
+async def test_opening_can_be_cancelled() -> None:
+    name = fresh_name()
+    async with NixlBackend() as backend:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await backend.open(name)
+        with pytest.raises(BackendError):
+            await backend.register(make_layout(4096, 1))
+    assert not has_thread(name)
+
+
+@pytest.mark.parametrize("refuse", [raising, lambda *_: None], ids=["raises", "gives None"])
+async def test_memory_that_is_refused(monkeypatch: pytest.MonkeyPatch, agent_class: Any, refuse: Any) -> None:
+    monkeypatch.setattr(agent_class, "register_memory", refuse)
+    async with NixlBackend() as backend:
+        await backend.open(fresh_name())
+        with pytest.raises(RegistrationError):
+            await backend.register(make_layout(4096, 64))
+        with pytest.raises(BackendError):
+            backend.metadata()
+
+
+async def test_an_agent_is_polled_sharply_only_while_something_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = record_waits(monkeypatch)
+    idle_s, busy_s = 3600.0, 1e-4
+    async with open_backend(NixlBackend(idle_interval_s=idle_s, busy_interval_s=busy_s)) as endpoint:
+        assert busy_s not in waits
+        await until(lambda: waits[-1] == idle_s)
+        endpoint.backend.watch(active=True)
+        await until(lambda: waits.count(busy_s) > 20)
+        endpoint.backend.watch(active=False)
+        await until(lambda: waits[-1] == idle_s)
+
+
+async def test_the_sender_is_busy_until_its_posts_have_ended(monkeypatch: pytest.MonkeyPatch, agent_class: Any) -> None:
+    waits, states = record_waits(monkeypatch), ["PROC"]
+    monkeypatch.setattr(agent_class, "transfer", lambda *_: "PROC")
+    monkeypatch.setattr(agent_class, "check_xfer_state", lambda *_: states[0])
+    options = {"idle_interval_s": 3600.0, "busy_interval_s": 1e-4}
+    async with open_endpoints("nixl", count=1, options=options) as (source,), open_backend(NixlBackend()) as target:
+        await source.connect(target)
+        source.post(1, target, copies(source, target))
+        await until(lambda: waits.count(1e-4) > 20)
+        states[0] = "DONE"
+        await source.take_ends()
+        await until(lambda: waits[-1] != 1e-4)
+        assert source.events == [PostEnded(1, None)]
+
+
+async def test_closing_gives_up_on_posts_that_do_not_end(monkeypatch: pytest.MonkeyPatch, agent_class: Any) -> None:
+    monkeypatch.setattr(agent_class, "transfer", lambda *_: "PROC")
+    monkeypatch.setattr(agent_class, "check_xfer_state", lambda *_: "PROC")
+    async with open_endpoints("nixl", options={"close_timeout_s": 0.02}) as (source, target):
+        for post_id in range(5):
+            source.post(post_id, target, copies(source, target), b"never")
+        await source.backend.disconnect(target.name)
+        await source.close()
+        assert sorted(end.post_id for end in source.ends()) == list(range(5))
+        assert None not in {end.error for end in source.ends()}
+
+
+@pytest.mark.parametrize(
+    ("method", "in_doubt"),
+    [
+        ("get_xfer_descs", False),
+        ("initialize_xfer", False),
+        ("transfer", True),
+        ("check_xfer_state", True),
+    ],
+)
+async def test_a_post_that_fails(
+    monkeypatch: pytest.MonkeyPatch, agent_class: Any, method: str, in_doubt: bool
+) -> None:
+    """Before it starts it has ended, afterwards it is in doubt until the endpoint closes."""
+    async with open_endpoints("nixl") as (source, target):
+        with monkeypatch.context() as patch:
+            patch.setattr(agent_class, "transfer", lambda *_: "PROC")
+            patch.setattr(agent_class, method, raising)
+            source.post(1, target, copies(source, target), b"notice")
+            await source.take_until(lambda: source.events)
+        assert [doubt.post_id for doubt in source.doubts()] == [1] * in_doubt
+        assert bool(source.ends()) != in_doubt
+        source.post(2, target, copies(source, target))
+        await source.take_until(lambda: any(end.post_id == 2 for end in source.ends()))
+        assert same(source, target, 0, 64)
+        await source.close()
+        (end,) = [end for end in source.ends() if end.post_id == 1]
+        assert "NIXL_ERR_BACKEND" in str(end.error) or in_doubt
+
+
+async def close_soon(endpoint: Endpoint) -> None:
+    with anyio.fail_after(STUCK):
+        await endpoint.close()
+
+
+async def test_an_agent_that_breaks_while_it_is_polled(monkeypatch: pytest.MonkeyPatch, agent_class: Any) -> None:
+    async with open_endpoints("nixl") as (source, target):
+        monkeypatch.setattr(agent_class, "get_new_notifs", raising)
+        source.backend.watch(active=True)
+        for _ in range(2):
+            with pytest.raises(BackendError, match="broke down"):
+                await source.take_until(lambda: False)
+        await close_soon(source)
+        assert not has_thread(source.name)
+        await target.close()
+    assert not has_thread(target.name)
+
+
+async def test_an_agent_that_breaks_with_posts_in_flight_can_be_closed(
+    monkeypatch: pytest.MonkeyPatch, agent_class: Any
+) -> None:
+    async with open_endpoints("nixl", options={"close_timeout_s": 0.02}) as (source, target):
+        monkeypatch.setattr(agent_class, "transfer", lambda *_: "PROC")
+        monkeypatch.setattr(agent_class, "check_xfer_state", lambda *_: "PROC")
+        monkeypatch.setattr(agent_class, "get_new_notifs", raising)
+        source.post(1, target, copies(source, target))
+        with pytest.raises(BackendError, match="broke down"):
+            await source.take_until(lambda: False)
+        await close_soon(source)
+        assert [end.post_id for end in source.ends()] == [1]
+        assert not has_thread(source.name)
+
+
+@pytest.mark.filterwarnings("default::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("method", ["release_xfer_handle", "remove_remote_agent", "deregister_memory"])
+async def test_a_clean_up_that_fails_does_not_stop_the_endpoint(
+    monkeypatch: pytest.MonkeyPatch, agent_class: Any, method: str
+) -> None:
+    """The post has its end all the same, and the endpoint can be closed."""
+    async with open_endpoints("nixl") as (source, target):
+        with monkeypatch.context() as patch:
+            patch.setattr(agent_class, method, raising)
+            source.post(1, target, copies(source, target))
+            await source.backend.disconnect(target.name)
+            await close_soon(source)
+        assert [end.post_id for end in source.ends()] == [1]
+        assert not has_thread(source.name)
+
+
+async def open_and_close() -> None:
+    async with open_endpoints("nixl") as (source, target):
+        source.post(1, target, copies(source, target), b"x")
+        await source.take_ends()
+        await target.take_notices()
+
+
+def held() -> tuple[set[str], int]:
+    """Threads of Python, and open files."""
+    gc.collect()
+    return {thread.name for thread in threading.enumerate()}, len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_nothing_is_left_after_close() -> None:
+    for _ in range(3):
+        await open_and_close()
+    threads, num_files = held()
+    for _ in range(5):
+        await open_and_close()
+    assert held()[0] == threads
+    assert held()[1] <= num_files
+
+
+PROGRAM = """
+import anyio
+from tests.backends.endpoints import copies, open_endpoints
+
+async def main():
+    async with open_endpoints("nixl") as (source, target):
+        source.post(1, target, copies(source, target), b"x")
+        await source.take_ends()
+        await target.take_notices()
+        {end}
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("pass", 0), ("raise SystemExit(3)", 3), ("import sys; sys.exit(0)", 0)], ids=str
+)
+async def test_a_process_that_used_nixl_ends_as_it_wants_and_prints_nothing(end: str, code: int) -> None:
+    root = Path(__file__).parents[2]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "NIXL_"))}
+    command = [sys.executable, "-c", PROGRAM.format(end=end)]
+    ended = await anyio.run_process(command, cwd=root, env=environment, check=False, stderr=subprocess.PIPE)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, b"", b"")
+
+
+async def test_the_environment_of_the_user_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLOW_TEST_SET", "mine")
+    monkeypatch.delenv("KVFLOW_TEST_UNSET", raising=False)
+    backend = create_backend("nixl", {"environment": {"KVFLOW_TEST_SET": "x", "KVFLOW_TEST_UNSET": "y"}})
+    async with open_backend(backend):
+        assert (os.environ["KVFLOW_TEST_SET"], os.environ.pop("KVFLOW_TEST_UNSET")) == ("mine", "y")

@@ -1,0 +1,245 @@
+"""The thread that owns a native agent."""
+
+import concurrent.futures
+import functools
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from kvflow.backends.owner import COMMANDS_PER_ROUND, OwnerThread
+from tests.backends.recording import record_waits
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+BUSY_S = 1e-4
+IDLE_S = 3600.0
+
+
+class Agent:
+    """Counts its polls, and says what it is told to say."""
+
+    def __init__(self, log: list[str] | None = None) -> None:
+        self.log = [] if log is None else log
+        self.busy = True
+        self.error: Exception | None = None
+
+    @property
+    def num_polls(self) -> int:
+        return self.log.count("poll")
+
+    def poll(self) -> None:
+        self.log.append("poll")
+        if self.error is not None:
+            raise self.error
+
+    def is_busy(self) -> bool:
+        return self.busy
+
+
+class Owner(OwnerThread):
+    """An owner thread that keeps its crashes."""
+
+    def __init__(self, idle_interval_s: float = IDLE_S) -> None:
+        self.crashes: list[Exception] = []
+        super().__init__("test-owner", self.crashes.append, busy_interval_s=BUSY_S, idle_interval_s=idle_interval_s)
+
+    async def poll_agent(self, agent: Agent | None) -> None:
+        await self.call(functools.partial(self.adopt, agent))
+
+    async def rounds(self, count: int = 3) -> None:
+        """Wait until the thread has had so many rounds."""
+        for _ in range(count):
+            await self.call(lambda: None)
+
+
+@asynccontextmanager
+async def owner_thread(idle_interval_s: float = IDLE_S) -> AsyncIterator[Owner]:
+    owner = Owner(idle_interval_s)
+    try:
+        yield owner
+    finally:
+        await owner.stop()
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
+class Gate:
+    """Holds the owner thread until it is opened."""
+
+    def __init__(self, owner: OwnerThread) -> None:
+        self._opened = threading.Event()
+        self.entered = threading.Event()
+        owner.submit(self._wait)
+
+    def _wait(self) -> None:
+        self.entered.set()
+        self._opened.wait()
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+async def test_everything_runs_in_order_on_the_one_thread() -> None:
+    ran: list[tuple[int, str]] = []
+
+    def note(number: int) -> None:
+        ran.append((number, threading.current_thread().name))
+
+    async with owner_thread() as owner:
+        for number in range(0, 100, 2):
+            owner.submit(functools.partial(note, number))
+            await owner.call(functools.partial(note, number + 1))
+    assert ran == [(number, "test-owner") for number in range(100)]
+
+
+async def test_a_call_gives_the_result_or_raises_the_exception() -> None:
+    async with owner_thread() as owner:
+        assert await owner.call(lambda: 6 * 7) == 42
+        with pytest.raises(ZeroDivisionError):
+            await owner.call(lambda: 1 // 0)
+        assert await owner.call(lambda: "still there") == "still there"
+
+
+async def test_a_cancelled_call_that_has_not_begun_never_runs() -> None:
+    ran: list[str] = []
+    async with owner_thread() as owner:
+        gate = Gate(owner)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await owner.call(lambda: ran.append("cancelled"))
+        gate.open()
+        await owner.call(lambda: ran.append("next"))
+    assert ran == ["next"]
+
+
+@pytest.mark.parametrize("error", [None, ValueError("too late")], ids=["returns", "raises"])
+async def test_a_call_that_is_cancelled_while_it_runs_is_finished(error: Exception | None) -> None:
+    ran: list[str] = []
+    entered, opened = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        opened.wait()
+        ran.append("finished")
+        if error is not None:
+            raise error
+
+    async with owner_thread() as owner:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(owner.call, wait)
+            await until(entered.is_set)
+            tasks.cancel_scope.cancel()
+        assert not ran
+        opened.set()
+        await owner.call(lambda: ran.append("next"))
+    assert ran == ["finished", "next"]
+
+
+async def test_stopping_runs_what_is_queued_and_ends_the_thread() -> None:
+    ran: list[int] = []
+    owner = Owner()
+    await owner.poll_agent(Agent())
+    gate = Gate(owner)
+    for number in range(3 * COMMANDS_PER_ROUND):
+        owner.submit(functools.partial(ran.append, number))
+    assert "test-owner" in threads()
+    gate.open()
+    await owner.stop()
+    assert ran == list(range(3 * COMMANDS_PER_ROUND))
+    assert "test-owner" not in threads()
+
+
+async def test_an_agent_is_polled_from_adoption_until_it_is_given_up() -> None:
+    agent = Agent()
+    async with owner_thread() as owner:
+        await owner.rounds()
+        assert agent.num_polls == 0
+        await owner.poll_agent(agent)
+        await until(lambda: agent.num_polls > 10)
+        await owner.poll_agent(None)
+        polled = agent.num_polls
+        await owner.rounds()
+        assert agent.num_polls == polled
+
+
+async def test_an_agent_that_fails_is_reported_once_and_commands_go_on() -> None:
+    agent, error = Agent(), RuntimeError("poll")
+    async with owner_thread() as owner:
+        await owner.poll_agent(agent)
+        agent.error = error
+        await until(lambda: owner.crashes)
+        polled = agent.num_polls
+        await owner.rounds()
+        assert (owner.crashes, agent.num_polls) == ([error], polled)
+        other = Agent()
+        await owner.poll_agent(other)
+        await until(lambda: other.num_polls)
+
+
+async def test_completions_are_polled_for_within_a_burst_of_commands() -> None:
+    log: list[str] = []
+    async with owner_thread() as owner:
+        await owner.poll_agent(Agent(log))
+        gate = Gate(owner)
+        await until(gate.entered.is_set)
+        log.clear()
+        for _ in range(5 * COMMANDS_PER_ROUND):
+            owner.submit(functools.partial(log.append, "command"))
+        gate.open()
+        await owner.rounds(1)
+    bursts = " ".join(log).split("poll")
+    assert max(burst.count("command") for burst in bursts) <= COMMANDS_PER_ROUND
+    assert log.count("command") == 5 * COMMANDS_PER_ROUND
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """How long each look for a command was ready to wait, for owners made from now on."""
+    return record_waits(monkeypatch)
+
+
+async def test_the_wait_between_polls_follows_the_agent(waits: list[float | None]) -> None:
+    agent = Agent()
+    async with owner_thread() as owner:
+        await owner.rounds()
+        assert set(waits) <= {None, 0.0}
+        await owner.poll_agent(agent)
+        await until(lambda: BUSY_S in waits)
+        agent.busy = False
+        await until(lambda: waits[-1] == IDLE_S)
+        waits.clear()
+        await owner.rounds()
+        assert set(waits) <= {0.0, IDLE_S}
+        agent.busy = True
+        await owner.rounds()
+        await until(lambda: waits[-1] == BUSY_S)
+
+
+def test_a_loop_that_has_ended_does_not_matter_to_the_thread() -> None:
+    """A call is left behind by `asyncio.run`; the thread finishes it and serves another loop."""
+    made: concurrent.futures.Future[Owner] = concurrent.futures.Future()
+    opened = threading.Event()
+
+    async def leave_behind() -> None:
+        owner = Owner()
+        made.set_result(owner)
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(owner.call, opened.wait)
+                await anyio.wait_all_tasks_blocked()
+                scope.cancel()
+
+    async def use_again() -> None:
+        owner = made.result()
+        opened.set()
+        assert await owner.call(lambda: 5) == 5
+        await owner.stop()
+
+    anyio.run(leave_behind)
+    anyio.run(use_again)
