@@ -59,8 +59,10 @@ class Model:
         ]
 
     def lookup(self, instance: str, connection: bytes, until: float) -> list[Brief]:
-        self.waits = [wait for wait in self.waits if wait[:2] != (instance, connection)]
-        self.waits.append((instance, connection, until))
+        """Whoever asks again keeps the place in line."""
+        asked = [wait[:2] for wait in self.waits]
+        place = asked.index((instance, connection)) if (instance, connection) in asked else len(asked)
+        self.waits[place : place + 1] = [(instance, connection, until)]
         return self.answer(lambda wait: wait[:2] == (instance, connection)) if self.is_whole(instance) else []
 
     def expire(self, now: float) -> list[Brief]:
