@@ -4,8 +4,13 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from kvflow.observe.logs import LOGGER
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("exploring", deadline=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture
