@@ -2,7 +2,10 @@
 
 A *cell* is the smallest thing that is ever moved: one head of one token, in one tensor of one layer. A `Region`
 says where each of its cells lies by strides alone, so that page order (NHD), head order (HND), interleaved K and
-V, or one allocation for all layers are the same thing to the planner: other strides.
+V, or one allocation for all layers are the same thing to the planner: other strides. There is no kind of model
+here: an MLA latent is a tensor with one head, a block scale is a tensor whose cells several tokens share, a recurrent
+state is a tensor of a component that is addressed by request instead of by token, and whatever axis tensor parallelism
+shards is the head axis.
 
 All addresses are unsigned 64-bit. Device addresses with bit 63 set are ordinary (Intel XPU has them).
 """
@@ -15,7 +18,7 @@ import msgspec
 
 from kvflow.errors import LayoutError
 
-__all__ = ["ADDRESS_LIMIT", "Component", "KVLayout", "MemoryKind", "MemoryRange", "Region", "RegionKey"]
+__all__ = ["ADDRESS_LIMIT", "Component", "KVLayout", "MemoryKind", "MemoryRange", "Region", "RegionKey", "TokenShard"]
 
 ADDRESS_LIMIT = 2**64
 """One past the last address, in bytes."""
@@ -52,8 +55,8 @@ class MemoryRange(msgspec.Struct, frozen=True, array_like=True, order=True):
 class Region(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of one layer in one paged pool.
 
-    The cell of token `t` of slot (page) `s` and global head `h` starts at
-    `address + s * slot_stride + t * token_stride + (h - heads[0]) * head_stride` and is `head_bytes` long.
+    The cell of token `t` of slot (page) `s` and global head `h` starts at `address + s * slot_stride +
+    (t // tokens_per_cell) * token_stride + (h - heads[0]) * head_stride` and is `head_bytes` long.
     All sizes and strides are bytes.
 
     Attributes:
@@ -63,12 +66,13 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         slots: Number of pages in the pool.
         slot_stride: From one page to the next.
         tokens_per_slot: Page size in tokens.
-        token_stride: From one token of a page to the next.
+        token_stride: From one cell of a page to the next along the tokens.
         heads: Global KV heads this rank holds, `(start, stop)`. An MLA latent has one head.
         head_stride: From one head of a token to the next.
         head_bytes: Size of one cell.
         dtype: Name of the element type, as torch spells it ("bfloat16").
         optional: The decode side can do without it (draft layers).
+        tokens_per_cell: Tokens that share one cell (block scales); divides `tokens_per_slot`.
 
     Raises:
         LayoutError: A size is not positive, cells overlap, or an address passes 2**64.
@@ -86,6 +90,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     head_bytes: int
     dtype: str
     optional: bool = False
+    tokens_per_cell: int = 1
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -99,11 +104,16 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         return self.heads[1] - self.heads[0]
 
     @property
+    def cells_per_slot(self) -> int:
+        """Cells of one head along the tokens of a page."""
+        return self.tokens_per_slot // self.tokens_per_cell
+
+    @property
     def span(self) -> int:
         """Bytes from the first byte of the first cell to the last byte of the last cell."""
         return (
             (self.slots - 1) * self.slot_stride
-            + (self.tokens_per_slot - 1) * self.token_stride
+            + (self.cells_per_slot - 1) * self.token_stride
             + (self.num_heads - 1) * self.head_stride
             + self.head_bytes
         )
@@ -114,12 +124,18 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         return self.address + self.span
 
     def _check_sizes(self) -> None:
-        for name in ("slots", "tokens_per_slot", "head_bytes"):
+        for name in ("slots", "tokens_per_slot", "head_bytes", "tokens_per_cell"):
             if getattr(self, name) <= 0:
                 raise self._error("region size must be positive", field=name, value=getattr(self, name))
         for name in ("slot_stride", "token_stride", "head_stride"):
             if getattr(self, name) < 0:
                 raise self._error("region stride must not be negative", field=name, value=getattr(self, name))
+        if self.tokens_per_slot % self.tokens_per_cell:
+            raise self._error(
+                "cells must not reach over pages",
+                tokens_per_cell=self.tokens_per_cell,
+                tokens_per_slot=self.tokens_per_slot,
+            )
         if self.slots >= MAX_SLOTS:
             raise self._error("region has too many slots", slots=self.slots, limit=MAX_SLOTS)
         if not 0 <= self.heads[0] < self.heads[1]:
@@ -131,7 +147,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         """Each axis, from the smallest stride up, must step over everything below it."""
         axes = [
             (self.head_stride, self.num_heads, "head_stride"),
-            (self.token_stride, self.tokens_per_slot, "token_stride"),
+            (self.token_stride, self.cells_per_slot, "token_stride"),
             (self.slot_stride, self.slots, "slot_stride"),
         ]
         below = self.head_bytes
@@ -144,8 +160,43 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         return LayoutError(message, tensor=self.tensor, layer=self.layer, **values)
 
 
+class TokenShard(msgspec.Struct, frozen=True, array_like=True):
+    """Which tokens of a request a rank holds: `t` if `t // interleave % size == rank` (decode context parallelism).
+
+    The tokens that it holds lie in its pages one after another, without gaps.
+
+    Attributes:
+        size: Ranks that share the tokens; 1 if each holds all of them.
+        rank: Which of them this is.
+        interleave: Neighbouring tokens on one rank: 1, or a page.
+
+    Raises:
+        LayoutError: Not `0 <= rank < size`, or `interleave` is not positive.
+    """
+
+    size: int = 1
+    rank: int = 0
+    interleave: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size or self.interleave < 1:
+            raise LayoutError("token shard is impossible", size=self.size, rank=self.rank, interleave=self.interleave)
+
+
+WHOLE = TokenShard()
+
+COMPONENT_KINDS = ("paged", "slot")
+
+
 class Component(msgspec.Struct, frozen=True):
     """Regions that share one page table.
+
+    Attributes:
+        name: "kv", "swa", "mamba", ...
+        regions: Its tensors.
+        kind: "paged" if its pages hold tokens; "slot" if a request has one slot, which always moves whole (recurrent
+            states, auxiliary rows).
+        shard: Which tokens of a request this rank holds; every token by default.
 
     Raises:
         LayoutError: No region, two regions with one key, or regions that differ in slots or page size.
@@ -153,8 +204,14 @@ class Component(msgspec.Struct, frozen=True):
 
     name: str
     regions: tuple[Region, ...]
+    kind: str = "paged"
+    shard: TokenShard = WHOLE
 
     def __post_init__(self) -> None:
+        if self.kind not in COMPONENT_KINDS:
+            raise LayoutError("unknown kind of component", component=self.name, kind=self.kind, known=COMPONENT_KINDS)
+        if self.kind == "slot" and self.shard != WHOLE:
+            raise LayoutError("a slot cannot be split by tokens", component=self.name, shard=self.shard)
         if not self.regions:
             raise LayoutError("component has no region", component=self.name)
         first = self.regions[0]
