@@ -5,6 +5,7 @@ steps, and asks `poll()` in between. Only opening and closing a rank wait.
 """
 
 import abc
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -22,7 +23,8 @@ from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import Handover
 from kvflow.errors import KvflowError, LocalProtocolError, TransferFailed
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import PageIndices, PageTable, TokenRange, check_page_tables
+from kvflow.geometry.pages import Pages
+from kvflow.geometry.tokens import TokenRange
 from kvflow.rank import RankStatistics
 from kvflow.state.events import Chunk, ReadyEvent
 from kvflow.state.tables import Memory, Outcome
@@ -121,18 +123,18 @@ class BlockingSender(_BlockingTransfer):
         self._sender = sender
         self._chunks: Mailbox[Chunk] = Mailbox()
 
-    def chunk(self, tokens: TokenRange, pages: Mapping[str, PageIndices], *, ready: ReadyEvent | None = None) -> None:
+    def chunk(self, tokens: TokenRange, pages: Mapping[str, Pages], *, ready: ReadyEvent | None = None) -> None:
         """Send tokens that are computed, or will be when `ready` is; see `kvflow.RoomSender.chunk`.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens. Nothing was sent; the room stays open.
         """
-        self._chunks.put([Chunk(tokens=tokens, pages=self._tables(tokens, pages), ready=ready)])
+        self._chunks.put([prefill.make_chunk(self._layout, tokens, pages, ready=ready)])
 
     def finish(
         self,
         tokens: TokenRange,
-        pages: Mapping[str, PageIndices],
+        pages: Mapping[str, Pages],
         *,
         metadata: bytes = b"",
         ready: ReadyEvent | None = None,
@@ -142,8 +144,8 @@ class BlockingSender(_BlockingTransfer):
         Raises:
             PlanError: A page table does not fit the pool or the tokens. Nothing was sent; the room stays open.
         """
-        tables = self._tables(tokens, pages)
-        self._chunks.put([Chunk(tokens=tokens, pages=tables, ready=ready, last=True, metadata=metadata)])
+        chunk = prefill.make_chunk(self._layout, tokens, pages, ready=ready)
+        self._chunks.put([dataclasses.replace(chunk, last=True, metadata=metadata)])
 
     def result(self) -> None:
         """Return if every decode rank has everything.
@@ -153,9 +155,6 @@ class BlockingSender(_BlockingTransfer):
             TransferFailed: It failed or was aborted.
         """
         self._check_success()
-
-    def _tables(self, tokens: TokenRange, pages: Mapping[str, PageIndices]) -> dict[str, PageTable]:
-        return check_page_tables(pages, self._layout, tokens)
 
     @override
     async def _transfer_all(self) -> None:
@@ -290,7 +289,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank]):
         *,
         prefill: str,
         tokens: TokenRange,
-        pages: Mapping[str, PageIndices],
+        pages: Mapping[str, Pages],
         num_ranks: int | None = None,
         timeout_s: float | None = None,
     ) -> BlockingReceiver:

@@ -13,9 +13,10 @@ from typing_extensions import Self
 
 from kvflow.backends.base import Backend, BackendEvent, NoticeArrived
 from kvflow.config import DecodeConfig
-from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, Stage
+from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import PageIndices, TokenRange, check_page_tables
+from kvflow.geometry.pages import Pages, check_parts, spell_out
+from kvflow.geometry.tokens import TokenRange
 from kvflow.rank import Rank
 from kvflow.registry import RegistryClient
 from kvflow.stages.aggregate import Aggregate
@@ -80,7 +81,7 @@ class DecodeRank(Rank["RoomReceiver"]):
         *,
         prefill: str,
         tokens: TokenRange,
-        pages: Mapping[str, PageIndices],
+        pages: Mapping[str, Pages],
         num_ranks: int | None = None,
         timeout_s: float | None = None,
     ) -> "RoomReceiver":
@@ -94,8 +95,9 @@ class DecodeRank(Rank["RoomReceiver"]):
             prefill: Name of the instance that computes it.
             tokens: Positions `[start, stop)` that are wanted; `start` is past a prefix that this side has already,
                 and `(n, n)` asks for the metadata only.
-            pages: For each component, the pool pages to write `tokens` to: one for each page-sized block that the
-                range touches.
+            pages: For each component of the layout, the pool pages to write `tokens` to: one for each page-sized
+                block that the range touches. A `Part` asks for other tokens (a window); for a component of kind
+                "slot", the one slot; None says that a component is not wanted.
             num_ranks: Decode ranks that receive this room; all ranks of this instance by default.
             timeout_s: How long the whole transfer may take; from the settings by default.
 
@@ -105,7 +107,11 @@ class DecodeRank(Rank["RoomReceiver"]):
             CapacityExceeded: On entry: too many rooms are open.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
         """
-        tables = check_page_tables(pages, self.layout, tokens, distinct=True)
+        unsaid = [component.name for component in self.layout.components if component.name not in pages]
+        if unsaid:
+            raise PlanError("pages must be given for each component, or None", missing=unsaid, given=sorted(pages))
+        parts = spell_out(pages, self.layout, tokens)
+        tables = check_parts(parts, self.layout, distinct=True)
         timeout_s = self.config.timeouts.transfer_s if timeout_s is None else timeout_s
         num_ranks = self.config.num_ranks if num_ranks is None else num_ranks
         if timeout_s <= 0 or num_ranks < 1:
@@ -114,7 +120,7 @@ class DecodeRank(Rank["RoomReceiver"]):
             room=room,
             generation=0,
             instance=prefill,
-            tokens=tokens,
+            ranges={name: part.tokens for name, part in parts.items()},
             pages={name: table.pages.astype(WIRE_PAGES).tobytes() for name, table in tables.items()},
             num_decode_ranks=num_ranks,
             timeout_s=timeout_s,

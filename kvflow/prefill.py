@@ -1,5 +1,6 @@
 """The service that an engine's prefill worker embeds."""
 
+import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
 from types import TracebackType
@@ -12,7 +13,8 @@ from kvflow.backends.base import Backend, BackendEvent, PostEnded, PostInDoubt
 from kvflow.config import PrefillConfig
 from kvflow.errors import FailureReason, PlanError
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import PageIndices, PageTable, TokenRange, check_page_tables
+from kvflow.geometry.pages import Pages, check_parts, spell_out
+from kvflow.geometry.tokens import TokenRange
 from kvflow.rank import Rank
 from kvflow.registry import RegistryClient
 from kvflow.stages.bootstrap import PrefillBootstrap
@@ -80,7 +82,7 @@ class PrefillRank(Rank["RoomSender"]):
         self._resources.callback(self._registry.unregister, self.me)
         self._bootstrap = PrefillBootstrap(self._context, self.layout, self._backend, self._listener, self._on_message)
         geometry = self._bootstrap.geometry
-        self._enqueue = Enqueue(self._context, job_in, self._bytes_per_token)
+        self._enqueue = Enqueue(self._context, job_in, self._num_bytes)
         self._planning = Planning(self._context, job_out, planned_in, geometry, self._enqueue.end)
         self._submit = Submit(self._context, self._backend, planned_out, self._enqueue.end, self._send)
 
@@ -134,9 +136,15 @@ class PrefillRank(Rank["RoomSender"]):
             case _:
                 self._ignore("notice_on_prefill_rank")
 
-    def _bytes_per_token(self, peer: PeerId) -> int:
-        geometry = self._bootstrap.geometry(peer)
-        return geometry.route.bytes_per_token if geometry else 0
+    def _num_bytes(self, effect: ef.EnqueueChunk) -> int:
+        geometry = self._bootstrap.geometry(effect.delivery.peer)
+        if geometry is None:
+            return 0
+        wanted = effect.grant.ranges
+        return sum(
+            geometry.route.num_bytes(name, tokens, closing=tokens[1] == wanted[name][1])
+            for name, tokens in effect.ranges.items()
+        )
 
     def _num_queued(self) -> int:
         return len(self._enqueue.queue) + self._enqueue.num_not_ready
@@ -157,17 +165,18 @@ class RoomSender(Transfer):
         self._rank = rank
         self._is_finished = False
 
-    async def chunk(
-        self, tokens: TokenRange, pages: Mapping[str, PageIndices], *, ready: ReadyEvent | None = None
-    ) -> None:
+    async def chunk(self, tokens: TokenRange, pages: Mapping[str, Pages], *, ready: ReadyEvent | None = None) -> None:
         """Send tokens that are computed, or will be when `ready` is.
 
         Returns at once unless too many chunks wait already; the pages must stay as they are until the block is left.
 
         Args:
             tokens: Positions `[start, stop)` in the request; must continue the chunk before.
-            pages: For each component, the pool pages that hold `tokens`: one for each page-sized block that the
-                range touches, so a chunk that begins or ends within a page lists that page too.
+            pages: For each component that comes with this chunk, the pool pages that hold `tokens`: one for each
+                page-sized block that the range touches, so a chunk that begins or ends within a page lists that page
+                too. A `Part` names other tokens than those of the chunk (a window that reaches back); for a component
+                of kind "slot", the one slot. What decode wants must have come by the end; what it does not want is
+                ignored.
             ready: What to wait for first: its `synchronize` is called in a worker thread. A `torch.cuda.Event` that
                 was recorded after the last kernel that writes the pages.
 
@@ -176,12 +185,12 @@ class RoomSender(Transfer):
             LocalProtocolError: The tokens do not continue the chunk before, or the room is not open.
             TransferFailed: The transfer has failed in the meantime; there is no need to compute the rest.
         """
-        await self.offer(Chunk(tokens=tokens, pages=self._tables(tokens, pages), ready=ready))
+        await self.offer(make_chunk(self._rank.layout, tokens, pages, ready=ready))
 
     async def finish(
         self,
         tokens: TokenRange,
-        pages: Mapping[str, PageIndices],
+        pages: Mapping[str, Pages],
         *,
         metadata: bytes = b"",
         ready: ReadyEvent | None = None,
@@ -197,8 +206,8 @@ class RoomSender(Transfer):
         Raises:
             As in `chunk`; and PlanError if the metadata is too long.
         """
-        tables = self._tables(tokens, pages)
-        await self.offer(Chunk(tokens=tokens, pages=tables, ready=ready, last=True, metadata=metadata))
+        chunk = make_chunk(self._rank.layout, tokens, pages, ready=ready)
+        await self.offer(dataclasses.replace(chunk, last=True, metadata=metadata))
 
     async def offer(self, chunk: Chunk) -> None:
         """Send a chunk whose page tables are checked already; `chunk` and `finish` come down to this.
@@ -247,5 +256,15 @@ class RoomSender(Transfer):
         detail = "the prefill engine left the room before it was delivered"
         self._rank.dispatch(ev.SendAborted(self.room, self._rank.failure(FailureReason.ABORTED, detail)))
 
-    def _tables(self, tokens: TokenRange, pages: Mapping[str, PageIndices]) -> dict[str, PageTable]:
-        return check_page_tables(pages, self._rank.layout, tokens)
+
+def make_chunk(
+    layout: KVLayout, tokens: TokenRange, pages: Mapping[str, Pages], *, ready: ReadyEvent | None = None
+) -> Chunk:
+    """Check what an engine says about a chunk; `RoomSender.chunk` has the meaning of the arguments.
+
+    Raises:
+        PlanError: A page table does not fit the pool or the tokens.
+    """
+    parts = spell_out(pages, layout, tokens)
+    tables = check_parts(parts, layout)
+    return Chunk(tokens=tokens, ranges={name: part.tokens for name, part in parts.items()}, pages=tables, ready=ready)

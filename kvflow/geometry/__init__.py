@@ -1,28 +1,45 @@
 """What memory looks like, and which bytes go where. Pure: no I/O, no clock, no torch (but for `tensors`)."""
 
-from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, RegionKey, TokenShard
-from kvflow.geometry.pages import PageTable, TokenRange, check_page_table, pages_spanned
-from kvflow.geometry.plan import Descriptors, plan
+from kvflow.geometry.indices import group_concurrent_contiguous, kv_to_page_indices, prompt_tokens, window_tokens
+from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, RegionKey
+from kvflow.geometry.pages import PageTable, Part, check_part, pages_spanned
+from kvflow.geometry.plan import Descriptors, Share, plan
+from kvflow.geometry.pointers import BufferLists, PagePart, layout_from_pointers, regions_from_pointers
 from kvflow.geometry.routes import BoundRoute, Route, RoutePiece, bind_route, compile_routes
-from kvflow.geometry.shards import head_range
+from kvflow.geometry.shards import HeadSlice, head_range, head_slice, stage_slices, total_heads
+from kvflow.geometry.tokens import TokenRange, TokenShard
 
 __all__ = [
     "BoundRoute",
+    "BufferLists",
     "Component",
     "Descriptors",
+    "HeadSlice",
     "KVLayout",
     "MemoryRange",
+    "PagePart",
     "PageTable",
+    "Part",
     "Region",
     "RegionKey",
     "Route",
     "RoutePiece",
+    "Share",
     "TokenRange",
     "TokenShard",
     "bind_route",
-    "check_page_table",
+    "check_part",
     "compile_routes",
+    "group_concurrent_contiguous",
     "head_range",
+    "head_slice",
+    "kv_to_page_indices",
+    "layout_from_pointers",
     "pages_spanned",
     "plan",
+    "prompt_tokens",
+    "regions_from_pointers",
+    "stage_slices",
+    "total_heads",
+    "window_tokens",
 ]

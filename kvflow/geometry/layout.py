@@ -17,8 +17,9 @@ from typing import NamedTuple
 import msgspec
 
 from kvflow.errors import LayoutError
+from kvflow.geometry.tokens import WHOLE, TokenShard
 
-__all__ = ["ADDRESS_LIMIT", "Component", "KVLayout", "MemoryKind", "MemoryRange", "Region", "RegionKey", "TokenShard"]
+__all__ = ["ADDRESS_LIMIT", "Component", "KVLayout", "MemoryKind", "MemoryRange", "Region", "RegionKey"]
 
 ADDRESS_LIMIT = 2**64
 """One past the last address, in bytes."""
@@ -160,31 +161,6 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         return LayoutError(message, tensor=self.tensor, layer=self.layer, **values)
 
 
-class TokenShard(msgspec.Struct, frozen=True, array_like=True):
-    """Which tokens of a request a rank holds: `t` if `t // interleave % size == rank` (decode context parallelism).
-
-    The tokens that it holds lie in its pages one after another, without gaps.
-
-    Attributes:
-        size: Ranks that share the tokens; 1 if each holds all of them.
-        rank: Which of them this is.
-        interleave: Neighbouring tokens on one rank: 1, or a page.
-
-    Raises:
-        LayoutError: Not `0 <= rank < size`, or `interleave` is not positive.
-    """
-
-    size: int = 1
-    rank: int = 0
-    interleave: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size or self.interleave < 1:
-            raise LayoutError("token shard is impossible", size=self.size, rank=self.rank, interleave=self.interleave)
-
-
-WHOLE = TokenShard()
-
 COMPONENT_KINDS = ("paged", "slot")
 
 
@@ -225,6 +201,15 @@ class Component(msgspec.Struct, frozen=True):
                     layer=region.layer,
                 )
             seen.add((region.tensor, region.layer))
+            if self.shard.size > 1 and self.shard.interleave % region.tokens_per_cell:
+                raise LayoutError(
+                    "token shard cuts through cells",
+                    component=self.name,
+                    tensor=region.tensor,
+                    layer=region.layer,
+                    interleave=self.shard.interleave,
+                    tokens_per_cell=region.tokens_per_cell,
+                )
             if (region.slots, region.tokens_per_slot) != (first.slots, first.tokens_per_slot):
                 raise LayoutError(
                     "regions of a component must have the same pages",

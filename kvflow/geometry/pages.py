@@ -12,41 +12,63 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.errors import PlanError
-from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.layout import Component, KVLayout
+from kvflow.geometry.tokens import WHOLE, TokenRange, TokenShard, check_range, held_range, shared_runs
 
 __all__ = [
     "PageIndices",
     "PageTable",
-    "TokenRange",
+    "Pages",
+    "Part",
     "TokenRuns",
-    "check_page_table",
-    "check_page_tables",
+    "check_part",
+    "check_parts",
     "pages_spanned",
     "pair_pages",
+    "spell_out",
 ]
-
-TokenRange = tuple[int, int]
-"""Token positions `[start, stop)` of one request."""
 
 PageIndices = Sequence[int] | NDArray[Any]
 """Positions in a pool, in token order: any flat sequence of integers."""
-
-MAX_TOKENS = 2**40
-"""Far above any context length; keeps every product of a token position well inside 64 bits."""
 
 
 class PageTable(NamedTuple):
     """Pool pages of one component on one side, for one token range.
 
+    A rank that holds a shard of the tokens counts only those: its first page begins with the first token it holds.
+
     Attributes:
         pages: uint32[num_pages], positions in the pool, in token order.
-        first_token: Position of the first token of `pages[0]`, a multiple of `page_size`.
+        first_token: Place of the first token of `pages[0]` among the tokens held, a multiple of `page_size`.
         page_size: Tokens of a page.
+        shard: Which tokens the side holds.
     """
 
     pages: NDArray[np.uint32]
     first_token: int
     page_size: int
+    shard: TokenShard = WHOLE
+
+    def in_cells(self, tokens_per_cell: int) -> "PageTable":
+        """The same table for a tensor in which several tokens share a cell: cells take the place of tokens."""
+        first, size = self.first_token // tokens_per_cell, self.page_size // tokens_per_cell
+        return PageTable(self.pages, first, size, self.shard.in_cells(tokens_per_cell))
+
+
+class Part(NamedTuple):
+    """A component's share of something that is asked for or sent.
+
+    Attributes:
+        tokens: Positions `[start, stop)`; for a component of kind "slot", its rows, which are all or none.
+        pages: Pool pages that hold them, in token order.
+    """
+
+    tokens: TokenRange
+    pages: PageIndices
+
+
+Pages = PageIndices | Part | None
+"""What an engine says about one component: bare indices, indices of other tokens, or that it is left out."""
 
 
 class TokenRuns(NamedTuple):
@@ -69,147 +91,146 @@ def pages_spanned(tokens: TokenRange, page_size: int) -> int:
     Raises:
         PlanError: The range is reversed, negative or absurdly large.
     """
+    check_range(tokens)
     start, stop = tokens
-    if not 0 <= start <= stop <= MAX_TOKENS:
-        raise PlanError("token range is not 0 <= start <= stop", tokens=tokens, limit=MAX_TOKENS)
     if start == stop:
         return 0
     return -(-stop // page_size) - start // page_size
 
 
-def check_page_table(
-    pages: PageIndices,
-    *,
-    component: str,
-    tokens: TokenRange,
-    page_size: int,
-    slots: int,
-    distinct: bool = False,
-) -> PageTable:
+def check_part(component: Component, part: Part, *, distinct: bool = False) -> PageTable:
     """Turn page indices from outside into a `PageTable`, or say what is wrong with them.
 
     Args:
-        pages: 1-D, integers of any width, one for each page that `tokens` touches.
-        component: Named in errors.
-        tokens: The token range the pages hold.
-        page_size: Tokens of a page.
-        slots: Pages of the pool; every index must be below.
+        component: The pool.
+        part: Tokens, and one page for each page that the held ones of them touch; integers of any width.
         distinct: Refuse a page that is listed twice (a destination written twice is always a mistake).
 
     Returns:
         The table, with a copy of the indices that the caller may not change any more.
 
     Raises:
-        PlanError: Wrong type, shape, count or index.
+        PlanError: Wrong type, shape, count or index, or a slot is not meant as a whole.
     """
+    check_range(part.tokens)
+    whole = (0, component.tokens_per_slot)
+    if component.kind == "slot" and part.tokens not in (whole, (0, 0)):
+        raise PlanError("a slot moves whole or not at all", component=component.name, rows=part.tokens, whole=whole)
+    array = _as_integers(component, part.pages)
+    held = held_range(part.tokens, component.shard)
+    needed = pages_spanned(held, component.tokens_per_slot)
+    if array.size != needed:
+        raise PlanError(
+            "page table does not match the token range",
+            component=component.name,
+            tokens=part.tokens,
+            page_size=component.tokens_per_slot,
+            pages=int(array.size),
+            needed=needed,
+        )
+    _check_inside(component, array)
+    if distinct:
+        _check_distinct(component, array)
+    table = array.astype(np.uint32)
+    table.flags.writeable = False
+    return PageTable(table, held[0] - held[0] % component.tokens_per_slot, component.tokens_per_slot, component.shard)
+
+
+def _as_integers(component: Component, pages: PageIndices) -> NDArray[Any]:
     array = np.asarray(pages)
     if array.size == 0:
         array = array.astype(np.uint32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise PlanError(
-            "page table must be a flat list of integers", component=component, dtype=str(array.dtype), ndim=array.ndim
+            "page table must be a flat list of integers",
+            component=component.name,
+            dtype=str(array.dtype),
+            ndim=array.ndim,
         )
-    needed = pages_spanned(tokens, page_size)
-    if array.size != needed:
-        raise PlanError(
-            "page table does not match the token range",
-            component=component,
-            tokens=tokens,
-            page_size=page_size,
-            pages=int(array.size),
-            needed=needed,
-        )
-    outside = np.flatnonzero((array < 0) | (array >= slots))
+    return array
+
+
+def _check_inside(component: Component, array: NDArray[Any]) -> None:
+    outside = np.flatnonzero((array < 0) | (array >= component.slots))
     if outside.size:
         position = int(outside[0])
         raise PlanError(
-            "page is outside the pool", component=component, position=position, page=int(array[position]), slots=slots
-        )
-    if distinct:
-        _check_distinct(array, component)
-    table = array.astype(np.uint32)
-    table.flags.writeable = False
-    return PageTable(table, tokens[0] - tokens[0] % page_size, page_size)
-
-
-def check_page_tables(
-    pages: Mapping[str, PageIndices], layout: KVLayout, tokens: TokenRange, *, distinct: bool = False
-) -> dict[str, PageTable]:
-    """Check the page indices of every component of a layout, see `check_page_table`.
-
-    Raises:
-        PlanError: A component has no pages, pages are for an unknown component, or a table does not fit.
-    """
-    known = [component.name for component in layout.components]
-    if sorted(pages) != sorted(known):
-        raise PlanError("pages must be given for each component", given=sorted(pages), components=known)
-    return {
-        component.name: check_page_table(
-            pages[component.name],
+            "page is outside the pool",
             component=component.name,
-            tokens=tokens,
-            page_size=component.tokens_per_slot,
+            position=position,
+            page=int(array[position]),
             slots=component.slots,
-            distinct=distinct,
         )
-        for component in layout.components
-    }
 
 
-def _check_distinct(array: NDArray[Any], component: str) -> None:
+def _check_distinct(component: Component, array: NDArray[Any]) -> None:
     values, counts = np.unique(array, return_counts=True)
     repeated = values[counts > 1]
     if repeated.size:
         page = int(repeated[0])
         raise PlanError(
             "page is listed twice",
-            component=component,
+            component=component.name,
             page=page,
             positions=np.flatnonzero(array == page).tolist(),
         )
 
 
+def check_parts(parts: Mapping[str, Part], layout: KVLayout, *, distinct: bool = False) -> dict[str, PageTable]:
+    """Check the page indices of some components of a layout, see `check_part`.
+
+    Raises:
+        PlanError: A part is for an unknown component, or its table does not fit.
+    """
+    known = {component.name: component for component in layout.components}
+    unknown = sorted(set(parts) - set(known))
+    if unknown:
+        raise PlanError("pages are for a component that the layout does not have", given=unknown, known=sorted(known))
+    return {name: check_part(known[name], part, distinct=distinct) for name, part in parts.items()}
+
+
+def spell_out(pages: Mapping[str, Pages], layout: KVLayout, tokens: TokenRange) -> dict[str, Part]:
+    """Spell out what an engine says in short: bare indices stand for `tokens`, or for a whole slot.
+
+    Components that are None are left out; unknown ones are left for `check_parts` to find.
+    """
+    slots = {component.name: component.tokens_per_slot for component in layout.components if component.kind == "slot"}
+    parts = {}
+    for name, given in pages.items():
+        if given is not None:
+            implied = (0, slots[name]) if name in slots else tokens
+            parts[name] = given if isinstance(given, Part) else Part(implied, given)
+    return parts
+
+
 def pair_pages(tokens: TokenRange, src: PageTable, dst: PageTable) -> TokenRuns:
-    """Cut a token range at every page boundary of either side.
+    """Cut a token range at every page boundary of either side, and leave out what one of them does not hold.
 
     Args:
         tokens: `[start, stop)`, inside both tables.
         src: Pages on the sending side.
-        dst: Pages on the receiving side; its page size may differ.
+        dst: Pages on the receiving side; its page size and shard may differ.
 
     Returns:
-        Runs in token order whose lengths add up to `stop - start`.
+        Runs in token order.
 
     Raises:
         PlanError: A table does not reach over the range.
     """
-    start, stop = tokens
     for side, table in (("src", src), ("dst", dst)):
+        start, stop = held_range(tokens, table.shard)
         end = table.first_token + len(table.pages) * table.page_size
         if start < stop and not table.first_token <= start <= stop <= end:
             raise PlanError(
                 "token range is outside the page table", side=side, tokens=tokens, covered=(table.first_token, end)
             )
-    starts = _cuts(start, stop, src.page_size)
-    if dst.page_size != src.page_size:
-        starts = np.union1d(starts, _cuts(start, stop, dst.page_size))
-    lengths = np.diff(np.append(starts, np.uint64(stop)))
-    src_slots, src_tokens = _locate(starts, src)
-    dst_slots, dst_tokens = _locate(starts, dst)
-    return TokenRuns(src_slots, src_tokens, dst_slots, dst_tokens, lengths)
-
-
-def _cuts(start: int, stop: int, page_size: int) -> NDArray[np.uint64]:
-    """First token of each page-bounded piece of `[start, stop)`."""
-    if start == stop:
-        return np.empty(0, np.uint64)
-    first_boundary = start - start % page_size + page_size
-    boundaries = np.arange(first_boundary, stop, page_size, dtype=np.uint64)
-    return np.insert(boundaries, 0, np.uint64(start))
+    runs = shared_runs(tokens, src.shard, dst.shard, src.page_size, dst.page_size)
+    return TokenRuns(*_locate(runs.starts, src), *_locate(runs.starts, dst), runs.lengths)
 
 
 def _locate(starts: NDArray[np.uint64], table: PageTable) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """Page and token within the page, for each token position."""
     page_size = np.uint64(table.page_size)
-    positions = (starts - np.uint64(table.first_token)) // page_size
-    return table.pages[positions].astype(np.uint64), starts % page_size
+    places = starts if table.shard.size == 1 else table.shard.locate(starts)
+    positions = (places - np.uint64(table.first_token)) // page_size
+    return table.pages[positions].astype(np.uint64), places % page_size

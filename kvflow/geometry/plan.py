@@ -5,17 +5,17 @@ legs' base addresses, so the cost per descriptor is a few vectorised additions. 
 checked when the regions were made, so no sum can wrap.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.errors import PlanError
-from kvflow.geometry.pages import PageTable, TokenRange, TokenRuns, pair_pages
+from kvflow.geometry.pages import PageTable, TokenRuns, pair_pages
 from kvflow.geometry.routes import BoundRoute, Leg
+from kvflow.geometry.tokens import TokenRange, cell_range
 
-__all__ = ["Descriptors", "plan"]
+__all__ = ["Descriptors", "Share", "plan"]
 
 Words = NDArray[np.uint64]
 
@@ -37,6 +37,22 @@ class Descriptors(NamedTuple):
         return int(self.src[:, 1].sum())
 
 
+class Share(NamedTuple):
+    """What of one component is to be moved.
+
+    Attributes:
+        tokens: `[start, stop)`, inside both tables.
+        src: Pages on the sending side.
+        dst: Pages on the receiving side.
+        closing: No token of this component follows.
+    """
+
+    tokens: TokenRange
+    src: PageTable
+    dst: PageTable
+    closing: bool = True
+
+
 class _Extents(NamedTuple):
     """Offsets from a leg's bases and lengths, in bytes; three uint64[n] arrays."""
 
@@ -45,41 +61,62 @@ class _Extents(NamedTuple):
     lengths: Words
 
 
-def plan(route: BoundRoute, tables: Mapping[str, tuple[PageTable, PageTable]], tokens: TokenRange) -> Descriptors:
-    """Work out the descriptors that move a token range along a route.
+def plan(
+    route: BoundRoute,
+    shares: Mapping[str, Share],
+    *,
+    layers: tuple[int, int] | None = None,
+    max_bytes: int | None = None,
+) -> Descriptors:
+    """Work out the descriptors that move some tokens along a route.
 
     Args:
         route: Who sends what, with both layouts worked in.
-        tables: For each component of the route, the page tables of the (sending, receiving) side.
-        tokens: `[start, stop)`, inside every table.
+        shares: Components to move; those that the route does not have are ignored.
+        layers: Global layers `[start, stop)` to move; all by default.
+        max_bytes: Longest descriptor that the transport takes; no limit by default.
 
     Returns:
         Descriptors merged as far as both sides are contiguous within a region; `(0, 3)` arrays if there is nothing
         to move.
 
     Raises:
-        PlanError: A component has no page tables, or tables do not reach over the range.
+        PlanError: Page tables do not reach over their tokens.
     """
-    runs = {component: pair_pages(tokens, *_tables_of(component, tables)) for component in route.components}
-    parts = [(leg, _merge(_extents(leg, runs[leg.component]))) for leg in route.legs]
+    parts: list[tuple[Leg, _Extents]] = []
+    runs: dict[tuple[str, int], TokenRuns] = {}
+    for leg in route.legs:
+        if leg.component not in shares:
+            continue
+        key = (leg.component, leg.tokens_per_cell)
+        if key not in runs:
+            runs[key] = _cell_runs(shares[leg.component], leg.tokens_per_cell)
+        chosen = leg if layers is None else leg.of_layers(*layers)
+        parts.append((chosen, _split(_merge(_extents(leg, runs[key])), max_bytes)))
+    return _spread(parts, route.src_device, route.dst_device)
+
+
+def _spread(parts: Sequence[tuple[Leg, _Extents]], src_device: int, dst_device: int) -> Descriptors:
+    """Add the offsets of each leg to each of its bases."""
     total = sum(len(leg.src_bases) * len(extents.lengths) for leg, extents in parts)
     src, dst = np.empty((total, 3), np.uint64), np.empty((total, 3), np.uint64)
-    src[:, 2], dst[:, 2] = route.src_device, route.dst_device
+    src[:, 2], dst[:, 2] = src_device, dst_device
     row = 0
     for leg, extents in parts:
         shape = (len(leg.src_bases), len(extents.lengths))
         rows = slice(row, row + shape[0] * shape[1])
-        src[rows, 0] = np.add.outer(leg.src_bases, extents.src).ravel()
-        dst[rows, 0] = np.add.outer(leg.dst_bases, extents.dst).ravel()
-        src[rows, 1] = dst[rows, 1] = np.broadcast_to(extents.lengths, shape).ravel()
+        np.add.outer(leg.src_bases, extents.src, out=src[rows, 0].reshape(shape))
+        np.add.outer(leg.dst_bases, extents.dst, out=dst[rows, 0].reshape(shape))
+        src[rows, 1].reshape(shape)[:] = extents.lengths
+        dst[rows, 1].reshape(shape)[:] = extents.lengths
         row = rows.stop
     return Descriptors(src, dst)
 
 
-def _tables_of(component: str, tables: Mapping[str, tuple[PageTable, PageTable]]) -> tuple[PageTable, PageTable]:
-    if component not in tables:
-        raise PlanError("component has no page tables", component=component, known=sorted(tables))
-    return tables[component]
+def _cell_runs(share: Share, tokens_per_cell: int) -> TokenRuns:
+    """Runs of cells; where every token has cells of its own, these are runs of tokens."""
+    cells = cell_range(share.tokens, tokens_per_cell, closing=share.closing)
+    return pair_pages(cells, share.src.in_cells(tokens_per_cell), share.dst.in_cells(tokens_per_cell))
 
 
 def _extents(leg: Leg, runs: TokenRuns) -> _Extents:
@@ -130,3 +167,15 @@ def _merge(extents: _Extents) -> _Extents:
     if len(starts) == len(extents.lengths):
         return extents
     return _Extents(extents.src[starts], extents.dst[starts], np.add.reduceat(extents.lengths, starts))
+
+
+def _split(extents: _Extents, max_bytes: int | None) -> _Extents:
+    """Cut extents that are too long into pieces of `max_bytes` and a rest."""
+    if max_bytes is None or not len(extents.lengths) or int(extents.lengths.max()) <= max_bytes:
+        return extents
+    limit = np.uint64(max_bytes)
+    counts = ((extents.lengths + (limit - np.uint64(1))) // limit).astype(np.intp)
+    firsts = np.repeat(np.cumsum(counts) - counts, counts)
+    offsets = (np.arange(len(firsts)) - firsts).astype(np.uint64) * limit
+    lengths = np.minimum(np.repeat(extents.lengths, counts) - offsets, limit)
+    return _Extents(np.repeat(extents.src, counts) + offsets, np.repeat(extents.dst, counts) + offsets, lengths)

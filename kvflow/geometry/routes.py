@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from kvflow.errors import RouteError
 from kvflow.geometry.layout import KVLayout, Region, RegionKey
+from kvflow.geometry.tokens import TokenRange, TokenShard, cell_range, count_shared, overlap_pattern
 
-__all__ = ["BoundRoute", "Leg", "Route", "RoutePiece", "SlotGeometry", "bind_route", "compile_routes"]
+__all__ = ["BoundRoute", "Debt", "Leg", "Route", "RoutePiece", "SlotGeometry", "bind_route", "compile_routes"]
 
 
 class RoutePiece(msgspec.Struct, frozen=True, array_like=True):
@@ -65,10 +66,10 @@ def compile_routes(prefill: Mapping[int, KVLayout], decode: KVLayout, *, decode_
                 prefill=layout.fingerprint,
                 decode=decode.fingerprint,
             )
-    owners = {engine_rank: layout.regions() for engine_rank, layout in sorted(prefill.items())}
+    owners = {engine_rank: _holdings(layout) for engine_rank, layout in sorted(prefill.items())}
     pieces: dict[int, list[RoutePiece]] = {engine_rank: [] for engine_rank in owners}
-    for key, wanted in decode.regions().items():
-        for engine_rank, heads in _deal_heads(key, wanted, owners, decode_rank):
+    for key, wanted in _holdings(decode).items():
+        for engine_rank, heads in _deal(key, wanted, owners, decode_rank):
             check_cells_match(key, owners[engine_rank][key], wanted)
             pieces[engine_rank].append(RoutePiece(*key, heads))
     if not any(pieces.values()):
@@ -76,32 +77,74 @@ def compile_routes(prefill: Mapping[int, KVLayout], decode: KVLayout, *, decode_
     return tuple(Route(engine_rank, tuple(owed)) for engine_rank, owed in pieces.items())
 
 
-def _deal_heads(
-    key: RegionKey, wanted: Region, owners: Mapping[int, Mapping[RegionKey, Region]], decode_rank: int
+class _Holding(NamedTuple):
+    """A region, and what its component says about it."""
+
+    region: Region
+    kind: str
+    shard: TokenShard
+
+
+def _holdings(layout: KVLayout) -> dict[RegionKey, _Holding]:
+    return {
+        RegionKey(component.name, region.tensor, region.layer): _Holding(region, component.kind, component.shard)
+        for component in layout.components
+        for region in component.regions
+    }
+
+
+def _deal(
+    key: RegionKey, wanted: _Holding, owners: Mapping[int, Mapping[RegionKey, _Holding]], decode_rank: int
 ) -> Iterable[tuple[int, tuple[int, int]]]:
-    """Cut the wanted heads where the set of owners changes, and choose one owner for each cut."""
-    holders = {rank: regions[key].heads for rank, regions in owners.items() if key in regions}
-    if not holders and wanted.optional:
+    """Cut the wanted heads where the set of owners changes, and choose the owners of each cut."""
+    holders = {rank: holdings[key] for rank, holdings in owners.items() if key in holdings}
+    if not holders and wanted.region.optional:
         return
-    edges = {wanted.heads[0], wanted.heads[1]}
-    for heads in holders.values():
-        edges.update(edge for edge in heads if wanted.heads[0] < edge < wanted.heads[1])
-    cuts = sorted(edges)
-    for start, stop in itertools.pairwise(cuts):
-        candidates = [rank for rank, heads in holders.items() if heads[0] <= start and stop <= heads[1]]
-        if not candidates:
+    first, last = wanted.region.heads
+    edges = {first, last}
+    for holding in holders.values():
+        edges.update(edge for edge in holding.region.heads if first < edge < last)
+    for start, stop in itertools.pairwise(sorted(edges)):
+        candidates = {
+            rank: holding.shard
+            for rank, holding in holders.items()
+            if holding.region.heads[0] <= start and stop <= holding.region.heads[1]
+        }
+        chosen = _deal_tokens(candidates, wanted.shard, turn=key.layer + decode_rank)
+        if not chosen:
             raise RouteError("no prefill rank holds a wanted cell", **key._asdict(), head=start)
-        yield candidates[(key.layer + decode_rank) % len(candidates)], (start, stop)
+        for rank in chosen:
+            yield rank, (start, stop)
 
 
-def check_cells_match(key: RegionKey, src: Region, dst: Region) -> None:
+def _deal_tokens(candidates: Mapping[int, TokenShard], wanted: TokenShard, turn: int) -> list[int]:
+    """Choose ranks that together hold each wanted token exactly once; none if they cannot.
+
+    Ranks that split the tokens in the same way form a family. The family with the fewest members that has all that
+    are needed is taken; within it, replicas of one shard take turns.
+    """
+    families = sorted({(shard.size, shard.interleave) for shard in candidates.values()})
+    for size, interleave in families:
+        needed = [
+            shard
+            for shard in (TokenShard(size, rank, interleave) for rank in range(size))
+            if count_shared((0, overlap_pattern(shard, wanted)[1]), shard, wanted)
+        ]
+        replicas = [[rank for rank, shard in candidates.items() if shard == one] for one in needed]
+        if all(replicas):
+            return [ranks[turn % len(ranks)] for ranks in replicas]
+    return []
+
+
+def check_cells_match(key: RegionKey, src: _Holding, dst: _Holding) -> None:
     """Refuse two regions whose cells are not interchangeable.
 
     Raises:
         RouteError: Naming the region, the field and both values.
     """
-    for field in ("dtype", "head_bytes"):
-        prefill, decode = getattr(src, field), getattr(dst, field)
+    fields = ["dtype", "head_bytes", "tokens_per_cell", *(["tokens_per_slot"] if dst.kind == "slot" else [])]
+    differing = [(field, getattr(src.region, field), getattr(dst.region, field)) for field in fields]
+    for field, prefill, decode in [("kind", src.kind, dst.kind), *differing]:
         if prefill != decode:
             raise RouteError("cells differ", **key._asdict(), field=field, prefill=prefill, decode=decode)
 
@@ -129,6 +172,8 @@ class Leg(NamedTuple):
         dst: Steps of the receiving side.
         num_heads: Heads of every piece.
         head_bytes: Size of a cell.
+        tokens_per_cell: Tokens that share a cell.
+        layers: int64[num_pieces], global layer of each piece.
         src_bases: uint64[num_pieces], address of the first wanted head of page 0, token 0.
         dst_bases: uint64[num_pieces], the same on the receiving side.
     """
@@ -138,6 +183,8 @@ class Leg(NamedTuple):
     dst: SlotGeometry
     num_heads: int
     head_bytes: int
+    tokens_per_cell: int
+    layers: NDArray[np.int64]
     src_bases: NDArray[np.uint64]
     dst_bases: NDArray[np.uint64]
 
@@ -153,36 +200,79 @@ class Leg(NamedTuple):
 
     @property
     def tokens_touch(self) -> bool:
-        """These units of neighbouring tokens of a page are contiguous on both sides."""
+        """These units of neighbouring cells of a page are contiguous on both sides."""
         return self.src.token_stride == self.dst.token_stride == self.unit_bytes
 
+    @property
+    def cell_bytes(self) -> int:
+        """What one cell position along the tokens costs, over all pieces and heads."""
+        return len(self.layers) * self.num_heads * self.head_bytes
+
     def max_rows(self, num_tokens: int) -> int:
-        """Most descriptors for that many tokens: pages of either side cut the range, and nothing merges."""
+        """Most descriptors for that many tokens of an unsharded component, before large ones are split."""
         cuts = num_tokens // self.src.tokens_per_slot + num_tokens // self.dst.tokens_per_slot + 3
-        pieces = min(cuts, num_tokens) if self.tokens_touch else num_tokens
+        num_cells = num_tokens // self.tokens_per_cell + 2
+        pieces = min(cuts, num_cells) if self.tokens_touch else num_cells
         return len(self.src_bases) * pieces * (1 if self.heads_touch else self.num_heads)
+
+    def of_layers(self, start: int, stop: int) -> "Leg":
+        """The pieces of some layers."""
+        chosen = (start <= self.layers) & (self.layers < stop)
+        return self._replace(
+            layers=self.layers[chosen], src_bases=self.src_bases[chosen], dst_bases=self.dst_bases[chosen]
+        )
+
+
+class Debt(NamedTuple):
+    """What one component costs on the way along a route.
+
+    Attributes:
+        src: Which tokens the sending side holds.
+        dst: Which tokens the receiving side holds.
+        cell_bytes: For each number of tokens that share a cell: bytes for each cell that both sides hold.
+    """
+
+    src: TokenShard
+    dst: TokenShard
+    cell_bytes: dict[int, int]
+
+    def num_bytes(self, tokens: TokenRange, *, closing: bool) -> int:
+        """Bytes that move for a token range.
+
+        Args:
+            tokens: `[start, stop)`.
+            closing: No token follows.
+        """
+        total = 0
+        for tokens_per_cell, cost in self.cell_bytes.items():
+            cells = cell_range(tokens, tokens_per_cell, closing=closing)
+            shards = self.src.in_cells(tokens_per_cell), self.dst.in_cells(tokens_per_cell)
+            total += cost * count_shared(cells, *shards)
+        return total
 
 
 class BoundRoute(NamedTuple):
-    """A route with both layouts worked in: offsets are computed once per leg and added to its bases."""
+    """A route with both layouts worked in: offsets are computed once per leg and added to its bases.
+
+    Attributes:
+        legs: Pieces, grouped.
+        src_device: Device ordinal of the sending side.
+        dst_device: The same of the receiving side.
+        debts: What each component of the route costs.
+    """
 
     legs: tuple[Leg, ...]
     src_device: int
     dst_device: int
+    debts: dict[str, Debt]
 
-    @property
-    def bytes_per_token(self) -> int:
-        """What one token costs, over all layers and heads of the route."""
-        return sum(len(leg.src_bases) * leg.num_heads * leg.head_bytes for leg in self.legs)
+    def num_bytes(self, component: str, tokens: TokenRange, *, closing: bool) -> int:
+        """Bytes that move for a token range of one component; 0 if none of it is owed."""
+        return self.debts[component].num_bytes(tokens, closing=closing) if component in self.debts else 0
 
-    def max_rows(self, num_tokens: int) -> int:
-        """Most descriptors that a plan of that many tokens can have."""
-        return sum(leg.max_rows(num_tokens) for leg in self.legs)
-
-    @property
-    def components(self) -> tuple[str, ...]:
-        """Components that need page tables."""
-        return tuple(dict.fromkeys(leg.component for leg in self.legs))
+    def max_rows(self, component: str, num_tokens: int) -> int:
+        """Most descriptors that a plan of that many tokens of a component can have."""
+        return sum(leg.max_rows(num_tokens) for leg in self.legs if leg.component == component)
 
 
 def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
@@ -192,37 +282,66 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
 
     Raises:
         RouteError: A piece names a region or head that a side does not have, or its cells do not match.
+        LayoutError: The two sides' shards of the tokens do not fit each other.
     """
-    src_regions, dst_regions = src.regions(), dst.regions()
-    groups: dict[tuple[str, SlotGeometry, SlotGeometry, int, int], list[tuple[int, int]]] = {}
+    src_holdings, dst_holdings = _holdings(src), _holdings(dst)
+    groups: dict[_LegShape, list[tuple[int, int, int]]] = {}
+    debts: dict[str, Debt] = {}
     for piece in route.pieces:
-        source = _region_for(piece, src_regions, "prefill")
-        target = _region_for(piece, dst_regions, "decode")
+        source = _holding_for(piece, src_holdings, "prefill")
+        target = _holding_for(piece, dst_holdings, "decode")
         check_cells_match(piece.key, source, target)
+        overlap_pattern(source.shard, target.shard)
         num_heads = piece.heads[1] - piece.heads[0]
-        shape = (piece.component, SlotGeometry.of(source), SlotGeometry.of(target), num_heads, source.head_bytes)
-        groups.setdefault(shape, []).append((_first_cell(source, piece), _first_cell(target, piece)))
-    legs = tuple(
-        Leg(*shape, np.array([base[0] for base in bases], np.uint64), np.array([base[1] for base in bases], np.uint64))
+        region = source.region
+        shape = _LegShape(
+            piece.component,
+            SlotGeometry.of(region),
+            SlotGeometry.of(target.region),
+            num_heads,
+            region.head_bytes,
+            region.tokens_per_cell,
+        )
+        bases = (piece.layer, _base(region, piece), _base(target.region, piece))
+        groups.setdefault(shape, []).append(bases)
+        costs = debts.setdefault(piece.component, Debt(source.shard, target.shard, {})).cell_bytes
+        costs[region.tokens_per_cell] = costs.get(region.tokens_per_cell, 0) + num_heads * region.head_bytes
+    legs = [
+        Leg(
+            *shape,
+            layers=np.array([layer for layer, _, _ in bases], np.int64),
+            src_bases=np.array([base for _, base, _ in bases], np.uint64),
+            dst_bases=np.array([base for _, _, base in bases], np.uint64),
+        )
         for shape, bases in groups.items()
-    )
-    return BoundRoute(legs, src.device_id, dst.device_id)
+    ]
+    return BoundRoute(tuple(legs), src.device_id, dst.device_id, debts)
 
 
-def _region_for(piece: RoutePiece, regions: Mapping[RegionKey, Region], side: str) -> Region:
-    region = regions.get(piece.key)
-    if region is None:
+class _LegShape(NamedTuple):
+    component: str
+    src: SlotGeometry
+    dst: SlotGeometry
+    num_heads: int
+    head_bytes: int
+    tokens_per_cell: int
+
+
+def _holding_for(piece: RoutePiece, holdings: Mapping[RegionKey, _Holding], side: str) -> _Holding:
+    holding = holdings.get(piece.key)
+    if holding is None:
         raise RouteError("route names a region that this side does not have", side=side, **piece.key._asdict())
-    if not region.heads[0] <= piece.heads[0] < piece.heads[1] <= region.heads[1]:
+    held = holding.region.heads
+    if not held[0] <= piece.heads[0] < piece.heads[1] <= held[1]:
         raise RouteError(
             "route names heads that this side does not have",
             side=side,
             **piece.key._asdict(),
             heads=piece.heads,
-            held=region.heads,
+            held=held,
         )
-    return region
+    return holding
 
 
-def _first_cell(region: Region, piece: RoutePiece) -> int:
+def _base(region: Region, piece: RoutePiece) -> int:
     return region.address + (piece.heads[0] - region.heads[0]) * region.head_stride

@@ -107,7 +107,7 @@ class PrefillBootstrap:
         async with self._slots:
             began = anyio.current_time()
             try:
-                owes = await self._greet(connection, hello)
+                owed = await self._greet(connection, hello)
             except KvflowError as error:
                 self._context.oddities.count(
                     "hello_refused", hello.peer, stage=Stage.BOOTSTRAP.value, detail=str(error)
@@ -115,11 +115,11 @@ class PrefillBootstrap:
                 self._refuse(connection, hello.peer, str(error))
                 return
             self._context.times.add(Stage.BOOTSTRAP, anyio.current_time() - began)
-            self._context.dispatch(PeerGreeted(hello.peer, hello.lease_s, owes))
+            self._context.dispatch(PeerGreeted(hello.peer, hello.lease_s, owed))
             self.send(hello.peer, Welcome(peer=self._context.me, version=PROTOCOL_VERSION))
 
-    async def _greet(self, connection: bytes, hello: Hello) -> bool:
-        """Check a hello and get ready to write to its sender; say whether there is anything to write."""
+    async def _greet(self, connection: bytes, hello: Hello) -> tuple[str, ...]:
+        """Check a hello and get ready to write to its sender; say of which components there is something to write."""
         if hello.to != self._context.me:
             raise RouteError("hello is for another rank or another life of it", to=str(hello.to))
         if not hello.versions[0] <= PROTOCOL_VERSION <= hello.versions[1]:
@@ -136,7 +136,7 @@ class PrefillBootstrap:
         self._peers[connection] = hello.peer
         self._lines[hello.peer] = connection
         self._geometry[hello.peer] = PeerGeometry(route, hello.layout)
-        return bool(route.legs)
+        return tuple(route.debts)
 
     def _refuse(self, connection: bytes, to: PeerId | None, detail: str) -> None:
         try:
@@ -315,7 +315,7 @@ class DecodeBootstrap:
         return greeted
 
     async def _greet_rank(self, card: Card, route: Route, give_up: float) -> GreetedRank:
-        bytes_per_token = bind_route(route, card.layout, self._layout).bytes_per_token
+        debts = bind_route(route, card.layout, self._layout).debts
         hello = Hello(
             peer=self._context.me,
             to=card.peer,
@@ -339,7 +339,7 @@ class DecodeBootstrap:
             raise Unreachable("rank did not answer", rank=str(card.peer.rank), endpoint=card.endpoint)
         if isinstance(answer, Refuse):
             raise RouteError("rank refused", rank=str(card.peer.rank), detail=answer.detail)
-        return GreetedRank(card.peer, bytes_per_token)
+        return GreetedRank(card.peer, debts)
 
     def _line(self, card: Card) -> _Line:
         """The line to a rank, opened if there is none yet."""

@@ -15,7 +15,8 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from kvflow.config import Limits
 from kvflow.errors import FailureReason, Stage
-from kvflow.geometry.pages import PageTable, TokenRange
+from kvflow.geometry.pages import PageTable
+from kvflow.geometry.tokens import TokenRange
 from kvflow.stages.context import StageContext
 from kvflow.state.effects import EnqueueChunk
 from kvflow.state.events import DeliveryId, PlanFailed, ReadyEvent
@@ -30,7 +31,7 @@ class ChunkJob:
     """A part of a chunk on its way to one decode rank.
 
     Attributes:
-        tokens: What of the chunk the decode rank wants, never empty.
+        ranges: For each component, what of the chunk the decode rank wants; none is empty.
         pages: Source pages of the chunk, for each component.
         grant: Whose pages to write.
         num_bytes: What the job will move.
@@ -40,7 +41,7 @@ class ChunkJob:
 
     delivery: DeliveryId
     seq: int
-    tokens: TokenRange
+    ranges: Mapping[str, TokenRange]
     pages: Mapping[str, PageTable]
     grant: Grant
     num_bytes: int
@@ -114,19 +115,19 @@ class Enqueue:
     Args:
         context: Of this rank.
         jobs: Where jobs go when their turn has come.
-        bytes_per_token: What one token costs on the way to a peer; 0 for a peer that is gone.
+        num_bytes: What a part of a chunk costs on its way; 0 for a peer that is gone.
     """
 
     def __init__(
         self,
         context: StageContext,
         jobs: MemoryObjectSendStream[ChunkJob],
-        bytes_per_token: Callable[[PeerId], int],
+        num_bytes: Callable[[EnqueueChunk], int],
     ) -> None:
         self.queue = ChunkQueue(context.config.limits)
         self._context = context
         self._jobs = jobs
-        self._bytes_per_token = bytes_per_token
+        self._num_bytes = num_bytes
         self._changed = anyio.Event()
         self._got_room = anyio.Event()
         self._put: list[EnqueueChunk] = []
@@ -214,14 +215,13 @@ class Enqueue:
         return None
 
     def _job(self, effect: EnqueueChunk) -> ChunkJob:
-        num_tokens = effect.tokens[1] - effect.tokens[0]
         return ChunkJob(
             delivery=effect.delivery,
             seq=effect.seq,
-            tokens=effect.tokens,
+            ranges=effect.ranges,
             pages=effect.chunk.pages,
             grant=effect.grant,
-            num_bytes=num_tokens * self._bytes_per_token(effect.delivery.peer),
+            num_bytes=self._num_bytes(effect),
             is_last=effect.chunk.last,
             enqueued_at=anyio.current_time(),
         )

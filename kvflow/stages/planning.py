@@ -14,8 +14,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from kvflow.errors import FailureReason, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import PageTable, check_page_tables
-from kvflow.geometry.plan import Descriptors, plan
+from kvflow.geometry.pages import PageTable, Part, check_parts
+from kvflow.geometry.plan import Descriptors, Share, plan
 from kvflow.geometry.routes import BoundRoute
 from kvflow.stages.context import StageContext
 from kvflow.stages.enqueue import ChunkJob
@@ -99,11 +99,15 @@ class Planning:
         if geometry is None:
             raise PlanError("peer is gone", peer=str(job.delivery.peer))
         granted = self._granted(job, geometry.layout)
-        tables = {name: (job.pages[name], granted[name]) for name in geometry.route.components if name in job.pages}
-        num_tokens = job.tokens[1] - job.tokens[0]
-        if geometry.route.max_rows(num_tokens) <= self._context.config.limits.rows_planned_inline:
-            return plan(geometry.route, tables, job.tokens)
-        return await anyio.to_thread.run_sync(plan, geometry.route, tables, job.tokens)
+        shares = {
+            name: Share(tokens, job.pages[name], granted[name], closing=tokens[1] == job.grant.ranges[name][1])
+            for name, tokens in job.ranges.items()
+        }
+        route = geometry.route
+        max_rows = sum(route.max_rows(name, stop - start) for name, (start, stop) in job.ranges.items())
+        if max_rows <= self._context.config.limits.rows_planned_inline:
+            return plan(route, shares)
+        return await anyio.to_thread.run_sync(plan, route, shares)
 
     def _granted(self, job: ChunkJob, layout: KVLayout) -> Mapping[str, PageTable]:
         """The decode rank's page tables, checked when the first chunk of a delivery needs them."""
@@ -125,5 +129,7 @@ def granted_pages(grant: Grant, layout: KVLayout) -> dict[str, PageTable]:
     odd = [name for name, data in grant.pages.items() if len(data) % WIRE_PAGES.itemsize]
     if odd:
         raise PlanError("page table of a grant is cut off", components=odd)
-    pages = {name: np.frombuffer(data, WIRE_PAGES) for name, data in grant.pages.items()}
-    return check_page_tables(pages, layout, grant.tokens, distinct=True)
+    if sorted(grant.pages) != sorted(grant.ranges):
+        raise PlanError("grant needs pages for what it wants", wanted=sorted(grant.ranges), pages=sorted(grant.pages))
+    parts = {name: Part(tokens, np.frombuffer(grant.pages[name], WIRE_PAGES)) for name, tokens in grant.ranges.items()}
+    return check_parts(parts, layout, distinct=True)

@@ -142,7 +142,7 @@ class Core:
 
     def _peer_greeted(self, event: ev.PeerGreeted, now: float) -> list[Effect]:
         effects = self._acquaint(event.peer, event.lease_s, now)
-        self.senders.greeted(event.peer, owes=event.owes)
+        self.senders.greeted(event.peer, owed=event.owed)
         return effects
 
     def _instance_greeted(self, event: ev.InstanceGreeted, now: float) -> list[Effect]:

@@ -4,9 +4,10 @@ Order matters in three places, and the core keeps to it: memory is reported only
 only after the last post has settled; a Grant is sent only after its receiver is on record.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvflow.geometry.pages import TokenRange
+from kvflow.geometry.tokens import TokenRange
 from kvflow.state.events import Chunk, DeliveryId
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure, Grant, Message, Notice, PeerId
@@ -40,12 +41,12 @@ class EnqueueChunk:
     """Put a part of a chunk on its way: plan it when its turn comes, then say PlanFinished.
 
     Attributes:
-        tokens: The part of the chunk that this decode rank wants, never empty.
+        ranges: For each component, the tokens of the chunk that this decode rank wants; none is empty.
     """
 
     delivery: DeliveryId
     seq: int
-    tokens: TokenRange
+    ranges: Mapping[str, TokenRange]
     chunk: Chunk
     grant: Grant
 

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from kvflow.geometry.pages import PageTable, TokenRange
+from kvflow.geometry.pages import PageTable
+from kvflow.geometry.routes import Debt
+from kvflow.geometry.tokens import TokenRange
 from kvflow.wire.messages import Failure, Message, Notice, PeerId
 
 __all__ = [
@@ -51,17 +53,19 @@ class ReadyEvent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens that a prefill engine has ready to send. The core looks at the tokens only.
+    """Tokens that a prefill engine has ready to send. The core looks at the ranges only.
 
     Attributes:
         tokens: `[start, stop)`; the next chunk starts at `stop`.
-        pages: Source pages of the tokens, for each component.
+        ranges: For each component that comes with the chunk, its tokens; those of a window may reach back.
+        pages: For the same components, the source pages.
         ready: What to wait for before the pages may be read, or None.
         last: No chunk follows.
         metadata: On the last chunk: from the prefill engine to the decode engine.
     """
 
     tokens: TokenRange
+    ranges: Mapping[str, TokenRange] = field(default_factory=dict)
     pages: Mapping[str, PageTable] = field(default_factory=dict)
     ready: ReadyEvent | None = None
     last: bool = False
@@ -100,8 +104,8 @@ class PeerGreeted:
 
     peer: PeerId
     lease_s: float
-    owes: bool
-    """This rank holds cells that the decode rank wants."""
+    owed: tuple[str, ...]
+    """Components of which this rank holds cells that the decode rank wants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +158,15 @@ class ReceiveOpened:
     Attributes:
         generation: Issued by the shell, higher than any before.
         instance: Prefill instance that computes it.
-        pages: For each component, the destination pages as they go into the Grant.
+        ranges: For each component that is wanted, its tokens.
+        pages: For the same components, the destination pages as they go into the Grant.
         secret: 16 random bytes; the token of each grant is derived from it.
     """
 
     room: int
     generation: int
     instance: str
-    tokens: TokenRange
+    ranges: Mapping[str, TokenRange]
     pages: Mapping[str, bytes]
     num_decode_ranks: int
     timeout_s: float
@@ -181,11 +186,11 @@ class GreetedRank:
     """One prefill rank after the handshake.
 
     Attributes:
-        bytes_per_token: What it owes for each token; 0 if it owes nothing.
+        debts: What it owes, by component.
     """
 
     peer: PeerId
-    bytes_per_token: int
+    debts: Mapping[str, Debt]
 
 
 @dataclass(frozen=True, slots=True)

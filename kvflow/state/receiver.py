@@ -6,10 +6,10 @@ write is told to stop, and the pages are given back when each has said that it d
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvflow.errors import FailureReason, Stage
-from kvflow.geometry.pages import TokenRange
+from kvflow.geometry.tokens import TokenRange
 from kvflow.state.effects import CountOddity, Effect, Handed, ReportReceiver, SendMessage
 from kvflow.state.events import GreetedRank, ReceiveOpened
 from kvflow.state.tables import RANK, Memory, Outcome, RankSignal, RankState, Signal, TransferState
@@ -21,15 +21,16 @@ __all__ = ["RankProgress", "Receiver"]
 class RankProgress:
     """What one prefill rank owes to one transfer, and what of it has arrived."""
 
-    def __init__(self, rank: GreetedRank, token: int, tokens: TokenRange) -> None:
+    def __init__(self, rank: GreetedRank, token: int, ranges: Mapping[str, TokenRange]) -> None:
         self.peer = rank.peer
         self.token = token
         self.state = RankState.OWING
         self.num_bytes = 0
         self.metadata = b""
-        self._wanted = tokens
-        self._owed_bytes = rank.bytes_per_token * (tokens[1] - tokens[0])
-        self._notices: dict[int, TokenRange] = {}
+        self._debts = rank.debts
+        self._wanted = {name: tokens for name, tokens in ranges.items() if name in rank.debts}
+        self._max_notices = sum(stop - start for start, stop in self._wanted.values())
+        self._notices: dict[int, Notice] = {}
         self._num_expected: int | None = None
 
     @property
@@ -45,7 +46,7 @@ class RankProgress:
         """Count a notice once; say what is odd about it if it does not count."""
         if notice.seq in self._notices:
             return "notice_duplicate"
-        if notice.seq > self._wanted[1] - self._wanted[0]:
+        if notice.seq > self._max_notices:
             return "notice_seq_impossible"  # every notice but the last carries at least one token
         if self._num_expected is not None and (notice.last or notice.seq >= self._num_expected):
             return "notice_after_last"
@@ -54,7 +55,7 @@ class RankProgress:
                 return "notice_after_last"
             self._num_expected = notice.seq + 1
             self.metadata = notice.metadata
-        self._notices[notice.seq] = notice.tokens
+        self._notices[notice.seq] = notice
         self.num_bytes += notice.num_bytes
         whole = len(self._notices) == self._num_expected and self.shortfall() is None
         self.apply(RankSignal.COMPLETED if whole else RankSignal.NOTICED)
@@ -67,19 +68,28 @@ class RankProgress:
 
     def shortfall(self) -> str | None:
         """Say what is missing once all notices are there: tokens out of line, or another number of bytes than owed."""
-        position = self._wanted[0]
+        positions = {name: start for name, (start, _) in self._wanted.items()}
         for seq in range(len(self._notices)):
-            start, stop = self._notices.get(seq, (-1, -1))
-            if start == stop:
-                continue
-            if start != position:
-                return f"tokens {position}:{start} were not written"
-            position = stop
-        if position != self._wanted[1]:
-            return f"tokens {position}:{self._wanted[1]} were not written"
-        if self.num_bytes != self._owed_bytes:
-            return f"{self.num_bytes} bytes were written, {self._owed_bytes} were owed"
+            notice = self._notices.get(seq)
+            if notice is None:
+                return f"notice {seq} is missing"
+            for name, (start, stop) in notice.ranges.items():
+                if start != positions.get(name) or stop < start:
+                    return f"tokens {start}:{stop} of component {name} do not continue what was written"
+                positions[name] = stop
+            owed = self._owed(notice)
+            if notice.num_bytes != owed:
+                return f"{notice.num_bytes} bytes were written, {owed} were owed"
+        for name, (_, stop) in self._wanted.items():
+            if positions[name] != stop:
+                return f"tokens {positions[name]}:{stop} of component {name} were not written"
         return None
+
+    def _owed(self, notice: Notice) -> int:
+        return sum(
+            self._debts[name].num_bytes(tokens, closing=tokens[1] == self._wanted[name][1])
+            for name, tokens in notice.ranges.items()
+        )
 
 
 class Receiver:
@@ -115,14 +125,15 @@ class Receiver:
         for rank in ranks:
             engine_rank = rank.peer.rank.engine_rank
             token = grant_token(self.opened.secret, engine_rank)
-            if rank.bytes_per_token:
-                self.ranks[engine_rank] = RankProgress(rank, token, self.opened.tokens)
+            is_owing = any(name in rank.debts for name in self.opened.ranges)
+            if is_owing:
+                self.ranks[engine_rank] = RankProgress(rank, token, self.opened.ranges)
             grant = Grant(
                 room=self.room,
                 generation=self.generation,
                 token=token,
-                tokens=self.opened.tokens,
-                pages=dict(self.opened.pages) if rank.bytes_per_token else {},
+                ranges=dict(self.opened.ranges),
+                pages=dict(self.opened.pages) if is_owing else {},
                 num_decode_ranks=self.opened.num_decode_ranks,
                 timeout_s=timeout_s,
             )

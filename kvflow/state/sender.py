@@ -5,12 +5,12 @@ cuts the chunks down to the tokens that were asked for, numbers them, and follow
 Whatever ends one delivery badly ends the whole room: decode ranks of one request are of no use without each other.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
-from kvflow.geometry.pages import TokenRange
+from kvflow.geometry.tokens import TokenRange
 from kvflow.state.effects import DropChunks, DropPlan, Effect, EnqueueChunk, PostPlan, ReportSender, SendMessage
 from kvflow.state.events import Chunk, DeliveryId
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
@@ -22,10 +22,11 @@ __all__ = ["Delivery", "Sender"]
 class Delivery:
     """What one prefill rank sends to one decode rank for one grant."""
 
-    def __init__(self, me: PeerId, peer: PeerId, grant: Grant, *, owes: bool) -> None:
+    def __init__(self, me: PeerId, peer: PeerId, grant: Grant, *, owed: Sequence[str]) -> None:
         self.id = DeliveryId(grant.room, peer, grant.generation)
         self.grant = grant
-        self.owes = owes
+        self._wanted = {name: tokens for name, tokens in grant.ranges.items() if name in owed}
+        self._positions = {name: start for name, (start, _) in self._wanted.items()}
         self.state = TransferState()
         self._me = me
         self._next_seq = 0
@@ -43,11 +44,12 @@ class Delivery:
     def offer(self, chunk: Chunk) -> list[Effect]:
         """Take the part of a chunk that this decode rank wants."""
         self._ended = chunk.last
-        if not self.owes:
+        if not self._wanted:
             return self._settle()
-        tokens = _clip(chunk.tokens, self.grant.tokens)
-        if tokens[0] == tokens[1] and not chunk.last:
+        ranges = self._share(chunk)
+        if not ranges and not chunk.last:
             return []
+        self._positions.update({name: stop for name, (_, stop) in ranges.items()})
         seq = self._next_seq
         self._next_seq += 1
         notice = Notice(
@@ -56,15 +58,36 @@ class Delivery:
             token=self.grant.token,
             engine_rank=self._me.rank.engine_rank,
             seq=seq,
-            tokens=tokens,
+            ranges=ranges,
             num_bytes=0,
             last=chunk.last,
             metadata=chunk.metadata,
         )
-        if tokens[0] == tokens[1]:
+        if not ranges:
             return [SendMessage(self.id.peer, notice), *self._settle()]
         self._planned[seq] = notice
-        return [EnqueueChunk(self.id, seq, tokens, chunk, self.grant)]
+        return [EnqueueChunk(self.id, seq, ranges, chunk, self.grant)]
+
+    def missing(self, chunk: Chunk) -> str | None:
+        """Say which wanted tokens can never be served any more if this chunk comes next."""
+        for name, (start, stop) in self._wanted.items():
+            at = self._positions[name]
+            first, last = chunk.ranges.get(name, (at, at))
+            is_gap = at < first < last and at < stop
+            if is_gap or (chunk.last and max(at, last) < stop):
+                lacking = f"{at}:{min(first, stop)}" if is_gap else f"{max(at, last)}:{stop}"
+                return f"decode wants tokens {start}:{stop} of component {name}, prefill does not serve {lacking}"
+        return None
+
+    def _share(self, chunk: Chunk) -> dict[str, TokenRange]:
+        """What of a chunk this decode rank wants and has not been sent."""
+        shares = {}
+        for name, (_, stop) in self._wanted.items():
+            at = self._positions[name]
+            end = min(chunk.ranges.get(name, (at, at))[1], stop)
+            if at < end:
+                shares[name] = (at, end)
+        return shares
 
     def plan_finished(self, seq: int, num_bytes: int) -> list[Effect]:
         """Post what was planned, unless the delivery has ended."""
@@ -72,6 +95,8 @@ class Delivery:
         if notice is None:
             return [DropPlan(self.id, seq)]
         notice = msgspec.structs.replace(notice, num_bytes=num_bytes)
+        if not num_bytes:  # tokens of which this rank holds none
+            return [DropPlan(self.id, seq), SendMessage(self.id.peer, notice), *self._settle()]
         self._posted[seq] = notice
         return [PostPlan(self.id, seq, notice)]
 
@@ -167,9 +192,9 @@ class Sender:
             effects += self._feed(delivery, [chunk])
         return [*effects, *self._review()]
 
-    def grant(self, peer: PeerId, grant: Grant, *, owes: bool) -> list[Effect]:
+    def grant(self, peer: PeerId, grant: Grant, *, owed: Sequence[str]) -> list[Effect]:
         """Start a delivery and give it every chunk there is so far."""
-        delivery = Delivery(self._me, peer, grant, owes=owes)
+        delivery = Delivery(self._me, peer, grant, owed=owed)
         if self.failure is not None:
             return delivery.stop(Signal.FAILED, self.failure)
         refusal = self._refusal(peer, grant)
@@ -230,23 +255,13 @@ class Sender:
         return None
 
     def _feed(self, delivery: Delivery, chunks: Iterable[Chunk]) -> list[Effect]:
-        missing = self._missing_tokens(delivery)
-        if missing is not None:
-            return self.stop(Signal.FAILED, self._error(FailureReason.TOKENS_NOT_SERVED, missing))
         effects: list[Effect] = []
         for chunk in chunks:
+            missing = delivery.missing(chunk)
+            if missing is not None:
+                return [*effects, *self.stop(Signal.FAILED, self._error(FailureReason.TOKENS_NOT_SERVED, missing))]
             effects += delivery.offer(chunk)
         return effects
-
-    def _missing_tokens(self, delivery: Delivery) -> str | None:
-        """Say which wanted tokens this room can never serve, once that is certain."""
-        start, stop = delivery.grant.tokens
-        if not self._chunks or start == stop or not delivery.owes:
-            return None
-        first, end = self._chunks[0].tokens[0], self._chunks[-1].tokens[1]
-        if first <= start and (not self.is_finished or stop <= end):
-            return None
-        return f"decode wants tokens {start}:{stop}, prefill serves {first}:{end if self.is_finished else '...'}"
 
     def _review(self) -> list[Effect]:
         """Draw the room's conclusion from its deliveries; report when a fact has changed."""
@@ -288,9 +303,3 @@ class Sender:
 def drained(delivery: DeliveryId, me: PeerId) -> Drained:
     """The promise that nothing of a delivery can be written any more."""
     return Drained(room=delivery.room, generation=delivery.generation, engine_rank=me.rank.engine_rank)
-
-
-def _clip(tokens: TokenRange, wanted: TokenRange) -> TokenRange:
-    """The part of a chunk that is wanted; empty ranges end up at the nearest end of the chunk."""
-    start = min(max(tokens[0], wanted[0]), tokens[1])
-    return start, max(start, min(tokens[1], wanted[1]))

@@ -63,7 +63,7 @@ class Senders:
         self._timeouts = timeouts
         self._limits = limits
         self._deadlines = deadlines
-        self._owes: dict[PeerId, bool] = {}
+        self._owed: dict[PeerId, tuple[str, ...]] = {}
         self._tombstones: dict[int, _Tombstone] = {}
         self.num_waiting = 0
 
@@ -95,9 +95,9 @@ class Senders:
         sender = self.rooms.get(room)
         return self._follow(sender, sender.stop(Signal.ABORTED, failure), now) if sender else []
 
-    def greeted(self, peer: PeerId, *, owes: bool) -> None:
-        """Remember whether this rank has anything for a decode rank."""
-        self._owes[peer] = owes
+    def greeted(self, peer: PeerId, *, owed: tuple[str, ...]) -> None:
+        """Remember of which components this rank has something for a decode rank."""
+        self._owed[peer] = owed
 
     def grant(self, peer: PeerId, grant: Grant, now: float) -> list[Effect]:
         """Serve a grant, keep it until the engine opens the room, or refuse it."""
@@ -183,7 +183,7 @@ class Senders:
 
     def forget_peer(self, peer: PeerId) -> None:
         """Drop what is kept about a decode rank."""
-        self._owes.pop(peer, None)
+        self._owed.pop(peer, None)
 
     def close(self, failure: Failure, now: float) -> list[Effect]:
         """Fail everything; what waits for a room is told that none will come."""
@@ -215,7 +215,7 @@ class Senders:
         return []
 
     def _serve(self, sender: Sender, peer: PeerId, grant: Grant, now: float) -> list[Effect]:
-        effects = sender.grant(peer, grant, owes=self._owes[peer])
+        effects = sender.grant(peer, grant, owed=self._owed[peer])
         delivery = sender.deliveries.get(peer)
         if delivery is not None and delivery.grant is grant and delivery.state.is_pending:
             self._deadlines.set(Undelivered(delivery.id), now + grant.timeout_s)

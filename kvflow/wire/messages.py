@@ -186,8 +186,8 @@ class Grant(Message, frozen=True, tag="grant"):
     Attributes:
         generation: Issued by the decode rank, never reused by it.
         token: Random; every Notice must repeat it, because in-band notices carry no other proof of their origin.
-        tokens: Token positions `[start, stop)` that are wanted.
-        pages: For each component, the pages that hold `tokens`: little-endian uint32.
+        ranges: For each component that is wanted, token positions `[start, stop)`.
+        pages: For the same components, the pages that hold them: little-endian uint32.
         num_decode_ranks: How many decode ranks ask for this room.
         timeout_s: Time left until the decode rank gives up.
     """
@@ -195,7 +195,7 @@ class Grant(Message, frozen=True, tag="grant"):
     room: int
     generation: int
     token: int
-    tokens: tuple[int, int]
+    ranges: dict[str, tuple[int, int]]
     pages: dict[str, bytes]
     num_decode_ranks: Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
     timeout_s: Seconds
@@ -206,7 +206,7 @@ class Notice(Message, frozen=True, tag="notice"):
 
     Attributes:
         seq: Counts the notices of this rank in this generation, from 0.
-        tokens: Token positions that were written; may be empty.
+        ranges: For each component of which something was written, token positions.
         num_bytes: Bytes that were written.
         last: No notice of this rank has a higher `seq`.
         metadata: Only on the last: opaque, from the prefill engine to the decode engine.
@@ -217,7 +217,7 @@ class Notice(Message, frozen=True, tag="notice"):
     token: int
     engine_rank: Count
     seq: Count
-    tokens: tuple[int, int]
+    ranges: dict[str, tuple[int, int]]
     num_bytes: int
     last: bool = False
     metadata: bytes = b""

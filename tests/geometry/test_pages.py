@@ -6,20 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.errors import PlanError
-from kvflow.geometry.pages import PageTable, check_page_table, pages_spanned, pair_pages
+from kvflow.geometry import Component, Region
+from kvflow.geometry.pages import PageTable, Part, check_part, pages_spanned, pair_pages
 
 
 def check(
     pages: object, tokens: tuple[int, int], *, page_size: int = 4, slots: int = 10, distinct: bool = False
 ) -> PageTable:
-    return check_page_table(
-        pages,  # type: ignore[arg-type]
-        component="kv",
-        tokens=tokens,
-        page_size=page_size,
-        slots=slots,
-        distinct=distinct,
-    )
+    region = Region("k", 0, 0, slots, page_size, page_size, 1, (0, 1), 1, 1, "uint8")
+    return check_part(Component("kv", (region,)), Part(tokens, pages), distinct=distinct)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvflow.errors import PlanError
-from kvflow.geometry import PageTable, bind_route, compile_routes, head_range, plan
+from kvflow.geometry import BoundRoute, PageTable, Share, bind_route, compile_routes, head_range, plan
 from tests.support.pools import Pool, PoolShape, copy_by_cells, execute
 
 HIGH = 0xFFFF81AB54E01000
@@ -72,17 +71,17 @@ def test_executed_plan_equals_the_oracle(
             src = prefill[route.engine_rank]
             src_table = PageTable(tables[route.engine_rank], 0, src.shape.page_size)
             bound = bind_route(route, src.layout, received.layout)
-            descriptors = plan(bound, {"kv": (src_table, dst_table)}, tokens)
+            descriptors = plan(bound, {"kv": Share(tokens, src_table, dst_table)})
             assert descriptors.src.dtype == descriptors.dst.dtype == np.uint64
-            assert descriptors.num_bytes == bound.bytes_per_token * (tokens[1] - tokens[0])
-            assert len(descriptors.src) <= bound.max_rows(tokens[1] - tokens[0])
+            assert descriptors.num_bytes == bound.num_bytes("kv", tokens, closing=True)
+            assert len(descriptors.src) <= bound.max_rows("kv", tokens[1] - tokens[0])
             execute(descriptors, src, received)
             copy_by_cells(route, src, expected, (src_table.pages, dst_pages), tokens)
         for got, want in zip(received.buffers, expected.buffers, strict=True):
             np.testing.assert_array_equal(got, want)
 
 
-def bound_pair(src: PoolShape, dst: PoolShape) -> tuple[Pool, Pool, object]:
+def bound_pair(src: PoolShape, dst: PoolShape) -> tuple[Pool, Pool, BoundRoute]:
     source, target = Pool(src, 0), Pool(dst, 0)
     (route,) = compile_routes({0: source.layout}, target.layout, decode_rank=0)
     return source, target, bind_route(route, source.layout, target.layout)
@@ -92,7 +91,7 @@ def test_contiguous_pages_of_equal_layouts_become_one_descriptor_for_each_region
     shape = PoolShape(num_pages=64, page_size=16, heads=(0, 4), head_bytes=32, num_layers=3)
     _, _, bound = bound_pair(shape, shape)
     table = PageTable(np.arange(64, dtype=np.uint32), 0, 16)
-    descriptors = plan(bound, {"kv": (table, table)}, (0, 1024))  # type: ignore[arg-type]
+    descriptors = plan(bound, {"kv": Share((0, 1024), table, table)})
     assert descriptors.src.shape == (2 * 3, 3)
     assert set(descriptors.src[:, 1].tolist()) == {64 * shape.page_bytes}
 
@@ -102,7 +101,7 @@ def test_runs_break_where_either_side_does() -> None:
     _, _, bound = bound_pair(shape, shape)
     src = PageTable(np.array([0, 1, 2, 5], np.uint32), 0, 16)
     dst = PageTable(np.array([4, 5, 7, 0], np.uint32), 0, 16)
-    descriptors = plan(bound, {"kv": (src, dst)}, (0, 64))  # type: ignore[arg-type]
+    descriptors = plan(bound, {"kv": Share((0, 64), src, dst)})
     assert descriptors.src[:3, 1].tolist() == [2 * shape.page_bytes, shape.page_bytes, shape.page_bytes]
 
 
@@ -110,22 +109,22 @@ def test_head_major_pages_move_whole_where_both_sides_hold_the_same_heads() -> N
     shape = PoolShape(num_pages=8, page_size=16, heads=(0, 4), head_bytes=32, num_layers=1, order="HND")
     _, _, bound = bound_pair(shape, shape)
     table = PageTable(np.array([1, 6], np.uint32), 0, 16)
-    assert plan(bound, {"kv": (table, table)}, (0, 32)).src[:, 1].tolist() == [shape.page_bytes] * 4  # type: ignore[arg-type]
+    assert plan(bound, {"kv": Share((0, 32), table, table)}).src[:, 1].tolist() == [shape.page_bytes] * 4
 
 
 def test_nothing_to_move_is_an_empty_array_of_the_right_kind() -> None:
     shape = PoolShape(num_pages=8, page_size=16, heads=(0, 4), head_bytes=32, num_layers=1)
     _, _, bound = bound_pair(shape, shape)
     table = PageTable(np.empty(0, np.uint32), 16, 16)
-    descriptors = plan(bound, {"kv": (table, table)}, (16, 16))  # type: ignore[arg-type]
+    descriptors = plan(bound, {"kv": Share((16, 16), table, table)})
     assert descriptors.src.shape == descriptors.dst.shape == (0, 3)
     assert descriptors.src.dtype == np.uint64
     assert descriptors.num_bytes == 0
 
 
-def test_component_without_page_tables_is_named() -> None:
+def test_only_shares_that_are_given_move() -> None:
     shape = PoolShape(num_pages=8, page_size=16, heads=(0, 4), head_bytes=32, num_layers=1)
     _, _, bound = bound_pair(shape, shape)
-    with pytest.raises(PlanError) as error:
-        plan(bound, {}, (0, 16))  # type: ignore[arg-type]
-    assert error.value.values == {"component": "kv", "known": []}
+    table = PageTable(np.zeros(1, np.uint32), 0, 16)
+    assert plan(bound, {}).src.shape == (0, 3)
+    assert plan(bound, {"unknown": Share((0, 16), table, table)}).src.shape == (0, 3)

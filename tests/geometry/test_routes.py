@@ -120,4 +120,4 @@ def test_layers_of_equal_geometry_share_a_leg() -> None:
     (first, _) = compile_routes(prefill, decode, decode_rank=0)
     bound = bind_route(first, prefill[0], decode)
     assert len(bound.legs) == 1
-    assert bound.bytes_per_token == 2 * 80 * 2 * 8
+    assert bound.num_bytes("kv", (0, 1), closing=True) == 2 * 80 * 2 * 8

@@ -88,7 +88,7 @@ async def test_impossible_token_range(deployment: Deployment, tokens: tuple[int,
     assert caught.value.values["tokens"] == tokens
 
 
-@pytest.mark.parametrize("pages", [{}, {"other": [1, 2]}, {"kv": [1, 2], "other": [1, 2]}])
+@pytest.mark.parametrize("pages", [{}, {"other": [1, 2]}, {"kv": [1, 2], "other": [1, 2]}, {"kv": [1], "x": None}])
 async def test_tables_of_other_components(deployment: Deployment, pages: dict[str, list[int]]) -> None:
     with pytest.raises(PlanError, match="component"):
         deployment.decode[0].receive(1, prefill="prefill", tokens=(0, 8), pages=pages)
@@ -110,7 +110,7 @@ async def test_decode_wants_tokens_that_prefill_does_not_have(deployment: Deploy
         tasks.start_soon(receive)
     for failure in failures.values():
         assert (failure.reason, failure.rank) == (FailureReason.TOKENS_NOT_SERVED, "prefill/0")
-        assert "decode wants tokens 0:12, prefill serves 0:8" in failure.detail
+        assert failure.detail == "decode wants tokens 0:12 of component kv, prefill does not serve 8:12"
 
 
 async def test_room_that_prefill_never_opens() -> None:

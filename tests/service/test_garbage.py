@@ -94,7 +94,7 @@ async def test_bytes_that_are_no_zmq(deployment: Deployment, data: bytes) -> Non
     "message",
     [
         Ping(peer=STRANGER),
-        Grant(room=1, generation=1, token=1, tokens=(0, 4), pages={}, num_decode_ranks=1, timeout_s=1.0),
+        Grant(room=1, generation=1, token=1, ranges={"kv": (0, 4)}, pages={}, num_decode_ranks=1, timeout_s=1.0),
         Cancel(room=1, generation=1, failure=ABORTED),
         Welcome(peer=STRANGER, version=1),
     ],
@@ -151,7 +151,7 @@ async def test_notices_from_nobody_count_for_nothing(deployment: Deployment) -> 
     async with anyio.create_task_group() as tasks, request.receiver() as receiver:
         await until(lambda: deployment.prefill[0].statistics().waiting_grants)
         forged = Notice(
-            room=1, generation=1, token=0, engine_rank=0, seq=0, tokens=(0, 8), num_bytes=8 * 192, last=True
+            room=1, generation=1, token=0, engine_rank=0, seq=0, ranges={"kv": (0, 8)}, num_bytes=8 * 192, last=True
         )
         target = rogue._fabric.find(str(decode.me))
         assert target is not None

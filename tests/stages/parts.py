@@ -38,9 +38,9 @@ def delivery(to: PeerId = PEERS[0], room: int = 1) -> DeliveryId:
 
 def job(of: DeliveryId, seq: int = 0, num_bytes: int = 1, *, is_last: bool = False) -> ChunkJob:
     tokens = (seq, seq + 1)
-    return ChunkJob(of, seq, tokens, {}, grant(), num_bytes, is_last=is_last, enqueued_at=0.0)
+    return ChunkJob(of, seq, {"kv": tokens}, {}, grant(), num_bytes, is_last=is_last, enqueued_at=0.0)
 
 
 def effect(of: DeliveryId, seq: int = 0, ready: ReadyEvent | None = None, *, last: bool = False) -> EnqueueChunk:
     tokens = (seq, seq + 1)
-    return EnqueueChunk(of, seq, tokens, Chunk(tokens=tokens, ready=ready, last=last), grant())
+    return EnqueueChunk(of, seq, {"kv": tokens}, Chunk(tokens=tokens, ready=ready, last=last), grant())

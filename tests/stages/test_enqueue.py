@@ -73,7 +73,7 @@ async def test_jobs_carry_what_was_asked_for() -> None:
     async with running(bytes_per_token=7) as bench:
         bench.stage.put(effect(delivery(), 3, last=True))
         passed = await bench.jobs.receive()
-        assert (passed.delivery, passed.seq, passed.tokens) == (delivery(), 3, (3, 4))
+        assert (passed.delivery, passed.seq, passed.ranges) == (delivery(), 3, {"kv": (3, 4)})
         assert (passed.num_bytes, passed.is_last) == (7, True)
 
 

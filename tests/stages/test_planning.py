@@ -49,9 +49,9 @@ def test_page_indices_are_little_endian() -> None:
     [
         ({"kv": table(1, 2)[:-1]}, "cut off", {"components": ["kv"]}),
         ({"kv": b"\0", "x": table(1), "y": b"\0\0"}, "cut off", {"components": ["kv", "y"]}),
-        ({}, "for each component", {"given": [], "components": ["kv"]}),
-        ({"other": table(1, 2)}, "for each component", {"given": ["other"], "components": ["kv"]}),
-        ({"kv": table(1, 2), "x": table(1, 2)}, "for each component", {"given": ["kv", "x"]}),
+        ({}, "needs pages for what it wants", {"pages": [], "wanted": ["kv"]}),
+        ({"other": table(1, 2)}, "needs pages", {"pages": ["other"], "wanted": ["kv"]}),
+        ({"kv": table(1, 2), "x": table(1, 2)}, "needs pages", {"pages": ["kv", "x"]}),
         ({"kv": b""}, "does not match the token range", {"component": "kv", "pages": 0, "needed": 2}),
         ({"kv": table(1)}, "does not match the token range", {"pages": 1, "needed": 2, "page_size": PAGE_SIZE}),
         ({"kv": table(1, 2, 3)}, "does not match the token range", {"pages": 3, "needed": 2}),
@@ -76,8 +76,9 @@ def test_impossible_token_range_is_refused(tokens: tuple[int, int]) -> None:
 
 
 def test_every_component_is_checked() -> None:
+    both = grant(ranges={"kv": (0, 8), "swa": (0, 8)}, pages={"kv": table(1, 2), "swa": table(1, 99)})
     with pytest.raises(PlanError, match="outside the pool") as caught:
-        granted_pages(grant(pages={"kv": table(1, 2), "swa": table(1, 99)}), TWO)
+        granted_pages(both, TWO)
     assert caught.value.values["component"] == "swa"
 
 

@@ -20,7 +20,7 @@ from kvflow.wire.messages import (
     Received,
     Refuse,
 )
-from tests.support.cores import ABORTED, DECODE, PREFILL, CoreDriver, messages, peer, reports
+from tests.support.cores import ABORTED, DECODE, PREFILL, CoreDriver, debts, messages, peer, reports
 
 ROOM = 7
 OTHER = peer("prefill", 1)
@@ -34,7 +34,7 @@ def wish(
         room=room,
         generation=generation,
         instance="prefill",
-        tokens=tokens,
+        ranges={"kv": tokens},
         pages={"kv": b"\1\0\0\0"},
         num_decode_ranks=1,
         timeout_s=timeout_s,
@@ -53,6 +53,7 @@ class Wire:
 
     def notice(self, sender: PeerId, seq: int, tokens: tuple[int, int], **changes: object) -> list[Effect]:
         granted = self.grants[sender]
+        ranges = {"kv": tokens} if tokens[0] < tokens[1] else {}
         fields: dict[str, object] = {
             "room": granted.room,
             "generation": granted.generation,
@@ -60,7 +61,7 @@ class Wire:
             "engine_rank": sender.rank.engine_rank,
             "num_bytes": 2 * (tokens[1] - tokens[0]),
         }
-        return self.core(ev.NoticeDelivered(Notice(seq=seq, tokens=tokens, **(fields | changes))))  # type: ignore[arg-type]
+        return self.core(ev.NoticeDelivered(Notice(seq=seq, ranges=ranges, **(fields | changes))))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -171,7 +172,7 @@ def test_missing_bytes_fail_the_transfer(wire: Wire) -> None:
 
 def test_ranks_that_owe_nothing_are_told_but_not_waited_for(core: CoreDriver) -> None:
     core(wish())
-    ranks = (ev.GreetedRank(PREFILL, 2), ev.GreetedRank(OTHER, 0))
+    ranks = (ev.GreetedRank(PREFILL, debts()), ev.GreetedRank(OTHER, {}))
     wire = Wire(core, core(ev.InstanceGreeted("prefill", ranks)))
     assert (wire.grants[PREFILL].pages, wire.grants[OTHER].pages) == ({"kv": b"\1\0\0\0"}, {})
     assert reports(wire.notice(PREFILL, 0, (0, 8), last=True)) == [("success", "safe")]

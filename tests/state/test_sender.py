@@ -17,11 +17,11 @@ RECEIVED = Received(room=ROOM, generation=1)
 
 
 def chunk(start: int, stop: int, *, last: bool = False, metadata: bytes = b"") -> ev.ChunkOffered:
-    return ev.ChunkOffered(ROOM, Chunk(tokens=(start, stop), last=last, metadata=metadata))
+    return ev.ChunkOffered(ROOM, Chunk((start, stop), {"kv": (start, stop)}, last=last, metadata=metadata))
 
 
 def enqueued(effects: list[Effect]) -> list[tuple[int, tuple[int, int]]]:
-    return [(effect.seq, effect.tokens) for effect in effects if isinstance(effect, EnqueueChunk)]
+    return [(effect.seq, effect.ranges["kv"]) for effect in effects if isinstance(effect, EnqueueChunk)]
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_delivery_succeeds_when_the_receiver_has_everything(granted: CoreDriver)
     granted(chunk(0, 4))
     granted(chunk(4, 8, last=True, metadata=b"m"))
     first, last = post(granted, 0), post(granted, 1)
-    assert (first.seq, first.tokens, first.last, first.num_bytes, first.token) == (0, (0, 4), False, 16, 99)
+    assert (first.seq, first.ranges, first.last, first.num_bytes, first.token) == (0, {"kv": (0, 4)}, False, 16, 99)
     assert (last.seq, last.last, last.metadata) == (1, True, b"m")
     assert granted(ev.PostSettled(DELIVERY, 1, None)) == []
     assert reports(granted(ev.PostSettled(DELIVERY, 0, None))) == [("pending", "safe")]
@@ -84,13 +84,13 @@ def test_a_last_chunk_of_which_nothing_is_wanted_still_delivers_the_metadata(cor
     ((receiver, notice),) = messages(effects, Notice)
     assert receiver == DECODE
     assert isinstance(notice, Notice)
-    assert (notice.seq, notice.last, notice.metadata, notice.tokens) == (0, True, b"m", (8, 8))
+    assert (notice.seq, notice.last, notice.metadata, notice.ranges) == (0, True, b"m", {})
     assert reports(effects) == [("pending", "safe")]
     assert reports(core.hear(DECODE, RECEIVED)) == [("success", "safe")]
 
 
 def test_a_rank_that_owes_nothing_only_waits_for_the_end(core: CoreDriver) -> None:
-    core.meet_decode(owes=False)
+    core.meet_decode(owed=())
     core(ev.SendOpened(ROOM))
     core.hear(DECODE, grant(pages={}))
     assert core(chunk(0, 4)) == []
@@ -338,7 +338,7 @@ def test_room_in_use_and_unknown_rooms_are_refused(core: CoreDriver) -> None:
     with pytest.raises(LocalProtocolError, match="in use"):
         core(ev.SendOpened(ROOM))
     with pytest.raises(LocalProtocolError, match="not open"):
-        core(ev.ChunkOffered(8, Chunk(tokens=(0, 1))))
+        core(ev.ChunkOffered(8, Chunk((0, 1), {"kv": (0, 1)})))
 
 
 def test_rooms_and_waiting_grants_are_bounded() -> None:
@@ -377,7 +377,7 @@ def test_ping_is_answered(core: CoreDriver) -> None:
 @pytest.mark.parametrize("restarted", [True, False])
 def test_a_peer_that_leaves_or_restarts_fails_its_rooms_and_is_forgotten(granted: CoreDriver, restarted: bool) -> None:
     if restarted:
-        effects = granted(ev.PeerGreeted(peer("decode", 0, incarnation=2), 3.0, owes=True))
+        effects = granted(ev.PeerGreeted(peer("decode", 0, incarnation=2), 3.0, owed=("kv",)))
     else:
         effects = granted.hear(DECODE, Goodbye(peer=DECODE))
     assert reports(effects)[-1] == ("failed", "safe")

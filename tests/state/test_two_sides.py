@@ -16,7 +16,7 @@ from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.events import Chunk, DeliveryId
 from kvflow.wire.messages import Failure, Message, Notice, PeerId
-from tests.support.cores import CoreDriver, peer
+from tests.support.cores import CoreDriver, debts, peer
 
 PREFILL = [peer("prefill", rank) for rank in range(2)]
 DECODE = [peer("decode", rank) for rank in range(2)]
@@ -48,9 +48,9 @@ class TwoSides(RuleBasedStateMachine):
         self.generation = dict.fromkeys(DECODE, 0)
         for prefill in PREFILL:
             for decode in DECODE:
-                self.run(prefill, ev.PeerGreeted(decode, LEASE_S, owes=True))
+                self.run(prefill, ev.PeerGreeted(decode, LEASE_S, owed=("kv",)))
         for decode in DECODE:
-            ranks = tuple(ev.GreetedRank(prefill, 2) for prefill in PREFILL)
+            ranks = tuple(ev.GreetedRank(prefill, debts()) for prefill in PREFILL)
             self.run(decode, ev.InstanceGreeted("prefill", ranks))
 
     # What engines do ---------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class TwoSides(RuleBasedStateMachine):
             return
         stop = min(start + size, NUM_TOKENS)
         self.offered[rank] = stop
-        self.run(rank, ev.ChunkOffered(ROOM, Chunk(tokens=(start, stop), last=stop == NUM_TOKENS)))
+        self.run(rank, ev.ChunkOffered(ROOM, Chunk((start, stop), {"kv": (start, stop)}, last=stop == NUM_TOKENS)))
 
     @rule(which=pick)
     def open_receiver(self, which: int) -> None:
@@ -83,7 +83,7 @@ class TwoSides(RuleBasedStateMachine):
         self.run(
             rank,
             ev.ReceiveOpened(
-                ROOM, self.generation[rank], "prefill", self.wanted, {"kv": b""}, 2, 1e5, b"secret of the test"
+                ROOM, self.generation[rank], "prefill", {"kv": self.wanted}, {"kv": b""}, 2, 1e5, b"secret of the test"
             ),
         )
 
@@ -183,8 +183,8 @@ class TwoSides(RuleBasedStateMachine):
         match effect:
             case ef.SendMessage(receiver, message):
                 self.wires.setdefault((rank, receiver), deque()).append(message)
-            case ef.EnqueueChunk(delivery, seq, tokens):
-                self.planning.append((rank, delivery, seq, tokens))
+            case ef.EnqueueChunk(delivery, seq, ranges):
+                self.planning.append((rank, delivery, seq, ranges["kv"]))
             case ef.PostPlan(delivery, seq, notice):
                 assert self.memory[delivery.peer, delivery.generation] != "safe", "posted to pages that were given back"
                 self.posted[rank, delivery, seq] = (self.planned_tokens.pop((rank, delivery, seq)), notice)

@@ -2,13 +2,26 @@
 
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import FailureReason, Stage
+from kvflow.geometry.routes import Debt
+from kvflow.geometry.tokens import WHOLE
 from kvflow.state import events as ev
 from kvflow.state.core import Core
 from kvflow.state.effects import Effect, ReportReceiver, ReportSender, SendMessage
 from kvflow.state.invariants import check_invariants
 from kvflow.wire.messages import Failure, Grant, Message, PeerId, RankId
 
-__all__ = ["ABORTED", "DECODE", "PREFILL", "CoreDriver", "abort_failure", "grant", "messages", "peer", "reports"]
+__all__ = [
+    "ABORTED",
+    "DECODE",
+    "PREFILL",
+    "CoreDriver",
+    "abort_failure",
+    "debts",
+    "grant",
+    "messages",
+    "peer",
+    "reports",
+]
 
 
 def peer(instance: str, engine_rank: int = 0, incarnation: int = 1) -> PeerId:
@@ -52,17 +65,22 @@ class CoreDriver:
         self.now = end
         return effects
 
-    def meet_decode(self, other: PeerId = DECODE, *, owes: bool = True) -> None:
-        self(ev.PeerGreeted(other, LEASE_S, owes))
+    def meet_decode(self, other: PeerId = DECODE, *, owed: tuple[str, ...] = ("kv",)) -> None:
+        self(ev.PeerGreeted(other, LEASE_S, owed))
 
     def meet_prefill(self, *others: PeerId, bytes_per_token: int = 2, instance: str = "prefill") -> list[Effect]:
-        ranks = tuple(ev.GreetedRank(other, bytes_per_token) for other in others)
+        ranks = tuple(ev.GreetedRank(other, debts(bytes_per_token)) for other in others)
         return self(ev.InstanceGreeted(instance, ranks))
+
+
+def debts(bytes_per_token: int = 2) -> dict[str, Debt]:
+    """What a rank owes that holds every token of one component; nothing at all for 0."""
+    return {"kv": Debt(WHOLE, WHOLE, {1: bytes_per_token})} if bytes_per_token else {}
 
 
 def grant(room: int = 7, generation: int = 1, tokens: tuple[int, int] = (0, 8), **changes: object) -> Grant:
     fields: dict[str, object] = {"token": 99, "pages": {"kv": b"\0" * 4}, "num_decode_ranks": 1, "timeout_s": 60.0}
-    return Grant(room=room, generation=generation, tokens=tokens, **(fields | changes))  # type: ignore[arg-type]
+    return Grant(room=room, generation=generation, **({"ranges": {"kv": tokens}} | fields | changes))  # type: ignore[arg-type]
 
 
 def messages(effects: list[Effect], kind: type[Message]) -> list[tuple[PeerId, Message]]:

@@ -110,7 +110,7 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
     wm.Grant: st.builds(
         wm.Grant,
         token=signed,
-        tokens=token_ranges,
+        ranges=st.dictionaries(names, token_ranges, max_size=3),
         pages=st.dictionaries(names, blobs, max_size=3),
         num_decode_ranks=positive_counts,
         timeout_s=seconds,
@@ -121,7 +121,7 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         token=signed,
         engine_rank=counts,
         seq=counts,
-        tokens=token_ranges,
+        ranges=st.dictionaries(names, token_ranges, max_size=3),
         num_bytes=signed,
         last=st.booleans(),
         metadata=blobs,
