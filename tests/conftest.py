@@ -8,8 +8,8 @@ from hypothesis import settings
 
 from kvflow.observe.logs import LOGGER
 
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.register_profile("exploring", deadline=None)
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=300)
+settings.register_profile("fuzz", deadline=None, max_examples=20_000)
 settings.load_profile("repeatable")
 
 

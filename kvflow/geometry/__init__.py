@@ -1,5 +1,6 @@
 """What memory looks like, and which bytes go where. Pure: no I/O, no clock, no torch (but for `tensors`)."""
 
+from kvflow.geometry.axes import Axes
 from kvflow.geometry.indices import group_concurrent_contiguous, kv_to_page_indices, prompt_tokens, window_tokens
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, RegionKey
 from kvflow.geometry.pages import PageTable, Part, check_part, pages_spanned
@@ -10,6 +11,7 @@ from kvflow.geometry.shards import HeadSlice, head_range, head_slice, stage_slic
 from kvflow.geometry.tokens import TokenRange, TokenShard
 
 __all__ = [
+    "Axes",
     "BoundRoute",
     "BufferLists",
     "Component",

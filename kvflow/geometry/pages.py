@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvflow.errors import PlanError
 from kvflow.geometry.layout import Component, KVLayout
-from kvflow.geometry.tokens import WHOLE, TokenRange, TokenShard, check_range, held_range, shared_runs
+from kvflow.geometry.tokens import WHOLE, SharedRuns, TokenRange, TokenShard, check_range, held_range, shared_runs
 
 __all__ = [
     "PageIndices",
@@ -203,16 +203,17 @@ def spell_out(pages: Mapping[str, Pages], layout: KVLayout, tokens: TokenRange) 
     return parts
 
 
-def pair_pages(tokens: TokenRange, src: PageTable, dst: PageTable) -> TokenRuns:
+def pair_pages(tokens: TokenRange, src: PageTable, dst: PageTable, *, joined: bool = False) -> TokenRuns:
     """Cut a token range at every page boundary of either side, and leave out what one of them does not hold.
 
     Args:
         tokens: `[start, stop)`, inside both tables.
         src: Pages on the sending side.
         dst: Pages on the receiving side; its page size and shard may differ.
+        joined: Neighbouring pages of the pools touch, so runs may go on over page boundaries where both tables do.
 
     Returns:
-        Runs in token order.
+        Runs in token order; with `joined`, as long as is found without looking at single tokens.
 
     Raises:
         PlanError: A table does not reach over the range.
@@ -224,8 +225,25 @@ def pair_pages(tokens: TokenRange, src: PageTable, dst: PageTable) -> TokenRuns:
             raise PlanError(
                 "token range is outside the page table", side=side, tokens=tokens, covered=(table.first_token, end)
             )
-    runs = shared_runs(tokens, src.shard, dst.shard, src.page_size, dst.page_size)
+    is_plain = src.page_size == dst.page_size and src.shard.size == dst.shard.size == 1
+    if joined and is_plain and tokens[0] < tokens[1]:
+        runs = _joined_runs(tokens, src, dst)
+    else:
+        runs = shared_runs(tokens, src.shard, dst.shard, src.page_size, dst.page_size)
     return TokenRuns(*_locate(runs.starts, src), *_locate(runs.starts, dst), runs.lengths)
+
+
+def _joined_runs(tokens: TokenRange, src: PageTable, dst: PageTable) -> SharedRuns:
+    """Cut a range only where either table does not go on with the next page of its pool."""
+    start, stop = tokens
+    size = src.page_size
+    first, last = start // size, -(-stop // size)
+    src_pages = src.pages[first - src.first_token // size : last - src.first_token // size]
+    dst_pages = dst.pages[first - dst.first_token // size : last - dst.first_token // size]
+    breaks = (src_pages[1:] - src_pages[:-1] != 1) | (dst_pages[1:] - dst_pages[:-1] != 1)
+    starts = (np.flatnonzero(breaks).astype(np.uint64) + np.uint64(first + 1)) * np.uint64(size)
+    starts = np.insert(starts, 0, np.uint64(start))
+    return SharedRuns(starts, np.diff(np.append(starts, np.uint64(stop))))
 
 
 def _locate(starts: NDArray[np.uint64], table: PageTable) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:

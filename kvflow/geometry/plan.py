@@ -84,13 +84,13 @@ def plan(
         PlanError: Page tables do not reach over their tokens.
     """
     parts: list[tuple[Leg, _Extents]] = []
-    runs: dict[tuple[str, int], TokenRuns] = {}
+    runs: dict[tuple[str, int, bool], TokenRuns] = {}
     for leg in route.legs:
         if leg.component not in shares:
             continue
-        key = (leg.component, leg.tokens_per_cell)
+        key = (leg.component, leg.tokens_per_cell, leg.pages_touch)
         if key not in runs:
-            runs[key] = _cell_runs(shares[leg.component], leg.tokens_per_cell)
+            runs[key] = _cell_runs(shares[leg.component], leg.tokens_per_cell, joined=leg.pages_touch)
         chosen = leg if layers is None else leg.of_layers(*layers)
         parts.append((chosen, _split(_merge(_extents(leg, runs[key])), max_bytes)))
     return _spread(parts, route.src_device, route.dst_device)
@@ -113,10 +113,10 @@ def _spread(parts: Sequence[tuple[Leg, _Extents]], src_device: int, dst_device: 
     return Descriptors(src, dst)
 
 
-def _cell_runs(share: Share, tokens_per_cell: int) -> TokenRuns:
+def _cell_runs(share: Share, tokens_per_cell: int, *, joined: bool) -> TokenRuns:
     """Runs of cells; where every token has cells of its own, these are runs of tokens."""
     cells = cell_range(share.tokens, tokens_per_cell, closing=share.closing)
-    return pair_pages(cells, share.src.in_cells(tokens_per_cell), share.dst.in_cells(tokens_per_cell))
+    return pair_pages(cells, share.src.in_cells(tokens_per_cell), share.dst.in_cells(tokens_per_cell), joined=joined)
 
 
 def _extents(leg: Leg, runs: TokenRuns) -> _Extents:

@@ -157,6 +157,10 @@ class SlotGeometry(NamedTuple):
     token_stride: int
     head_stride: int
 
+    def page_bytes(self, tokens_per_cell: int) -> int:
+        """From the first to past the last cell of a page, if they follow each other without gaps."""
+        return self.tokens_per_slot // tokens_per_cell * self.token_stride
+
     @classmethod
     def of(cls, region: Region) -> "SlotGeometry":
         """The steps of a region."""
@@ -204,9 +208,10 @@ class Leg(NamedTuple):
         return self.src.token_stride == self.dst.token_stride == self.unit_bytes
 
     @property
-    def cell_bytes(self) -> int:
-        """What one cell position along the tokens costs, over all pieces and heads."""
-        return len(self.layers) * self.num_heads * self.head_bytes
+    def pages_touch(self) -> bool:
+        """Whole pages that follow each other in a pool are contiguous on both sides."""
+        strides = (self.src.page_bytes(self.tokens_per_cell), self.dst.page_bytes(self.tokens_per_cell))
+        return self.tokens_touch and strides == (self.src.slot_stride, self.dst.slot_stride)
 
     def max_rows(self, num_tokens: int) -> int:
         """Most descriptors for that many tokens of an unsharded component, before large ones are split."""

@@ -1,19 +1,173 @@
 """Layouts from torch tensors. The only module of kvflow that imports torch.
 
 Strides and addresses are read from the tensors, never computed from shapes, so views, transposed pools and one
-allocation for all layers need no special case.
+allocation for all layers need no special case. What cannot be read is the meaning of an axis, so it is declared:
+`Axes` names each dimension in order. Four steps lead from tensors to a layout, and none of them knows a kind of model:
+
+1. `split_tensors` cuts an axis whose parts are sharded separately (q, k and v of a convolution state) into views.
+2. `regions_from_tensors` turns the pools of one tensor name into regions.
+3. `Component` puts regions that share a page table together.
+4. `layout_from_components` adds what must be registered. `layout_from_tensors` does 2 to 4 for one ordinary pool.
 """
 
+import itertools
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from kvflow.errors import LayoutError
+from kvflow.geometry.axes import Axes
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, merge_ranges
 
-__all__ = ["layout_from_tensors"]
+__all__ = ["layout_from_components", "layout_from_tensors", "regions_from_tensors", "split_tensors"]
 
-AXES = ("page", "token", "head", "dim")
+
+class _View(NamedTuple):
+    """A tensor with one name for each dimension, and the place it has in the model, for errors."""
+
+    tensor: torch.Tensor
+    names: tuple[str, ...]
+    name: str
+    layer: int | None
+
+    def error(self, message: str, field: str, *, expected: object, found: object) -> LayoutError:
+        return LayoutError(message, tensor=self.name, layer=self.layer, field=field, expected=expected, found=found)
+
+    def size(self, name: str) -> int:
+        """Entries along an axis; 1 if there is none of the name."""
+        return self.tensor.shape[self.names.index(name)] if name in self.names else 1
+
+    def stride(self, name: str, absent: int) -> int:
+        """Bytes from one entry to the next along an axis."""
+        if name not in self.names:
+            return absent
+        return self.tensor.stride(self.names.index(name)) * self.tensor.element_size()
+
+    def unbind(self, name: str) -> list["_View"]:
+        """One view for each index of an axis; this one alone if there is none of the name."""
+        if name not in self.names:
+            return [self]
+        position = self.names.index(name)
+        names = self.names[:position] + self.names[position + 1 :]
+        return [self._replace(tensor=part, names=names) for part in self.tensor.unbind(position)]
+
+
+def regions_from_tensors(
+    tensor: str | Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    axes: Axes,
+    *,
+    layers: int | Sequence[int] = 0,
+    optional: bool = False,
+) -> tuple[Region, ...]:
+    """Describe the pools of one tensor name (or of several, along a `kv` axis).
+
+    Args:
+        tensor: Name of the tensor ("k", "latent", "conv.q"); with a `kv` axis one name for each of its indices.
+        tensors: One pool for each layer, in layer order; with a `layer` axis each of them holds several layers. Any
+            device, any strides. They stay the caller's and must live as long as any rank that was given the layout.
+        axes: What the dimensions mean, the same for all pools.
+        layers: The model's own (global) number of each layer, or of the first if they are consecutive.
+        optional: The decode side can do without them (draft layers).
+
+    Returns:
+        One region for each layer and name, layer by layer.
+
+    Raises:
+        LayoutError: With tensor, layer, field and both values: another number of dimensions, layers, names, heads or
+            tokens than declared, a buffer that is no whole number of pages, cells that are not contiguous or overlap,
+            a tensor without memory.
+    """
+    names = (tensor,) if isinstance(tensor, str) else tuple(tensor)
+    views: list[_View] = []
+    for pool in tensors:
+        whole = _View(pool, axes.names, names[0], _layer_number(layers, len(views)))
+        views += _split_fused(whole, axes).unbind("layer")
+    if not isinstance(layers, int) and len(views) != len(layers):
+        raise LayoutError(
+            "tensors hold another number of layers",
+            tensor=names[0],
+            layer=layers[0] if layers else None,
+            field="layers",
+            expected=len(layers),
+            found=len(views),
+        )
+    regions: list[Region] = []
+    for index, view in enumerate(views):
+        parts = view._replace(layer=_layer_number(layers, index)).unbind("kv")
+        if len(parts) != len(names):
+            raise parts[0].error(
+                "the kv axis has another size than there are names", "kv", expected=len(names), found=len(parts)
+            )
+        regions += [_region(part._replace(name=name), axes, optional) for name, part in zip(names, parts, strict=True)]
+    return tuple(regions)
+
+
+def split_tensors(
+    tensors: Sequence[torch.Tensor], sizes: Sequence[int], *, dimension: int
+) -> tuple[list[torch.Tensor], ...]:
+    """Cut one dimension of each pool into parts that are described, and sharded, separately.
+
+    Tensor parallelism shards q, k and v of a convolution state one by one, so a rank's dimension of `q + k + v`
+    channels is not one range of the model's channels but three; each must be a tensor of its own.
+
+    Args:
+        tensors: Pools, cut alike. The parts are views of them.
+        sizes: Entries of each part; together the whole dimension.
+        dimension: Which one, from 0.
+
+    Returns:
+        For each part, its view of each tensor.
+
+    Raises:
+        LayoutError: There is no such dimension, or the sizes do not add up to it.
+    """
+    for tensor in tensors:
+        if not 0 <= dimension < tensor.ndim:
+            raise LayoutError("tensor has no such dimension", field="dimension", expected=dimension, found=tensor.ndim)
+        if min(sizes, default=0) < 1 or sum(sizes) != tensor.shape[dimension]:
+            raise LayoutError(
+                "parts do not add up to the dimension",
+                field="sizes",
+                expected=tensor.shape[dimension],
+                found=tuple(sizes),
+            )
+    starts = itertools.accumulate(sizes, initial=0)
+    return tuple(
+        [tensor.narrow(dimension, start, size) for tensor in tensors]
+        for start, size in zip(starts, sizes, strict=False)
+    )
+
+
+def layout_from_components(
+    components: Sequence[Component], fingerprint: str, *, tensors: Iterable[torch.Tensor]
+) -> KVLayout:
+    """Put components into a layout, and find out what to register.
+
+    Args:
+        components: All pools of the rank, each with its own page table.
+        fingerprint: Names the content (model and revision).
+        tensors: The tensors whose memory the components describe, all of one device.
+
+    Returns:
+        A layout whose allocations are the touched parts of the tensors' storages: from the first to the last byte of
+        each storage that a region reaches, so that one pool is one registration.
+
+    Raises:
+        LayoutError: Tensors differ in device, or a region lies outside all of them.
+    """
+    pools = list(tensors)
+    device = _device_of(pools)
+    return KVLayout(
+        components=tuple(components),
+        fingerprint=fingerprint,
+        allocations=_allocations(components, pools),
+        memory_kind="DRAM" if device.type == "cpu" else "VRAM",
+        device_id=device.index or 0,
+    )
 
 
 def layout_from_tensors(
@@ -28,9 +182,9 @@ def layout_from_tensors(
     """Describe a paged KV pool that is held in torch tensors.
 
     Args:
-        tensors: For each tensor name ("k", "v"), one 4-D pool tensor for each layer, in layer order. The tensors
-            stay the caller's; they must live as long as any rank that was given the layout.
-        axes: What each dimension means, e.g. "page token head dim" (NHD) or "page head token dim" (HND).
+        tensors: For each tensor name ("k", "v"), one pool tensor for each layer, in layer order. The tensors stay the
+            caller's; they must live as long as any rank that was given the layout.
+        axes: What each dimension means, e.g. "page token head dim" (NHD) or "page head token dim" (HND); see `Axes`.
         heads: Global KV heads `(start, stop)` in these tensors, see `head_range`.
         fingerprint: Names the content (model and revision).
         first_layer: Global number of the first layer, for pipeline-parallel stages.
@@ -40,62 +194,131 @@ def layout_from_tensors(
         A layout whose allocations are the touched parts of the tensors' storages.
 
     Raises:
-        LayoutError: Axes are not the four names, a tensor has another shape than its heads, `dim` is not contiguous,
-            or tensors differ in device.
+        LayoutError: Axes are not known names, a tensor has another shape than its axes and heads say, `dim` is not
+            contiguous, or tensors differ in device.
     """
-    order = axes.split()
-    if sorted(order) != sorted(AXES):
-        raise LayoutError("axes must name each of the four axes once", axes=axes, known=AXES)
+    meaning = Axes(axes, heads)
     flat = [tensor for layers in tensors.values() for tensor in layers]
-    devices = {tensor.device for tensor in flat}
-    if len(devices) != 1:
-        raise LayoutError("tensors must be on one device", devices=sorted(map(str, devices)))
-    regions = tuple(
-        _region(name, first_layer + index, tensor, order, heads)
+    _device_of(flat)
+    regions = [
+        region
         for name, layers in tensors.items()
-        for index, tensor in enumerate(layers)
-    )
-    device = devices.pop()
-    return KVLayout(
-        components=(Component(component, regions),),
-        fingerprint=fingerprint,
-        allocations=_allocations(zip(flat, regions, strict=True)),
-        memory_kind="DRAM" if device.type == "cpu" else "VRAM",
-        device_id=device.index or 0,
-    )
+        for region in regions_from_tensors(name, layers, meaning, layers=first_layer)
+    ]
+    return layout_from_components([Component(component, tuple(regions))], fingerprint, tensors=flat)
 
 
-def _region(name: str, layer: int, tensor: torch.Tensor, order: list[str], heads: tuple[int, int]) -> Region:
-    if tensor.ndim != len(AXES):
-        raise LayoutError("pool tensor must have four dimensions", tensor=name, layer=layer, shape=tuple(tensor.shape))
-    size = dict(zip(order, tensor.shape, strict=True))
-    stride = {axis: step * tensor.element_size() for axis, step in zip(order, tensor.stride(), strict=True)}
-    if size["dim"] > 1 and stride["dim"] != tensor.element_size():
-        raise LayoutError("the dim axis must be contiguous", tensor=name, layer=layer, stride=stride["dim"])
-    if size["head"] != heads[1] - heads[0]:
-        raise LayoutError(
-            "pool tensor has another number of heads", tensor=name, layer=layer, heads=heads, in_tensor=size["head"]
+def _layer_number(layers: int | Sequence[int], index: int) -> int | None:
+    if isinstance(layers, int):
+        return layers + index
+    return layers[index] if index < len(layers) else None
+
+
+def _split_fused(view: _View, axes: Axes) -> _View:
+    """Give each name a dimension of its own; splitting a dimension never copies."""
+    tensor, names = view.tensor, list[str]()
+    if tensor.ndim != len(axes.names):
+        raise view.error(
+            "tensor has another number of dimensions than its axes",
+            "order",
+            expected=axes.order,
+            found=tuple(tensor.shape),
         )
+    known = axes.known_sizes
+    for name in axes.names:
+        factors = name.split("*")
+        if len(factors) > 1:
+            sizes = _factor_sizes(view, name, tensor.shape[len(names)], known)
+            tensor = torch.unflatten(tensor, len(names), sizes)
+        names += factors
+    return view._replace(tensor=tensor, names=tuple(names))
+
+
+def _factor_sizes(view: _View, name: str, size: int, known: Mapping[str, int]) -> list[int]:
+    """Sizes of the axes that are fused into one dimension; one of them may be unknown."""
+    factors = name.split("*")
+    unknown = [factor for factor in factors if factor not in known]
+    if len(unknown) > 1:
+        raise view.error("a fused axis has several unknown sizes", name, expected=1, found=unknown)
+    multiple = math.prod(known[factor] for factor in factors if factor in known)
+    whole = size % multiple == 0 if unknown else size == multiple
+    if not whole:
+        message = "buffer is no whole number of pages" if "page" in factors else "a fused axis has another size"
+        raise view.error(message, name, expected=multiple, found=size)
+    return [known.get(factor, size // multiple) for factor in factors]
+
+
+def _region(view: _View, axes: Axes, optional: bool) -> Region:
+    for name, expected in axes.known_sizes.items():
+        _check_size(view, name, expected)
+    if view.tensor.data_ptr() == 0:
+        raise view.error("tensor has no memory", "address", expected="an address", found=str(view.tensor.device))
+    cell_bytes = _cell_bytes(view)
     return Region(
-        tensor=name,
-        layer=layer,
-        address=tensor.data_ptr(),
-        slots=size["page"],
-        slot_stride=stride["page"],
-        tokens_per_slot=size["token"],
-        token_stride=stride["token"],
-        heads=heads,
-        head_stride=stride["head"],
-        head_bytes=size["dim"] * tensor.element_size(),
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        tensor=view.name,
+        layer=view.layer or 0,
+        address=view.tensor.data_ptr(),
+        slots=view.size("page"),
+        slot_stride=view.stride("page", 0),
+        tokens_per_slot=view.size("token") * axes.tokens_per_cell,
+        token_stride=view.stride("token", axes.num_heads * cell_bytes),
+        heads=axes.heads,
+        head_stride=view.stride("head", cell_bytes),
+        head_bytes=cell_bytes,
+        dtype=str(view.tensor.dtype).removeprefix("torch."),
+        optional=optional,
+        tokens_per_cell=axes.tokens_per_cell,
     )
 
 
-def _allocations(pairs: Iterable[tuple[torch.Tensor, Region]]) -> tuple[MemoryRange, ...]:
-    """From the first to the last touched byte of each storage, so that one pool is one registration."""
+def _check_size(view: _View, name: str, expected: int) -> None:
+    sizes = [size for size, axis in zip(view.tensor.shape, view.names, strict=True) if axis == name] or [1]
+    if any(size != expected for size in sizes):
+        message = {"head": "tensor has another number of heads", "token": "tensor has another page size"}.get(
+            name, "an axis that carries nothing must have size 1"
+        )
+        raise view.error(message, name, expected=expected, found=sizes[0] if len(sizes) == 1 else sizes)
+
+
+def _cell_bytes(view: _View) -> int:
+    """Size of a cell: all dims, which must lie one in the other without gaps."""
+    shape, steps, size = view.tensor.shape, view.tensor.stride(), view.tensor.element_size()
+    for count, step, name in reversed(list(zip(shape, steps, view.names, strict=True))):
+        if name != "dim":
+            continue
+        if count > 1 and step * view.tensor.element_size() != size:
+            found = step * view.tensor.element_size()
+            raise view.error("the dim axis must be contiguous", "stride", expected=size, found=found)
+        size *= count
+    return size
+
+
+def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    devices = sorted({tensor.device for tensor in tensors}, key=str)
+    if len(devices) != 1:
+        raise LayoutError("tensors must be on one device", field="device", expected=1, found=list(map(str, devices)))
+    return devices[0]
+
+
+def _allocations(components: Iterable[Component], tensors: Iterable[torch.Tensor]) -> tuple[MemoryRange, ...]:
+    """From the first to the last touched byte of each storage."""
+    stores = [tensor.untyped_storage() for tensor in tensors]
+    storages = merge_ranges(MemoryRange(store.data_ptr(), store.nbytes()) for store in stores)
+    starts = [storage.address for storage in storages]
     touched: dict[int, tuple[int, int]] = {}
-    for tensor, region in pairs:
-        storage = tensor.untyped_storage().data_ptr()
-        start, end = touched.get(storage, (region.address, region.end))
-        touched[storage] = (min(start, region.address), max(end, region.end))
-    return merge_ranges(MemoryRange(start, end - start) for start, end in touched.values())
+    for component in components:
+        for region in component.regions:
+            index = bisect_right(starts, region.address) - 1
+            if index < 0 or region.end > storages[index].end:
+                raise LayoutError(
+                    "region lies outside the tensors",
+                    component=component.name,
+                    tensor=region.tensor,
+                    layer=region.layer,
+                    field="address",
+                    expected=[(storage.address, storage.end) for storage in storages[max(index, 0) : index + 1]],
+                    found=(region.address, region.end),
+                )
+            start, end = touched.get(index, (region.address, region.end))
+            touched[index] = (min(start, region.address), max(end, region.end))
+    return tuple(MemoryRange(start, end - start) for _, (start, end) in sorted(touched.items()))

@@ -1,5 +1,6 @@
 """The smaller commands."""
 
+import itertools
 import json
 import signal
 import subprocess
@@ -23,6 +24,19 @@ def test_bench_idle_gives_one_row(backend: str, capsys: pytest.CaptureFixture[st
     assert (row["case"], row["backend"], row["ranks"]) == ("idle", backend, 4)
     assert row["seconds"] >= 0.1
     assert row["cpu_percent_per_rank"] >= 0
+
+
+def test_bench_plan_gives_rows_and_the_handshake(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["bench", "plan", "--layers", "2", "--tokens", "64,128"]
+    assert main([*options, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    seen = {(row["split"], row["tokens"], row["page_size"], row["table"]) for row in result["rows"]}
+    splits, tables = ["equal", "4 to 2", "2 to 4", "mla"], ["contiguous", "half", "random"]
+    assert seen == set(itertools.product(splits, [64, 128], [1, 16, 64], tables))
+    assert all(row["descriptors"] > 0 and row["plan_ms"] > 0 for row in result["rows"])
+    assert result["handshake"]["routes_ms"] > 0
+    assert main(options) == 0
+    assert "compiled in" in capsys.readouterr().out
 
 
 def test_bench_idle_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     idle.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long (default: %(default)s)")
     idle.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     idle.set_defaults(measure=_idle)
+    plan = cases.add_parser("plan", help="time and memory of planning, and of compiling routes")
+    plan.add_argument("--layers", type=_counts, default=(32, 64, 80), metavar="N,...", help="default: 32,64,80")
+    plan.add_argument(
+        "--tokens", type=_counts, default=(1_024, 8_192, 32_768, 131_072), metavar="N,...", help="default: 1k to 128k"
+    )
+    plan.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    plan.set_defaults(measure=_plan)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,3 +43,31 @@ def _idle(arguments: argparse.Namespace) -> str:
         f"{result.ranks} connected ranks over {result.backend}, nothing to do for {result.seconds:.1f} s: "
         f"{result.cpu_percent_per_rank:.2f} % of a core per rank"
     )
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = tuple(int(part) for part in text.split(","))
+    if min(counts) < 1:
+        raise ValueError(text)
+    return counts
+
+
+def _plan(arguments: argparse.Namespace) -> str:
+    from kvflow.cli.bench.plan import measure_handshake, measure_plans  # noqa: PLC0415 - numpy is not needed for help
+
+    rows = list(measure_plans(arguments.layers, arguments.tokens))
+    handshake = measure_handshake()
+    if arguments.json:
+        return msgspec.json.encode({"handshake": handshake, "rows": rows}).decode()
+    heads = f"{'split':8} {'layers':>6} {'tokens':>7} {'page':>5} {'table':10}"
+    lines = [f"{heads} {'rows':>9} {'ms':>9} {'ns/row':>8} {'memory':>7}"]
+    lines += [
+        f"{row.split:8} {row.layers:6} {row.tokens:7} {row.page_size:5} {row.table:10} {row.descriptors:9} "
+        f"{row.plan_ms:9.3f} {row.ns_per_descriptor:8.1f} {row.memory_ratio:6.2f}x"
+        for row in rows
+    ]
+    lines.append(
+        f"handshake, {handshake.prefill_ranks} x {handshake.decode_ranks} ranks of {handshake.layers} layers: "
+        f"routes compiled in {handshake.routes_ms:.1f} ms and bound in {handshake.bind_ms:.1f} ms per decode rank"
+    )
+    return "\n".join(lines)

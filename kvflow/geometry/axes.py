@@ -1,0 +1,88 @@
+"""What each dimension of a pool tensor means: the one thing about a tensor that cannot be read from it."""
+
+from typing import Final
+
+import msgspec
+
+from kvflow.errors import LayoutError
+
+__all__ = ["Axes"]
+
+AXIS_NAMES: Final = ("layer", "kv", "page", "token", "head", "dim", "1")
+"""What a dimension can mean."""
+
+OTHER_NAMES: Final = {"slot": "page", "row": "token", "block": "token"}
+"""Words that read better in pools that are addressed by request, and in pools of block scales."""
+
+
+class Axes(msgspec.Struct, frozen=True):
+    """What each dimension of a pool tensor means.
+
+    The names of `order`, outermost dimension first:
+
+    - `page` (or `slot`): entries of the pool; every pool has this axis.
+    - `token` (or `block`, `row`): cells of a page along its tokens; one cell if there is no such axis.
+    - `head`: whatever tensor parallelism shards; one head if there is no such axis.
+    - `dim`: elements of a cell, contiguous; several dims make one cell, in this order.
+    - `kv`: one tensor name for each index. `layer`: one layer for each index.
+    - `1`: carries nothing and must have size 1.
+    - `page*token`, `head*dim`, `token*head*dim`, ...: several of them fused into one dimension, outermost first.
+
+    Attributes:
+        order: The names, separated by spaces: "page token head dim" (NHD), "page head token dim" (HND).
+        heads: Global heads `(start, stop)` in the tensor, see `head_range`. An MLA latent has one.
+        page_size: Tokens of a page. Needed where `token` is fused; elsewhere it is read from the tensor, and only
+            compared if given.
+        tokens_per_cell: Tokens that share one cell (block scales).
+
+    Raises:
+        LayoutError: A name is unknown or stands twice, there is no page, or the counts contradict each other.
+    """
+
+    order: str
+    heads: tuple[int, int] = (0, 1)
+    page_size: int | None = None
+    tokens_per_cell: int = 1
+
+    def __post_init__(self) -> None:
+        factors = [factor for name in self.names for factor in name.split("*")]
+        for factor in factors:
+            if factor not in AXIS_NAMES:
+                raise LayoutError("axes have an unknown name", field="order", order=self.order, name=factor)
+            if factors.count(factor) > 1 and factor not in ("dim", "1"):
+                raise LayoutError("axes have a name twice", field="order", order=self.order, name=factor)
+        if "page" not in factors:
+            raise LayoutError("axes must name the page", field="order", order=self.order)
+        if not 0 <= self.heads[0] < self.heads[1]:
+            raise LayoutError("axes must have at least one head", field="heads", heads=self.heads)
+        if self.tokens_per_cell < 1 or (self.page_size or self.tokens_per_cell) % self.tokens_per_cell:
+            raise LayoutError(
+                "a page must hold whole cells",
+                field="page_size",
+                page_size=self.page_size,
+                tokens_per_cell=self.tokens_per_cell,
+            )
+        if self.page_size is None and any("*" in name and "token" in name.split("*") for name in self.names):
+            raise LayoutError("a fused token axis needs the page size", field="page_size", order=self.order)
+        if self.page_size is not None and self.page_size < 1:
+            raise LayoutError("page size must be positive", field="page_size", page_size=self.page_size)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the dimensions, with one word for each meaning."""
+        return tuple(
+            "*".join(OTHER_NAMES.get(factor, factor) for factor in name.split("*")) for name in self.order.split()
+        )
+
+    @property
+    def num_heads(self) -> int:
+        """Heads in the tensor."""
+        return self.heads[1] - self.heads[0]
+
+    @property
+    def known_sizes(self) -> dict[str, int]:
+        """Sizes of axes that do not have to be read from a tensor."""
+        sizes = {"head": self.num_heads, "1": 1}
+        if self.page_size is not None:
+            sizes["token"] = self.page_size // self.tokens_per_cell
+        return sizes

@@ -1,0 +1,287 @@
+"""Layouts from flat pointer lists, as engines keep them for their transports: no tensor, no torch.
+
+An engine has three lists of equal length: `kv_data_ptrs` (where a buffer starts), `kv_data_lens` (its bytes) and
+`kv_item_lens` (the bytes of one page in it). The buffers come in *groups*, one after another, each with one buffer for
+each layer: `[k of layer 0, k of layer 1, ..., v of layer 0, ...]`; draft layers come after all groups. A pointer says
+nothing about strides, so a buffer is packed: page after page, and each page as its `PagePart`s say.
+"""
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from numpy.typing import NDArray
+
+from kvflow.errors import LayoutError
+from kvflow.geometry.layout import ADDRESS_LIMIT, Component, KVLayout, MemoryKind, MemoryRange, Region, merge_ranges
+
+__all__ = ["BufferLists", "PagePart", "layout_from_pointers", "regions_from_pointers"]
+
+Numbers = Sequence[int] | NDArray[Any]
+
+ORDERS = ("NHD", "HND")
+
+
+class BufferLists(msgspec.Struct, frozen=True):
+    """Three flat lists; entry `i` of each is about buffer `i`.
+
+    Attributes:
+        data_ptrs: Address of the buffer's first byte, uint64: bit 63 may be set, a negative number is refused.
+        data_lens: Bytes of the buffer.
+        item_lens: Bytes of one item of the buffer, which is a page unless the reader is told otherwise.
+
+    Raises:
+        LayoutError: Lists differ in length, or a number is not a positive integer that fits into 64 bits.
+    """
+
+    data_ptrs: Sequence[int]
+    data_lens: Sequence[int]
+    item_lens: Sequence[int]
+
+    def __post_init__(self) -> None:
+        for field in ("data_ptrs", "data_lens", "item_lens"):
+            msgspec.structs.force_setattr(self, field, _whole_numbers(field, getattr(self, field)))
+        counts = (len(self.data_ptrs), len(self.data_lens), len(self.item_lens))
+        if len(set(counts)) != 1:
+            raise LayoutError(
+                "pointer lists differ in length", data_ptrs=counts[0], data_lens=counts[1], item_lens=counts[2]
+            )
+        for index, (address, length) in enumerate(zip(self.data_ptrs, self.data_lens, strict=True)):
+            if address + length > ADDRESS_LIMIT:
+                raise LayoutError(
+                    "buffer does not fit into 64-bit addresses",
+                    field="data_lens",
+                    index=index,
+                    address=address,
+                    length=length,
+                )
+
+    def __len__(self) -> int:
+        return len(self.data_ptrs)
+
+    def split(self, count: int) -> tuple["BufferLists", "BufferLists"]:
+        """Part the first `count` buffers from the rest: the model's groups from the draft layers.
+
+        Raises:
+            LayoutError: There are fewer.
+        """
+        if not 0 <= count <= len(self):
+            raise LayoutError("pointer lists are too short", field="data_ptrs", expected=count, found=len(self))
+        lists = (self.data_ptrs, self.data_lens, self.item_lens)
+        return BufferLists(*(values[:count] for values in lists)), BufferLists(*(values[count:] for values in lists))
+
+    @property
+    def ranges(self) -> list[MemoryRange]:
+        """The buffers as memory."""
+        return [MemoryRange(*pair) for pair in zip(self.data_ptrs, self.data_lens, strict=True)]
+
+
+class PagePart(msgspec.Struct, frozen=True):
+    """One tensor within an item: a packed block of cells. Most items have one part; interleaved K and V are two.
+
+    Attributes:
+        tensor: Which tensor: "k", "v", "latent", "index_k", ...
+        head_bytes: Size of a cell: one head of one token.
+        dtype: Name of the element type, as torch spells it.
+        heads: Global heads `(start, stop)` in the buffer, see `head_range`.
+        order: "NHD" if the heads of a token lie together, "HND" if the tokens of a head do.
+        tokens_per_cell: Tokens that share one cell (block scales).
+
+    Raises:
+        LayoutError: A size is not positive, or the order is unknown.
+    """
+
+    tensor: str
+    head_bytes: int
+    dtype: str
+    heads: tuple[int, int] = (0, 1)
+    order: str = "NHD"
+    tokens_per_cell: int = 1
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise LayoutError(
+                "unknown order of a page", tensor=self.tensor, field="order", expected=ORDERS, found=self.order
+            )
+        for field in ("head_bytes", "tokens_per_cell"):
+            if getattr(self, field) < 1:
+                raise LayoutError(
+                    "size must be positive", tensor=self.tensor, field=field, expected="> 0", found=getattr(self, field)
+                )
+        if not 0 <= self.heads[0] < self.heads[1]:
+            raise LayoutError(
+                "part must hold at least one head", tensor=self.tensor, field="heads", expected="> 0", found=self.heads
+            )
+
+    @property
+    def num_heads(self) -> int:
+        """Heads held here."""
+        return self.heads[1] - self.heads[0]
+
+    def num_bytes(self, page_size: int) -> int:
+        """Bytes of the part in one page.
+
+        Raises:
+            LayoutError: A page does not hold whole cells.
+        """
+        if page_size < 1 or page_size % self.tokens_per_cell:
+            raise LayoutError(
+                "a page must hold whole cells",
+                tensor=self.tensor,
+                field="page_size",
+                expected=self.tokens_per_cell,
+                found=page_size,
+            )
+        return page_size // self.tokens_per_cell * self.num_heads * self.head_bytes
+
+
+def regions_from_pointers(
+    buffers: BufferLists,
+    groups: Sequence[Sequence[PagePart]],
+    *,
+    page_size: int,
+    layers: Sequence[int],
+    item_tokens: int | None = None,
+    optional: bool = False,
+) -> tuple[Region, ...]:
+    """Describe buffers that come in groups, one buffer for each layer.
+
+    Args:
+        buffers: `[group 0 layer 0, group 0 layer 1, ..., group 1 layer 0, ...]`, nothing after it; see
+            `BufferLists.split` for draft layers.
+        groups: What an item of each group holds, part after part: `[[k], [v]]` for K and V in buffers of their own,
+            `[[k, v]]` where they are interleaved page by page.
+        page_size: Tokens of a page; 1 for buffers with one item for each request.
+        layers: The model's own (global) number of each layer in a group.
+        item_tokens: Tokens of one item: a page unless given. Ascend FIA buffers name the bytes of a token, so 1.
+        optional: The decode side can do without these layers (draft layers).
+
+    Returns:
+        One region for each buffer and part, in the order of the buffers. A pool has `data_len // page bytes` slots.
+
+    Raises:
+        LayoutError: With tensor, layer, field and both values: another number of buffers than groups and layers, an
+            item that does not hold its parts, a buffer that is no whole number of pages.
+
+    Source: buffer groups of SGLang #23893, items of Ascend FIA buffers of SGLang #15852.
+    """
+    if not groups or not layers or not all(groups) or len(buffers) != len(groups) * len(layers):
+        raise LayoutError(
+            "pointer lists fit no arrangement of groups and layers",
+            field="data_ptrs",
+            expected=(len(groups), len(layers)),
+            found=len(buffers),
+        )
+    regions: list[Region] = []
+    for index in range(len(buffers)):
+        parts, layer = groups[index // len(layers)], layers[index % len(layers)]
+        pool = _pool(buffers, index, parts, _Pages(layer, page_size, item_tokens or page_size))
+        for part in parts:
+            regions.append(_region(part, pool, optional=optional))
+            pool = pool._replace(address=pool.address + part.num_bytes(page_size))
+    return tuple(regions)
+
+
+def layout_from_pointers(
+    components: Sequence[Component],
+    fingerprint: str,
+    *,
+    buffers: Iterable[BufferLists],
+    memory_kind: MemoryKind = "DRAM",
+    device_id: int = 0,
+) -> KVLayout:
+    """Put components into a layout that registers the buffers they lie in.
+
+    Args:
+        components: All pools of the rank, each with its own page table.
+        fingerprint: Names the content (model and revision).
+        buffers: Every list that the components were made from. Each buffer is one registration; buffers that overlap
+            are registered together.
+        memory_kind: "DRAM" or "VRAM".
+        device_id: Device ordinal; 0 for host memory.
+
+    Raises:
+        LayoutError: A region lies outside the buffers.
+    """
+    allocations = merge_ranges(item for lists in buffers for item in lists.ranges)
+    return KVLayout(tuple(components), fingerprint, allocations, memory_kind, device_id)
+
+
+def _whole_numbers(field: str, values: Numbers) -> tuple[int, ...]:
+    """Python integers, which do not overflow; floats have lost bits already and are refused."""
+    numbers = []
+    for index, value in enumerate(values):
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise LayoutError(
+                "pointer lists must hold integers", field=field, index=index, expected="integer", found=value
+            ) from None
+        if not 0 < number < ADDRESS_LIMIT:
+            raise LayoutError(
+                "number is not a positive unsigned 64-bit one", field=field, index=index, expected="> 0", found=number
+            )
+        numbers.append(number)
+    return tuple(numbers)
+
+
+class _Pages(NamedTuple):
+    """What is said about the pages of one buffer."""
+
+    layer: int
+    page_size: int
+    item_tokens: int
+
+
+class _Pool(NamedTuple):
+    """One buffer, checked; `address` is where the next part of its first page starts."""
+
+    address: int
+    slots: int
+    page_bytes: int
+    page_size: int
+    layer: int
+
+
+def _pool(buffers: BufferLists, index: int, parts: Sequence[PagePart], pages: _Pages) -> _Pool:
+    """Hold a buffer against what is said about it."""
+    layer, page_size, item_tokens = pages
+    place = {"tensor": parts[0].tensor, "layer": layer}
+    page_bytes = sum(part.num_bytes(page_size) for part in parts)
+    if item_tokens < 1 or page_size % item_tokens:
+        raise LayoutError(
+            "a page must hold whole items", **place, field="item_tokens", expected=page_size, found=item_tokens
+        )
+    item, length = buffers.item_lens[index], buffers.data_lens[index]
+    if item * (page_size // item_tokens) != page_bytes:
+        message = "item does not hold the parts of a page"
+        if item_tokens == page_size and item * page_size == page_bytes:
+            message = "item is a token, not a page: declare item_tokens=1 if it is (Ascend FIA)"
+        raise LayoutError(
+            message, **place, field="item_lens", expected=page_bytes * item_tokens // page_size, found=item
+        )
+    if length % page_bytes:
+        raise LayoutError(
+            "buffer is no whole number of pages", **place, field="data_lens", expected=page_bytes, found=length
+        )
+    return _Pool(buffers.data_ptrs[index], length // page_bytes, page_bytes, page_size, layer)
+
+
+def _region(part: PagePart, pool: _Pool, *, optional: bool) -> Region:
+    cells = pool.page_size // part.tokens_per_cell
+    return Region(
+        tensor=part.tensor,
+        layer=pool.layer,
+        address=pool.address,
+        slots=pool.slots,
+        slot_stride=pool.page_bytes,
+        tokens_per_slot=pool.page_size,
+        token_stride=part.head_bytes * (part.num_heads if part.order == "NHD" else 1),
+        heads=part.heads,
+        head_stride=part.head_bytes * (1 if part.order == "NHD" else cells),
+        head_bytes=part.head_bytes,
+        dtype=part.dtype,
+        optional=optional,
+        tokens_per_cell=part.tokens_per_cell,
+    )

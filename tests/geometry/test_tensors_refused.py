@@ -1,0 +1,97 @@
+"""Tensors that do not fit what is said about them are refused, with the place and both values."""
+
+import pytest
+import torch
+
+from kvflow import layout_from_tensors
+from kvflow.errors import LayoutError
+from kvflow.geometry import Axes
+from kvflow.geometry.tensors import regions_from_tensors, split_tensors
+
+NHD = Axes("page token head dim", (0, 2))
+
+REFUSALS = {
+    "another number of dimensions": (torch.zeros(4, 4, 16), NHD, "order", "page token head dim", (4, 4, 16)),
+    "another number of heads": (torch.zeros(4, 4, 3, 8), NHD, "head", 2, 3),
+    "heads without an axis": (torch.zeros(4, 4, 8), Axes("page token dim", (0, 2)), "head", 2, 1),
+    "another page size": (torch.zeros(4, 1, 2, 8), Axes("page token head dim", (0, 2), page_size=16), "token", 16, 1),
+    "no token axis": (torch.zeros(4, 8), Axes("page dim", page_size=16), "token", 16, 1),
+    "an axis that is not 1": (torch.zeros(4, 4, 2, 8), Axes("page token 1 dim"), "1", 1, 2),
+    "no whole number of pages": (
+        torch.zeros(30, 1, 2, 8),
+        Axes("page*token 1 head dim", (0, 2), page_size=16),
+        "page*token",
+        16,
+        30,
+    ),
+    "heads that do not divide": (torch.zeros(4, 4, 15), Axes("page token head*dim", (0, 2)), "head*dim", 2, 15),
+    "fused axes of known size": (
+        torch.zeros(4, 7, 8),
+        Axes("page token*head dim", (0, 2), page_size=4),
+        "token*head",
+        8,
+        7,
+    ),
+    "several unknown fused sizes": (torch.zeros(8, 8), Axes("layer*page dim"), "layer*page", 1, ["layer", "page"]),
+    "cells with gaps": (torch.zeros(4, 4, 2, 8)[..., ::2], NHD, "stride", 4, 8),
+    "dims in another order": (torch.zeros(4, 8, 3).transpose(1, 2), Axes("slot dim dim"), "stride", 4, 12),
+    "no kv axis": (torch.zeros(4, 2, 4, 2, 8), Axes("page kv token head dim", (0, 2)), "kv", 1, 2),
+}
+
+
+@pytest.mark.parametrize(("pool", "axes", "field", "expected", "found"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_tensors_that_do_not_fit_are_refused(
+    pool: torch.Tensor, axes: Axes, field: str, expected: object, found: object
+) -> None:
+    with pytest.raises(LayoutError) as error:
+        regions_from_tensors("k", [pool], axes, layers=7)
+    assert error.value.values == {"tensor": "k", "layer": 7, "field": field, "expected": expected, "found": found}
+
+
+@pytest.mark.parametrize(("layers", "found"), [([3], 2), ([3, 4, 5], 2), ([], 2)])
+def test_other_numbers_of_layers_are_refused(layers: list[int], found: int) -> None:
+    with pytest.raises(LayoutError, match="another number of layers") as error:
+        regions_from_tensors("k", [torch.zeros(2, 4, 4, 8)], Axes("layer page token dim"), layers=layers)
+    assert (error.value.values["expected"], error.value.values["found"]) == (len(layers), found)
+
+
+def test_overlapping_cells_and_missing_memory_are_refused() -> None:
+    with pytest.raises(LayoutError, match="overlap"):
+        regions_from_tensors("k", [torch.zeros(4, 1, 2, 8).expand(4, 4, 2, 8)], NHD)
+    with pytest.raises(LayoutError, match="no memory"):
+        regions_from_tensors("k", [torch.zeros(4, 4, 2, 8, device="meta")], NHD)
+
+
+@pytest.mark.parametrize(
+    ("order", "heads", "page_size", "tokens_per_cell", "message"),
+    [
+        ("page token heads dim", (0, 1), None, 1, "unknown name"),
+        ("page token page dim", (0, 1), None, 1, "name twice"),
+        ("page token slot dim", (0, 1), None, 1, "name twice"),
+        ("token dim", (0, 1), None, 1, "name the page"),
+        ("page token dim", (2, 2), None, 1, "at least one head"),
+        ("page*token dim", (0, 1), None, 1, "needs the page size"),
+        ("page token dim", (0, 1), 0, 1, "must be positive"),
+        ("page token dim", (0, 1), 16, 3, "whole cells"),
+        ("page token dim", (0, 1), None, 0, "whole cells"),
+    ],
+)
+def test_impossible_axes_are_refused(
+    order: str, heads: tuple[int, int], page_size: int | None, tokens_per_cell: int, message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message):
+        Axes(order, heads, page_size, tokens_per_cell)
+
+
+@pytest.mark.parametrize(("sizes", "dimension"), [((2, 2), 1), ((8, 0), 1), ((), 1), ((4,), 3), ((4,), -1)])
+def test_parts_that_are_not_the_whole_are_refused(sizes: tuple[int, ...], dimension: int) -> None:
+    with pytest.raises(LayoutError):
+        split_tensors([torch.zeros(4, 8, 2)], sizes, dimension=dimension)
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    pools = [torch.zeros(4, 4, 2, 8), torch.zeros(4, 4, 2, 8, device="meta")]
+    with pytest.raises(LayoutError, match="one device"):
+        layout_from_tensors({"k": pools}, axes="page token head dim", heads=(0, 2), fingerprint="m")
+    with pytest.raises(LayoutError, match="one device"):
+        layout_from_tensors({}, axes="page token head dim", heads=(0, 2), fingerprint="m")

@@ -1,0 +1,101 @@
+"""Drawn pairs of instances, through the whole service: real messages, real transports, real memory."""
+
+from contextlib import AsyncExitStack
+from itertools import pairwise
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+
+import kvflow
+from kvflow.backends.base import Backend
+from kvflow.backends.memory import MappedRange, MemoryBackend
+from kvflow.geometry.pages import Part
+from tests.support.instances import decode_config, prefill_config
+from tests.support.worlds import Rank, World, worlds
+
+pytestmark = pytest.mark.anyio
+
+MAX_RANKS = 8
+ROOM = 1
+
+
+@pytest.mark.timeout(120)
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(world=worlds())
+async def test_over_memory_at_any_address(world: World) -> None:
+    assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
+    await hand_over(world, "memory")
+
+
+@pytest.mark.timeout(180)
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@given(world=worlds())
+async def test_over_nixl_at_real_addresses(world: World) -> None:
+    assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
+    for rank in (*world.prefill.values(), *world.decode.values()):
+        rank.move(rank.memory.ctypes.data)
+    await hand_over(world, "nixl")
+
+
+async def hand_over(world: World, backend: str) -> None:
+    """Open every rank, send and receive the request, and compare all memory with the model."""
+    world.compute()
+    async with kvflow.Registry() as registry, AsyncExitStack() as stack:
+        senders, receivers = [], []
+        for number, (_, rank) in enumerate(sorted(world.prefill.items())):
+            config = prefill_config(registry.endpoint, number, len(world.prefill), backend=backend)
+            opened = kvflow.PrefillRank(config, rank.layout, transport(backend, rank))
+            senders.append((await stack.enter_async_context(opened), rank))
+        for number, (_, rank) in enumerate(sorted(world.decode.items())):
+            settings_ = decode_config(registry.endpoint, number, len(world.decode), backend=backend)
+            receiver = kvflow.DecodeRank(settings_, rank.layout, transport(backend, rank))
+            receivers.append((await stack.enter_async_context(receiver), rank))
+        async with anyio.create_task_group() as tasks:
+            for prefill, rank in senders:
+                tasks.start_soon(send, world, prefill, rank)
+            for decode, rank in receivers:
+                tasks.start_soon(receive, world, decode, rank)
+    for rank in world.decode.values():
+        np.testing.assert_array_equal(rank.memory, world.expected(rank, world.held()))
+
+
+async def send(world: World, prefill: kvflow.PrefillRank, rank: Rank) -> None:
+    """The paged main component goes chunk by chunk, everything else with the last chunk."""
+    num_tokens = world.num_tokens["kv"]
+    names = [component.name for component in rank.layout.components]
+    edges = [0, *world.cuts["kv"], num_tokens]
+    async with prefill.send(ROOM) as sender:
+        for start, stop in pairwise(edges[:-1]):
+            if start < stop:
+                pages = {"kv": rank.pages("kv", (start, stop))} if "kv" in names else {}
+                await sender.chunk((start, stop), pages)
+        last = (edges[-2], num_tokens)
+        parts = {name: Part((0, world.num_tokens[name]), rank.tables[name]) for name in names}
+        if "kv" in names:
+            parts["kv"] = Part(last, rank.pages("kv", last))
+        await sender.finish(last, {name: with_all_pages(rank, name, part) for name, part in parts.items()})
+
+
+def with_all_pages(rank: Rank, name: str, part: Part) -> Part:
+    """A rank that holds a share of the tokens lists the pages of its share."""
+    return Part(part.tokens, rank.pages(name, part.tokens))
+
+
+async def receive(world: World, decode: kvflow.DecodeRank, rank: Rank) -> None:
+    pages = {
+        component.name: Part(world.wanted[component.name], rank.pages(component.name, world.wanted[component.name]))
+        for component in rank.layout.components
+    }
+    tokens = world.wanted["kv"]
+    async with decode.receive(ROOM, prefill="prefill", tokens=tokens, pages=pages) as receiver:
+        handover = await receiver.done()
+    held = {name[:3] for name in world.held()}
+    assert handover.num_bytes == int((world.expected(rank, held) != world.expected(rank, set())).sum())
+
+
+def transport(backend: str, rank: Rank) -> Backend | None:
+    if backend != "memory":
+        return None
+    return MemoryBackend(mapped=[MappedRange(rank.base, len(rank.memory), rank.memory.ctypes.data)])
