@@ -10,27 +10,48 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from kvflow.config import DecodeConfig, Limits, PrefillConfig, Timeouts
     from kvflow.decode import DecodeRank, Handover, RoomReceiver
+    from kvflow.errors import (
+        CapacityExceeded,
+        FailureReason,
+        KvflowError,
+        LocalProtocolError,
+        PlanError,
+        RankBroken,
+        TransferFailed,
+    )
     from kvflow.geometry.layout import KVLayout
+    from kvflow.geometry.pages import Part
     from kvflow.geometry.shards import head_range
     from kvflow.geometry.tensors import layout_from_tensors
     from kvflow.observe.logs import configure_logging
     from kvflow.prefill import PrefillRank, RoomSender
     from kvflow.rank import RankStatistics
     from kvflow.registry.server import Registry
+    from kvflow.state.tables import Memory, Outcome
 
 __all__ = [
+    "CapacityExceeded",
     "DecodeConfig",
     "DecodeRank",
+    "FailureReason",
     "Handover",
     "KVLayout",
+    "KvflowError",
     "Limits",
+    "LocalProtocolError",
+    "Memory",
+    "Outcome",
+    "Part",
+    "PlanError",
     "PrefillConfig",
     "PrefillRank",
+    "RankBroken",
     "RankStatistics",
     "Registry",
     "RoomReceiver",
     "RoomSender",
     "Timeouts",
+    "TransferFailed",
     "configure_logging",
     "head_range",
     "layout_from_tensors",
@@ -39,18 +60,28 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES: Final = {
+    "CapacityExceeded": "kvflow.errors",
     "DecodeConfig": "kvflow.config",
     "DecodeRank": "kvflow.decode",
+    "FailureReason": "kvflow.errors",
     "Handover": "kvflow.decode",
     "KVLayout": "kvflow.geometry.layout",
+    "KvflowError": "kvflow.errors",
     "Limits": "kvflow.config",
+    "LocalProtocolError": "kvflow.errors",
+    "Memory": "kvflow.state.tables",
+    "Outcome": "kvflow.state.tables",
+    "Part": "kvflow.geometry.pages",
+    "PlanError": "kvflow.errors",
     "PrefillConfig": "kvflow.config",
     "PrefillRank": "kvflow.prefill",
+    "RankBroken": "kvflow.errors",
     "RankStatistics": "kvflow.rank",
     "Registry": "kvflow.registry.server",
     "RoomReceiver": "kvflow.decode",
     "RoomSender": "kvflow.prefill",
     "Timeouts": "kvflow.config",
+    "TransferFailed": "kvflow.errors",
     "configure_logging": "kvflow.observe.logs",
     "head_range": "kvflow.geometry.shards",
     "layout_from_tensors": "kvflow.geometry.tensors",

@@ -5,7 +5,6 @@ steps, and asks `poll()` in between. Only opening and closing a rank wait.
 """
 
 import abc
-import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -32,6 +31,7 @@ from kvflow.transfer import Transfer
 
 __all__ = ["BlockingReceiver", "BlockingSender", "DecodeRank", "LoopThread", "Memory", "Outcome", "PrefillRank"]
 
+Result = TypeVar("Result")
 AnyRank = TypeVar("AnyRank", prefill.PrefillRank, decode.DecodeRank)
 
 
@@ -59,7 +59,7 @@ class _BlockingTransfer(abc.ABC):
         self.room = transfer.room
         self._portal = portal
         self._transfer = transfer
-        self._error: KvflowError | None = None
+        self._error: Exception | None = None
         self._ended = threading.Event()
         self._scope = anyio.CancelScope()
 
@@ -86,15 +86,16 @@ class _BlockingTransfer(abc.ABC):
         return self.poll()
 
     def abort(self) -> None:
-        """Give the transfer up. Go on polling: its pages may not be safe yet."""
-        self._portal.start_task_soon(self._cancel)
+        """Give the transfer up. Go on polling: its pages may not be safe yet. Does nothing after the end."""
+        if not self._ended.is_set():
+            self._portal.start_task_soon(self._cancel)
 
     async def run(self) -> None:
         """Do the transfer, on the event loop."""
         try:
             with self._scope:
                 await self._transfer_all()
-        except KvflowError as error:
+        except Exception as error:  # noqa: BLE001 - `result` raises it again, on the engine's thread
             self._error = error
         finally:
             self._ended.set()
@@ -145,7 +146,7 @@ class BlockingSender(_BlockingTransfer):
             PlanError: A page table does not fit the pool or the tokens. Nothing was sent; the room stays open.
         """
         chunk = prefill.make_chunk(self._layout, tokens, pages, ready=ready)
-        self._chunks.put([dataclasses.replace(chunk, last=True, metadata=metadata)])
+        self._chunks.put([prefill.finish_chunk(chunk, metadata)])
 
     def result(self) -> None:
         """Return if every decode rank has everything.
@@ -214,6 +215,7 @@ class _BlockingRank(Generic[AnyRank]):
     def __init__(self, make_rank: Callable[[], AnyRank], loop: LoopThread | None) -> None:
         self._make_rank: Callable[[], AnyRank] = make_rank
         self._loop = loop
+        self._is_open = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -223,16 +225,35 @@ class _BlockingRank(Generic[AnyRank]):
             self._rank: AnyRank = self._portal.call(self._make_rank)
             stack.enter_context(self._portal.wrap_async_context_manager(self._rank))
             self._stack = stack.pop_all()
+        self._is_open = True
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._is_open = False
         self._stack.close()
 
     def statistics(self) -> RankStatistics:
-        """Counts at this moment."""
-        return self._portal.call(self._rank.statistics)
+        """Counts at this moment.
+
+        Raises:
+            LocalProtocolError: The rank is not open.
+        """
+        return self._call(self._rank.statistics)
+
+    def quarantined(self) -> list[int]:
+        """Rooms of ended transfers whose pages are not proved quiet.
+
+        Raises:
+            LocalProtocolError: The rank is not open.
+        """
+        return self._call(lambda: [transfer.room for transfer in self._rank.quarantined()])
+
+    def _call(self, function: Callable[[], Result]) -> Result:
+        if not self._is_open:
+            raise LocalProtocolError("rank is not open")
+        return self._portal.call(function)
 
 
 class PrefillRank(_BlockingRank[prefill.PrefillRank]):
@@ -256,9 +277,21 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank]):
         super().__init__(lambda: prefill.PrefillRank(config, layout, backend), loop)
         self._layout = layout
 
+    @property
+    def endpoint(self) -> str:
+        """Address of the control socket, once the rank is open."""
+        return self._rank.endpoint
+
     def send(self, room: int) -> BlockingSender:
-        """Start to send a room; see `kvflow.PrefillRank.send`. What is wrong with the room shows in `poll`."""
-        sender = self._portal.call(lambda: BlockingSender(self._portal, self._layout, self._rank.send(room)))
+        """Start to send a room; see `kvflow.PrefillRank.send`.
+
+        A room that is in use shows in `poll`. Chunks are queued without bound here: a scheduler that must not run ahead
+        looks at `statistics().queued_chunks`.
+
+        Raises:
+            LocalProtocolError: The room is no integer, or the rank is not open.
+        """
+        sender = self._call(lambda: BlockingSender(self._portal, self._layout, self._rank.send(room)))
         self._portal.start_task_soon(sender.run)
         return sender
 
@@ -305,6 +338,6 @@ class DecodeRank(_BlockingRank[decode.DecodeRank]):
             )
             return BlockingReceiver(self._portal, receiver)
 
-        receiver = self._portal.call(make)
+        receiver = self._call(make)
         self._portal.start_task_soon(receiver.run)
         return receiver

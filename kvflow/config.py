@@ -1,15 +1,28 @@
 """Settings: frozen, checked once, passed in. Nothing here reads the environment; only the command line does."""
 
-import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import SupportsIndex
 
 from kvflow.errors import ConfigError
 
-__all__ = ["DecodeConfig", "Limits", "PrefillConfig", "RankConfig", "Timeouts", "check_address"]
+__all__ = [
+    "MAX_RANKS",
+    "DecodeConfig",
+    "Limits",
+    "PrefillConfig",
+    "RankConfig",
+    "Timeouts",
+    "check_address",
+    "check_duration",
+]
 
 
 MAX_PORT = 65_535
+MAX_DURATION_S = 86_400.0
+MAX_RANKS = 2**32
+MAX_COUNT = 2**53
 
 WILDCARDS = ("tcp://*", "tcp://0.0.0.0", "tcp://[::]")
 
@@ -25,11 +38,33 @@ def check_address(setting: str, address: str) -> None:
         raise ConfigError("address must look like tcp://host:port", setting=setting, value=address)
 
 
-def _check_positive(settings: "Timeouts | Limits") -> None:
-    for item in fields(settings):
-        value = getattr(settings, item.name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ConfigError("setting must be a positive number", setting=item.name, value=value)
+def check_count(setting: str, value: SupportsIndex) -> int:
+    """Turn any kind of integer into a number of ranks.
+
+    Raises:
+        ConfigError: Naming the setting.
+    """
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = 0
+    if not 1 <= count < MAX_RANKS:
+        raise ConfigError("setting must be a positive integer", setting=setting, value=value)
+    return count
+
+
+def check_duration(setting: str, value: object) -> None:
+    """Refuse what is not a positive number of seconds up to a day, which is what messages can carry.
+
+    Raises:
+        ConfigError: Naming the setting.
+    """
+    _check_positive(setting, value, MAX_DURATION_S)
+
+
+def _check_positive(setting: str, value: object, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
+        raise ConfigError("setting must be a positive number", setting=setting, value=value, most=most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +77,8 @@ class Timeouts:
         open_s: How long a grant waits on prefill for an engine that has not opened its room.
         grant_s: How long finished pages wait on prefill for a decode rank that has not asked for them.
         drain_s: How long to wait for the proof that pages are quiet before they are put into quarantine.
-        lease_s: Silence after which a peer is taken for lost; pings go out three times as often.
+        lease_s: Silence after which a peer is taken for lost; pings go out three times as often. An event loop that is
+            blocked for longer (by a model step, say) is taken for dead.
     """
 
     handshake_s: float = 5.0
@@ -53,7 +89,8 @@ class Timeouts:
     lease_s: float = 3.0
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        for item in fields(self):
+            check_duration(item.name, getattr(self, item.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +116,8 @@ class Limits:
     rows_planned_inline: int = 20_000
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        for item in fields(self):
+            _check_positive(item.name, getattr(self, item.name), MAX_COUNT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +147,7 @@ class RankConfig:
     def __post_init__(self) -> None:
         if not self.instance:
             raise ConfigError("instance needs a name", instance=self.instance)
-        if not 0 <= self.engine_rank < self.num_ranks:
+        if not 0 <= self.engine_rank < self.num_ranks < MAX_RANKS:
             raise ConfigError("engine rank is out of range", engine_rank=self.engine_rank, num_ranks=self.num_ranks)
         check_address("registry", self.registry)
 

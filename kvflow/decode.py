@@ -12,8 +12,8 @@ import anyio
 from typing_extensions import Self
 
 from kvflow.backends.base import Backend, BackendEvent, NoticeArrived
-from kvflow.config import DecodeConfig
-from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, Stage
+from kvflow.config import DecodeConfig, check_count, check_duration
+from kvflow.errors import FailureReason, LocalProtocolError, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages, check_parts, spell_out
 from kvflow.geometry.tokens import TokenRange
@@ -25,7 +25,7 @@ from kvflow.stages.planning import WIRE_PAGES
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.effects import Handed
-from kvflow.transfer import Transfer
+from kvflow.transfer import Transfer, check_instance, check_room
 from kvflow.wire.messages import Message, Notice, PeerId
 
 __all__ = ["DecodeRank", "Handover", "RoomReceiver"]
@@ -114,12 +114,12 @@ class DecodeRank(Rank["RoomReceiver"]):
         tables = check_parts(parts, self.layout, distinct=True)
         timeout_s = self.config.timeouts.transfer_s if timeout_s is None else timeout_s
         num_ranks = self.config.num_ranks if num_ranks is None else num_ranks
-        if timeout_s <= 0 or num_ranks < 1:
-            raise ConfigError("timeout and ranks must be positive", timeout_s=timeout_s, num_ranks=num_ranks)
+        check_duration("timeout_s", timeout_s)
+        num_ranks = check_count("num_ranks", num_ranks)
         wish = ev.ReceiveOpened(
-            room=room,
+            room=check_room(room),
             generation=0,
-            instance=prefill,
+            instance=check_instance(prefill),
             ranges={name: part.tokens for name, part in parts.items()},
             pages={name: table.pages.astype(WIRE_PAGES).tobytes() for name, table in tables.items()},
             num_decode_ranks=num_ranks,
@@ -213,6 +213,7 @@ class RoomReceiver(Transfer):
         Raises:
             TransferFailed: They never will be. The pages are not quiet before the block is left.
         """
+        self._check_begun()
         await self._decided.wait()
         self._is_told = True
         self._raise_if_failed()

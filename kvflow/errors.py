@@ -17,6 +17,7 @@ __all__ = [
     "LocalProtocolError",
     "PlanError",
     "ProtocolError",
+    "RankBroken",
     "RegistrationError",
     "RemoteProtocolError",
     "RouteError",
@@ -71,6 +72,10 @@ class LocalProtocolError(ProtocolError):
 
 class RemoteProtocolError(ProtocolError):
     """The peer broke the rule: its message was dropped."""
+
+
+class RankBroken(KvflowError):
+    """A task of this rank failed, which no input should cause; the cause is attached: close it, open another."""
 
 
 class CapacityExceeded(KvflowError):

@@ -14,7 +14,7 @@ from kvflow.config import PrefillConfig
 from kvflow.errors import FailureReason, PlanError
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages, check_parts, spell_out
-from kvflow.geometry.tokens import TokenRange
+from kvflow.geometry.tokens import TokenRange, check_range
 from kvflow.rank import Rank
 from kvflow.registry import RegistryClient
 from kvflow.stages.bootstrap import PrefillBootstrap
@@ -124,6 +124,9 @@ class PrefillRank(Rank["RoomSender"]):
     def _forget(self, peer: PeerId) -> None:
         self._bootstrap.forget(peer)
 
+    def _stop_stages(self) -> None:
+        self._enqueue.stop()
+
     def _on_message(self, peer: PeerId, message: Message) -> None:
         self.dispatch(ev.MessageReceived(peer, message))
 
@@ -147,7 +150,7 @@ class PrefillRank(Rank["RoomSender"]):
         )
 
     def _num_queued(self) -> int:
-        return len(self._enqueue.queue) + self._enqueue.num_not_ready
+        return self._enqueue.num_queued
 
     def _num_posted(self) -> int:
         return self._submit.num_posted
@@ -168,7 +171,8 @@ class RoomSender(Transfer):
     async def chunk(self, tokens: TokenRange, pages: Mapping[str, Pages], *, ready: ReadyEvent | None = None) -> None:
         """Send tokens that are computed, or will be when `ready` is.
 
-        Returns at once unless too many chunks wait already; the pages must stay as they are until the block is left.
+        Returns at once unless too many chunks wait already; cancelled while it waits, it has offered nothing. The
+        pages must stay as they are until the block is left.
 
         Args:
             tokens: Positions `[start, stop)` in the request; must continue the chunk before.
@@ -207,7 +211,7 @@ class RoomSender(Transfer):
             As in `chunk`; and PlanError if the metadata is too long.
         """
         chunk = make_chunk(self._rank.layout, tokens, pages, ready=ready)
-        await self.offer(dataclasses.replace(chunk, last=True, metadata=metadata))
+        await self.offer(finish_chunk(chunk, metadata))
 
     async def offer(self, chunk: Chunk) -> None:
         """Send a chunk whose page tables are checked already; `chunk` and `finish` come down to this.
@@ -218,12 +222,11 @@ class RoomSender(Transfer):
         limit = self._rank.config.limits.metadata_bytes
         if len(chunk.metadata) > limit:
             raise PlanError("metadata is too long", room=self.room, num_bytes=len(chunk.metadata), limit=limit)
-        if self.failure is not None:
-            raise self.error()
+        await anyio.lowlevel.checkpoint()
+        await self._rank.wait_for_room()
+        self._raise_if_failed()
         self._rank.dispatch(ev.ChunkOffered(self.room, chunk))
         self._is_finished = chunk.last
-        await self._rank.wait_for_room()
-        await anyio.lowlevel.checkpoint()
 
     async def delivered(self) -> None:
         """Wait until every decode rank has said that it has everything.
@@ -233,6 +236,7 @@ class RoomSender(Transfer):
         Raises:
             TransferFailed: That will not happen.
         """
+        self._check_begun()
         await self._decided.wait()
         self._raise_if_failed()
 
@@ -257,6 +261,17 @@ class RoomSender(Transfer):
         self._rank.dispatch(ev.SendAborted(self.room, self._rank.failure(FailureReason.ABORTED, detail)))
 
 
+def finish_chunk(chunk: Chunk, metadata: bytes) -> Chunk:
+    """Make a chunk the last one.
+
+    Raises:
+        PlanError: The metadata is not bytes.
+    """
+    if not isinstance(metadata, (bytes, bytearray, memoryview)):
+        raise PlanError("metadata must be bytes", type=type(metadata).__name__)
+    return dataclasses.replace(chunk, last=True, metadata=bytes(metadata))
+
+
 def make_chunk(
     layout: KVLayout, tokens: TokenRange, pages: Mapping[str, Pages], *, ready: ReadyEvent | None = None
 ) -> Chunk:
@@ -265,6 +280,7 @@ def make_chunk(
     Raises:
         PlanError: A page table does not fit the pool or the tokens.
     """
+    tokens = check_range(tokens)
     parts = spell_out(pages, layout, tokens)
     tables = check_parts(parts, layout)
     return Chunk(tokens=tokens, ranges={name: part.tokens for name, part in parts.items()}, pages=tables, ready=ready)

@@ -21,7 +21,7 @@ from kvflow.aio.tasks import OwnedTasks
 from kvflow.backends import create_backend
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.config import RankConfig
-from kvflow.errors import FailureReason, KvflowError, LocalProtocolError, Stage
+from kvflow.errors import FailureReason, KvflowError, LocalProtocolError, RankBroken, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.observe.logs import LOGGER, get_logger
 from kvflow.observe.times import StageTimes
@@ -98,11 +98,16 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self._is_dispatching = False
         self._settled = anyio.Event()
         self._is_open = False
+        self._was_opened = False
+        self._error: Exception | None = None
         self._resources = ExitStack()
 
     async def __aenter__(self) -> Self:
-        await self._backend.open(agent_name(self.me))
+        if self._was_opened:
+            raise LocalProtocolError("a rank can be opened only once; make another one", rank=str(self.me.rank))
+        self._was_opened = True
         try:
+            await self._backend.open(agent_name(self.me))
             await self._backend.register(self.layout)
             self._open()
             await self._tasks.open()
@@ -176,15 +181,19 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         """Put a transfer on record and tell the core that it begins.
 
         Raises:
-            LocalProtocolError, CapacityExceeded: It may not begin; nothing has changed.
+            LocalProtocolError, CapacityExceeded, RankBroken: It may not begin; nothing has changed.
         """
+        if self._error is not None:
+            raise RankBroken("a task of this rank failed; close it and open another") from self._error
         if not self._is_open:
             raise LocalProtocolError("rank is not open", room=transfer.room)
+        transfer.begin()
         before = self._transfers.get(key)
         self._transfers[key] = transfer
         try:
             self.dispatch(event)
         except KvflowError:
+            transfer.never_begin()
             del self._transfers[key]
             if before is not None:
                 self._transfers[key] = before
@@ -227,6 +236,9 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
 
     def _after_dispatch(self) -> None:
         """Look at what has changed after a step of the core."""
+
+    def _stop_stages(self) -> None:
+        """Let everybody go who waits for a stage."""
 
     def _num_queued(self) -> int:
         return 0
@@ -276,7 +288,9 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
     def _abandon(self, error: Exception) -> None:
         """A task has failed, so nobody will report any more: what is open cannot be proved quiet."""
         self._is_open = False
+        self._error = error
         self._log.error("rank_broken", exc_info=error)
+        self._stop_stages()
         detail = f"a task of this rank failed: {type(error).__name__}: {error}"
         failure = self._context.failure(FailureReason.BROKEN, Stage.ENQUEUE, detail)
         for transfer in self._transfers.values():

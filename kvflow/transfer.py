@@ -1,6 +1,7 @@
 """One room, as an engine holds it: two facts, and a way to wait for each."""
 
 import abc
+import operator
 
 import anyio
 
@@ -8,7 +9,36 @@ from kvflow.errors import LocalProtocolError, TransferFailed
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure
 
-__all__ = ["Transfer"]
+__all__ = ["Transfer", "check_instance", "check_room"]
+
+MAX_ROOM = 2**63
+"""Rooms travel as signed 64-bit integers."""
+
+
+def check_room(room: int) -> int:
+    """Turn any kind of integer into a room.
+
+    Raises:
+        LocalProtocolError: It is none, or out of range.
+    """
+    try:
+        number = operator.index(room)
+    except TypeError:
+        number = -1
+    if not 0 <= number < MAX_ROOM:
+        raise LocalProtocolError("room must be an integer in 0 ... 2**63 - 1", room=room)
+    return number
+
+
+def check_instance(name: object) -> str:
+    """Give the name of an instance.
+
+    Raises:
+        LocalProtocolError: It is none.
+    """
+    if not isinstance(name, str) or not name:
+        raise LocalProtocolError("an instance is named by a string", instance=name)
+    return name
 
 
 class Transfer(abc.ABC):
@@ -19,12 +49,13 @@ class Transfer(abc.ABC):
     """
 
     def __init__(self, room: int) -> None:
-        self.room = room
+        self.room = check_room(room)
         self._outcome = Outcome.PENDING
-        self._memory = Memory.HELD
+        self._memory = Memory.SAFE
         self._failure: Failure | None = None
         self._decided = anyio.Event()
         self._settled = anyio.Event()
+        self._has_begun = False
 
     @property
     def outcome(self) -> Outcome:
@@ -40,6 +71,21 @@ class Transfer(abc.ABC):
     def failure(self) -> Failure | None:
         """Why it did not succeed, once that is decided."""
         return self._failure
+
+    def begin(self) -> None:
+        """Note that it is on record now.
+
+        Raises:
+            LocalProtocolError: It was before; another try is another transfer.
+        """
+        if self._has_begun:
+            raise LocalProtocolError("a transfer can be entered only once; make another one", room=self.room)
+        self._has_begun = True
+        self._memory = Memory.HELD
+
+    def never_begin(self) -> None:
+        """Note that it was refused, so that nobody will ever touch its pages."""
+        self._memory = Memory.SAFE
 
     def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
         """Take in what the core says."""
@@ -79,6 +125,10 @@ class Transfer(abc.ABC):
             await self._settled.wait()
         if isinstance(error, TransferFailed) and error.room == self.room:
             error.quarantined = self._memory is Memory.QUARANTINED
+
+    def _check_begun(self) -> None:
+        if not self._has_begun:
+            raise LocalProtocolError("enter the transfer with `async with` first", room=self.room)
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import anyio
 from typing_extensions import override
 
 from kvflow.aio.mailbox import Mailbox
@@ -96,9 +97,10 @@ class NixlBackend(Backend):
         create = functools.partial(_Agent, agent_name, self._plugin, self._plugin_options, self._environment, mailbox)
         try:
             self._agent = await self._owner.call(create)
-        except BackendError:
-            await self._owner.stop()
-            self._owner = None
+        except BaseException:
+            owner, self._owner = self._owner, None
+            with anyio.CancelScope(shield=True):
+                await owner.stop()
             raise
         self._owner.submit(functools.partial(self._owner.adopt, self._agent))
 

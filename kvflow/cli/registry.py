@@ -13,9 +13,9 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
-    parser.add_argument("--bind", default="tcp://127.0.0.1:7100", metavar="ADDRESS", help="default: %(default)s")
+    parser.add_argument("--bind", default="tcp://127.0.0.1:7100", metavar="ADDRESS", help="address to serve at")
     parser.add_argument("--advertise", metavar="HOST", help="host to print, if not the one bound")
-    parser.add_argument("--log", default="console", choices=["console", "json"], help="default: %(default)s")
+    parser.add_argument("--log", default="console", choices=["console", "json"], help="format of the log")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -193,13 +193,18 @@ def spell_out(pages: Mapping[str, Pages], layout: KVLayout, tokens: TokenRange) 
     """Spell out what an engine says in short: bare indices stand for `tokens`, or for a whole slot.
 
     Components that are None are left out; unknown ones are left for `check_parts` to find.
+
+    Raises:
+        PlanError: A token range is none.
     """
+    tokens = check_range(tokens)
     slots = {component.name: component.tokens_per_slot for component in layout.components if component.kind == "slot"}
     parts = {}
     for name, given in pages.items():
         if given is not None:
             implied = (0, slots[name]) if name in slots else tokens
-            parts[name] = given if isinstance(given, Part) else Part(implied, given)
+            part = given if isinstance(given, Part) else Part(implied, given)
+            parts[name] = Part(check_range(part.tokens), part.pages)
     return parts
 
 

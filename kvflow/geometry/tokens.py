@@ -1,6 +1,7 @@
 """Token ranges of a request, and which of its tokens a rank holds."""
 
 import math
+import operator
 from typing import NamedTuple
 
 import msgspec
@@ -96,15 +97,19 @@ class SharedRuns(NamedTuple):
     lengths: Words
 
 
-def check_range(tokens: TokenRange) -> None:
-    """Refuse a range that is none.
+def check_range(tokens: TokenRange) -> TokenRange:
+    """Turn a pair of any kind of integers into a range.
 
     Raises:
-        PlanError: It is reversed, negative or absurdly large.
+        PlanError: It is no pair of integers, reversed, negative or absurdly large.
     """
-    start, stop = tokens
+    try:
+        start, stop = map(operator.index, tokens)
+    except (TypeError, ValueError):
+        raise PlanError("token range is not a pair of integers", tokens=tokens) from None
     if not 0 <= start <= stop <= MAX_TOKENS:
         raise PlanError("token range is not 0 <= start <= stop", tokens=tokens, limit=MAX_TOKENS)
+    return start, stop
 
 
 def held_range(tokens: TokenRange, shard: TokenShard) -> TokenRange:

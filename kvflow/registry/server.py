@@ -44,7 +44,11 @@ class Registry:
         self.endpoint = self._listener.endpoint
         self._clock = Clock(self._table.deadlines.next, self._expire)
         self._tasks = OwnedTasks(lambda error: self._log.error("registry_broken", exc_info=error))
-        await self._tasks.open()
+        try:
+            await self._tasks.open()
+        except BaseException:
+            self._listener.close()
+            raise
         self._tasks.start(self._serve)
         self._tasks.start(self._clock.run)
         self._log.info("registry_opened", endpoint=self.endpoint)

@@ -160,6 +160,7 @@ class _Line:
     def __init__(self, endpoint: str) -> None:
         self.dialer = Dialer(endpoint)
         self.scope = anyio.CancelScope()
+        self.has_left = False
         self._answer: Welcome | Refuse | None = None
         self._answered: anyio.Event | None = None
 
@@ -219,6 +220,7 @@ class DecodeBootstrap:
         self._lookup = lookup
         self._on_message = on_message
         self._lines: dict[PeerId, _Line] = {}
+        self._compilations = anyio.CapacityLimiter(1)
 
     def greet(self, instance: str) -> None:
         """Begin the handshake with an instance; the core hears how it ended."""
@@ -271,6 +273,7 @@ class DecodeBootstrap:
         """Shake hands with some ranks; give what became of it, or the cards of other lives if those appear first."""
         greeted: list[GreetedRank | KvflowError] = []
         newer: tuple[Card, ...] | None = None
+        strangers = [card.peer for card in cards if card.peer not in self._lines]
 
         async def look_again() -> None:
             nonlocal newer
@@ -281,6 +284,12 @@ class DecodeBootstrap:
             tasks.start_soon(look_again)
             greeted = await self._greet_cards(cards, give_up)
             tasks.cancel_scope.cancel()
+        left = [peer for peer in strangers if peer in self._lines and self._lines[peer].has_left]
+        if left:
+            greeted.append(Unreachable("rank left during the handshake", rank=str(left[0].rank)))
+        if not greeted or any(isinstance(result, KvflowError) for result in greeted):
+            for peer in strangers:  # nobody else would ever close their lines
+                self.forget(peer)
         return greeted, None if greeted else newer
 
     async def _changed_cards(self, instance: str, known: tuple[Card, ...], give_up: float) -> tuple[Card, ...]:
@@ -294,10 +303,8 @@ class DecodeBootstrap:
 
     async def _greet_cards(self, cards: tuple[Card, ...], give_up: float) -> list[GreetedRank | KvflowError]:
         """Shake hands with some ranks at once; the first refusal or silence ends it for all."""
-        layouts = {card.peer.rank.engine_rank: card.layout for card in cards}
-        my_rank = self._context.me.rank.engine_rank
         try:
-            routes = await anyio.to_thread.run_sync(lambda: compile_routes(layouts, self._layout, decode_rank=my_rank))
+            routes = await self._compile(cards, give_up)
         except KvflowError as error:
             return [error]
         greeted: list[GreetedRank | KvflowError] = []
@@ -314,6 +321,18 @@ class DecodeBootstrap:
                 tasks.start_soon(greet, card, route)
         return greeted
 
+    async def _compile(self, cards: tuple[Card, ...], give_up: float) -> tuple[Route, ...]:
+        """Work out who owes what, beside the event loop."""
+        layouts = {card.peer.rank.engine_rank: card.layout for card in cards}
+        my_rank = self._context.me.rank.engine_rank
+        with anyio.CancelScope(deadline=give_up):
+            return await anyio.to_thread.run_sync(
+                lambda: compile_routes(layouts, self._layout, decode_rank=my_rank),
+                abandon_on_cancel=True,
+                limiter=self._compilations,
+            )
+        raise Unreachable("routes could not be compiled in time", ranks=len(cards))
+
     async def _greet_rank(self, card: Card, route: Route, give_up: float) -> GreetedRank:
         debts = bind_route(route, card.layout, self._layout).debts
         hello = Hello(
@@ -326,15 +345,9 @@ class DecodeBootstrap:
             layout=self._layout,
             route=route,
         )
-        is_stranger = card.peer not in self._lines
-        answer: Welcome | Refuse | None = None
-        try:
-            answer = await self._line(card).ask(hello, give_up)
-            if isinstance(answer, Refuse) and answer.peer != card.peer:
-                await anyio.sleep_until(give_up)  # it has restarted; its new card will be found meanwhile
-        finally:
-            if is_stranger and not isinstance(answer, Welcome):
-                self.forget(card.peer)
+        answer = await self._line(card).ask(hello, give_up)
+        if isinstance(answer, Refuse) and answer.peer != card.peer:
+            await anyio.sleep_until(give_up)  # it has restarted; its new card will be found meanwhile
         if answer is None:
             raise Unreachable("rank did not answer", rank=str(card.peer.rank), endpoint=card.endpoint)
         if isinstance(answer, Refuse):
@@ -367,6 +380,7 @@ class DecodeBootstrap:
     def _take(self, peer: PeerId, line: _Line, message: Message) -> None:
         if isinstance(message, (Welcome, Refuse)) and line.answer(message):
             return
+        line.has_left |= isinstance(message, Goodbye)
         if isinstance(message, Refuse):
             detail = f"{peer.rank} does not know this rank any more: {message.detail}"
             failure = self._context.failure(FailureReason.PEER_LOST, Stage.BOOTSTRAP, detail)

@@ -25,6 +25,9 @@ from kvflow.wire.messages import Failure, Grant, PeerId
 
 __all__ = ["ChunkJob", "ChunkQueue", "Enqueue"]
 
+DEVICE_WAITS_AT_ONCE = 64
+"""Threads that wait for devices; they have a bound of their own, so that nothing else has to wait for them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkJob:
@@ -130,6 +133,8 @@ class Enqueue:
         self._num_bytes = num_bytes
         self._changed = anyio.Event()
         self._got_room = anyio.Event()
+        self._is_running = True
+        self._device_waits = anyio.CapacityLimiter(DEVICE_WAITS_AT_ONCE)
         self._put: list[EnqueueChunk] = []
         self._not_ready: dict[DeliveryId, deque[EnqueueChunk]] = {}
 
@@ -137,6 +142,11 @@ class Enqueue:
     def num_not_ready(self) -> int:
         """Chunks that wait for a device, or for a chunk of their delivery that does."""
         return sum(len(line) for line in self._not_ready.values())
+
+    @property
+    def num_queued(self) -> int:
+        """Chunks that wait here, for whatever reason."""
+        return len(self._put) + self.num_not_ready + len(self.queue)
 
     def put(self, effect: EnqueueChunk) -> None:
         """Take in a part of a chunk."""
@@ -155,10 +165,16 @@ class Enqueue:
         self._changed.set()
 
     async def wait_for_room(self) -> None:
-        """Wait while the queue is full: the pressure that reaches the engine."""
-        while len(self.queue) + self.num_not_ready >= self._context.config.limits.queued_chunks:
-            self._got_room = anyio.Event()
+        """Wait while the queue is full: the pressure that reaches the engine. Nobody waits for a broken rank."""
+        while self._is_running and self.num_queued >= self._context.config.limits.queued_chunks:
+            if self._got_room.is_set():
+                self._got_room = anyio.Event()
             await self._got_room.wait()
+
+    def stop(self) -> None:
+        """Let everybody go who waits for room; nothing will be passed on any more."""
+        self._is_running = False
+        self._got_room.set()
 
     async def run(self) -> None:
         """Pass jobs on, for ever."""
@@ -208,7 +224,7 @@ class Enqueue:
             return None
         try:
             # A device event can only be waited for by blocking, so this one wait takes a worker thread.
-            await anyio.to_thread.run_sync(ready.synchronize, abandon_on_cancel=True)
+            await anyio.to_thread.run_sync(ready.synchronize, abandon_on_cancel=True, limiter=self._device_waits)
         except Exception as error:  # noqa: BLE001 - it is the engine's object; only this transfer suffers
             detail = f"{type(error).__name__}: {error}"
             return self._context.failure(FailureReason.NOT_READY, Stage.ENQUEUE, detail)

@@ -73,6 +73,7 @@ class Planning:
         self._planned = planned
         self._geometry = geometry
         self._end_job = end_job
+        self._large_plans = anyio.CapacityLimiter(1)
         self._tables: dict[DeliveryId, Mapping[str, PageTable]] = {}
 
     def drop(self, delivery: DeliveryId) -> None:
@@ -107,7 +108,7 @@ class Planning:
         max_rows = sum(route.max_rows(name, stop - start) for name, (start, stop) in job.ranges.items())
         if max_rows <= self._context.config.limits.rows_planned_inline:
             return plan(route, shares)
-        return await anyio.to_thread.run_sync(plan, route, shares)
+        return await anyio.to_thread.run_sync(plan, route, shares, limiter=self._large_plans)
 
     def _granted(self, job: ChunkJob, layout: KVLayout) -> Mapping[str, PageTable]:
         """The decode rank's page tables, checked when the first chunk of a delivery needs them."""

@@ -56,6 +56,7 @@ class Submit:
         self._send_notice = send_notice
         self._waiting: dict[tuple[DeliveryId, int], PlannedChunk] = {}
         self._posts: dict[int, _Post] = {}
+        self._doubtful: set[int] = set()
         self._num_posts = 0
 
     @property
@@ -90,7 +91,10 @@ class Submit:
     def ended(self, event: PostEnded) -> None:
         """Take in that a post has ended."""
         post = self._posts.pop(event.post_id)
-        self._end_job(post.job)
+        if event.post_id in self._doubtful:
+            self._doubtful.remove(event.post_id)
+        else:
+            self._end_job(post.job)
         self._context.times.add(Stage.SUBMIT, anyio.current_time() - post.began)
         failure = None
         if event.error is not None:
@@ -102,6 +106,9 @@ class Submit:
     def in_doubt(self, event: PostInDoubt) -> None:
         """Take in that a post may or may not have ended."""
         job = self._posts[event.post_id].job
+        if event.post_id not in self._doubtful:  # it may never end, and must not hold up others until then
+            self._doubtful.add(event.post_id)
+            self._end_job(job)
         failure = self._context.failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, event.error)
         self._context.dispatch(PostDoubted(job.delivery, job.seq, failure))
 

@@ -35,6 +35,9 @@ __all__ = ["Core"]
 
 PINGS_PER_LEASE = 3
 
+LEASES_TO_OBLIVION = 10
+"""Further leases of silence after which a lost peer is forgotten; until then it may only have been cut off."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnd:
@@ -46,6 +49,13 @@ class LeaseEnd:
 @dataclass(frozen=True, slots=True)
 class NextPing:
     """Deadline: tell a peer that this rank lives."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Oblivion:
+    """Deadline: a peer that is lost has been silent for long enough to be forgotten."""
 
     peer: PeerId
 
@@ -193,6 +203,7 @@ class Core:
         peer.left()
         self.deadlines.clear(LeaseEnd(peer_id))
         self.deadlines.clear(NextPing(peer_id))
+        self.deadlines.clear(Oblivion(peer_id))
         effects = self._fail_all_with(peer_id, failure, now)
         self.senders.forget_peer(peer_id)
         return [*effects, ForgetPeer(peer_id)]
@@ -219,6 +230,8 @@ class Core:
                 return self._lease_ended(self.peers[peer], now, late_s)
             case NextPing(peer):
                 return self._ping(self.peers[peer], now)
+            case Oblivion(peer):
+                return self._forget_if_dead(self.peers[peer], now)
         return [*self.senders.expired(key, now), *self.receivers.expired(key, now)]
 
     def _lease_ended(self, peer: Peer, now: float, late_s: float) -> list[Effect]:
@@ -232,8 +245,18 @@ class Core:
             self.deadlines.set(LeaseEnd(peer.id), now + ping_s)
             return []
         peer.expired()
+        self.deadlines.set(Oblivion(peer.id), now + LEASES_TO_OBLIVION * peer.lease_s)
         failure = self._failure(FailureReason.PEER_LOST, f"{peer.id.rank} was silent for {peer.lease_s} s")
         return self._fail_all_with(peer.id, failure, now)
+
+    def _forget_if_dead(self, peer: Peer, now: float) -> list[Effect]:
+        """Drop a peer that stayed silent, unless some transfer still waits for its proof."""
+        if peer.is_connected:
+            return []
+        if self.senders.involve(peer.id) or self.receivers.involve(peer.id):
+            self.deadlines.set(Oblivion(peer.id), now + LEASES_TO_OBLIVION * peer.lease_s)
+            return []
+        return self._left(peer.id, self._failure(FailureReason.PEER_LOST, f"{peer.id.rank} stayed silent"), now)
 
     def _ping(self, peer: Peer, now: float) -> list[Effect]:
         self.deadlines.set(NextPing(peer.id), now + self._timeouts.lease_s / PINGS_PER_LEASE)

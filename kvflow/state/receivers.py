@@ -130,6 +130,10 @@ class Receivers:
                 effects += self._follow(receiver, receiver.lost(peer, failure), now)
         return effects
 
+    def involve(self, peer: PeerId) -> bool:
+        """Say whether a room, in quarantine or not, was granted to a prefill rank."""
+        return any(receiver.involves(peer) for receiver in self.receivers.values())
+
     def close(self, failure: Failure, now: float) -> list[Effect]:
         """End every room."""
         effects: list[Effect] = []

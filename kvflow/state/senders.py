@@ -181,6 +181,10 @@ class Senders:
                 effects += self._follow(sender, sender.stop(Signal.FAILED, failure), now)
         return effects
 
+    def involve(self, peer: PeerId) -> bool:
+        """Say whether an open room has to do with a decode rank."""
+        return any(peer in sender.deliveries for sender in self.rooms.values())
+
     def forget_peer(self, peer: PeerId) -> None:
         """Drop what is kept about a decode rank."""
         self._owed.pop(peer, None)

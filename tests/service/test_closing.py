@@ -12,7 +12,7 @@ import kvflow
 from kvflow.backends.base import BackendEvent
 from kvflow.backends.memory import MemoryBackend
 from kvflow.config import Timeouts
-from kvflow.errors import FailureReason, LocalProtocolError, TransferFailed
+from kvflow.errors import FailureReason, RankBroken, TransferFailed
 from tests.support.failures import catch
 from tests.support.instances import (
     BACKENDS,
@@ -151,8 +151,9 @@ async def test_rank_that_breaks_fails_its_transfers_and_says_why() -> None:
         assert failures[0].reason is FailureReason.BROKEN
         assert "ZeroDivisionError: boom" in failures[0].detail
         assert failures[0].quarantined
-        with pytest.raises(LocalProtocolError, match="not open"):
+        with pytest.raises(RankBroken) as refused:
             await _receive(rank)
+        assert isinstance(refused.value.__cause__, ZeroDivisionError)
         with pytest.RaisesGroup(pytest.RaisesExc(ZeroDivisionError, match="boom")):
             await rank.__aexit__(None, None, None)
 

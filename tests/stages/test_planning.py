@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import anyio
 import numpy as np
@@ -87,9 +87,9 @@ async def test_large_plans_are_made_beside_the_event_loop(monkeypatch: pytest.Mo
     functions = []
     to_thread = anyio.to_thread.run_sync
 
-    async def run_sync(function: Callable[..., object], *args: object) -> object:
+    async def run_sync(function: Callable[..., object], *args: object, **options: Any) -> object:
         functions.append(function)
-        return await to_thread(function, *args)
+        return await to_thread(function, *args, **options)
 
     async with deploy(limits=Limits(rows_planned_inline=1)) as deployment:
         monkeypatch.setattr("kvflow.stages.planning.anyio.to_thread.run_sync", run_sync)

@@ -1,9 +1,12 @@
 """Measure kvflow on this machine."""
 
 import argparse
+import math
 
 import anyio
 import msgspec
+
+from kvflow.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
 
@@ -34,6 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _idle(arguments: argparse.Namespace) -> str:
+    if arguments.pairs < 1 or not 0 < arguments.seconds < math.inf:
+        raise ConfigError("options must be positive", pairs=arguments.pairs, seconds=arguments.seconds)
     from kvflow.cli.bench.idle import measure_idle  # noqa: PLC0415 - `kvflow --help` works without torch
 
     result = anyio.run(measure_idle, arguments.backend, arguments.pairs, arguments.seconds)

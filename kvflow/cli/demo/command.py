@@ -18,7 +18,9 @@ NEEDED = ("transformers", "gguf", "accelerate", "rich")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     default = DemoOptions()
-    parser.add_argument("--model", default=default.model, help="smollm2 (default), tiny, or a directory")
+    parser.add_argument(
+        "--model", default=default.model, help="smollm2, tiny (random weights: its text is noise), or a directory"
+    )
     parser.add_argument("--prefill-tp", type=int, default=default.prefill_tp, metavar="N", help="prefill ranks")
     parser.add_argument("--decode-tp", type=int, default=default.decode_tp, metavar="N", help="decode ranks")
     parser.add_argument("--backend", default=default.backend, choices=["nixl", "memory"], help="transport")

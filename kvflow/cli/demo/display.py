@@ -94,6 +94,7 @@ def print_result(result: DemoResult) -> None:
     table.add_row("cache moved", f"{result.prompt_tokens} tokens, {result.bytes / 1e6:.2f} MB")
     table.add_row("goodput", f"{result.goodput_gbps:.2f} Gbit/s while writes were under way")
     table.add_row("handover", f"{result.handover_ms:.2f} ms from last chunk ready to decode may run")
+    table.add_row("time in each stage", "(slowest rank; stages overlap)")
     for stage, time_ms in result.stages_ms.items():
         table.add_row(f"  {stage}", f"{time_ms:8.2f} ms  {STAGE_WORDS[stage]}")
     console.print(table, highlight=False)

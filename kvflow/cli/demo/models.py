@@ -140,7 +140,7 @@ def load_model(name: str, on_prepare: Callable[[str], None] = lambda _: None) ->
         return LanguageModel("tiny", _tiny_network(), _ByteTokenizer(), [])
     directory = prepare_smollm2(on_prepare) if name == "smollm2" else Path(name)
     if not (directory / "config.json").is_file():
-        raise ConfigError("no such model", model=name, known=["smollm2", "tiny", "a directory"])
+        raise ConfigError("no such model; give smollm2, tiny, or a directory with config.json", model=name)
     tokenizer = _ChatTokenizer(directory)
     network = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     return LanguageModel(name, network, tokenizer, tokenizer.end_ids)

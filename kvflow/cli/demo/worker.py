@@ -29,6 +29,8 @@ def main() -> int:
         configure_logging(options.log)
     try:
         import_module(f"kvflow.cli.demo.{side}_worker").run(options, line)
+    except (EOFError, BrokenPipeError):  # the coordinator is gone, and nobody wants an answer any more
+        return EXIT_UNUSABLE
     except KvflowError as error:
         print(f"kvflow demo, {side} side: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
