@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import anyio
 import pytest
@@ -15,6 +16,7 @@ from kvflow.cli.main import main
 from kvflow.observe.logs import get_logger
 from kvflow.registry import RegistryClient
 from tests.support.instances import make_pool, prefill_config
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("backend", ["memory", "nixl"])
@@ -79,3 +81,23 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert exited.value.code == 0
     assert capsys.readouterr().out == f"kvflow {__version__}\n"
+
+
+@pytest.mark.parametrize("options", [["--pairs", "0"], ["--seconds", "0"], ["--seconds", "inf"]])
+def test_bench_idle_refuses_what_cannot_be_measured(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "idle", *options]) == 2
+    assert "must be positive" in capsys.readouterr().err
+
+
+def test_interrupted_command_says_so() -> None:
+    command = [sys.executable, "-m", "kvflow.cli", "bench", "idle", "--backend", "memory", "--seconds", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        anyio.run(until, lambda: is_measuring(process.pid))
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert (process.returncode, out, err) == (130, "", "kvflow bench: interrupted\n")
+
+
+def is_measuring(pid: int) -> bool:
+    """ZMQ's threads run, so its ranks are being opened or open."""
+    return len(list(Path(f"/proc/{pid}/task").iterdir())) > 2

@@ -330,3 +330,76 @@ def test_timeouts_are_checked(name: str, value: object) -> None:
 async def _receive(rank: kvflow.DecodeRank) -> None:
     async with rank.receive(1, prefill="prefill", tokens=(0, 4), pages={"kv": [1]}) as receiver:
         await receiver.done()
+
+
+@pytest.mark.parametrize("room", ["req-1", 2**63, -1, 1.5, None])
+async def test_room_that_is_no_room(deployment: Deployment, room: object) -> None:
+    with pytest.raises(LocalProtocolError, match="room must be an integer"):
+        deployment.prefill[0].send(room)  # type: ignore[arg-type]
+    with pytest.raises(LocalProtocolError, match="room must be an integer"):
+        deployment.decode[0].receive(room, prefill="prefill", tokens=(0, 4), pages={"kv": [1]})  # type: ignore[arg-type]
+
+
+async def test_integers_of_numpy_are_integers(deployment: Deployment) -> None:
+    request = deployment.request(1, 8)
+    eight = np.int64(8)
+    async with anyio.create_task_group() as tasks, deployment.prefill[0].send(np.int64(1)) as sender:
+
+        async def receive() -> None:
+            tokens = (np.uint32(0), eight)
+            pages = request.dst_pages(0, (0, 8))
+            receiver = deployment.decode[0].receive(
+                np.int32(1),
+                prefill="prefill",
+                tokens=tokens,
+                pages=pages,
+                num_ranks=np.int64(1),
+            )
+            async with receiver:
+                await receiver.done()
+
+        tasks.start_soon(receive)
+        request.compute(0, 8)
+        await sender.finish((np.int64(0), eight), request.src_pages(0, (0, 8)), metadata=bytearray(b"m"))  # type: ignore[arg-type]
+    request.assert_arrived()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"timeout_s": float("nan")},
+        {"timeout_s": 100_000},
+        {"timeout_s": 0},
+        {"num_ranks": 0},
+        {"num_ranks": 2**33},
+        {"num_ranks": "2"},
+    ],
+)
+async def test_odd_settings_of_a_receive(deployment: Deployment, changes: dict[str, object]) -> None:
+    (name,) = changes
+    with pytest.raises(ConfigError) as caught:
+        deployment.decode[0].receive(1, prefill="prefill", tokens=(0, 4), pages={"kv": [1]}, **changes)  # type: ignore[arg-type]
+    assert caught.value.values["setting"] == name
+
+
+@pytest.mark.parametrize("name", [None, b"p", "", 3])
+async def test_instance_that_is_no_name(deployment: Deployment, name: object) -> None:
+    with pytest.raises(LocalProtocolError, match="named by a string"):
+        deployment.decode[0].receive(1, prefill=name, tokens=(0, 4), pages={"kv": [1]})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tokens", [("0", "4"), (0.0, 4.0), (0,), (0, 4, 8), None])
+async def test_tokens_that_are_no_range(deployment: Deployment, tokens: object) -> None:
+    with pytest.raises(PlanError, match="not a pair of integers"):
+        deployment.decode[0].receive(1, prefill="prefill", tokens=tokens, pages={"kv": [1]})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("metadata", ["text", [1, 2], np.zeros(3), None])
+async def test_metadata_that_is_no_bytes(deployment: Deployment, metadata: object) -> None:
+    request = deployment.request(1, 4)
+    async with anyio.create_task_group() as tasks, deployment.prefill[0].send(1) as sender:
+        tasks.start_soon(request.receive)
+        request.compute(0, 4)
+        with pytest.raises(PlanError, match="metadata must be bytes"):
+            await sender.finish((0, 4), request.src_pages(0, (0, 4)), metadata=metadata)  # type: ignore[arg-type]
+        await sender.finish((0, 4), request.src_pages(0, (0, 4)))

@@ -161,3 +161,30 @@ def test_rank_that_cannot_open_leaves_no_thread() -> None:
     with pytest.raises(ConfigError, match="cannot be bound"):
         rank.__enter__()
     assert threading.active_count() == before
+
+
+def test_after_closing_nothing_hangs() -> None:
+    with pair_of_ranks() as pair:
+        receiver, sender = pair.receive(1), pair.prefill.send(1)
+        assert pair.prefill.endpoint.startswith("tcp://")
+        assert pair.decode.quarantined() == []
+    for transfer in (receiver, sender):
+        assert transfer.wait(10) is not Outcome.PENDING
+        transfer.abort()
+    for act in (
+        lambda: pair.prefill.send(2),
+        lambda: pair.receive(2),
+        pair.decode.statistics,
+        pair.prefill.quarantined,
+    ):
+        with pytest.raises(LocalProtocolError, match="not open"):
+            act()
+
+
+def test_pages_of_a_refused_transfer_are_safe() -> None:
+    with pair_of_ranks() as pair:
+        first, second = pair.receive(1), pair.receive(1)
+        assert second.wait(10) is Outcome.FAILED
+        assert second.memory is Memory.SAFE
+        first.abort()
+        assert first.wait(10) is Outcome.ABORTED

@@ -1,6 +1,8 @@
 """Ranks are opened and closed in every order, by any task, with or without transfers under way."""
 
 import itertools
+import socket
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
@@ -11,8 +13,8 @@ from typing_extensions import override
 import kvflow
 from kvflow.backends.base import BackendEvent
 from kvflow.backends.memory import MemoryBackend
-from kvflow.config import Timeouts
-from kvflow.errors import FailureReason, RankBroken, TransferFailed
+from kvflow.config import Limits, Timeouts
+from kvflow.errors import FailureReason, LocalProtocolError, RankBroken, TransferFailed
 from tests.support.failures import catch
 from tests.support.instances import (
     BACKENDS,
@@ -173,3 +175,68 @@ async def _send_a_part(deployment: Deployment, request: Request) -> None:
         request.compute(0, 4)
         await sender.chunk((0, 4), request.src_pages(0, (0, 4)))
         await sender.delivered()
+
+
+async def test_rank_that_breaks_lets_go_who_waits_for_room() -> None:
+    async with deploy(limits=Limits(posts_per_peer=1, queued_chunks=1)) as deployment:
+        request = deployment.request(1, 40)
+        deployment.faults[0].hold()
+        prefill = deployment.prefill[0]
+        failures: list[TransferFailed] = []
+
+        async def send() -> None:
+            failures.append(await catch(lambda: request.send(chunk=2)))
+
+        async def receive() -> None:
+            failures.append(await catch(request.receive))
+
+        def crash() -> None:
+            raise ZeroDivisionError("boom")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receive)
+            tasks.start_soon(send)
+            await until(lambda: prefill.statistics().queued_chunks)
+            await anyio.wait_all_tasks_blocked()
+            prefill._context.start_task(anyio.to_thread.run_sync, crash)
+            await until(lambda: failures)
+            with pytest.RaisesGroup(pytest.RaisesExc(ZeroDivisionError)):
+                await prefill.__aexit__(None, None, None)
+            deployment.closers[prefill].pop_all()
+        assert {failure.reason for failure in failures} == {FailureReason.BROKEN, FailureReason.PEER_CLOSED}
+
+
+async def test_a_rank_is_opened_only_once() -> None:
+    async with kvflow.Registry() as registry:
+        rank = kvflow.PrefillRank(prefill_config(registry.endpoint), make_pool().layout)
+        async with rank:
+            pass
+        with pytest.raises(LocalProtocolError, match="only once"):
+            await rank.__aenter__()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.01, 0.05])
+async def test_cancelled_opening_leaves_no_thread(after_s: float) -> None:
+    async with kvflow.Registry() as registry:
+        before = {thread.name for thread in threading.enumerate()}
+        with anyio.move_on_after(after_s):
+            async with kvflow.PrefillRank(prefill_config(registry.endpoint, backend="nixl"), make_pool().layout):
+                await anyio.sleep_forever()
+        left = {thread.name for thread in threading.enumerate()} - before
+        assert not [name for name in left if "nixl" in name]
+
+
+async def test_cancelled_registry_leaves_its_port() -> None:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        port = asked.getsockname()[1]
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        async with kvflow.Registry(f"tcp://127.0.0.1:{port}"):
+            await anyio.sleep_forever()
+    await until(lambda: is_free(port))
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as asked:
+        return asked.connect_ex(("127.0.0.1", port)) != 0

@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 from kvflow.config import Limits, Timeouts
-from kvflow.errors import FailureReason, Stage, TransferFailed
+from kvflow.errors import FailureReason, LocalProtocolError, Stage, TransferFailed
 from kvflow.state.tables import Memory, Outcome
 from tests.support.failures import catch, undisturbed
 from tests.support.instances import BACKENDS, Request, deploy
@@ -270,3 +270,46 @@ async def test_pages_are_read_only_when_the_device_is_ready() -> None:
                 request.compute(0, 4)
                 ready.is_ready.set()
         request.assert_arrived()
+
+
+async def test_a_transfer_is_entered_only_once() -> None:
+    """A second entry must neither repeat the first one's success nor leave the room granted."""
+    async with deploy() as deployment:
+        request = deployment.request(1, 8)
+        receiver = request.receiver()
+
+        async def receive() -> None:
+            async with receiver:
+                await receiver.done()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receive)
+            tasks.start_soon(request.send)
+        with pytest.raises(LocalProtocolError, match="only once"):
+            await receive()
+        with pytest.raises(LocalProtocolError, match="only once"):
+            await request.senders[0].__aenter__()
+        assert deployment.decode[0].statistics().rooms == 0
+        await undisturbed(deployment)
+
+
+async def test_nothing_is_waited_for_before_it_has_begun() -> None:
+    async with deploy() as deployment:
+        with pytest.raises(LocalProtocolError, match="async with"):
+            await deployment.request(1, 8).receiver().done()
+        with pytest.raises(LocalProtocolError, match="async with"):
+            await deployment.prefill[0].send(1).delivered()
+
+
+async def test_doubtful_posts_give_their_credit_back() -> None:
+    async with deploy(limits=Limits(posts_per_peer=1)) as deployment:
+        request = deployment.request(1, 4)
+        deployment.faults[0].plan.append("doubt")
+        failures: dict[str, TransferFailed] = {}
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send_and_expect, request, failures)
+            tasks.start_soon(receive_and_expect, request, failures)
+        for room in (2, 3):
+            other = deployment.request(room, 8)
+            await other.hand_over(chunk=4)
+            other.assert_arrived()

@@ -154,3 +154,37 @@ async def test_a_full_queue_holds_the_engine_back() -> None:
             faults.release()
         assert len(offered) == 9
         request.assert_arrived()
+
+
+async def test_every_engine_that_waits_for_room_goes_on() -> None:
+    """More rooms than the queue takes wait at once; each of them is woken."""
+    async with deploy(limits=Limits(posts_per_peer=1, queued_chunks=2)) as deployment:
+        requests = [deployment.request(room, 12) for room in range(8)]
+        async with anyio.create_task_group() as tasks:
+            for request in requests:
+                tasks.start_soon(lambda r: r.hand_over(chunk=2), request)
+        for request in requests:
+            request.assert_arrived()
+
+
+async def test_chunk_that_is_cancelled_while_it_waits_was_not_offered() -> None:
+    async with deploy(limits=Limits(posts_per_peer=1, queued_chunks=1)) as deployment:
+        request = deployment.request(1, 16)
+        (faults,) = deployment.faults
+        faults.hold()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(request.receive)
+            await until(lambda: deployment.prefill[0].statistics().waiting_grants)
+            async with deployment.prefill[0].send(1) as sender:
+                request.compute(0, 16)
+                start = 0
+                while not deployment.prefill[0].statistics().queued_chunks:
+                    await sender.chunk((start, start + 1), request.src_pages(0, (start, start + 1)))
+                    start += 1
+                    await anyio.wait_all_tasks_blocked()
+                with anyio.move_on_after(0.01) as scope:
+                    await sender.chunk((start, start + 1), request.src_pages(0, (start, start + 1)))
+                assert scope.cancelled_caught
+                faults.release()
+                await sender.finish((start, 16), request.src_pages(0, (start, 16)))
+        request.assert_arrived()

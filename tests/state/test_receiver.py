@@ -5,7 +5,7 @@ import pytest
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
 from kvflow.state import events as ev
-from kvflow.state.effects import CountOddity, Effect, GreetInstance, ReportReceiver
+from kvflow.state.effects import CountOddity, Effect, ForgetPeer, GreetInstance, ReportReceiver
 from kvflow.wire.messages import (
     Cancel,
     Drained,
@@ -316,3 +316,10 @@ def test_peers_are_pinged_within_their_lease(core: CoreDriver) -> None:
 def test_message_that_a_peer_may_not_send_is_counted(wire: Wire) -> None:
     effects = wire.core.hear(PREFILL, Refuse(peer=PREFILL, to=None, detail=""))
     assert oddities(effects) == ["unexpected_refuse"]
+
+
+def test_a_prefill_rank_that_stays_silent_is_forgotten(core: CoreDriver) -> None:
+    core.meet_prefill(PREFILL, OTHER)
+    effects = core.sleep(3.0 * 13)
+    assert [effect for effect in effects if isinstance(effect, ForgetPeer)] == [ForgetPeer(PREFILL), ForgetPeer(OTHER)]
+    assert (core.core.peers, len(core.core.deadlines)) == ({}, 0)

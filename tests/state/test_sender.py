@@ -392,3 +392,18 @@ def test_closing_fails_everything_and_refuses_what_comes(granted: CoreDriver) ->
     assert len(messages(granted.hear(DECODE, grant(room=9)), Failed)) == 1
     with pytest.raises(LocalProtocolError, match="closing"):
         granted(ev.SendOpened(10))
+
+
+def test_a_peer_that_stays_silent_is_forgotten(core: CoreDriver) -> None:
+    effects = core.sleep(3.0 * 13)
+    assert effects[-1] == ForgetPeer(DECODE)
+    assert (core.core.peers, len(core.core.deadlines)) == ({}, 0)
+
+
+def test_a_silent_peer_that_is_still_needed_is_kept(granted: CoreDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    post(granted, 0)
+    granted(ev.PostDoubted(DELIVERY, 0, FAILURE))
+    assert ForgetPeer(DECODE) not in granted.sleep(3.0 * 40)
+    granted(ev.PostSettled(DELIVERY, 0, None))
+    assert ForgetPeer(DECODE) in granted.sleep(3.0 * 13)
