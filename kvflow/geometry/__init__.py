@@ -5,7 +5,7 @@ from kvflow.geometry.indices import group_concurrent_contiguous, kv_to_page_indi
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, RegionKey
 from kvflow.geometry.pages import PageTable, Part, check_part, pages_spanned
 from kvflow.geometry.plan import Descriptors, Share, plan
-from kvflow.geometry.pointers import BufferLists, PagePart, layout_from_pointers, regions_from_pointers
+from kvflow.geometry.pointers import BufferLists, PagePart, buffers_of, layout_from_pointers, regions_from_pointers
 from kvflow.geometry.routes import BoundRoute, Route, RoutePiece, bind_route, compile_routes
 from kvflow.geometry.shards import HeadSlice, head_range, head_slice, stage_slices, total_heads
 from kvflow.geometry.tokens import TokenRange, TokenShard
@@ -30,6 +30,7 @@ __all__ = [
     "TokenRange",
     "TokenShard",
     "bind_route",
+    "buffers_of",
     "check_part",
     "compile_routes",
     "group_concurrent_contiguous",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvflow.errors import LayoutError
 from kvflow.geometry.layout import ADDRESS_LIMIT, Component, KVLayout, MemoryKind, MemoryRange, Region, merge_ranges
 
-__all__ = ["BufferLists", "PagePart", "layout_from_pointers", "regions_from_pointers"]
+__all__ = ["BufferLists", "PagePart", "buffers_of", "layout_from_pointers", "regions_from_pointers"]
 
 Numbers = Sequence[int] | NDArray[Any]
 
@@ -75,6 +75,43 @@ class BufferLists(msgspec.Struct, frozen=True):
     def ranges(self) -> list[MemoryRange]:
         """The buffers as memory."""
         return [MemoryRange(*pair) for pair in zip(self.data_ptrs, self.data_lens, strict=True)]
+
+
+def buffers_of(component: Component, tensors: Sequence[str]) -> BufferLists:
+    """Give a component's buffers as the lists that engines pass around, for example of its index keys.
+
+    Args:
+        component: Its regions are packed: page after page, without gaps or other tensors between.
+        tensors: Names, in the order of the groups; within a group, layers in the component's order.
+
+    Returns:
+        For each tensor and layer: pointer, total bytes, bytes of one page.
+
+    Raises:
+        LayoutError: The component has no such tensor, or one of its buffers is not packed.
+
+    Source: `get_state_buf_infos` of SGLang's pools (SGLang #23893).
+    """
+    chosen = [region for tensor in tensors for region in component.regions if region.tensor == tensor]
+    missing = sorted(set(tensors) - {region.tensor for region in chosen})
+    if missing:
+        raise LayoutError("component has no such tensor", component=component.name, tensors=missing)
+    for region in chosen:
+        page_bytes = region.cells_per_slot * region.num_heads * region.head_bytes
+        if region.slot_stride != page_bytes:
+            raise LayoutError(
+                "buffer is not packed",
+                tensor=region.tensor,
+                layer=region.layer,
+                field="slot_stride",
+                expected=page_bytes,
+                found=region.slot_stride,
+            )
+    return BufferLists(
+        [region.address for region in chosen],
+        [region.slots * region.slot_stride for region in chosen],
+        [region.slot_stride for region in chosen],
+    )
 
 
 class PagePart(msgspec.Struct, frozen=True):

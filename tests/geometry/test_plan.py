@@ -128,3 +128,17 @@ def test_only_shares_that_are_given_move() -> None:
     table = PageTable(np.zeros(1, np.uint32), 0, 16)
     assert plan(bound, {}).src.shape == (0, 3)
     assert plan(bound, {"unknown": Share((0, 16), table, table)}).src.shape == (0, 3)
+
+
+@pytest.mark.parametrize("layers", [(0, 2), (1, 2), (2, 3), (3, 3), (0, 3)])
+def test_layers_can_be_planned_apart(layers: tuple[int, int]) -> None:
+    """Together the parts are the whole, whatever the cut."""
+    shape = PoolShape(num_pages=8, page_size=4, heads=(0, 2), head_bytes=8, num_layers=3)
+    _, _, bound = bound_pair(shape, shape)
+    src, dst = PageTable(np.array([1, 2, 5], np.uint32), 0, 4), PageTable(np.array([0, 1, 2], np.uint32), 0, 4)
+    share = {"kv": Share((0, 12), src, dst)}
+    whole = {tuple(row) for row in plan(bound, share).src.tolist()}
+    cuts = [(0, layers[0]), layers, (layers[1], 3)]
+    parts = [{tuple(row) for row in plan(bound, share, layers=cut).src.tolist()} for cut in cuts]
+    assert set().union(*parts) == whole
+    assert [len(part) for part in parts] == [len(whole) // 3 * (stop - start) for start, stop in cuts]

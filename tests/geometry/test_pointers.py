@@ -12,7 +12,9 @@ from kvflow.geometry import (
     BufferLists,
     Component,
     PagePart,
+    Region,
     RegionKey,
+    buffers_of,
     compile_routes,
     layout_from_pointers,
     regions_from_pointers,
@@ -279,3 +281,27 @@ def test_draft_layers_are_optional_regions_after_the_model() -> None:
     assert [(region.tensor, region.layer, region.optional) for region in regions] == [("k", LAYERS, True)]
     layout = layout_from_pointers([Component("kv", regions)], "m", buffers=[draft])
     assert list(layout.regions()) == [RegionKey("kv", "k", LAYERS)]
+
+
+def test_buffers_come_back_as_lists() -> None:
+    """What a pool exposes of its index keys is what the same lists describe (requirements S5)."""
+    regions = [
+        Region(name, layer, 2**63 + 10_000 * layer + offset, 5, 4 * size, 4, size, (0, 1), size, size, "uint8")
+        for layer in range(2)
+        for name, offset, size in (("k", 0, 64), ("index_k", 5_000, 16))
+    ]
+    component = Component("kv", tuple(regions))
+    lists = buffers_of(component, ["index_k"])
+    assert lists.data_ptrs == (2**63 + 5_000, 2**63 + 15_000)
+    assert (lists.data_lens, lists.item_lens) == ((5 * 64, 5 * 64), (64, 64))
+    assert buffers_of(component, ["index_k", "k"]).item_lens == (64, 64, 256, 256)
+    with pytest.raises(LayoutError, match="no such tensor") as caught:
+        buffers_of(component, ["k", "v"])
+    assert caught.value.values["tensors"] == ["v"]
+
+
+def test_buffers_with_something_between_their_pages_are_refused() -> None:
+    region = Region("k", 3, 0, 5, 100, 4, 16, (0, 1), 16, 16, "uint8")
+    with pytest.raises(LayoutError, match="not packed") as caught:
+        buffers_of(Component("kv", (region,)), ["k"])
+    assert caught.value.values == {"tensor": "k", "layer": 3, "field": "slot_stride", "expected": 64, "found": 100}

@@ -3,9 +3,10 @@
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
 from kvflow.errors import RouteError
-from kvflow.geometry import KVLayout, Route, RoutePiece, bind_route, compile_routes, head_range
+from kvflow.geometry import Component, KVLayout, Route, RoutePiece, TokenShard, bind_route, compile_routes, head_range
 from tests.support.pools import Pool, PoolShape
 
 
@@ -121,3 +122,66 @@ def test_layers_of_equal_geometry_share_a_leg() -> None:
     bound = bind_route(first, prefill[0], decode)
     assert len(bound.legs) == 1
     assert bound.num_bytes("kv", (0, 1), closing=True) == 2 * 80 * 2 * 8
+
+
+def reshaped(layout: KVLayout, *, shard: TokenShard | None = None, kind: str = "paged", **region: object) -> KVLayout:
+    """The same layout with something else about its component or its regions."""
+    (component,) = layout.components
+    regions = tuple(replace(item, **region) for item in component.regions)
+    return replace(layout, components=(Component("kv", regions, kind, shard or TokenShard()),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "values"),
+    [
+        ({"dtype": "float16"}, "dtype", ("uint8", "float16")),
+        ({"head_bytes": 4}, "head_bytes", (8, 4)),
+        ({"tokens_per_cell": 2}, "tokens_per_cell", (1, 2)),
+        ({"kind": "slot"}, "kind", ("paged", "slot")),
+    ],
+)
+def test_cells_that_differ_are_named_with_both_values(
+    changes: dict[str, object], field: str, values: tuple[object, object]
+) -> None:
+    (layout,) = tp_layouts(2, 1).values()
+    with pytest.raises(RouteError, match="cells differ") as caught:
+        compile_routes({0: layout}, reshaped(layout, **changes), decode_rank=0)  # type: ignore[arg-type]
+    assert (caught.value.values["field"], caught.value.values["layer"]) == (field, 0)
+    assert (caught.value.values["prefill"], caught.value.values["decode"]) == values
+
+
+def test_slots_of_another_shape_are_refused() -> None:
+    (layout,) = tp_layouts(2, 1).values()
+    smaller = reshaped(tp_layouts(2, 1, page_size=2)[0], kind="slot")
+    with pytest.raises(RouteError) as caught:
+        compile_routes({0: reshaped(layout, kind="slot")}, smaller, decode_rank=0)
+    assert caught.value.values.items() >= {"field": "tokens_per_slot", "prefill": 4, "decode": 2}.items()
+
+
+def test_tokens_that_no_rank_holds_are_refused() -> None:
+    """Two of three ranks that share the tokens are not enough, unless decode wants only their share."""
+    (layout,) = tp_layouts(2, 1).values()
+    shares = [reshaped(layout, shard=TokenShard(3, rank, 1)) for rank in range(3)]
+    with pytest.raises(RouteError, match="no prefill rank holds a wanted cell"):
+        compile_routes({0: shares[0], 1: shares[1]}, layout, decode_rank=0)
+    routes = compile_routes({0: shares[0], 1: shares[1]}, shares[1], decode_rank=0)
+    assert [bool(route.pieces) for route in routes] == [False, True]
+
+
+def test_a_rank_that_holds_every_token_is_taken_alone() -> None:
+    (layout,) = tp_layouts(2, 1).values()
+    shares = {rank: reshaped(layout, shard=TokenShard(2, rank, 1)) for rank in range(2)}
+    routes = compile_routes({**shares, 2: layout}, layout, decode_rank=0)
+    assert [bool(route.pieces) for route in routes] == [False, False, True]
+
+
+def test_optional_layers_without_a_counterpart_are_left_out_on_either_side() -> None:
+    (more,) = tp_layouts(2, 1, num_layers=5).values()
+    (fewer,) = tp_layouts(2, 1, num_layers=4).values()
+    draft = replace(
+        more,
+        components=(Component("kv", tuple(replace(r, optional=r.layer == 4) for r in more.components[0].regions)),),
+    )
+    for prefill, decode in ((fewer, draft), (more, fewer)):
+        (route,) = compile_routes({0: prefill}, decode, decode_rank=0)
+        assert {piece.layer for piece in route.pieces} == {0, 1, 2, 3}
