@@ -83,7 +83,8 @@ class PrefillRank(Rank["RoomSender"]):
         self._bootstrap = PrefillBootstrap(self._context, self.layout, self._backend, self._listener, self._on_message)
         geometry = self._bootstrap.geometry
         self._enqueue = Enqueue(self._context, job_in, self._num_bytes)
-        self._planning = Planning(self._context, job_out, planned_in, geometry, self._enqueue.end)
+        max_bytes = self._backend.capabilities.max_descriptor_bytes
+        self._planning = Planning(self._context, job_out, planned_in, geometry, self._enqueue.end, max_bytes)
         self._submit = Submit(self._context, self._backend, planned_out, self._enqueue.end, self._send)
 
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:

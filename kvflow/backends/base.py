@@ -25,10 +25,12 @@ class Capabilities:
         in_band_notices: A notice can travel with a write and arrives only after its bytes. Without it, notices go
             over the control channel when the write has ended.
         memory_kinds: Kinds of memory it can register.
+        max_descriptor_bytes: Longest single descriptor it takes; None for no limit.
     """
 
     in_band_notices: bool
     memory_kinds: frozenset[MemoryKind]
+    max_descriptor_bytes: int | None = None
 
 
 @dataclass(frozen=True)

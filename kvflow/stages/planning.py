@@ -6,6 +6,7 @@ so that the loop stays prompt.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -58,6 +59,7 @@ class Planning:
         planned: Where they go.
         geometry: What is known about a peer; None if it is gone.
         end_job: Gives a job's credit back.
+        max_bytes: Longest descriptor that the transport takes.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class Planning:
         planned: MemoryObjectSendStream[PlannedChunk],
         geometry: Callable[[PeerId], PeerGeometry | None],
         end_job: Callable[[ChunkJob], None],
+        max_bytes: int | None,
     ) -> None:
         self._context = context
+        self._make_plan = partial(plan, max_bytes=max_bytes)
         self._jobs = jobs
         self._planned = planned
         self._geometry = geometry
@@ -107,8 +111,8 @@ class Planning:
         route = geometry.route
         max_rows = sum(route.max_rows(name, stop - start) for name, (start, stop) in job.ranges.items())
         if max_rows <= self._context.config.limits.rows_planned_inline:
-            return plan(route, shares)
-        return await anyio.to_thread.run_sync(plan, route, shares, limiter=self._large_plans)
+            return self._make_plan(route, shares)
+        return await anyio.to_thread.run_sync(self._make_plan, route, shares, limiter=self._large_plans)
 
     def _granted(self, job: ChunkJob, layout: KVLayout) -> Mapping[str, PageTable]:
         """The decode rank's page tables, checked when the first chunk of a delivery needs them."""

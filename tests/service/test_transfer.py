@@ -1,11 +1,17 @@
 """Whole transfers: every byte in its place, whatever the split, the order and the chunks."""
 
+from dataclasses import replace
+
 import anyio
 import pytest
+from typing_extensions import override
 
+import kvflow
+from kvflow.backends.memory import MemoryBackend
 from kvflow.config import Limits
+from kvflow.geometry import Descriptors
 from kvflow.state.tables import Memory, Outcome
-from tests.support.instances import BACKENDS, HEAD_BYTES, NUM_HEADS, NUM_LAYERS, deploy, is_settled
+from tests.support.instances import BACKENDS, HEAD_BYTES, NUM_HEADS, NUM_LAYERS, deploy, is_settled, prefill_config
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -188,3 +194,31 @@ async def test_chunk_that_is_cancelled_while_it_waits_was_not_offered() -> None:
                 faults.release()
                 await sender.finish((start, 16), request.src_pages(0, (start, 16)))
         request.assert_arrived()
+
+
+class NarrowBackend(MemoryBackend):
+    """Takes short descriptors only."""
+
+    capabilities = replace(MemoryBackend.capabilities, max_descriptor_bytes=100)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest = 0
+
+    @override
+    def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
+        self.longest = max(self.longest, int(descriptors.src[:, 1].max()))
+        super().post(post_id, peer, descriptors, notice)
+
+
+async def test_no_descriptor_is_longer_than_the_transport_takes() -> None:
+    async with deploy() as deployment:
+        request = deployment.request(1, 12)
+        narrow = NarrowBackend()
+        await deployment.close(deployment.prefill[0])
+        config = prefill_config(deployment.registry.endpoint)
+        async with kvflow.PrefillRank(config, deployment.sources[0].layout, narrow) as prefill:
+            deployment.prefill[0] = prefill
+            await request.hand_over()
+        request.assert_arrived()
+        assert narrow.longest == 100
