@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default=default.backend, choices=["nixl", "memory"], help="transport")
     parser.add_argument("--page-size", type=int, default=default.page_size, metavar="N", help="tokens of a page")
     parser.add_argument("--chunk", type=int, default=default.chunk_tokens, metavar="N", help="tokens of a chunk")
-    parser.add_argument("--prompt", default=default.prompt, help="what the model is asked")
+    parser.add_argument("--prompt", default=default.prompt, help="what the model is asked (default: %(default).60s...)")
     parser.add_argument("--tokens", type=int, default=default.tokens, metavar="N", help="tokens to generate")
     parser.add_argument("--seed", type=int, default=default.seed, metavar="N", help="of the shuffled page tables")
     parser.add_argument("--log", default=default.log, choices=["none", "console", "json"], help="kvflow's log")
