@@ -111,6 +111,8 @@ class DecodeRank(Rank["RoomReceiver"]):
         if unsaid:
             raise PlanError("pages must be given for each component, or None", missing=unsaid, given=sorted(pages))
         parts = spell_out(pages, self.layout, tokens)
+        if not parts:
+            raise PlanError("nothing is wanted", components=sorted(pages))
         tables = check_parts(parts, self.layout, distinct=True)
         timeout_s = self.config.timeouts.transfer_s if timeout_s is None else timeout_s
         num_ranks = self.config.num_ranks if num_ranks is None else num_ranks

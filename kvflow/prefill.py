@@ -24,6 +24,7 @@ from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.events import Chunk, ReadyEvent
+from kvflow.state.tables import Memory
 from kvflow.transfer import Transfer
 from kvflow.wire.channel import Listener
 from kvflow.wire.messages import Card, Message, PeerId
@@ -117,6 +118,8 @@ class PrefillRank(Rank["RoomSender"]):
                 self._enqueue.drop(delivery)
                 self._planning.drop(delivery)
             case ef.ReportSender():
+                if effect.memory is Memory.SAFE:
+                    self._planning.drop_room(effect.room)
                 self._report(effect.room, effect)
 
     def _send(self, peer: PeerId, message: Message) -> None:

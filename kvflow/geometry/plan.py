@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvflow.errors import PlanError
 from kvflow.geometry.pages import PageTable, TokenRuns, pair_pages
 from kvflow.geometry.routes import BoundRoute, Leg
 from kvflow.geometry.tokens import TokenRange, cell_range
@@ -18,6 +19,9 @@ from kvflow.geometry.tokens import TokenRange, cell_range
 __all__ = ["Descriptors", "Share", "plan"]
 
 Words = NDArray[np.uint64]
+
+MAX_ROWS = 2**25
+"""1.5 GiB of descriptors; the peer's page size has a part in how many there are."""
 
 
 class Descriptors(NamedTuple):
@@ -81,7 +85,7 @@ def plan(
         to move.
 
     Raises:
-        PlanError: Page tables do not reach over their tokens.
+        PlanError: Page tables do not reach over their tokens, or there are too many descriptors.
     """
     parts: list[tuple[Leg, _Extents]] = []
     runs: dict[tuple[str, int, bool], TokenRuns] = {}
@@ -99,6 +103,8 @@ def plan(
 def _spread(parts: Sequence[tuple[Leg, _Extents]], src_device: int, dst_device: int) -> Descriptors:
     """Add the offsets of each leg to each of its bases."""
     total = sum(len(leg.src_bases) * len(extents.lengths) for leg, extents in parts)
+    if total > MAX_ROWS:
+        raise PlanError("plan has too many descriptors; send smaller chunks", descriptors=total, limit=MAX_ROWS)
     src, dst = np.empty((total, 3), np.uint64), np.empty((total, 3), np.uint64)
     src[:, 2], dst[:, 2] = src_device, dst_device
     row = 0

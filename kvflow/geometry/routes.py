@@ -5,6 +5,7 @@ it does not depend on how either side lays them out; a *bound route* adds both l
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -213,9 +214,16 @@ class Leg(NamedTuple):
         strides = (self.src.page_bytes(self.tokens_per_cell), self.dst.page_bytes(self.tokens_per_cell))
         return self.tokens_touch and strides == (self.src.slot_stride, self.dst.slot_stride)
 
-    def max_rows(self, num_tokens: int) -> int:
-        """Most descriptors for that many tokens of an unsharded component, before large ones are split."""
+    def max_rows(self, num_tokens: int, step: int) -> int:
+        """Most descriptors for that many tokens, before large ones are split.
+
+        Args:
+            num_tokens: Tokens.
+            step: Where shards may change, in tokens; 0 if both sides hold every token.
+        """
         cuts = num_tokens // self.src.tokens_per_slot + num_tokens // self.dst.tokens_per_slot + 3
+        if step:
+            cuts = num_tokens // math.gcd(step, self.src.tokens_per_slot, self.dst.tokens_per_slot) + 3
         num_cells = num_tokens // self.tokens_per_cell + 2
         pieces = min(cuts, num_cells) if self.tokens_touch else num_cells
         return len(self.src_bases) * pieces * (1 if self.heads_touch else self.num_heads)
@@ -277,7 +285,9 @@ class BoundRoute(NamedTuple):
 
     def max_rows(self, component: str, num_tokens: int) -> int:
         """Most descriptors that a plan of that many tokens of a component can have."""
-        return sum(leg.max_rows(num_tokens) for leg in self.legs if leg.component == component)
+        debt = self.debts.get(component)
+        step = math.gcd(*(shard.interleave for shard in debt[:2] if shard.size > 1)) if debt else 0
+        return sum(leg.max_rows(num_tokens, step) for leg in self.legs if leg.component == component)
 
 
 def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
@@ -290,6 +300,7 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
         LayoutError: The two sides' shards of the tokens do not fit each other.
     """
     src_holdings, dst_holdings = _holdings(src), _holdings(dst)
+    _check_pieces(route, src_holdings)
     groups: dict[_LegShape, list[tuple[int, int, int]]] = {}
     debts: dict[str, Debt] = {}
     for piece in route.pieces:
@@ -321,6 +332,19 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
         for shape, bases in groups.items()
     ]
     return BoundRoute(tuple(legs), src.device_id, dst.device_id, debts)
+
+
+def _check_pieces(route: Route, holdings: Mapping[RegionKey, _Holding]) -> None:
+    """Refuse a route that asks for a cell twice, and one that must, because it has more pieces than there are heads."""
+    most = sum(holding.region.num_heads for holding in holdings.values())
+    if len(route.pieces) > most:
+        raise RouteError("route has more pieces than there are heads", pieces=len(route.pieces), heads=most)
+    taken: dict[RegionKey, list[tuple[int, int]]] = {}
+    for piece in route.pieces:
+        others = taken.setdefault(piece.key, [])
+        if any(piece.heads[0] < stop and start < piece.heads[1] for start, stop in others):
+            raise RouteError("route names heads twice", **piece.key._asdict(), heads=piece.heads)
+        others.append(piece.heads)
 
 
 class _LegShape(NamedTuple):

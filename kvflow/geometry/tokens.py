@@ -1,5 +1,6 @@
 """Token ranges of a request, and which of its tokens a rank holds."""
 
+import functools
 import math
 import operator
 from typing import NamedTuple
@@ -30,9 +31,9 @@ TokenRange = tuple[int, int]
 MAX_TOKENS = 2**40
 """Far above any context length; keeps every product of a token position well inside 64 bits."""
 
-MAX_SHARDS = 4_096
-MAX_INTERLEAVE = 2**20
-MAX_PATTERN = 2**20
+MAX_SHARDS = 256
+MAX_INTERLEAVE = 2**16
+MAX_PATTERN = 2**17
 """Pieces in which two shards may overlap before they overlap in the same way again; layouts come from the network."""
 
 Words = NDArray[np.uint64]
@@ -172,16 +173,22 @@ def count_shared(tokens: TokenRange, src: TokenShard, dst: TokenShard) -> int:
         return src.held_before(tokens[1]) - src.held_before(tokens[0])
     if src.size == 1:
         return count_shared(tokens, dst, src)
-    step, turn = overlap_pattern(src, dst)
-    starts = np.arange(0, turn, step, dtype=np.uint64)
-    held = starts[src.holds(starts) & dst.holds(starts)]
+    step, turn, held = _overlap(src, dst)
 
     def below(position: int) -> int:
         turns, rest = divmod(position, turn)
-        partial = np.clip(rest - held.astype(np.int64), 0, step).sum()
+        partial = np.clip(rest - held, 0, step).sum()
         return turns * len(held) * step + int(partial)
 
     return below(tokens[1]) - below(tokens[0])
+
+
+@functools.lru_cache(maxsize=256)
+def _overlap(src: TokenShard, dst: TokenShard) -> tuple[int, int, NDArray[np.int64]]:
+    """The pattern in which two shards overlap: its step, its length, and where the shared pieces begin."""
+    step, turn = overlap_pattern(src, dst)
+    starts = np.arange(0, turn, step, dtype=np.uint64)
+    return step, turn, starts[src.holds(starts) & dst.holds(starts)].astype(np.int64)
 
 
 def _step(shard: TokenShard) -> int:

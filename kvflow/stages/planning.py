@@ -84,16 +84,23 @@ class Planning:
         """Forget what is kept for a delivery that has ended."""
         self._tables.pop(delivery, None)
 
+    def drop_room(self, room: int) -> None:
+        """Forget what is kept for every delivery of a room."""
+        for delivery in [delivery for delivery in self._tables if delivery.room == room]:
+            self.drop(delivery)
+
     async def run(self) -> None:
         """Plan jobs, for ever."""
         async for job in self._jobs:
             began = anyio.current_time()
             try:
                 descriptors = await self._plan(job)
-            except PlanError as error:
+            except (PlanError, MemoryError) as error:
                 self._end_job(job)
                 self.drop(job.delivery)
-                failure = self._context.failure(FailureReason.INVALID_PAGES, Stage.PLANNING, str(error))
+                failure = self._context.failure(
+                    FailureReason.INVALID_PAGES, Stage.PLANNING, str(error) or "out of memory"
+                )
                 self._context.dispatch(PlanFailed(job.delivery, job.seq, failure))
                 continue
             self._context.times.add(Stage.PLANNING, anyio.current_time() - began)

@@ -138,7 +138,7 @@ class Receiver:
                 timeout_s=timeout_s,
             )
             effects.append(SendMessage(rank.peer, grant))
-        return effects
+        return [*effects, *self._review()]
 
     def notice(self, notice: Notice) -> list[Effect]:
         """Count what a rank says it has written."""
@@ -202,7 +202,7 @@ class Receiver:
         """Draw the transfer's conclusion from its ranks; report when a fact has changed."""
         before = (self.state.outcome, self.state.memory)
         states = [progress.state for progress in self.ranks.values()]
-        if states and all(state is RankState.COMPLETE for state in states):
+        if self._granted and all(state is RankState.COMPLETE for state in states):
             self.state.apply(Signal.COMPLETED)
         elif not self.state.is_pending and all(state.is_quiet for state in states):
             self.state.apply(Signal.QUIET)

@@ -32,7 +32,9 @@ def send(world: World, bound: BoundRoute, source: Rank, target: Rank) -> None:
         for chunk in pairwise([start, *world.cuts[name], stop]):
             src = check_part(source.layout.component(name), Part(chunk, source.pages(name, chunk)))
             closing = chunk[1] == stop
-            descriptors = plan(bound, {name: Share(chunk, src, dst, closing)}, max_bytes=7)
+            share = {name: Share(chunk, src, dst, closing)}
+            assert len(plan(bound, share).src) <= bound.max_rows(name, chunk[1] - chunk[0])
+            descriptors = plan(bound, share, max_bytes=7)
             assert descriptors.num_bytes == bound.num_bytes(name, chunk, closing=closing)
             assert int(descriptors.src[:, 1].max(initial=0)) <= 7
             execute(descriptors, source, target)

@@ -1,11 +1,14 @@
 """Plans against the oracle: every wanted cell arrives, and no other byte changes."""
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvflow.errors import PlanError
 from kvflow.geometry import BoundRoute, PageTable, Share, bind_route, compile_routes, head_range, plan
 from tests.support.pools import Pool, PoolShape, copy_by_cells, execute
 
@@ -142,3 +145,13 @@ def test_layers_can_be_planned_apart(layers: tuple[int, int]) -> None:
     parts = [{tuple(row) for row in plan(bound, share, layers=cut).src.tolist()} for cut in cuts]
     assert set().union(*parts) == whole
     assert [len(part) for part in parts] == [len(whole) // 3 * (stop - start) for start, stop in cuts]
+
+
+def test_plans_that_nobody_could_post_are_refused_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[plan.__module__], "MAX_ROWS", 5)
+    shape = PoolShape(num_pages=8, page_size=4, heads=(0, 2), head_bytes=8, num_layers=3)
+    _, _, bound = bound_pair(shape, shape)
+    table = PageTable(np.array([1], np.uint32), 0, 4)
+    with pytest.raises(PlanError, match="too many descriptors") as caught:
+        plan(bound, {"kv": Share((0, 4), table, table)})
+    assert caught.value.values == {"descriptors": 6, "limit": 5}

@@ -185,3 +185,18 @@ def test_optional_layers_without_a_counterpart_are_left_out_on_either_side() -> 
     for prefill, decode in ((fewer, draft), (more, fewer)):
         (route,) = compile_routes({0: prefill}, decode, decode_rank=0)
         assert {piece.layer for piece in route.pieces} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("heads", [[(0, 2), (0, 2)], [(0, 1), (0, 2)], [(0, 2), (1, 2)]])
+def test_a_route_that_asks_twice_is_refused(heads: list[tuple[int, int]]) -> None:
+    layout = tp_layouts(2, 1)[0]
+    pieces = tuple(RoutePiece("kv", "k", 0, each) for each in heads)
+    with pytest.raises(RouteError, match="heads twice"):
+        bind_route(Route(0, pieces), layout, layout)
+
+
+def test_a_route_with_more_pieces_than_heads_is_refused_at_once() -> None:
+    layout = tp_layouts(2, 1)[0]
+    with pytest.raises(RouteError, match="more pieces than there are heads") as caught:
+        bind_route(Route(0, (RoutePiece("kv", "k", 0, (0, 1)),) * 100_000), layout, layout)
+    assert caught.value.values == {"pieces": 100_000, "heads": 2 * 4 * 2}

@@ -60,7 +60,7 @@ def test_chunks_share_the_cells_out(tokens: tuple[int, int], cuts: list[int], gr
     assert cells == (list(range(start // grain, -(-stop // grain))) if start < stop else [])
 
 
-@pytest.mark.parametrize("shard", [(0, 0, 1), (2, 2, 1), (2, -1, 1), (2, 0, 0), (5_000, 0, 1), (2, 0, 2**21)])
+@pytest.mark.parametrize("shard", [(0, 0, 1), (2, 2, 1), (2, -1, 1), (2, 0, 0), (257, 0, 1), (2, 0, 2**17)])
 def test_impossible_shards_are_refused(shard: tuple[int, int, int]) -> None:
     with pytest.raises(LayoutError, match="impossible") as caught:
         TokenShard(*shard)
@@ -69,7 +69,7 @@ def test_impossible_shards_are_refused(shard: tuple[int, int, int]) -> None:
 
 def test_shards_whose_overlap_never_repeats_are_refused() -> None:
     with pytest.raises(LayoutError, match="do not fit each other"):
-        overlap_pattern(TokenShard(4_093, 0, 1_048_573), TokenShard(4_091, 0, 1_048_571))
+        overlap_pattern(TokenShard(251, 0, 65_521), TokenShard(241, 0, 65_519))
 
 
 @pytest.mark.parametrize("tokens", [(3, 2), (-1, 2), (0, 2**41), (0.5, 2), ("0", "2"), (1,), 5])

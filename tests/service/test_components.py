@@ -159,3 +159,24 @@ async def test_bare_indices_stand_for_a_whole_slot() -> None:
         async with ranks.decode.receive(1, prefill="prefill", tokens=(0, NUM_TOKENS), pages=pages) as receiver:
             await receiver.done()
         ranks.assert_arrived({"mamba": (0, ROWS)})
+
+
+async def test_a_wish_for_nothing_is_refused() -> None:
+    async with bench("memory") as ranks:
+        with pytest.raises(PlanError, match="nothing is wanted"):
+            ranks.receiver({})
+
+
+async def test_nothing_is_kept_of_rooms_that_ended_with_an_empty_chunk() -> None:
+    async with bench("memory") as ranks:
+        for _ in range(5):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(send_and_finish_apart, ranks)
+                await ranks.receive({"kv": (0, NUM_TOKENS)})
+        assert ranks.prefill._planning._tables == {}
+
+
+async def send_and_finish_apart(ranks: Bench) -> None:
+    async with ranks.prefill.send(1) as sender:
+        await sender.chunk((0, NUM_TOKENS), {"kv": ranks.source.pages("kv", (0, NUM_TOKENS))})
+        await sender.finish((NUM_TOKENS, NUM_TOKENS), {})

@@ -323,3 +323,12 @@ def test_a_prefill_rank_that_stays_silent_is_forgotten(core: CoreDriver) -> None
     effects = core.sleep(3.0 * 13)
     assert [effect for effect in effects if isinstance(effect, ForgetPeer)] == [ForgetPeer(PREFILL), ForgetPeer(OTHER)]
     assert (core.core.peers, len(core.core.deadlines)) == ({}, 0)
+
+
+def test_a_transfer_to_which_nobody_owes_anything_is_complete(core: CoreDriver) -> None:
+    """Only optional layers are wanted, and no prefill rank has them."""
+    core(wish())
+    effects = core(ev.InstanceGreeted("prefill", (ev.GreetedRank(PREFILL, {}),)))
+    assert reports(effects) == [("success", "safe")]
+    assert [to for to, _ in messages(effects, Received)] == [PREFILL]
+    assert core.core.is_idle
