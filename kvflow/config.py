@@ -8,13 +8,13 @@ from typing import SupportsIndex
 from kvflow.errors import ConfigError
 
 __all__ = [
-    "MAX_RANKS",
     "DecodeConfig",
     "Limits",
     "PrefillConfig",
     "RankConfig",
     "Timeouts",
     "check_address",
+    "check_count",
     "check_duration",
 ]
 

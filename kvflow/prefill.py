@@ -14,6 +14,7 @@ from kvflow.config import PrefillConfig
 from kvflow.errors import FailureReason, PlanError
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages, check_parts, spell_out
+from kvflow.geometry.routes import bytes_owed
 from kvflow.geometry.tokens import TokenRange, check_range
 from kvflow.rank import Rank
 from kvflow.registry import RegistryClient
@@ -145,13 +146,7 @@ class PrefillRank(Rank["RoomSender"]):
 
     def _num_bytes(self, effect: ef.EnqueueChunk) -> int:
         geometry = self._bootstrap.geometry(effect.delivery.peer)
-        if geometry is None:
-            return 0
-        wanted = effect.grant.ranges
-        return sum(
-            geometry.route.num_bytes(name, tokens, closing=tokens[1] == wanted[name][1])
-            for name, tokens in effect.ranges.items()
-        )
+        return bytes_owed(geometry.route.debts, effect.ranges, effect.grant.ranges) if geometry else 0
 
     def _num_queued(self) -> int:
         return self._enqueue.num_queued

@@ -86,11 +86,11 @@ class OwnerThread:
         while is_running:
             is_running = self._run_commands()
             if self._agent is not None:
-                self._poll(self._agent)
+                self._guard(self._agent.poll)
 
-    def _poll(self, agent: Polled) -> None:
+    def _guard(self, call: Callable[[], None]) -> None:
         try:
-            agent.poll()
+            call()
         except Exception as error:  # noqa: BLE001 - the event loop raises it again; commands still have to be served
             self._agent = None
             self._on_crash(error)
@@ -105,16 +105,9 @@ class OwnerThread:
                 break
             if command is None:
                 return False
-            self._run_command(command)
+            self._guard(command)
             wait_s = 0.0
         return True
-
-    def _run_command(self, command: Callable[[], None]) -> None:
-        try:
-            command()
-        except Exception as error:  # noqa: BLE001 - as above
-            self._agent = None
-            self._on_crash(error)
 
     def _interval_s(self) -> float | None:
         if self._agent is None:

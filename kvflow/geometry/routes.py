@@ -15,9 +15,19 @@ from numpy.typing import NDArray
 
 from kvflow.errors import RouteError
 from kvflow.geometry.layout import KVLayout, Region, RegionKey
-from kvflow.geometry.tokens import TokenRange, TokenShard, cell_range, count_shared, overlap_pattern
+from kvflow.geometry.tokens import TokenRange, TokenShard, cell_range, closes, count_shared, overlap_pattern
 
-__all__ = ["BoundRoute", "Debt", "Leg", "Route", "RoutePiece", "SlotGeometry", "bind_route", "compile_routes"]
+__all__ = [
+    "BoundRoute",
+    "Debt",
+    "Leg",
+    "Route",
+    "RoutePiece",
+    "SlotGeometry",
+    "bind_route",
+    "bytes_owed",
+    "compile_routes",
+]
 
 
 class RoutePiece(msgspec.Struct, frozen=True, array_like=True):
@@ -262,6 +272,17 @@ class Debt(NamedTuple):
             shards = self.src.in_cells(tokens_per_cell), self.dst.in_cells(tokens_per_cell)
             total += cost * count_shared(cells, *shards)
         return total
+
+
+def bytes_owed(debts: Mapping[str, Debt], ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange]) -> int:
+    """Add up what a part of a transfer costs; the sender counts with it, and the receiver checks with it.
+
+    Args:
+        debts: By component.
+        ranges: For some of these components, the tokens of the part.
+        wanted: For the same components, all tokens of the transfer.
+    """
+    return sum(debts[name].num_bytes(tokens, closing=closes(tokens, wanted[name])) for name, tokens in ranges.items())
 
 
 class BoundRoute(NamedTuple):

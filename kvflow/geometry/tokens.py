@@ -19,6 +19,7 @@ __all__ = [
     "TokenShard",
     "cell_range",
     "check_range",
+    "closes",
     "count_shared",
     "held_range",
     "overlap_pattern",
@@ -138,6 +139,11 @@ def shared_runs(
         return SharedRuns(starts, lengths)
     held = src.holds(starts) & dst.holds(starts)
     return SharedRuns(starts[held], lengths[held])
+
+
+def closes(tokens: TokenRange, wanted: TokenRange) -> bool:
+    """Say whether a part of what is wanted reaches its end, so that no token follows; both sides go by this."""
+    return tokens[1] == wanted[1]
 
 
 def cell_range(tokens: TokenRange, tokens_per_cell: int, *, closing: bool) -> TokenRange:

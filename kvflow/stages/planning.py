@@ -18,6 +18,7 @@ from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import PageTable, Part, check_parts
 from kvflow.geometry.plan import Descriptors, Share, plan
 from kvflow.geometry.routes import BoundRoute
+from kvflow.geometry.tokens import closes
 from kvflow.stages.context import StageContext
 from kvflow.stages.enqueue import ChunkJob
 from kvflow.state.events import DeliveryId, PlanFailed
@@ -78,16 +79,18 @@ class Planning:
         self._geometry = geometry
         self._end_job = end_job
         self._large_plans = anyio.CapacityLimiter(1)
-        self._tables: dict[DeliveryId, Mapping[str, PageTable]] = {}
+        self._tables: dict[int, dict[DeliveryId, Mapping[str, PageTable]]] = {}
 
     def drop(self, delivery: DeliveryId) -> None:
         """Forget what is kept for a delivery that has ended."""
-        self._tables.pop(delivery, None)
+        of_room = self._tables.get(delivery.room, {})
+        of_room.pop(delivery, None)
+        if not of_room:
+            self.drop_room(delivery.room)
 
     def drop_room(self, room: int) -> None:
         """Forget what is kept for every delivery of a room."""
-        for delivery in [delivery for delivery in self._tables if delivery.room == room]:
-            self.drop(delivery)
+        self._tables.pop(room, None)
 
     async def run(self) -> None:
         """Plan jobs, for ever."""
@@ -112,7 +115,7 @@ class Planning:
             raise PlanError("peer is gone", peer=str(job.delivery.peer))
         granted = self._granted(job, geometry.layout)
         shares = {
-            name: Share(tokens, job.pages[name], granted[name], closing=tokens[1] == job.grant.ranges[name][1])
+            name: Share(tokens, job.pages[name], granted[name], closing=closes(tokens, job.grant.ranges[name]))
             for name, tokens in job.ranges.items()
         }
         route = geometry.route
@@ -123,9 +126,13 @@ class Planning:
 
     def _granted(self, job: ChunkJob, layout: KVLayout) -> Mapping[str, PageTable]:
         """The decode rank's page tables, checked when the first chunk of a delivery needs them."""
-        if job.delivery not in self._tables:
-            self._tables[job.delivery] = granted_pages(job.grant, layout)
-        return self._tables.pop(job.delivery) if job.is_last else self._tables[job.delivery]
+        of_room = self._tables.setdefault(job.delivery.room, {})
+        if job.delivery not in of_room:
+            of_room[job.delivery] = granted_pages(job.grant, layout)
+        granted = of_room[job.delivery]
+        if job.is_last:
+            self.drop(job.delivery)
+        return granted
 
 
 def granted_pages(grant: Grant, layout: KVLayout) -> dict[str, PageTable]:

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from kvflow.errors import FailureReason, Stage
+from kvflow.geometry.routes import bytes_owed
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.effects import CountOddity, Effect, Handed, ReportReceiver, SendMessage
 from kvflow.state.events import GreetedRank, ReceiveOpened
@@ -77,19 +78,13 @@ class RankProgress:
                 if start != positions.get(name) or stop < start:
                     return f"tokens {start}:{stop} of component {name} do not continue what was written"
                 positions[name] = stop
-            owed = self._owed(notice)
+            owed = bytes_owed(self._debts, notice.ranges, self._wanted)
             if notice.num_bytes != owed:
                 return f"{notice.num_bytes} bytes were written, {owed} were owed"
         for name, (_, stop) in self._wanted.items():
             if positions[name] != stop:
                 return f"tokens {positions[name]}:{stop} of component {name} were not written"
         return None
-
-    def _owed(self, notice: Notice) -> int:
-        return sum(
-            self._debts[name].num_bytes(tokens, closing=tokens[1] == self._wanted[name][1])
-            for name, tokens in notice.ranges.items()
-        )
 
 
 class Receiver:

@@ -26,6 +26,7 @@ from tests.support.instances import (
     make_pool,
     prefill_config,
 )
+from tests.support.ports import unused_port
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -227,9 +228,7 @@ async def test_cancelled_opening_leaves_no_thread(after_s: float) -> None:
 
 
 async def test_cancelled_registry_leaves_its_port() -> None:
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        port = asked.getsockname()[1]
+    port = unused_port()
     with anyio.CancelScope() as scope:
         scope.cancel()
         async with kvflow.Registry(f"tcp://127.0.0.1:{port}"):

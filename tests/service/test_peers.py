@@ -1,6 +1,5 @@
 """Peers that die, and come back as somebody else with the same name."""
 
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -17,6 +16,7 @@ from kvflow.errors import FailureReason
 from kvflow.state.tables import Memory
 from tests.support.failures import catch
 from tests.support.instances import decode_config, make_pool
+from tests.support.ports import unused_port
 from tests.support.prefill_process import FILL, PAGES, TOKENS
 
 pytestmark = pytest.mark.anyio
@@ -46,13 +46,6 @@ async def prefill_process(registry: str, port: int) -> AsyncIterator[PrefillProc
         if process.stdin is not None and process.returncode is None:
             await process.stdin.aclose()
             assert await process.wait() == 0
-
-
-def unused_port() -> int:
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        port: int = asked.getsockname()[1]
-        return port
 
 
 async def receive(rank: kvflow.DecodeRank, room: int) -> kvflow.Handover:
