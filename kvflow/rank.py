@@ -91,7 +91,14 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self._oddities = OddityLog(self._log, anyio.current_time)
         self._tasks = OwnedTasks(self._abandon)
         self._context = StageContext(
-            self.me, config, self.dispatch, self._tasks.start, self._times, self._log, self._oddities
+            me=self.me,
+            config=config,
+            dispatch=self.dispatch,
+            start_task=self._tasks.start,
+            now=anyio.current_time,
+            times=self._times,
+            log=self._log,
+            oddities=self._oddities,
         )
         self._transfers: dict[int, AnyTransfer] = {}
         self._events: deque[ev.Event] = deque()

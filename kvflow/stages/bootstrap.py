@@ -14,7 +14,7 @@ import anyio.to_thread
 from kvflow.backends.base import Backend
 from kvflow.errors import FailureReason, KvflowError, RemoteProtocolError, RouteError, Stage, Unreachable
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.routes import Route, bind_route, compile_routes
+from kvflow.geometry.routes import BoundRoute, Route, bind_route, compile_routes
 from kvflow.stages.context import StageContext
 from kvflow.stages.planning import PeerGeometry
 from kvflow.stages.submit import agent_name
@@ -105,21 +105,26 @@ class PrefillBootstrap:
 
     async def _answer(self, connection: bytes, hello: Hello) -> None:
         async with self._slots:
-            began = anyio.current_time()
+            began = self._context.now()
             try:
-                owed = await self._greet(connection, hello)
+                route = self.check(hello)
+                if route.legs:
+                    await self._backend.connect(agent_name(hello.peer), hello.backend_metadata)
             except KvflowError as error:
                 self._context.oddities.count(
                     "hello_refused", hello.peer, stage=Stage.BOOTSTRAP.value, detail=str(error)
                 )
                 self._refuse(connection, hello.peer, str(error))
                 return
-            self._context.times.add(Stage.BOOTSTRAP, anyio.current_time() - began)
-            self._context.dispatch(PeerGreeted(hello.peer, hello.lease_s, owed))
-            self.send(hello.peer, Welcome(peer=self._context.me, version=PROTOCOL_VERSION))
+            self._context.times.add(Stage.BOOTSTRAP, self._context.now() - began)
+            self.admit(connection, hello, route)
 
-    async def _greet(self, connection: bytes, hello: Hello) -> tuple[str, ...]:
-        """Check a hello and get ready to write to its sender; say of which components there is something to write."""
+    def check(self, hello: Hello) -> BoundRoute:
+        """See whether the sender of a hello fits.
+
+        Raises:
+            RouteError: Why it does not.
+        """
         if hello.to != self._context.me:
             raise RouteError("hello is for another rank or another life of it", to=str(hello.to))
         if not hello.versions[0] <= PROTOCOL_VERSION <= hello.versions[1]:
@@ -130,13 +135,15 @@ class PrefillBootstrap:
             raise RouteError(
                 "model fingerprints differ", theirs=hello.layout.fingerprint, mine=self._layout.fingerprint
             )
-        route = bind_route(hello.route, self._layout, hello.layout)
-        if route.legs:
-            await self._backend.connect(agent_name(hello.peer), hello.backend_metadata)
+        return bind_route(hello.route, self._layout, hello.layout)
+
+    def admit(self, connection: bytes, hello: Hello, route: BoundRoute) -> None:
+        """Take the sender of a hello on, once the transport can write to it."""
         self._peers[connection] = hello.peer
         self._lines[hello.peer] = connection
         self._geometry[hello.peer] = PeerGeometry(route, hello.layout)
-        return tuple(route.debts)
+        self._context.dispatch(PeerGreeted(hello.peer, hello.lease_s, tuple(route.debts)))
+        self.send(hello.peer, Welcome(peer=self._context.me, version=PROTOCOL_VERSION))
 
     def _refuse(self, connection: bytes, to: PeerId | None, detail: str) -> None:
         try:
@@ -244,7 +251,7 @@ class DecodeBootstrap:
             line.scope.cancel()
 
     async def _greet(self, instance: str) -> None:
-        began = anyio.current_time()
+        began = self._context.now()
         try:
             ranks = await self._greet_all(instance, began + self._context.config.timeouts.handshake_s)
         except KvflowError as error:
@@ -252,7 +259,7 @@ class DecodeBootstrap:
             failure = self._context.failure(reason, Stage.BOOTSTRAP, str(error))
             self._context.dispatch(InstanceUnreachable(instance, failure))
             return
-        self._context.times.add(Stage.BOOTSTRAP, anyio.current_time() - began)
+        self._context.times.add(Stage.BOOTSTRAP, self._context.now() - began)
         self._context.dispatch(InstanceGreeted(instance, ranks))
 
     async def _greet_all(self, instance: str, give_up: float) -> tuple[GreetedRank, ...]:
@@ -260,7 +267,7 @@ class DecodeBootstrap:
 
         A rank that died stays in the registry until its lease ends, so its card may be found first.
         """
-        cards = await self._lookup(instance, give_up - anyio.current_time())
+        cards = await self._lookup(instance, give_up - self._context.now())
         while True:
             greeted, newer = await self._greet_until_changed(instance, cards, give_up)
             if newer is None:
@@ -297,7 +304,7 @@ class DecodeBootstrap:
         while True:
             await anyio.sleep(LOOK_AGAIN_S)
             with suppress(Unreachable):
-                found = await self._lookup(instance, give_up - anyio.current_time())
+                found = await self._lookup(instance, give_up - self._context.now())
                 if [card.peer for card in found] != [card.peer for card in known]:
                     return found
 

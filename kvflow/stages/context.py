@@ -23,6 +23,7 @@ class StageContext:
         config: Its settings.
         dispatch: Tells the core what has happened, and carries out what follows from it.
         start_task: Starts a task that lives no longer than the rank.
+        now: Gives monotonic seconds.
         times: Where to note how long things took.
         log: Where to say what happened.
         oddities: Where to say what was ignored.
@@ -32,6 +33,7 @@ class StageContext:
     config: RankConfig
     dispatch: Callable[[Event], None]
     start_task: Callable[..., None]
+    now: Callable[[], float]
     times: StageTimes
     log: BoundLogger
     oddities: OddityLog

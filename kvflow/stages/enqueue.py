@@ -179,16 +179,22 @@ class Enqueue:
     async def run(self) -> None:
         """Pass jobs on, for ever."""
         while True:
-            for effect in self._take_put():
-                self._line_up(effect)
-            job = self.queue.pop()
+            job = self.next_job()
             if job is not None:
-                self._got_room.set()
-                self._context.times.add(Stage.ENQUEUE, anyio.current_time() - job.enqueued_at)
                 await self._jobs.send(job)
             elif not self._put:
                 self._changed = anyio.Event()
                 await self._changed.wait()
+
+    def next_job(self) -> ChunkJob | None:
+        """Take the job whose turn it is; None if every one waits for its device or its credit."""
+        for effect in self._take_put():
+            self._line_up(effect)
+        job = self.queue.pop()
+        if job is not None:
+            self._got_room.set()
+            self._context.times.add(Stage.ENQUEUE, self._context.now() - job.enqueued_at)
+        return job
 
     def _take_put(self) -> list[EnqueueChunk]:
         taken, self._put = self._put, []
@@ -239,5 +245,5 @@ class Enqueue:
             grant=effect.grant,
             num_bytes=self._num_bytes(effect),
             is_last=effect.chunk.last,
-            enqueued_at=anyio.current_time(),
+            enqueued_at=self._context.now(),
         )

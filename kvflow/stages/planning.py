@@ -6,7 +6,6 @@ so that the loop stays prompt.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -24,7 +23,7 @@ from kvflow.stages.enqueue import ChunkJob
 from kvflow.state.events import DeliveryId, PlanFailed
 from kvflow.wire.messages import Grant, PeerId
 
-__all__ = ["PeerGeometry", "PlannedChunk", "Planning", "granted_pages"]
+__all__ = ["PeerGeometry", "PlanWork", "PlannedChunk", "Planning", "granted_pages"]
 
 WIRE_PAGES = np.dtype("<u4")
 """How page indices travel in a Grant."""
@@ -51,6 +50,28 @@ class PlannedChunk:
     descriptors: Descriptors
 
 
+@dataclass(frozen=True, slots=True)
+class PlanWork:
+    """A plan that is yet to be made; it may be made in any thread."""
+
+    route: BoundRoute
+    shares: Mapping[str, Share]
+    max_bytes: int | None
+
+    @property
+    def max_rows(self) -> int:
+        """How many descriptors it can come to."""
+        return sum(self.route.max_rows(name, share.tokens[1] - share.tokens[0]) for name, share in self.shares.items())
+
+    def plan(self) -> Descriptors:
+        """Make it.
+
+        Raises:
+            PlanError: Page tables do not reach over their tokens, or there are too many descriptors.
+        """
+        return plan(self.route, self.shares, max_bytes=self.max_bytes)
+
+
 class Planning:
     """Plans jobs one after another.
 
@@ -73,7 +94,7 @@ class Planning:
         max_bytes: int | None,
     ) -> None:
         self._context = context
-        self._make_plan = partial(plan, max_bytes=max_bytes)
+        self._max_bytes = max_bytes
         self._jobs = jobs
         self._planned = planned
         self._geometry = geometry
@@ -95,21 +116,25 @@ class Planning:
     async def run(self) -> None:
         """Plan jobs, for ever."""
         async for job in self._jobs:
-            began = anyio.current_time()
+            began = self._context.now()
             try:
-                descriptors = await self._plan(job)
+                work = self.prepare(job)
+                if work.max_rows <= self._context.config.limits.rows_planned_inline:
+                    descriptors = work.plan()
+                else:
+                    descriptors = await anyio.to_thread.run_sync(work.plan, limiter=self._large_plans)
             except (PlanError, MemoryError) as error:
-                self._end_job(job)
-                self.drop(job.delivery)
-                failure = self._context.failure(
-                    FailureReason.INVALID_PAGES, Stage.PLANNING, str(error) or "out of memory"
-                )
-                self._context.dispatch(PlanFailed(job.delivery, job.seq, failure))
+                self.fail(job, error)
                 continue
-            self._context.times.add(Stage.PLANNING, anyio.current_time() - began)
+            self._context.times.add(Stage.PLANNING, self._context.now() - began)
             await self._planned.send(PlannedChunk(job, descriptors))
 
-    async def _plan(self, job: ChunkJob) -> Descriptors:
+    def prepare(self, job: ChunkJob) -> "PlanWork":
+        """Bring together what the plan of a job needs.
+
+        Raises:
+            PlanError: The peer is gone, or its page tables do not fit.
+        """
         geometry = self._geometry(job.delivery.peer)
         if geometry is None:
             raise PlanError("peer is gone", peer=str(job.delivery.peer))
@@ -118,11 +143,14 @@ class Planning:
             name: Share(tokens, job.pages[name], granted[name], closing=closes(tokens, job.grant.ranges[name]))
             for name, tokens in job.ranges.items()
         }
-        route = geometry.route
-        max_rows = sum(route.max_rows(name, stop - start) for name, (start, stop) in job.ranges.items())
-        if max_rows <= self._context.config.limits.rows_planned_inline:
-            return self._make_plan(route, shares)
-        return await anyio.to_thread.run_sync(self._make_plan, route, shares, limiter=self._large_plans)
+        return PlanWork(geometry.route, shares, self._max_bytes)
+
+    def fail(self, job: ChunkJob, error: PlanError | MemoryError) -> None:
+        """Give up a job that cannot be planned."""
+        self._end_job(job)
+        self.drop(job.delivery)
+        failure = self._context.failure(FailureReason.INVALID_PAGES, Stage.PLANNING, str(error) or "out of memory")
+        self._context.dispatch(PlanFailed(job.delivery, job.seq, failure))
 
     def _granted(self, job: ChunkJob, layout: KVLayout) -> Mapping[str, PageTable]:
         """The decode rank's page tables, checked when the first chunk of a delivery needs them."""

@@ -7,7 +7,6 @@ transfer that has ended in the meantime.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from kvflow.backends.base import Backend, PostEnded, PostInDoubt
@@ -67,16 +66,20 @@ class Submit:
     async def run(self) -> None:
         """Offer planned chunks to the core, for ever."""
         async for chunk in self._planned:
-            job = chunk.job
-            self._waiting[job.delivery, job.seq] = chunk
-            self._context.dispatch(PlanFinished(job.delivery, job.seq, job.num_bytes))
+            self.offer(chunk)
+
+    def offer(self, chunk: PlannedChunk) -> None:
+        """Ask the core whether a planned chunk may still be posted; it answers with `post` or `drop`."""
+        job = chunk.job
+        self._waiting[job.delivery, job.seq] = chunk
+        self._context.dispatch(PlanFinished(job.delivery, job.seq, job.num_bytes))
 
     def post(self, effect: PostPlan) -> None:
         """Post a planned chunk, as the core said."""
         chunk = self._waiting.pop((effect.delivery, effect.seq))
         post_id = self._num_posts
         self._num_posts += 1
-        self._posts[post_id] = _Post(chunk.job, effect.notice, anyio.current_time())
+        self._posts[post_id] = _Post(chunk.job, effect.notice, self._context.now())
         payload = encode(effect.notice) if self._backend.capabilities.in_band_notices else b""
         try:
             self._backend.post(post_id, agent_name(effect.delivery.peer), chunk.descriptors, payload)
@@ -95,7 +98,7 @@ class Submit:
             self._doubtful.remove(event.post_id)
         else:
             self._end_job(post.job)
-        self._context.times.add(Stage.SUBMIT, anyio.current_time() - post.began)
+        self._context.times.add(Stage.SUBMIT, self._context.now() - post.began)
         failure = None
         if event.error is not None:
             failure = self._context.failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, event.error)

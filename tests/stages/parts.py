@@ -3,6 +3,7 @@
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import anyio
 from anyio.abc import TaskGroup
 
 from kvflow.config import Limits, PrefillConfig
@@ -29,7 +30,16 @@ def context(events: list[Event], tasks: TaskGroup, *, limits: Limits | None = No
     def start_task(run: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         tasks.start_soon(run, *args)
 
-    return StageContext(PREFILL, config, events.append, start_task, StageTimes(), log, OddityLog(log, lambda: 0.0))
+    return StageContext(
+        me=PREFILL,
+        config=config,
+        dispatch=events.append,
+        start_task=start_task,
+        now=anyio.current_time,
+        times=StageTimes(),
+        log=log,
+        oddities=OddityLog(log, lambda: 0.0),
+    )
 
 
 def delivery(to: PeerId = PEERS[0], room: int = 1) -> DeliveryId:

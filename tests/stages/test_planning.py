@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from functools import partial
+from types import MethodType
 from typing import Any, Final
 
 import anyio
@@ -11,8 +11,8 @@ import pytest
 
 from kvflow.config import Limits
 from kvflow.errors import PlanError
-from kvflow.geometry import Component, KVLayout, plan
-from kvflow.stages.planning import granted_pages
+from kvflow.geometry import Component, KVLayout
+from kvflow.stages.planning import PlanWork, granted_pages
 from tests.support.cores import grant
 from tests.support.failures import catch, undisturbed
 from tests.support.instances import deploy
@@ -97,7 +97,8 @@ async def test_large_plans_are_made_beside_the_event_loop(monkeypatch: pytest.Mo
         request = deployment.request(1, 30)
         await request.hand_over(chunk=10)
         request.assert_arrived()
-    assert [function.func for function in functions if isinstance(function, partial)] == [plan] * 3
+    works = [function.__self__ for function in functions if isinstance(function, MethodType)]
+    assert [type(work) for work in works] == [PlanWork] * 3
 
 
 class Gate:
