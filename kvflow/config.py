@@ -8,6 +8,7 @@ from typing import SupportsIndex
 from kvflow.errors import ConfigError
 
 __all__ = [
+    "NUM_PRIORITIES",
     "DecodeConfig",
     "Limits",
     "PrefillConfig",
@@ -23,6 +24,9 @@ MAX_PORT = 65_535
 MAX_DURATION_S = 86_400.0
 MAX_RANKS = 2**32
 MAX_COUNT = 2**53
+
+NUM_PRIORITIES = 8
+"""Classes of transfers: 0 goes first, 7 last."""
 
 WILDCARDS = ("tcp://*", "tcp://0.0.0.0", "tcp://[::]")
 
@@ -76,6 +80,9 @@ class Timeouts:
         transfer_s: A whole transfer as the decode rank sees it, queueing and computing on prefill included.
         open_s: How long a grant waits on prefill for an engine that has not opened its room.
         grant_s: How long finished pages wait on prefill for a decode rank that has not asked for them.
+        first_bytes_s: How long a granted transfer may wait, queueing and computing on prefill included, until its first
+            bytes have arrived.
+        progress_s: How long nothing may arrive or leave, once something has, before a transfer is given up.
         drain_s: How long to wait for the proof that pages are quiet before they are put into quarantine.
         lease_s: Silence after which a peer is taken for lost; pings go out three times as often. An event loop that is
             blocked for longer (by a model step, say) is taken for dead.
@@ -85,6 +92,8 @@ class Timeouts:
     transfer_s: float = 120.0
     open_s: float = 30.0
     grant_s: float = 30.0
+    first_bytes_s: float = 120.0
+    progress_s: float = 30.0
     drain_s: float = 5.0
     lease_s: float = 3.0
 
@@ -103,6 +112,9 @@ class Limits:
         queued_chunks: Granted chunks that wait for their turn; beyond it `chunk()` waits.
         posts_per_peer: Writes posted to one peer and not yet ended.
         bytes_per_peer: Bytes of such writes; a single larger chunk still goes, alone.
+        rows_per_peer: Descriptors of such writes; as above.
+        quarantined_pages: Pages in quarantine beyond which nothing new is admitted.
+        quarantined_bytes: Bytes of such pages, as above.
         metadata_bytes: Metadata of one transfer.
         rows_planned_inline: Descriptors above which planning leaves the event loop for a worker thread.
     """
@@ -112,6 +124,9 @@ class Limits:
     queued_chunks: int = 1_024
     posts_per_peer: int = 16
     bytes_per_peer: int = 2**30
+    rows_per_peer: int = 2**21
+    quarantined_pages: int = 65_536
+    quarantined_bytes: int = 4 * 2**30
     metadata_bytes: int = 65_536
     rows_planned_inline: int = 20_000
 

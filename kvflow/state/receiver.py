@@ -90,7 +90,8 @@ class RankProgress:
 class Receiver:
     """One room, from the engine's wish to the last proof that its pages are quiet."""
 
-    def __init__(self, me: PeerId, opened: ReceiveOpened, *, gives_up: float) -> None:
+    def __init__(self, me: PeerId, opened: ReceiveOpened, *, gives_up: float, progress_s: float) -> None:
+        self._progress_s = progress_s
         self.opened = opened
         self.gives_up = gives_up
         self.state = TransferState()
@@ -131,6 +132,9 @@ class Receiver:
                 pages=dict(self.opened.pages) if is_owing else {},
                 num_decode_ranks=self.opened.num_decode_ranks,
                 timeout_s=timeout_s,
+                progress_s=self._progress_s,
+                priority=0,
+                digest=False,
             )
             effects.append(SendMessage(rank.peer, grant))
         return [*effects, *self._review()]

@@ -67,7 +67,7 @@ class Receivers:
         if opened.generation <= self._last_generation:
             raise LocalProtocolError("generation was used before", generation=opened.generation)
         self._last_generation = opened.generation
-        receiver = Receiver(self._me, opened, gives_up=now + opened.timeout_s)
+        receiver = Receiver(self._me, opened, gives_up=now + opened.timeout_s, progress_s=self._timeouts.progress_s)
         self.receivers[receiver.generation] = receiver
         self.rooms[opened.room] = receiver.generation
         self._deadlines.set(Unreceived(receiver.generation), receiver.gives_up)

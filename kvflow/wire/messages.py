@@ -11,6 +11,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from kvflow.config import NUM_PRIORITIES
 from kvflow.errors import FailureReason, RemoteProtocolError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.routes import Route
@@ -47,6 +48,8 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 """A duration. Clocks differ between hosts, so no point in time ever travels."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+Priority = Annotated[int, msgspec.Meta(ge=0, lt=NUM_PRIORITIES)]
 
 
 class RankId(NamedTuple):
@@ -190,6 +193,9 @@ class Grant(Message, frozen=True, tag="grant"):
         pages: For the same components, the pages that hold them: little-endian uint32.
         num_decode_ranks: How many decode ranks ask for this room.
         timeout_s: Time left until the decode rank gives up.
+        progress_s: How long nothing may arrive, once something has, before it gives up.
+        priority: Class of the transfer; 0 goes first.
+        digest: Digests of what is written are wanted with the notices.
     """
 
     room: int
@@ -199,6 +205,9 @@ class Grant(Message, frozen=True, tag="grant"):
     pages: dict[str, bytes]
     num_decode_ranks: Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
     timeout_s: Seconds
+    progress_s: Seconds
+    priority: Priority
+    digest: bool
 
 
 class Notice(Message, frozen=True, tag="notice"):
@@ -210,6 +219,8 @@ class Notice(Message, frozen=True, tag="notice"):
         num_bytes: Bytes that were written.
         last: No notice of this rank has a higher `seq`.
         metadata: Only on the last: opaque, from the prefill engine to the decode engine.
+        digests: If the grant asked for them: for each component in `ranges`, the digest of the cells that were
+            written, in logical order.
     """
 
     room: int
@@ -221,6 +232,7 @@ class Notice(Message, frozen=True, tag="notice"):
     num_bytes: int
     last: bool = False
     metadata: bytes = b""
+    digests: dict[str, int] = {}
 
 
 class Received(Message, frozen=True, tag="received"):
@@ -239,11 +251,16 @@ class Cancel(Message, frozen=True, tag="cancel"):
 
 
 class Drained(Message, frozen=True, tag="drained"):
-    """Prefill -> decode: nothing of this generation can be written by this rank any more."""
+    """Prefill -> decode: nothing of this generation can be written by this rank any more.
+
+    Attributes:
+        failure: Why the transfer has ended, as far as this rank knows; a Failed that said so may have been lost.
+    """
 
     room: int
     generation: int
     engine_rank: int
+    failure: Failure | None = None
 
 
 class Failed(Message, frozen=True, tag="failed"):
@@ -269,9 +286,14 @@ class Pong(Message, frozen=True, tag="pong"):
 
 
 class Goodbye(Message, frozen=True, tag="goodbye"):
-    """Either: this incarnation is leaving. No proof of anything: what it posted may still be on its way."""
+    """Either: this incarnation is leaving. No proof of anything: what it posted may still be on its way.
+
+    Attributes:
+        failure: Why, if it is not an orderly end.
+    """
 
     peer: PeerId
+    failure: Failure | None = None
 
 
 AnyMessage = (

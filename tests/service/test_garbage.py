@@ -14,7 +14,6 @@ from kvflow.geometry import compile_routes
 from kvflow.wire.codec import decode, encode
 from kvflow.wire.messages import (
     Cancel,
-    Grant,
     Hello,
     Message,
     Notice,
@@ -24,7 +23,7 @@ from kvflow.wire.messages import (
     Refuse,
     Welcome,
 )
-from tests.support.cores import ABORTED
+from tests.support.cores import ABORTED, grant
 from tests.support.failures import undisturbed
 from tests.support.instances import Deployment, deploy, make_pool
 from tests.support.waiting import until
@@ -94,7 +93,7 @@ async def test_bytes_that_are_no_zmq(deployment: Deployment, data: bytes) -> Non
     "message",
     [
         Ping(peer=STRANGER),
-        Grant(room=1, generation=1, token=1, ranges={"kv": (0, 4)}, pages={}, num_decode_ranks=1, timeout_s=1.0),
+        grant(room=1, pages={}),
         Cancel(room=1, generation=1, failure=ABORTED),
         Welcome(peer=STRANGER, version=1),
     ],

@@ -79,7 +79,15 @@ def debts(bytes_per_token: int = 2) -> dict[str, Debt]:
 
 
 def grant(room: int = 7, generation: int = 1, tokens: tuple[int, int] = (0, 8), **changes: object) -> Grant:
-    fields: dict[str, object] = {"token": 99, "pages": {"kv": b"\0" * 4}, "num_decode_ranks": 1, "timeout_s": 60.0}
+    fields: dict[str, object] = {
+        "token": 99,
+        "pages": {"kv": b"\0" * 4},
+        "num_decode_ranks": 1,
+        "timeout_s": 60.0,
+        "progress_s": 30.0,
+        "priority": 0,
+        "digest": False,
+    }
     return Grant(room=room, generation=generation, **({"ranges": {"kv": tokens}} | fields | changes))  # type: ignore[arg-type]
 
 

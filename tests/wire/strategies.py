@@ -114,6 +114,9 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         pages=st.dictionaries(names, blobs, max_size=3),
         num_decode_ranks=positive_counts,
         timeout_s=seconds,
+        progress_s=seconds,
+        priority=st.integers(0, 7),
+        digest=st.booleans(),
         **transfer_ids,
     ),
     wm.Notice: st.builds(
@@ -128,12 +131,12 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         **transfer_ids,
     ),
     wm.Cancel: st.builds(wm.Cancel, failure=failures, **transfer_ids),
-    wm.Drained: st.builds(wm.Drained, engine_rank=signed, **transfer_ids),
+    wm.Drained: st.builds(wm.Drained, engine_rank=signed, failure=st.none() | failures, **transfer_ids),
     wm.Received: st.builds(wm.Received, **transfer_ids),
     wm.Failed: st.builds(wm.Failed, engine_rank=signed, failure=failures, drained=st.booleans(), **transfer_ids),
     wm.Ping: st.builds(wm.Ping, peer=peers),
     wm.Pong: st.builds(wm.Pong, peer=peers),
-    wm.Goodbye: st.builds(wm.Goodbye, peer=peers),
+    wm.Goodbye: st.builds(wm.Goodbye, peer=peers, failure=st.none() | failures),
 }
 
 any_message: Final = st.one_of(*MESSAGES.values())
