@@ -25,6 +25,8 @@ MAX_DURATION_S = 86_400.0
 MAX_RANKS = 2**32
 MAX_COUNT = 2**53
 
+PINGS_PER_LEASE = 3
+
 NUM_PRIORITIES = 8
 """Classes of transfers: 0 goes first, 7 last."""
 
@@ -100,6 +102,16 @@ class Timeouts:
     def __post_init__(self) -> None:
         for item in fields(self):
             check_duration(item.name, getattr(self, item.name))
+
+    @property
+    def ping_s(self) -> float:
+        """Between two signs of life."""
+        return self.lease_s / PINGS_PER_LEASE
+
+    @property
+    def repeat_s(self) -> float:
+        """How long to wait for an answer before a message that may have been lost is said again."""
+        return self.ping_s
 
 
 @dataclass(frozen=True, kw_only=True)

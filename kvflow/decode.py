@@ -20,7 +20,7 @@ from kvflow.geometry.tokens import TokenRange
 from kvflow.rank import Rank
 from kvflow.registry import RegistryClient
 from kvflow.stages.aggregate import Aggregate
-from kvflow.stages.bootstrap import DecodeBootstrap
+from kvflow.stages.greeting import DecodeBootstrap
 from kvflow.stages.planning import WIRE_PAGES
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
@@ -127,6 +127,7 @@ class DecodeRank(Rank["RoomReceiver"]):
             num_decode_ranks=num_ranks,
             timeout_s=timeout_s,
             secret=secrets.token_bytes(SECRET_BYTES),
+            footprint=self.footprint(tables),
         )
         return RoomReceiver(self, wish)
 
@@ -151,6 +152,8 @@ class DecodeRank(Rank["RoomReceiver"]):
         match effect:
             case ef.GreetInstance(instance):
                 self._bootstrap.greet(instance)
+            case ef.ProbePeer(peer):
+                self._bootstrap.probe(peer)
             case ef.ReportReceiver():
                 self._finish(effect)
 

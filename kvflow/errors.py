@@ -18,6 +18,7 @@ __all__ = [
     "PlanError",
     "ProtocolError",
     "RankBroken",
+    "RankDraining",
     "RegistrationError",
     "RemoteProtocolError",
     "RouteError",
@@ -76,6 +77,10 @@ class RemoteProtocolError(ProtocolError):
 
 class RankBroken(KvflowError):
     """A task of this rank failed, which no input should cause; the cause is attached: close it, open another."""
+
+
+class RankDraining(KvflowError):
+    """This rank is about to close and takes nothing new: use another one."""
 
 
 class CapacityExceeded(KvflowError):

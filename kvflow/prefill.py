@@ -129,6 +129,9 @@ class PrefillRank(Rank["RoomSender"]):
     def _forget(self, peer: PeerId) -> None:
         self._bootstrap.forget(peer)
 
+    def _withdraw(self) -> None:
+        self._registry.unregister(self.me)
+
     def _stop_stages(self) -> None:
         self._enqueue.stop()
 
@@ -224,7 +227,7 @@ class RoomSender(Transfer):
         await anyio.lowlevel.checkpoint()
         await self._rank.wait_for_room()
         self._raise_if_failed()
-        self._rank.dispatch(ev.ChunkOffered(self.room, chunk))
+        self._rank.dispatch(ev.ChunkOffered(self.room, chunk, self._rank.footprint(chunk.pages)))
         self._is_finished = chunk.last
 
     async def delivered(self) -> None:

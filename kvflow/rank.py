@@ -6,9 +6,10 @@ nothing needs a lock.
 
 import abc
 import logging
+import math
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Generic, NamedTuple, TypeVar
@@ -23,6 +24,7 @@ from kvflow.backends.base import Backend, BackendEvent
 from kvflow.config import RankConfig
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError, RankBroken, Stage
 from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.pages import PageTable
 from kvflow.observe.logs import LOGGER, get_logger
 from kvflow.observe.times import StageTimes
 from kvflow.observe.trace import OddityLog, describe
@@ -31,6 +33,7 @@ from kvflow.stages.submit import agent_name
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.core import Core
+from kvflow.state.quarantine import Footprint
 from kvflow.state.tables import Memory, Outcome
 from kvflow.transfer import Transfer
 from kvflow.wire.messages import Failure, Goodbye, Message, PeerId, RankId
@@ -84,7 +87,9 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self.layout = layout
         self.me = PeerId(RankId(config.instance, config.engine_rank), secrets.randbits(64))
         self._backend = backend or create_backend(config.backend, config.backend_options)
-        self._core = Core(self.me, config.timeouts, config.limits)
+        ends_with_process = self._backend.capabilities.ends_with_process
+        self._core = Core(self.me, config.timeouts, config.limits, ends_with_process=ends_with_process)
+        self._page_bytes = {component.name: component.page_bytes for component in layout.components}
         self._clock = Clock(self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()))
         self._times = StageTimes()
         self._log = get_logger(instance=config.instance, engine_rank=config.engine_rank)
@@ -104,6 +109,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self._events: deque[ev.Event] = deque()
         self._is_dispatching = False
         self._settled = anyio.Event()
+        self._is_leaving = False
         self._is_open = False
         self._was_opened = False
         self._error: Exception | None = None
@@ -151,7 +157,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         return RankStatistics(
             rooms=len(memories) - num_quarantined,
             quarantined=num_quarantined,
-            waiting_grants=self._core.senders.num_waiting,
+            waiting_grants=len(self._core.senders.waiting),
             queued_chunks=self._num_queued(),
             posted=self._num_posted(),
             deadlines=len(self._core.deadlines),
@@ -210,6 +216,55 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         """Ended transfers whose pages are not proved quiet: they must not be used again while they are listed."""
         return [transfer for transfer in self._transfers.values() if transfer.memory is Memory.QUARANTINED]
 
+    def release(self, transfer: AnyTransfer) -> None:
+        """Take the pages of a transfer in quarantine back although nobody has proved them quiet.
+
+        An operator's last resort, for when it is known from elsewhere that no peer can write to them (or read them)
+        any more: its host is off, say. If that is not so, another request gets the wrong bytes.
+
+        Args:
+            transfer: One of `quarantined()`; its `memory` is SAFE afterwards.
+
+        Raises:
+            LocalProtocolError: It is not in quarantine.
+        """
+        keys = [key for key, other in self._transfers.items() if other is transfer]
+        if not keys or transfer.memory is not Memory.QUARANTINED:
+            raise LocalProtocolError("transfer is not in quarantine", room=transfer.room, memory=transfer.memory.value)
+        self._log.warning("quarantine_released", room=transfer.room, failure=transfer.failure)
+        if self._error is None:
+            self.dispatch(ev.QuarantineReleased(keys[0]))
+        else:  # nobody reports any more
+            transfer.report(transfer.outcome, Memory.SAFE, transfer.failure)
+            del self._transfers[keys[0]]
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Take nothing new, and wait until what is open has ended: the thing to do on SIGTERM, before leaving.
+
+        Peers are told at once if they ask for something new, so a router soon looks elsewhere.
+
+        Args:
+            timeout_s: How long to wait; without limit by default. What is open after that fails when the rank is left.
+
+        Returns:
+            Whether everything has ended.
+
+        Raises:
+            LocalProtocolError: The rank is not open.
+        """
+        if not self._is_open:
+            raise LocalProtocolError("rank is not open", rank=str(self.me.rank))
+        self._log.info("rank_draining", rooms=len(self._transfers))
+        self._withdraw()
+        self.dispatch(ev.DrainStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is draining")))
+        return await self._wait_until_settled(math.inf if timeout_s is None else timeout_s)
+
+    def footprint(self, tables: Mapping[str, PageTable]) -> Footprint:
+        """What some pages take of the pools."""
+        counts = {name: len(table.pages) for name, table in tables.items()}
+        num_bytes = sum(count * self._page_bytes[name] for name, count in counts.items())
+        return Footprint(sum(counts.values()), num_bytes)
+
     def failure(self, reason: FailureReason, detail: str) -> Failure:
         """A failure that this rank or its engine caused."""
         stage = Stage.BOOTSTRAP if reason is FailureReason.PEER_CLOSED else Stage.ENQUEUE
@@ -240,6 +295,9 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
     @abc.abstractmethod
     async def _take_backend_event(self, event: BackendEvent) -> None:
         """Take in what the transport says."""
+
+    def _withdraw(self) -> None:
+        """Let nobody find this rank any more."""
 
     def _after_dispatch(self) -> None:
         """Look at what has changed after a step of the core."""
@@ -274,7 +332,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         transfer.report(effect.outcome, effect.memory, effect.failure)
         if effect.memory is Memory.SAFE and effect.outcome is not Outcome.PENDING:
             del self._transfers[key]
-        if not any(other.memory in (Memory.HELD, Memory.DRAINING) for other in self._transfers.values()):
+        if self._is_leaving and not self._is_unsettled():
             self._settled.set()
 
     def _trace(self, event: ev.Event, effects: list[ef.Effect]) -> None:
@@ -298,13 +356,28 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self._error = error
         self._log.error("rank_broken", exc_info=error)
         self._stop_stages()
+        self._withdraw()
         detail = f"a task of this rank failed: {type(error).__name__}: {error}"
         failure = self._context.failure(FailureReason.BROKEN, Stage.ENQUEUE, detail)
+        for peer in self._core.connected_peers():
+            self._send(peer, Goodbye(peer=self.me, failure=failure))
         for transfer in self._transfers.values():
             if transfer.memory is not Memory.SAFE:
                 outcome = Outcome.FAILED if transfer.outcome is Outcome.PENDING else transfer.outcome
                 transfer.report(outcome, Memory.QUARANTINED, transfer.failure or failure)
         self._settled.set()
+
+    async def _wait_until_settled(self, timeout_s: float) -> bool:
+        """Wait until every transfer has ended and its pages are quiet or in quarantine; say whether that came."""
+        self._is_leaving = True
+        if self._is_unsettled():
+            self._settled = anyio.Event()
+            with anyio.move_on_after(timeout_s):
+                await self._settled.wait()
+        return not self._is_unsettled()
+
+    def _is_unsettled(self) -> bool:
+        return any(transfer.memory in (Memory.HELD, Memory.DRAINING) for transfer in self._transfers.values())
 
     def _ignore(self, kind: str) -> None:
         self._oddities.count(kind)
@@ -313,10 +386,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         """End every transfer, stop the transport and say goodbye. The tasks that did it are ended after this."""
         self._is_open = False
         self.dispatch(ev.ClosingStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is closing")))
-        if any(transfer.memory in (Memory.HELD, Memory.DRAINING) for transfer in self._transfers.values()):
-            self._settled = anyio.Event()
-            with anyio.move_on_after(self.config.timeouts.drain_s + CLOSE_MARGIN_S):
-                await self._settled.wait()
+        await self._wait_until_settled(self.config.timeouts.drain_s + CLOSE_MARGIN_S)
         for event in await self._backend.aclose():
             await self._take_backend_event(event)
         for peer in self._core.connected_peers():

@@ -26,11 +26,14 @@ class Capabilities:
             over the control channel when the write has ended.
         memory_kinds: Kinds of memory it can register.
         max_descriptor_bytes: Longest single descriptor it takes; None for no limit.
+        ends_with_process: Nothing lands any more once the process that wrote has ended. Not so where bytes can sit in
+            the network, or in the receiver's own library, and land later.
     """
 
     in_band_notices: bool
     memory_kinds: frozenset[MemoryKind]
     max_descriptor_bytes: int | None = None
+    ends_with_process: bool = False
 
 
 @dataclass(frozen=True)

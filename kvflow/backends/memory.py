@@ -121,7 +121,7 @@ class MemoryBackend(Backend):
     """
 
     name = "memory"
-    capabilities = Capabilities(in_band_notices=True, memory_kinds=frozenset({"DRAM"}))
+    capabilities = Capabilities(in_band_notices=True, memory_kinds=frozenset({"DRAM"}), ends_with_process=True)
 
     def __init__(
         self,

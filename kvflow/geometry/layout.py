@@ -230,6 +230,11 @@ class Component(msgspec.Struct, frozen=True):
         """Page size in tokens."""
         return self.regions[0].tokens_per_slot
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the cells that one page holds, over all regions."""
+        return sum(region.cells_per_slot * region.num_heads * region.head_bytes for region in self.regions)
+
 
 class KVLayout(msgspec.Struct, frozen=True):
     """All KV memory of one rank.

@@ -89,13 +89,17 @@ def _fields(item: object) -> dict[str, object]:
     return shown
 
 
+MAX_SOURCES = 1_024
+"""Pairs of kind and peer whose last line is remembered; peers that appear without end must not fill the memory."""
+
+
 class OddityLog:
-    """Counts what was ignored, and logs each kind at a bounded rate.
+    """Counts what was ignored, and logs each kind at a bounded rate for each peer.
 
     Args:
         log: Where to log.
         clock: Gives monotonic seconds.
-        interval_s: At most one line for each kind in this time.
+        interval_s: At most one line for each kind and peer in this time.
     """
 
     def __init__(self, log: BoundLogger, clock: Callable[[], float], interval_s: float = 1.0) -> None:
@@ -103,12 +107,15 @@ class OddityLog:
         self._log = log
         self._clock = clock
         self._interval_s = interval_s
-        self._logged_at: dict[str, float] = {}
+        self._logged_at: dict[tuple[str, PeerId | None], float] = {}
 
     def count(self, kind: str, peer: PeerId | None = None, **values: object) -> None:
-        """Count it, and log it unless its kind was logged just now."""
+        """Count it, and log it unless its kind was logged for this peer just now."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         now = self._clock()
-        if now - self._logged_at.get(kind, -math.inf) >= self._interval_s:
-            self._logged_at[kind] = now
-            self._log.warning(kind, peer=str(peer) if peer else None, **values, count=self.counts[kind])
+        if now - self._logged_at.get((kind, peer), -math.inf) < self._interval_s:
+            return
+        if len(self._logged_at) >= MAX_SOURCES:
+            self._logged_at.clear()
+        self._logged_at[kind, peer] = now
+        self._log.warning(kind, peer=str(peer) if peer else None, **values, count=self.counts[kind])

@@ -50,6 +50,7 @@ class RegistryClient:
         self._dialer = Dialer(endpoint)
         self._log = log.bind(registry=endpoint)
         self._is_registered = False
+        self._is_withdrawn = False
         self._asked: dict[str, list[_Question]] = {}
 
     async def run(self) -> None:
@@ -73,8 +74,8 @@ class RegistryClient:
                     self._log.warning("message_rejected", detail=f"unexpected {type(message).__name__}")
 
     async def keep_registered(self, card: Card) -> None:
-        """Register a rank and renew its lease, for ever; a silent registry is logged and tried again."""
-        while True:
+        """Register a rank and renew its lease until it is withdrawn; a silent registry is logged and tried again."""
+        while not self._is_withdrawn:
             was_registered, self._is_registered = self._is_registered, False
             self._send(Register(card=card, lease_s=LEASE_S))
             await anyio.sleep(LEASE_S / RENEWALS_PER_LEASE)
@@ -108,7 +109,8 @@ class RegistryClient:
         return found.cards
 
     def unregister(self, peer: PeerId) -> None:
-        """Tell the registry to forget a rank."""
+        """Tell the registry to forget a rank, and do not register it again."""
+        self._is_withdrawn = True
         self._send(Unregister(peer=peer))
 
     def close(self) -> None:

@@ -1,32 +1,27 @@
-"""First stage: two ranks get to know each other, once.
+"""First stage: two ranks get to know each other, once. This is the prefill side; `greeting` is the decode side.
 
-The decode rank looks its prefill instance up, works out which prefill rank owes it which cells, and says hello to all
-of them at once. Each prefill rank checks what it is asked for, connects its transport, and welcomes or refuses.
-Afterwards this stage holds the lines over which the two talk.
+A prefill rank checks what a decode rank asks for in its hello, connects its transport, and welcomes or refuses it.
+Afterwards it holds the line over which the two talk.
 """
 
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Callable
 
 import anyio
 import anyio.to_thread
 
 from kvflow.backends.base import Backend
-from kvflow.errors import FailureReason, KvflowError, RemoteProtocolError, RouteError, Stage, Unreachable
+from kvflow.errors import KvflowError, RemoteProtocolError, RouteError, Stage, Unreachable
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.routes import BoundRoute, Route, bind_route, compile_routes
+from kvflow.geometry.routes import BoundRoute, bind_route
 from kvflow.stages.context import StageContext
 from kvflow.stages.planning import PeerGeometry
 from kvflow.stages.submit import agent_name
-from kvflow.state.events import GreetedRank, InstanceGreeted, InstanceUnreachable, PeerGreeted, PeerLeft
-from kvflow.wire.channel import Dialer, Listener
+from kvflow.state.events import PeerGreeted
+from kvflow.wire.channel import Listener
 from kvflow.wire.codec import decode_frames, encode
-from kvflow.wire.messages import PROTOCOL_VERSION, Card, Goodbye, Hello, Message, PeerId, Refuse, Welcome
+from kvflow.wire.messages import PROTOCOL_VERSION, Goodbye, Hello, Message, PeerId, Refuse, Welcome
 
-__all__ = ["DecodeBootstrap", "PrefillBootstrap"]
-
-LOOK_AGAIN_S = 0.5
-"""How often the registry is asked for other lives of the ranks while a handshake takes long."""
+__all__ = ["PrefillBootstrap"]
 
 HELLOS_AT_ONCE = 16
 """Handshakes that a prefill rank works on at the same time; the rest wait."""
@@ -60,6 +55,7 @@ class PrefillBootstrap:
         self._lines: dict[PeerId, bytes] = {}
         self._geometry: dict[PeerId, PeerGeometry] = {}
         self._slots = anyio.CapacityLimiter(HELLOS_AT_ONCE)
+        self._partings: dict[str, anyio.Event] = {}
 
     def geometry(self, peer: PeerId) -> PeerGeometry | None:
         """What a decode rank wants and where; None if it is not known."""
@@ -75,15 +71,14 @@ class PrefillBootstrap:
                 self._reject(connection, error)
 
     def send(self, peer: PeerId, message: Message) -> None:
-        """Send to a greeted peer; one whose line is gone has left."""
+        """Send to a greeted peer. What cannot be delivered is lost: the line comes back, or the lease ends."""
         line = self._lines.get(peer)
         if line is None:
             return
         try:
             self._listener.send(line, encode(message))
         except Unreachable as error:
-            failure = self._context.failure(FailureReason.PEER_LOST, Stage.BOOTSTRAP, str(error))
-            self._context.dispatch(PeerLeft(peer, failure))
+            self._context.oddities.count("message_lost", peer, stage=Stage.BOOTSTRAP.value, detail=str(error))
 
     def forget(self, peer: PeerId) -> None:
         """Drop what is held for a peer that has left."""
@@ -91,7 +86,22 @@ class PrefillBootstrap:
         if line is not None:
             self._peers.pop(line, None)
         self._geometry.pop(peer, None)
-        self._context.start_task(self._backend.disconnect, agent_name(peer))
+        parted = self._partings[agent_name(peer)] = anyio.Event()
+        self._context.start_task(self._part, agent_name(peer), parted)
+
+    async def _part(self, agent: str, parted: anyio.Event) -> None:
+        try:
+            await self._backend.disconnect(agent)
+        finally:
+            parted.set()
+            if self._partings.get(agent) is parted:
+                del self._partings[agent]
+
+    async def _connect(self, agent: str, metadata: bytes) -> None:
+        """Connect the transport, but not before it has parted with the agent if it is about to."""
+        while agent in self._partings:
+            await self._partings[agent].wait()
+        await self._backend.connect(agent, metadata)
 
     def _take(self, connection: bytes, message: Message) -> None:
         if isinstance(message, Hello):
@@ -109,7 +119,7 @@ class PrefillBootstrap:
             try:
                 route = self.check(hello)
                 if route.legs:
-                    await self._backend.connect(agent_name(hello.peer), hello.backend_metadata)
+                    await self._connect(agent_name(hello.peer), hello.backend_metadata)
             except KvflowError as error:
                 self._context.oddities.count(
                     "hello_refused", hello.peer, stage=Stage.BOOTSTRAP.value, detail=str(error)
@@ -139,6 +149,9 @@ class PrefillBootstrap:
 
     def admit(self, connection: bytes, hello: Hello, route: BoundRoute) -> None:
         """Take the sender of a hello on, once the transport can write to it."""
+        former = self._lines.get(hello.peer)
+        if former is not None:
+            self._peers.pop(former, None)
         self._peers[connection] = hello.peer
         self._lines[hello.peer] = connection
         self._geometry[hello.peer] = PeerGeometry(route, hello.layout)
@@ -159,238 +172,3 @@ class PrefillBootstrap:
             connection=connection.hex(),
             detail=str(error),
         )
-
-
-class _Line:
-    """A connection to one prefill rank, and the answer to its hello while one is awaited."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.dialer = Dialer(endpoint)
-        self.scope = anyio.CancelScope()
-        self.has_left = False
-        self._answer: Welcome | Refuse | None = None
-        self._answered: anyio.Event | None = None
-
-    async def ask(self, hello: Hello, give_up: float) -> Welcome | Refuse | None:
-        """Say hello and wait for the answer; None if there is none in time."""
-        self._answer, self._answered = None, anyio.Event()
-        self.dialer.send(encode(hello))
-        with anyio.CancelScope(deadline=give_up):
-            await self._answered.wait()
-        self._answered = None
-        return self._answer
-
-    def answer(self, message: Welcome | Refuse) -> bool:
-        """Take an answer in; False if nobody waits for one."""
-        if self._answered is None or self._answered.is_set():
-            return False
-        self._answer = message
-        self._answered.set()
-        return True
-
-
-def _all_or_first_error(results: list[GreetedRank | KvflowError]) -> tuple[GreetedRank, ...]:
-    """Ranks in order.
-
-    Raises:
-        KvflowError: The first among the results.
-    """
-    for result in results:
-        if isinstance(result, KvflowError):
-            raise result
-    ranks = [result for result in results if isinstance(result, GreetedRank)]
-    return tuple(sorted(ranks, key=lambda rank: rank.peer.rank.engine_rank))
-
-
-class DecodeBootstrap:
-    """The decode side: greets instances, and holds one line to each of their ranks.
-
-    Args:
-        context: Of this rank.
-        layout: Of this rank.
-        backend: Its metadata goes into the hello.
-        lookup: Finds the ranks of an instance by name, within a time.
-        on_message: Takes every message of a greeted peer.
-    """
-
-    def __init__(
-        self,
-        context: StageContext,
-        layout: KVLayout,
-        backend: Backend,
-        lookup: Callable[[str, float], Awaitable[tuple[Card, ...]]],
-        on_message: Callable[[PeerId, Message], None],
-    ) -> None:
-        self._context = context
-        self._layout = layout
-        self._backend = backend
-        self._lookup = lookup
-        self._on_message = on_message
-        self._lines: dict[PeerId, _Line] = {}
-        self._compilations = anyio.CapacityLimiter(1)
-
-    def greet(self, instance: str) -> None:
-        """Begin the handshake with an instance; the core hears how it ended."""
-        self._context.start_task(self._greet, instance)
-
-    def send(self, peer: PeerId, message: Message) -> None:
-        """Send to a greeted peer; one that does not take its messages has left."""
-        line = self._lines.get(peer)
-        if line is None:
-            return
-        try:
-            line.dialer.send(encode(message))
-        except Unreachable as error:
-            failure = self._context.failure(FailureReason.PEER_LOST, Stage.BOOTSTRAP, str(error))
-            self._context.dispatch(PeerLeft(peer, failure))
-
-    def forget(self, peer: PeerId) -> None:
-        """Close the line to a peer that has left."""
-        line = self._lines.pop(peer, None)
-        if line is not None:
-            line.scope.cancel()
-
-    async def _greet(self, instance: str) -> None:
-        began = self._context.now()
-        try:
-            ranks = await self._greet_all(instance, began + self._context.config.timeouts.handshake_s)
-        except KvflowError as error:
-            reason = FailureReason.UNREACHABLE if isinstance(error, Unreachable) else FailureReason.REFUSED
-            failure = self._context.failure(reason, Stage.BOOTSTRAP, str(error))
-            self._context.dispatch(InstanceUnreachable(instance, failure))
-            return
-        self._context.times.add(Stage.BOOTSTRAP, self._context.now() - began)
-        self._context.dispatch(InstanceGreeted(instance, ranks))
-
-    async def _greet_all(self, instance: str, give_up: float) -> tuple[GreetedRank, ...]:
-        """Shake hands with every rank of an instance, and start again if one of them turns out to have restarted.
-
-        A rank that died stays in the registry until its lease ends, so its card may be found first.
-        """
-        cards = await self._lookup(instance, give_up - self._context.now())
-        while True:
-            greeted, newer = await self._greet_until_changed(instance, cards, give_up)
-            if newer is None:
-                return _all_or_first_error(greeted)
-            cards = newer
-
-    async def _greet_until_changed(
-        self, instance: str, cards: tuple[Card, ...], give_up: float
-    ) -> tuple[list[GreetedRank | KvflowError], tuple[Card, ...] | None]:
-        """Shake hands with some ranks; give what became of it, or the cards of other lives if those appear first."""
-        greeted: list[GreetedRank | KvflowError] = []
-        newer: tuple[Card, ...] | None = None
-        strangers = [card.peer for card in cards if card.peer not in self._lines]
-
-        async def look_again() -> None:
-            nonlocal newer
-            newer = await self._changed_cards(instance, cards, give_up)
-            tasks.cancel_scope.cancel()
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(look_again)
-            greeted = await self._greet_cards(cards, give_up)
-            tasks.cancel_scope.cancel()
-        left = [peer for peer in strangers if peer in self._lines and self._lines[peer].has_left]
-        if left:
-            greeted.append(Unreachable("rank left during the handshake", rank=str(left[0].rank)))
-        if not greeted or any(isinstance(result, KvflowError) for result in greeted):
-            for peer in strangers:  # nobody else would ever close their lines
-                self.forget(peer)
-        return greeted, None if greeted else newer
-
-    async def _changed_cards(self, instance: str, known: tuple[Card, ...], give_up: float) -> tuple[Card, ...]:
-        """Wait until the registry knows other lives of the ranks; for ever if it does not."""
-        while True:
-            await anyio.sleep(LOOK_AGAIN_S)
-            with suppress(Unreachable):
-                found = await self._lookup(instance, give_up - self._context.now())
-                if [card.peer for card in found] != [card.peer for card in known]:
-                    return found
-
-    async def _greet_cards(self, cards: tuple[Card, ...], give_up: float) -> list[GreetedRank | KvflowError]:
-        """Shake hands with some ranks at once; the first refusal or silence ends it for all."""
-        try:
-            routes = await self._compile(cards, give_up)
-        except KvflowError as error:
-            return [error]
-        greeted: list[GreetedRank | KvflowError] = []
-
-        async def greet(card: Card, route: Route) -> None:
-            try:
-                greeted.append(await self._greet_rank(card, route, give_up))
-            except KvflowError as error:
-                greeted.append(error)
-                tasks.cancel_scope.cancel()
-
-        async with anyio.create_task_group() as tasks:
-            for card, route in zip(cards, routes, strict=True):
-                tasks.start_soon(greet, card, route)
-        return greeted
-
-    async def _compile(self, cards: tuple[Card, ...], give_up: float) -> tuple[Route, ...]:
-        """Work out who owes what, beside the event loop."""
-        layouts = {card.peer.rank.engine_rank: card.layout for card in cards}
-        my_rank = self._context.me.rank.engine_rank
-        with anyio.CancelScope(deadline=give_up):
-            return await anyio.to_thread.run_sync(
-                lambda: compile_routes(layouts, self._layout, decode_rank=my_rank),
-                abandon_on_cancel=True,
-                limiter=self._compilations,
-            )
-        raise Unreachable("routes could not be compiled in time", ranks=len(cards))
-
-    async def _greet_rank(self, card: Card, route: Route, give_up: float) -> GreetedRank:
-        debts = bind_route(route, card.layout, self._layout).debts
-        hello = Hello(
-            peer=self._context.me,
-            to=card.peer,
-            versions=(PROTOCOL_VERSION, PROTOCOL_VERSION),
-            lease_s=self._context.config.timeouts.lease_s,
-            backend=self._backend.name,
-            backend_metadata=self._backend.metadata(),
-            layout=self._layout,
-            route=route,
-        )
-        answer = await self._line(card).ask(hello, give_up)
-        if isinstance(answer, Refuse) and answer.peer != card.peer:
-            await anyio.sleep_until(give_up)  # it has restarted; its new card will be found meanwhile
-        if answer is None:
-            raise Unreachable("rank did not answer", rank=str(card.peer.rank), endpoint=card.endpoint)
-        if isinstance(answer, Refuse):
-            raise RouteError("rank refused", rank=str(card.peer.rank), detail=answer.detail)
-        return GreetedRank(card.peer, debts)
-
-    def _line(self, card: Card) -> _Line:
-        """The line to a rank, opened if there is none yet."""
-        if card.peer not in self._lines:
-            line = _Line(card.endpoint)
-            self._lines[card.peer] = line
-            self._context.start_task(self._read, card.peer, line)
-        return self._lines[card.peer]
-
-    async def _read(self, peer: PeerId, line: _Line) -> None:
-        """Take messages from one rank until its line is given up; the only place that closes a line."""
-        try:
-            with line.scope:
-                while True:
-                    self._take_frames(peer, line, await line.dialer.receive())
-        finally:
-            line.dialer.close()
-
-    def _take_frames(self, peer: PeerId, line: _Line, frames: list[bytes]) -> None:
-        try:
-            self._take(peer, line, decode_frames(frames))
-        except RemoteProtocolError as error:
-            self._context.oddities.count("message_rejected", peer, stage=Stage.BOOTSTRAP.value, detail=str(error))
-
-    def _take(self, peer: PeerId, line: _Line, message: Message) -> None:
-        if isinstance(message, (Welcome, Refuse)) and line.answer(message):
-            return
-        line.has_left |= isinstance(message, Goodbye)
-        if isinstance(message, Refuse):
-            detail = f"{peer.rank} does not know this rank any more: {message.detail}"
-            failure = self._context.failure(FailureReason.PEER_LOST, Stage.BOOTSTRAP, detail)
-            self._context.dispatch(PeerLeft(peer, failure))
-        else:
-            self._on_message(peer, message)

@@ -8,14 +8,17 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from kvflow.config import Limits, Timeouts
-from kvflow.errors import FailureReason, LocalProtocolError, Stage
+from kvflow.config import PINGS_PER_LEASE, Limits, Timeouts
+from kvflow.errors import FailureReason, LocalProtocolError, RankDraining, Stage
 from kvflow.state import events as ev
+from kvflow.state.breaker import Breaker
 from kvflow.state.deadlines import Deadlines
 from kvflow.state.effects import CountOddity, Effect, ForgetPeer, SendMessage
 from kvflow.state.peer import Peer
+from kvflow.state.quarantine import Quarantine
 from kvflow.state.receivers import Receivers
 from kvflow.state.senders import Senders
+from kvflow.state.tables import BreakerState
 from kvflow.wire.messages import (
     Cancel,
     Drained,
@@ -29,11 +32,10 @@ from kvflow.wire.messages import (
     Ping,
     Pong,
     Received,
+    Refuse,
 )
 
 __all__ = ["Core"]
-
-PINGS_PER_LEASE = 3
 
 LEASES_TO_OBLIVION = 10
 """Further leases of silence after which a lost peer is forgotten; until then it may only have been cut off."""
@@ -67,32 +69,40 @@ class Core:
         me: This life of this rank.
         timeouts: How long things may take.
         limits: How much there may be of things.
+        ends_with_process: The transport lets nothing land any more once the process that wrote has ended.
     """
 
-    def __init__(self, me: PeerId, timeouts: Timeouts, limits: Limits) -> None:
+    def __init__(self, me: PeerId, timeouts: Timeouts, limits: Limits, *, ends_with_process: bool) -> None:
         self.me = me
         self.peers: dict[PeerId, Peer] = {}
         self.deadlines: Deadlines[Hashable] = Deadlines()
-        self.senders = Senders(me, timeouts, limits, self.deadlines)
-        self.receivers = Receivers(me, timeouts, limits, self.deadlines)
+        self.quarantine = Quarantine(limits)
+        self.senders = Senders(me, timeouts, limits, self.deadlines, self.quarantine)
+        self.receivers = Receivers(me, timeouts, limits, self.deadlines, self.quarantine)
         self._timeouts = timeouts
-        self._closing: Failure | None = None
+        self._ends_with_process = ends_with_process
+        self._leaving: Failure | None = None
+        self._is_closing = False
+        self._breakers: dict[PeerId, Breaker] = {}
         self._handlers: dict[type, Callable[[Any, float], list[Effect]]] = {
             ev.SendOpened: self._send_opened,
-            ev.ChunkOffered: lambda event, now: self.senders.offer(event.room, event.chunk, now),
+            ev.ChunkOffered: lambda event, now: self.senders.offer(event.room, event.chunk, event.footprint, now),
             ev.SendAborted: lambda event, now: self.senders.abort(event.room, event.failure, now),
-            ev.PlanFinished: lambda event, _: self.senders.plan_finished(event.delivery, event.seq, event.num_bytes),
+            ev.PlanFinished: self._plan_finished,
             ev.PlanFailed: lambda event, now: self.senders.plan_failed(event.delivery, event.failure, now),
-            ev.PostSettled: lambda event, now: self.senders.post_settled(event.delivery, event.seq, event.failure, now),
+            ev.PostSettled: self._post_settled,
             ev.PostDoubted: lambda event, now: self.senders.post_doubted(event.delivery, event.failure, now),
             ev.PeerGreeted: self._peer_greeted,
             ev.ReceiveOpened: self._receive_opened,
             ev.ReceiveAborted: lambda event, now: self.receivers.abort(event.room, event.failure, now),
             ev.InstanceGreeted: self._instance_greeted,
             ev.InstanceUnreachable: lambda event, now: self.receivers.unreachable(event.instance, event.failure, now),
-            ev.NoticeDelivered: lambda event, now: self.receivers.notice(event.notice, now),
+            ev.NoticeDelivered: lambda event, now: self.receivers.notice(event.notice, None, now),
             ev.MessageReceived: self._message_received,
             ev.PeerLeft: lambda event, now: self._left(event.peer, event.failure, now),
+            ev.PeerGone: self._peer_gone,
+            ev.QuarantineReleased: self._quarantine_released,
+            ev.DrainStarted: self._drain_started,
             ev.ClosingStarted: self._closing_started,
             ev.TimePassed: self._time_passed,
         }
@@ -101,7 +111,7 @@ class Core:
             Grant: self._granted,
             Cancel: self.senders.cancel,
             Received: self.senders.received,
-            Notice: lambda _, notice, now: self.receivers.notice(notice, now),
+            Notice: lambda peer, notice, now: self.receivers.notice(notice, peer, now),
             Drained: self.receivers.drained,
             Failed: self.receivers.failed,
             Ping: lambda peer, _, __: [SendMessage(peer, Pong(peer=self.me))],
@@ -120,8 +130,8 @@ class Core:
             Effects, to be carried out in this order.
 
         Raises:
-            LocalProtocolError, CapacityExceeded: The engine asked for something that is not allowed now; nothing has
-                changed. No event that comes from a peer raises.
+            LocalProtocolError, CapacityExceeded, RankDraining: The engine asked for something that is not allowed
+                now; nothing has changed. No event that comes from a peer raises.
         """
         return self._handlers[type(event)](event, now)
 
@@ -147,19 +157,21 @@ class Core:
         return self.receivers.open(event, now)
 
     def _check_open(self, room: int) -> None:
-        if self._closing is not None:
+        if self._is_closing:
             raise LocalProtocolError("rank is closing", room=room)
+        if self._leaving is not None:
+            raise RankDraining("rank is draining", room=room)
 
     def _peer_greeted(self, event: ev.PeerGreeted, now: float) -> list[Effect]:
         effects = self._acquaint(event.peer, event.lease_s, now)
-        self.senders.greeted(event.peer, owed=event.owed)
+        self.senders.acquaintances.greeted(event.peer, event.owed)
         return effects
 
     def _instance_greeted(self, event: ev.InstanceGreeted, now: float) -> list[Effect]:
         effects: list[Effect] = []
         for rank in event.ranks:
             effects += self._acquaint(rank.peer, self._timeouts.lease_s, now)
-            self.deadlines.set(NextPing(rank.peer), now + self._timeouts.lease_s / PINGS_PER_LEASE)
+            self.deadlines.set(NextPing(rank.peer), now + self._timeouts.ping_s)
         return [*effects, *self.receivers.greeted(event.instance, event.ranks, now)]
 
     def _acquaint(self, peer_id: PeerId, lease_s: float, now: float) -> list[Effect]:
@@ -177,24 +189,61 @@ class Core:
         peer = self.peers.get(event.peer)
         if peer is None:
             return [CountOddity("message_from_stranger", event.peer, None)]
+        effects: list[Effect] = []
         if not peer.is_connected:
             self.deadlines.set(LeaseEnd(peer.id), now + peer.lease_s)
+            effects = self.receivers.reconnected(peer.id)
         peer.heard(now)
-        return self._obey(event.peer, event.message, now)
+        return [*effects, *self._obey(event.peer, event.message, now)]
 
     def _obey(self, peer: PeerId, message: Message, now: float) -> list[Effect]:
         handler = self._message_handlers.get(type(message))
-        if handler is None:
+        is_for_prefill = isinstance(message, (Grant, Cancel, Received))
+        if handler is None or (is_for_prefill and peer not in self.senders.acquaintances):
             return [CountOddity(f"unexpected_{type(message).__name__.lower()}", peer, None)]
         return handler(peer, message, now)
 
     def _granted(self, peer: PeerId, grant: Grant, now: float) -> list[Effect]:
-        if self._closing is not None:
-            return self.senders.refuse(peer, grant, self._closing)
+        if self._leaving is not None and grant.room not in self.senders.rooms:
+            return self.senders.refuse(peer, grant, self._leaving)
         return self.senders.grant(peer, grant, now)
 
-    def _said_goodbye(self, peer: PeerId, _: Goodbye, now: float) -> list[Effect]:
-        return self._left(peer, self._failure(FailureReason.PEER_CLOSED, f"{peer.rank} is closing"), now)
+    def _plan_finished(self, event: ev.PlanFinished, now: float) -> list[Effect]:
+        return self.senders.plan_finished(event.delivery, event.seq, event.num_bytes, now)
+
+    def _post_settled(self, event: ev.PostSettled, now: float) -> list[Effect]:
+        effects = self.senders.post_settled(event.delivery, event.seq, event.failure, now)
+        peer = event.delivery.peer
+        if event.failure is not None:
+            return [*effects, *self._write_failed(peer, event.failure, now)]
+        self._breakers.pop(peer, None)
+        return effects
+
+    def _write_failed(self, peer: PeerId, failure: Failure, now: float) -> list[Effect]:
+        """Part with a peer to which writes fail again and again: it must greet anew, with fresh native state."""
+        if peer not in self.peers:
+            return []
+        breaker = self._breakers.setdefault(peer, Breaker())
+        breaker.failed(now)
+        if breaker.state is BreakerState.CLOSED:
+            return []
+        refusal = Refuse(peer=self.me, to=peer, detail=f"writes to you fail, say hello again: {failure.detail}")
+        effects = self._fail_all_with(peer, failure, now)
+        return [*effects, SendMessage(peer, refusal), *self._left(peer, failure, now)]
+
+    def _said_goodbye(self, peer: PeerId, goodbye: Goodbye, now: float) -> list[Effect]:
+        failure = goodbye.failure or self._failure(FailureReason.PEER_CLOSED, f"{peer.rank} is closing")
+        return self._left(peer, failure, now)
+
+    def _peer_gone(self, event: ev.PeerGone, now: float) -> list[Effect]:
+        failure = self._failure(FailureReason.PEER_LOST, f"the process of {event.peer.rank} has ended")
+        fenced = self.receivers.gone(event.peer, failure, now) if self._ends_with_process else []
+        return [*fenced, *self._left(event.peer, failure, now)]
+
+    def _quarantine_released(self, event: ev.QuarantineReleased, _: float) -> list[Effect]:
+        if event.key in self.receivers.receivers:
+            return self.receivers.release(event.key)
+        return self.senders.release(event.key)
 
     def _left(self, peer_id: PeerId, failure: Failure, now: float) -> list[Effect]:
         peer = self.peers.pop(peer_id, None)
@@ -204,15 +253,20 @@ class Core:
         self.deadlines.clear(LeaseEnd(peer_id))
         self.deadlines.clear(NextPing(peer_id))
         self.deadlines.clear(Oblivion(peer_id))
+        self._breakers.pop(peer_id, None)
         effects = self._fail_all_with(peer_id, failure, now)
-        self.senders.forget_peer(peer_id)
+        self.senders.acquaintances.forget(peer_id)
         return [*effects, ForgetPeer(peer_id)]
 
     def _fail_all_with(self, peer: PeerId, failure: Failure, now: float) -> list[Effect]:
         return [*self.senders.peer_lost(peer, failure, now), *self.receivers.peer_lost(peer, failure, now)]
 
+    def _drain_started(self, event: ev.DrainStarted, _: float) -> list[Effect]:
+        self._leaving = event.failure
+        return self.senders.turn_away(event.failure)
+
     def _closing_started(self, event: ev.ClosingStarted, now: float) -> list[Effect]:
-        self._closing = event.failure
+        self._leaving, self._is_closing = event.failure, True
         return [*self.senders.close(event.failure, now), *self.receivers.close(event.failure, now)]
 
     def _time_passed(self, _: ev.TimePassed, now: float) -> list[Effect]:
@@ -259,8 +313,9 @@ class Core:
         return self._left(peer.id, self._failure(FailureReason.PEER_LOST, f"{peer.id.rank} stayed silent"), now)
 
     def _ping(self, peer: Peer, now: float) -> list[Effect]:
-        self.deadlines.set(NextPing(peer.id), now + self._timeouts.lease_s / PINGS_PER_LEASE)
-        return [SendMessage(peer.id, Ping(peer=self.me))] if peer.is_connected else []
+        """Also to a silent peer: if it was only cut off, its answer brings it back."""
+        self.deadlines.set(NextPing(peer.id), now + self._timeouts.ping_s)
+        return [SendMessage(peer.id, Ping(peer=self.me))]
 
     def _failure(self, reason: FailureReason, detail: str) -> Failure:
         return Failure(reason, Stage.BOOTSTRAP, str(self.me.rank), detail)

@@ -35,10 +35,11 @@ class Deadlines(Generic[Key]):
         if key not in self._due:
             self.set(key, when)
 
-    def clear(self, key: Key) -> None:
-        """Make `key` never due."""
-        self._due.pop(key, None)
+    def clear(self, key: Key) -> bool:
+        """Make `key` never due; say whether it was."""
+        was_due = self._due.pop(key, None) is not None
         self._prune()
+        return was_due
 
     def next(self) -> float | None:
         """When the earliest deadline is due, or None."""

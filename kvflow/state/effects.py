@@ -22,6 +22,7 @@ __all__ = [
     "GreetInstance",
     "Handed",
     "PostPlan",
+    "ProbePeer",
     "ReportReceiver",
     "ReportSender",
     "SendMessage",
@@ -80,6 +81,13 @@ class GreetInstance:
     """Look up every rank of a prefill instance and shake hands with it."""
 
     instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePeer:
+    """Find out whether the process of a silent peer still exists; if it certainly does not, say PeerGone."""
+
+    peer: PeerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +150,7 @@ Effect = (
     | DropChunks
     | DropPlan
     | GreetInstance
+    | ProbePeer
     | ForgetPeer
     | ReportSender
     | ReportReceiver

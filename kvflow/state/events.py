@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.routes import Debt
 from kvflow.geometry.tokens import TokenRange
+from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.wire.messages import Failure, Message, Notice, PeerId
 
 __all__ = [
@@ -14,18 +15,21 @@ __all__ = [
     "ChunkOffered",
     "ClosingStarted",
     "DeliveryId",
+    "DrainStarted",
     "Event",
     "GreetedRank",
     "InstanceGreeted",
     "InstanceUnreachable",
     "MessageReceived",
     "NoticeDelivered",
+    "PeerGone",
     "PeerGreeted",
     "PeerLeft",
     "PlanFailed",
     "PlanFinished",
     "PostDoubted",
     "PostSettled",
+    "QuarantineReleased",
     "ReadyEvent",
     "ReceiveAborted",
     "ReceiveOpened",
@@ -84,10 +88,15 @@ class SendOpened:
 
 @dataclass(frozen=True, slots=True)
 class ChunkOffered:
-    """The engine has computed a chunk."""
+    """The engine has computed a chunk.
+
+    Attributes:
+        footprint: What the chunk's pages take of the pools.
+    """
 
     room: int
     chunk: Chunk
+    footprint: Footprint = NO_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +170,7 @@ class ReceiveOpened:
         ranges: For each component that is wanted, its tokens.
         pages: For the same components, the destination pages as they go into the Grant.
         secret: 16 random bytes; the token of each grant is derived from it.
+        footprint: What the pages take of the pools.
     """
 
     room: int
@@ -171,6 +181,7 @@ class ReceiveOpened:
     num_decode_ranks: int
     timeout_s: float
     secret: bytes
+    footprint: Footprint = NO_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +247,31 @@ class PeerLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerGone:
+    """It is proved that the process of a peer's life has ended: somebody else answers where it did, or nobody can."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineReleased:
+    """An operator takes pages back that nobody has proved quiet.
+
+    Attributes:
+        key: The room on a prefill rank, the generation on a decode rank.
+    """
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStarted:
+    """This rank is about to close: nothing new starts, what is open may finish."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
 class ClosingStarted:
     """This rank is closing: nothing new starts, everything open fails."""
 
@@ -263,6 +299,9 @@ Event = (
     | NoticeDelivered
     | MessageReceived
     | PeerLeft
+    | PeerGone
+    | QuarantineReleased
+    | DrainStarted
     | ClosingStarted
     | TimePassed
 )

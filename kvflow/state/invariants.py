@@ -2,6 +2,7 @@
 
 from kvflow.errors import KvflowError
 from kvflow.state.core import Core
+from kvflow.state.quarantine import Footprint
 from kvflow.state.receivers import Receivers
 from kvflow.state.senders import Senders
 from kvflow.state.tables import Memory, Outcome, TransferState
@@ -21,6 +22,7 @@ def check_invariants(core: Core) -> None:
     """
     _check_senders(core.senders)
     _check_receivers(core.receivers)
+    _check_quarantine(core)
 
 
 def _require(condition: bool, message: str, **values: object) -> None:
@@ -37,9 +39,18 @@ def _check_facts(state: TransferState, **values: object) -> None:
         _require(is_calm, "pending without held or written memory", memory=state.memory, **values)
 
 
+def _check_quarantine(core: Core) -> None:
+    """What is held back is counted, once each."""
+    senders, receivers = core.senders.rooms.values(), core.receivers.receivers.values()
+    held = [sender.footprint for sender in senders if sender.state.memory is Memory.QUARANTINED]
+    held += [receiver.opened.footprint for receiver in receivers if receiver.state.memory is Memory.QUARANTINED]
+    total = Footprint(sum(item.num_pages for item in held), sum(item.num_bytes for item in held))
+    _require(core.quarantine.total == total, "quarantine is miscounted", counted=core.quarantine.total, is_=total)
+
+
 def _check_senders(senders: Senders) -> None:
-    waiting = sum(len(grants) for grants in senders.waiting.values())
-    _require(waiting == senders.num_waiting, "waiting grants are miscounted", counted=senders.num_waiting, is_=waiting)
+    waiting, counted = len(senders.waiting.everybody()), len(senders.waiting)
+    _require(waiting == counted, "waiting grants are miscounted", counted=counted, is_=waiting)
     for room, sender in senders.rooms.items():
         _check_facts(sender.state, room=room)
         is_over = sender.state.is_safe and not sender.state.is_pending

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.routes import bytes_owed
 from kvflow.geometry.tokens import TokenRange
-from kvflow.state.effects import CountOddity, Effect, Handed, ReportReceiver, SendMessage
+from kvflow.state.effects import CountOddity, Effect, Handed, ProbePeer, ReportReceiver, SendMessage
 from kvflow.state.events import GreetedRank, ReceiveOpened
 from kvflow.state.tables import RANK, Memory, Outcome, RankSignal, RankState, Signal, TransferState
 from kvflow.wire.messages import Cancel, Failure, Grant, Notice, PeerId, Received
@@ -44,9 +44,9 @@ class RankProgress:
         self.state = RANK[self.state, signal]
 
     def count(self, notice: Notice) -> str | None:
-        """Count a notice once; say what is odd about it if it does not count."""
+        """Count a notice once, however often it comes; say what is odd about it if it does not count."""
         if notice.seq in self._notices:
-            return "notice_duplicate"
+            return None if self._notices[notice.seq] == notice else "notice_contradicts_itself"
         if notice.seq > self._max_notices:
             return "notice_seq_impossible"  # every notice but the last carries at least one token
         if self._num_expected is not None and (notice.last or notice.seq >= self._num_expected):
@@ -97,6 +97,7 @@ class Receiver:
         self.state = TransferState()
         self.failure: Failure | None = None
         self.ranks: dict[int, RankProgress] = {}
+        self.num_repeats = 0
         self._me = me
         self._granted: tuple[PeerId, ...] = ()
 
@@ -110,6 +111,16 @@ class Receiver:
         """The number of this transfer, unique in the life of the decode rank."""
         return self.opened.generation
 
+    @property
+    def granted(self) -> tuple[PeerId, ...]:
+        """Every rank of the instance, once they may write."""
+        return self._granted
+
+    @property
+    def num_notices(self) -> int:
+        """Notices counted."""
+        return sum(progress.num_notices for progress in self.ranks.values())
+
     def involves(self, peer: PeerId) -> bool:
         """Say whether a peer was granted these pages."""
         return peer in self._granted
@@ -120,35 +131,57 @@ class Receiver:
         effects: list[Effect] = []
         for rank in ranks:
             engine_rank = rank.peer.rank.engine_rank
-            token = grant_token(self.opened.secret, engine_rank)
-            is_owing = any(name in rank.debts for name in self.opened.ranges)
-            if is_owing:
+            if any(name in rank.debts for name in self.opened.ranges):
+                token = grant_token(self.opened.secret, engine_rank)
                 self.ranks[engine_rank] = RankProgress(rank, token, self.opened.ranges)
-            grant = Grant(
-                room=self.room,
-                generation=self.generation,
-                token=token,
-                ranges=dict(self.opened.ranges),
-                pages=dict(self.opened.pages) if is_owing else {},
-                num_decode_ranks=self.opened.num_decode_ranks,
-                timeout_s=timeout_s,
-                progress_s=self._progress_s,
-                priority=0,
-                digest=False,
-            )
-            effects.append(SendMessage(rank.peer, grant))
+            effects.append(SendMessage(rank.peer, self._grant(rank.peer, timeout_s)))
         return [*effects, *self._review()]
 
-    def notice(self, notice: Notice) -> list[Effect]:
-        """Count what a rank says it has written."""
+    def repeat(self, timeout_s: float) -> list[Effect]:
+        """Say again to each rank what it seems to have missed, and ask after those that are silent."""
+        self.num_repeats += 1
+        effects: list[Effect] = []
+        for peer in self._granted:
+            progress = self.ranks.get(peer.rank.engine_rank)
+            if progress is not None and not progress.state.is_quiet:
+                effects += self._say_again(progress, timeout_s)
+            elif progress is None and self.state.is_pending:
+                effects.append(SendMessage(peer, self._grant(peer, timeout_s)))
+        return effects
+
+    def _say_again(self, progress: RankProgress, timeout_s: float) -> list[Effect]:
+        if self.failure is None:
+            return [SendMessage(progress.peer, self._grant(progress.peer, timeout_s))]
+        probe: list[Effect] = [ProbePeer(progress.peer)] if progress.state is RankState.LOST else []
+        return [*probe, SendMessage(progress.peer, self._cancel(self.failure))]
+
+    def _grant(self, peer: PeerId, timeout_s: float) -> Grant:
+        progress = self.ranks.get(peer.rank.engine_rank)
+        return Grant(
+            room=self.room,
+            generation=self.generation,
+            token=progress.token if progress else 0,
+            ranges=dict(self.opened.ranges),
+            pages=dict(self.opened.pages) if progress else {},
+            num_decode_ranks=self.opened.num_decode_ranks,
+            timeout_s=timeout_s,
+            progress_s=self._progress_s,
+            priority=0,
+            digest=False,
+        )
+
+    def _cancel(self, failure: Failure) -> Cancel:
+        return Cancel(room=self.room, generation=self.generation, failure=failure)
+
+    def notice(self, notice: Notice, sender: PeerId | None) -> list[Effect]:
+        """Count what a rank says it has written; `sender` is None if the notice came in band."""
         progress = self.ranks.get(notice.engine_rank)
-        if progress is None:
-            return [self._oddity("notice_from_unknown_rank", None)]
+        if progress is None or sender not in (None, progress.peer):
+            return [self._oddity("notice_from_unknown_rank", sender)]
         if notice.token != progress.token:
             return [self._oddity("notice_with_wrong_token", progress.peer)]
-        if progress.state is RankState.DRAINED:
-            return [self._oddity("notice_after_drained", progress.peer)]
-        oddity = progress.count(notice)
+        is_late = progress.state is RankState.DRAINED
+        oddity = "notice_after_drained" if is_late else progress.count(notice)
         if oddity is not None:
             return [self._oddity(oddity, progress.peer)]
         if progress.has_all_notices and progress.state is RankState.OWING:
@@ -156,17 +189,17 @@ class Receiver:
             return self.stop(Signal.FAILED, self._error(FailureReason.INCOMPLETE, progress.peer, detail))
         return self._review()
 
-    def drained(self, peer: PeerId) -> list[Effect]:
+    def drained(self, peer: PeerId, failure: Failure | None) -> list[Effect]:
         """Take a rank's word that it can write nothing more."""
         progress = self._progress_of(peer)
         if progress is None:
             return []
-        effects: list[Effect] = []
-        if self.state.is_pending and progress.state is not RankState.COMPLETE:
-            detail = "the rank drained without being asked to"
-            effects = self.stop(Signal.FAILED, self._error(FailureReason.PROTOCOL, peer, detail))
+        was_owing = progress.state is not RankState.COMPLETE
         progress.apply(RankSignal.DRAINED)
-        return [*effects, *self._review()]
+        if not (self.state.is_pending and was_owing):
+            return self._review()
+        detail = "the rank drained without being asked to"
+        return self.stop(Signal.FAILED, failure or self._error(FailureReason.PROTOCOL, peer, detail), spare=peer)
 
     def failed(self, peer: PeerId, failure: Failure, *, is_drained: bool) -> list[Effect]:
         """End it because a prefill rank said so."""
@@ -181,7 +214,19 @@ class Receiver:
         if progress is None or progress.state.is_quiet:
             return []
         progress.apply(RankSignal.LOST)
-        return self.stop(Signal.FAILED, failure)
+        return [*self.stop(Signal.FAILED, failure), ProbePeer(peer)]
+
+    def fenced(self, peer: PeerId, failure: Failure) -> list[Effect]:
+        """Note that nothing of a rank's life can be written any more, because it is over."""
+        progress = self._progress_of(peer)
+        if progress is None or progress.state.is_quiet:
+            return []
+        progress.apply(RankSignal.FENCED)
+        return self.stop(Signal.FAILED, failure, spare=peer)
+
+    def release(self) -> list[Effect]:
+        """Take the pages back unproved, as an operator says."""
+        return self._review(Signal.RELEASED)
 
     def stop(self, signal: Signal, failure: Failure, *, spare: PeerId | None = None) -> list[Effect]:
         """End it without success: tell every granted rank to stop, but for `spare`, which said so itself."""
@@ -189,9 +234,8 @@ class Receiver:
             return self._review()
         self.failure = failure
         self.state.apply(signal)
-        cancel = Cancel(room=self.room, generation=self.generation, failure=failure)
-        told = [peer for peer in self._granted if peer != spare]
-        return [self._report(), *(SendMessage(peer, cancel) for peer in told), *self._review()]
+        cancels = [SendMessage(peer, self._cancel(failure)) for peer in self._granted if peer != spare]
+        return [self._report(), *cancels, *self._review()]
 
     def doubt(self) -> list[Effect]:
         """Give up waiting for ranks that do not say Drained."""
@@ -205,8 +249,6 @@ class Receiver:
             self.state.apply(Signal.COMPLETED)
         elif not self.state.is_pending and all(state.is_quiet for state in states):
             self.state.apply(Signal.QUIET)
-        elif not self.state.is_pending and all(state.is_quiet or state is RankState.LOST for state in states):
-            self.state.apply(Signal.DOUBTED)
         if extra is not None:
             self.state.apply(extra)
         after = (self.state.outcome, self.state.memory)
@@ -233,7 +275,7 @@ class Receiver:
         return Handed(
             metadata={rank: progress.metadata for rank, progress in self.ranks.items() if progress.metadata},
             num_bytes=sum(progress.num_bytes for progress in self.ranks.values()),
-            num_notices=sum(progress.num_notices for progress in self.ranks.values()),
+            num_notices=self.num_notices,
         )
 
     def _progress_of(self, peer: PeerId) -> RankProgress | None:

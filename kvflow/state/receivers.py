@@ -2,26 +2,63 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
+from kvflow.state.breaker import Breaker
 from kvflow.state.deadlines import Deadlines
-from kvflow.state.effects import CountOddity, Effect, GreetInstance
+from kvflow.state.effects import CountOddity, Effect, GreetInstance, SendMessage
 from kvflow.state.events import GreetedRank, ReceiveOpened
+from kvflow.state.ledger import Ledger
+from kvflow.state.quarantine import Quarantine
 from kvflow.state.receiver import Receiver
-from kvflow.state.tables import Memory, Signal
-from kvflow.wire.messages import Drained, Failed, Failure, Notice, PeerId
+from kvflow.state.tables import Memory, Outcome, Signal
+from kvflow.wire.messages import Cancel, Drained, Failed, Failure, Notice, PeerId, Received
 
 __all__ = ["Receivers"]
 
-
 MIN_TIMEOUT_S = 1e-3
 """What a grant says when its time is already up; the receiver's own deadline follows at once."""
+
+MAX_ENDINGS = 16_384
+"""Ended transfers that are remembered, so that a prefill rank that missed the end is told."""
+
+MAX_BACKOFF = 8
+"""Words are repeated less and less often, down to this many times the first pause."""
+
+MAX_BREAKERS = 1_024
+"""Instances whose failures are remembered."""
+
+PREFILL_FAULTS: Final = frozenset(
+    {
+        FailureReason.UNREACHABLE,
+        FailureReason.PEER_LOST,
+        FailureReason.WRITE_FAILED,
+        FailureReason.STALLED,
+        FailureReason.INCOMPLETE,
+    }
+)
+"""Failures that speak against the instance, not against the request or the engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unreceived:
     """Deadline: the whole transfer."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """Deadline: something must have arrived."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """Deadline: every granted rank should have said its last word."""
 
     generation: int
 
@@ -33,6 +70,14 @@ class Undrained:
     generation: int
 
 
+class Ending(NamedTuple):
+    """How a transfer ended; no failure for a success."""
+
+    room: int
+    granted: tuple[PeerId, ...]
+    failure: Failure | None
+
+
 class Receivers:
     """The table of rooms; every method returns what is to be done.
 
@@ -40,7 +85,14 @@ class Receivers:
     still finds it.
     """
 
-    def __init__(self, me: PeerId, timeouts: Timeouts, limits: Limits, deadlines: Deadlines[Hashable]) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        timeouts: Timeouts,
+        limits: Limits,
+        deadlines: Deadlines[Hashable],
+        quarantine: Quarantine,
+    ) -> None:
         self.receivers: dict[int, Receiver] = {}
         self.rooms: dict[int, int] = {}
         self._me = me
@@ -50,13 +102,16 @@ class Receivers:
         self._last_generation = 0
         self._instances: dict[str, tuple[GreetedRank, ...]] = {}
         self._ungreeted: dict[str, dict[int, Receiver]] = {}
+        self._quarantine = quarantine
+        self._endings: Ledger[Ending] = Ledger(MAX_ENDINGS)
+        self._breakers: dict[str, Breaker] = {}
 
     def open(self, opened: ReceiveOpened, now: float) -> list[Effect]:
         """Start a room: grant at once if the instance is known, else greet it first.
 
         Raises:
             LocalProtocolError: The room is being received already, or its generation is not new.
-            CapacityExceeded: Too many rooms are open.
+            CapacityExceeded: Too many rooms are open, or too much is in quarantine.
         """
         if opened.room in self.rooms:
             raise LocalProtocolError(
@@ -64,6 +119,7 @@ class Receivers:
             )
         if len(self.receivers) >= self._limits.transfers:
             raise CapacityExceeded("too many rooms are open", limit=self._limits.transfers)
+        self._quarantine.check_admission()
         if opened.generation <= self._last_generation:
             raise LocalProtocolError("generation was used before", generation=opened.generation)
         self._last_generation = opened.generation
@@ -71,6 +127,9 @@ class Receivers:
         self.receivers[receiver.generation] = receiver
         self.rooms[opened.room] = receiver.generation
         self._deadlines.set(Unreceived(receiver.generation), receiver.gives_up)
+        breaker = self._breakers.get(opened.instance)
+        if breaker is not None and not breaker.admits(now):
+            return self._follow(receiver, receiver.stop(Signal.FAILED, self._avoided(opened.instance)), now)
         ranks = self._instances.get(opened.instance)
         if ranks is not None:
             return self._grant(receiver, ranks, now)
@@ -87,6 +146,8 @@ class Receivers:
         """Grant to every room that waited for this instance."""
         self._instances[instance] = ranks
         effects: list[Effect] = []
+        for rank in ranks:
+            effects += self.reconnected(rank.peer)
         for receiver in self._ungreeted.pop(instance, {}).values():
             effects += self._grant(receiver, ranks, now)
         return effects
@@ -98,25 +159,30 @@ class Receivers:
             effects += self._follow(receiver, receiver.stop(Signal.FAILED, failure), now)
         return effects
 
-    def notice(self, notice: Notice, now: float) -> list[Effect]:
-        """Count a notice for the transfer it names."""
+    def notice(self, notice: Notice, sender: PeerId | None, now: float) -> list[Effect]:
+        """Count a notice for the transfer it names; `sender` is None if it came in band."""
         receiver = self._find(notice.room, notice.generation)
         if receiver is None:
-            return [CountOddity("notice_of_unknown_transfer", None, notice.room)]
-        return self._follow(receiver, receiver.notice(notice), now)
+            return self._answer_again(notice.room, notice.generation, sender, "notice_of_unknown_transfer")
+        before = receiver.num_notices
+        effects = receiver.notice(notice, sender)
+        if receiver.num_notices != before:
+            self._deadlines.set(Stalled(receiver.generation), now + self._timeouts.progress_s)
+        return self._follow(receiver, effects, now)
 
     def drained(self, peer: PeerId, drained: Drained, now: float) -> list[Effect]:
         """Take a rank's word that it can write nothing more."""
         receiver = self._find(drained.room, drained.generation)
         if receiver is None:
-            return [CountOddity("drained_of_unknown_transfer", peer, drained.room)]
-        return self._follow(receiver, receiver.drained(peer), now)
+            is_late = self._endings.is_over(drained.generation)
+            return [] if is_late else [CountOddity("drained_of_unknown_transfer", peer, drained.room)]
+        return self._follow(receiver, receiver.drained(peer, drained.failure), now)
 
     def failed(self, peer: PeerId, failed: Failed, now: float) -> list[Effect]:
         """End a room because a prefill rank said so."""
         receiver = self._find(failed.room, failed.generation)
         if receiver is None or not receiver.involves(peer):
-            return [CountOddity("failed_of_unknown_transfer", peer, failed.room)]
+            return self._answer_again(failed.room, failed.generation, peer, "failed_of_unknown_transfer")
         return self._follow(receiver, receiver.failed(peer, failed.failure, is_drained=failed.drained), now)
 
     def peer_lost(self, peer: PeerId, failure: Failure, now: float) -> list[Effect]:
@@ -129,6 +195,33 @@ class Receivers:
             if receiver.involves(peer):
                 effects += self._follow(receiver, receiver.lost(peer, failure), now)
         return effects
+
+    def gone(self, peer: PeerId, failure: Failure, now: float) -> list[Effect]:
+        """Take the proof that nothing of a prefill rank's life can be written any more."""
+        effects: list[Effect] = []
+        for receiver in list(self.receivers.values()):
+            if receiver.involves(peer):
+                effects += self._follow(receiver, receiver.fenced(peer, failure), now)
+        return effects
+
+    def reconnected(self, peer: PeerId) -> list[Effect]:
+        """Ask a rank that is back for the proofs that it owes."""
+        effects: list[Effect] = []
+        for receiver in self.receivers.values():
+            if receiver.failure is not None and receiver.involves(peer):
+                effects += receiver.repeat(MIN_TIMEOUT_S)
+        return effects
+
+    def release(self, generation: int) -> list[Effect]:
+        """Take the pages of a transfer in quarantine back unproved.
+
+        Raises:
+            LocalProtocolError: The transfer is not in quarantine.
+        """
+        receiver = self.receivers.get(generation)
+        if receiver is None or receiver.state.memory is not Memory.QUARANTINED:
+            raise LocalProtocolError("transfer is not in quarantine", generation=generation)
+        return self._follow(receiver, receiver.release(), 0.0)
 
     def involve(self, peer: PeerId) -> bool:
         """Say whether a room, in quarantine or not, was granted to a prefill rank."""
@@ -149,20 +242,68 @@ class Receivers:
                 detail = f"no success within {receiver.opened.timeout_s} s"
                 failure = Failure(FailureReason.DEADLINE, Stage.AGGREGATE, str(self._me.rank), detail)
                 return self._follow(receiver, receiver.stop(Signal.FAILED, failure), now)
+            case Stalled(generation):
+                receiver = self.receivers[generation]
+                failure = Failure(FailureReason.STALLED, Stage.AGGREGATE, str(self._me.rank), self._stall(receiver))
+                return self._follow(receiver, receiver.stop(Signal.FAILED, failure), now)
+            case Unanswered(generation):
+                return self._say_again(self.receivers[generation], now)
             case Undrained(generation):
                 receiver = self.receivers[generation]
                 return self._follow(receiver, receiver.doubt(), now)
         return []
 
     def _grant(self, receiver: Receiver, ranks: tuple[GreetedRank, ...], now: float) -> list[Effect]:
-        left_s = max(receiver.gives_up - now, MIN_TIMEOUT_S)
-        return self._follow(receiver, receiver.grant(ranks, left_s), now)
+        self._deadlines.set(Stalled(receiver.generation), now + self._timeouts.first_bytes_s)
+        self._deadlines.set(Unanswered(receiver.generation), now + self._timeouts.repeat_s)
+        return self._follow(receiver, receiver.grant(ranks, self._time_left(receiver, now)), now)
+
+    def _say_again(self, receiver: Receiver, now: float) -> list[Effect]:
+        effects = receiver.repeat(self._time_left(receiver, now))
+        pause_s = self._timeouts.repeat_s * min(2**receiver.num_repeats, MAX_BACKOFF)
+        self._deadlines.set(Unanswered(receiver.generation), now + pause_s)
+        return effects
+
+    def _time_left(self, receiver: Receiver, now: float) -> float:
+        return max(receiver.gives_up - now, MIN_TIMEOUT_S)
+
+    def _stall(self, receiver: Receiver) -> str:
+        if receiver.num_notices:
+            return f"nothing arrived for {self._timeouts.progress_s} s"
+        return f"nothing arrived within {self._timeouts.first_bytes_s} s"
+
+    def _answer_again(self, room: int, generation: int, peer: PeerId | None, oddity: str) -> list[Effect]:
+        """Tell a rank how a transfer has ended that it still talks about."""
+        ending = self._endings.find(generation)
+        if ending is None or ending.room != room or (peer is not None and peer not in ending.granted):
+            return [CountOddity(oddity, peer, room)]
+        if peer is None:  # in band; what is missed is said again over the control channel
+            return []
+        if ending.failure is None:
+            return [SendMessage(peer, Received(room=room, generation=generation))]
+        return [SendMessage(peer, Cancel(room=room, generation=generation, failure=ending.failure))]
+
+    def _avoided(self, instance: str) -> Failure:
+        detail = f"transfers with {instance} failed again and again; it is tried again after a pause"
+        return Failure(FailureReason.PEER_FAILING, Stage.BOOTSTRAP, str(self._me.rank), detail)
+
+    def _judge(self, receiver: Receiver, now: float) -> None:
+        """Let the end of a transfer speak for or against its instance."""
+        instance = receiver.opened.instance
+        if receiver.state.outcome is Outcome.SUCCESS and instance in self._breakers:
+            self._breakers.pop(instance).succeeded()
+        elif receiver.failure is not None and receiver.failure.reason in PREFILL_FAULTS:
+            self._breakers.setdefault(instance, Breaker()).failed(now)
+            while len(self._breakers) > MAX_BREAKERS:
+                del self._breakers[next(iter(self._breakers))]
 
     def _follow(self, receiver: Receiver, effects: list[Effect], now: float) -> list[Effect]:
         """Set and clear deadlines after a step of a room; forget it when it is over."""
         generation = receiver.generation
         if not receiver.state.is_pending:
-            self._deadlines.clear(Unreceived(generation))
+            if self._deadlines.clear(Unreceived(generation)):
+                self._judge(receiver, now)
+            self._deadlines.clear(Stalled(generation))
             self._ungreeted.get(receiver.opened.instance, {}).pop(generation, None)
         if receiver.state.memory is Memory.DRAINING:
             self._deadlines.set_once(Undrained(generation), now + self._timeouts.drain_s)
@@ -170,7 +311,12 @@ class Receivers:
             self._deadlines.clear(Undrained(generation))
         if receiver.state.memory in (Memory.SAFE, Memory.QUARANTINED) and self.rooms.get(receiver.room) == generation:
             del self.rooms[receiver.room]
+        if receiver.state.memory is Memory.QUARANTINED:
+            self._quarantine.put(generation, receiver.opened.footprint)
         if receiver.state.is_safe:
+            self._quarantine.remove(generation)
+            self._deadlines.clear(Unanswered(generation))
+            self._endings.end(generation, Ending(receiver.room, receiver.granted, receiver.failure))
             self.receivers.pop(generation, None)
         return effects
 

@@ -13,6 +13,7 @@ from kvflow.errors import FailureReason, LocalProtocolError, Stage
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.effects import DropChunks, DropPlan, Effect, EnqueueChunk, PostPlan, ReportSender, SendMessage
 from kvflow.state.events import Chunk, DeliveryId
+from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
 from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, PeerId
 
@@ -28,6 +29,8 @@ class Delivery:
         self._wanted = {name: tokens for name, tokens in grant.ranges.items() if name in owed}
         self._positions = {name: start for name, (start, _) in self._wanted.items()}
         self.state = TransferState()
+        self.failure: Failure | None = None
+        self.num_repeats = 0
         self._me = me
         self._next_seq = 0
         self._ended = False
@@ -35,6 +38,12 @@ class Delivery:
         self._drained_is_due = False
         self._planned: dict[int, Notice] = {}
         self._posted: dict[int, Notice] = {}
+        self._noticed: list[Notice] = []
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Everything is written, and the decode rank has not said that it knows."""
+        return self.state.is_pending and self.state.is_safe
 
     @property
     def has_posts(self) -> bool:
@@ -64,7 +73,7 @@ class Delivery:
             metadata=chunk.metadata,
         )
         if not ranges:
-            return [SendMessage(self.id.peer, notice), *self._settle()]
+            return self._tell(notice)
         self._planned[seq] = notice
         return [EnqueueChunk(self.id, seq, ranges, chunk, self.grant)]
 
@@ -96,14 +105,25 @@ class Delivery:
             return [DropPlan(self.id, seq)]
         notice = msgspec.structs.replace(notice, num_bytes=num_bytes)
         if not num_bytes:  # tokens of which this rank holds none
-            return [DropPlan(self.id, seq), SendMessage(self.id.peer, notice), *self._settle()]
+            return [DropPlan(self.id, seq), *self._tell(notice)]
         self._posted[seq] = notice
         return [PostPlan(self.id, seq, notice)]
 
-    def post_settled(self, seq: int) -> list[Effect]:
+    def post_settled(self, seq: int, *, is_written: bool) -> list[Effect]:
         """Note that a post has ended."""
-        self._posted.pop(seq, None)
+        notice = self._posted.pop(seq, None)
+        if notice is not None and is_written:
+            self._noticed.append(notice)
         return self._settle()
+
+    def repeat(self) -> list[Effect]:
+        """Say again what the decode rank seems to have missed, over the control channel."""
+        self.num_repeats += 1
+        if self.failure is not None:
+            return [SendMessage(self.id.peer, failed(self.id, self._me, self.failure, drained=self.state.is_safe))]
+        if self.is_unanswered:
+            return [SendMessage(self.id.peer, notice) for notice in self._noticed]
+        return []
 
     def received(self) -> list[Effect]:
         """Note that the decode rank has everything, which it can know before the last post is seen to have ended."""
@@ -118,24 +138,28 @@ class Delivery:
         """End it without success and tell the decode rank why."""
         if not self.state.is_pending:
             return []
-        effects = self._stop(signal)
-        failed = Failed(
-            room=self.id.room,
-            generation=self.id.generation,
-            engine_rank=self._me.rank.engine_rank,
-            failure=failure,
-            drained=self.state.is_safe,
-        )
+        effects = self._stop(signal, failure)
         self._drained_is_due = not self.state.is_safe
-        return [*effects, SendMessage(self.id.peer, failed)]
+        word = failed(self.id, self._me, failure, drained=self.state.is_safe)
+        return [*effects, SendMessage(self.id.peer, word)]
 
-    def cancel(self) -> list[Effect]:
+    def cancel(self, failure: Failure) -> list[Effect]:
         """End it because the decode rank said so: it only wants to hear Drained."""
-        effects = self._stop(Signal.FAILED) if self.state.is_pending else []
+        effects = self._stop(Signal.FAILED, failure) if self.state.is_pending else []
         self._drained_is_due = True
         return [*effects, *self._settle()]
 
-    def _stop(self, signal: Signal) -> list[Effect]:
+    def release(self) -> None:
+        """Take the pages back unproved, as an operator says."""
+        self.state.apply(Signal.RELEASED)
+
+    def _tell(self, notice: Notice) -> list[Effect]:
+        """Send a notice that comes with no bytes."""
+        self._noticed.append(notice)
+        return [SendMessage(self.id.peer, notice), *self._settle()]
+
+    def _stop(self, signal: Signal, failure: Failure) -> list[Effect]:
+        self.failure = failure
         self._planned.clear()
         self.state.apply(signal)
         if not self._posted:
@@ -146,13 +170,14 @@ class Delivery:
         """See whether the last write has ended."""
         if not self._posted and not self._planned:
             if self.state.is_pending and self._ended:
-                self.state.apply(Signal.COMPLETED if self._is_received else Signal.WRITTEN)
+                is_known = self._is_received or not self._wanted
+                self.state.apply(Signal.COMPLETED if is_known else Signal.WRITTEN)
             if not self.state.is_pending:
                 self.state.apply(Signal.QUIET)
         if not (self._drained_is_due and self.state.is_safe):
             return []
         self._drained_is_due = False
-        return [SendMessage(self.id.peer, drained(self.id, self._me))]
+        return [SendMessage(self.id.peer, drained(self.id, self._me, self.failure))]
 
 
 class Sender:
@@ -163,6 +188,7 @@ class Sender:
         self.state = TransferState()
         self.failure: Failure | None = None
         self.deliveries: dict[PeerId, Delivery] = {}
+        self.footprint = NO_MEMORY
         self._me = me
         self._chunks: list[Chunk] = []
         self._num_decode_ranks: int | None = None
@@ -177,7 +203,7 @@ class Sender:
         """Everything is offered, but not every decode rank has asked for it."""
         return self.is_finished and len(self.deliveries) != self._num_decode_ranks
 
-    def offer(self, chunk: Chunk) -> list[Effect]:
+    def offer(self, chunk: Chunk, footprint: Footprint) -> list[Effect]:
         """Take a chunk from the engine.
 
         Raises:
@@ -187,27 +213,27 @@ class Sender:
         if not self.state.is_pending:
             return []
         self._chunks.append(chunk)
+        self.footprint = self.footprint.plus(footprint)
         effects: list[Effect] = []
         for delivery in list(self.deliveries.values()):
             effects += self._feed(delivery, [chunk])
         return [*effects, *self._review()]
 
     def grant(self, peer: PeerId, grant: Grant, *, owed: Sequence[str]) -> list[Effect]:
-        """Start a delivery and give it every chunk there is so far."""
+        """Start a delivery, which nothing speaks against, and give it every chunk there is so far."""
         delivery = Delivery(self._me, peer, grant, owed=owed)
-        if self.failure is not None:
-            return delivery.stop(Signal.FAILED, self.failure)
-        refusal = self._refusal(peer, grant)
-        if refusal is not None:
-            return delivery.stop(Signal.FAILED, refusal)
         self._num_decode_ranks = grant.num_decode_ranks
         self.deliveries[peer] = delivery
         return [*self._feed(delivery, self._chunks), *self._review()]
 
+    def plan_finished(self, delivery: Delivery, seq: int, num_bytes: int) -> list[Effect]:
+        """Post what was planned, unless its delivery has ended."""
+        return [*delivery.plan_finished(seq, num_bytes), *self._review()]
+
     def post_settled(self, delivery: Delivery, seq: int, failure: Failure | None) -> list[Effect]:
         """Note that a post has ended; one that failed ends the room."""
         stopped = self.stop(Signal.FAILED, failure) if failure else []
-        return [*stopped, *delivery.post_settled(seq), *self._review()]
+        return [*stopped, *delivery.post_settled(seq, is_written=failure is None), *self._review()]
 
     def post_doubted(self, delivery: Delivery, failure: Failure) -> list[Effect]:
         """Note that it cannot be told whether a post has ended; that ends the room."""
@@ -221,7 +247,7 @@ class Sender:
 
     def cancel(self, delivery: Delivery, failure: Failure) -> list[Effect]:
         """End the room because one decode rank gave it up."""
-        effects = delivery.cancel()
+        effects = delivery.cancel(failure)
         return [*effects, *self.stop(Signal.FAILED, failure)]
 
     def stop(self, signal: Signal, failure: Failure) -> list[Effect]:
@@ -242,8 +268,19 @@ class Sender:
                 delivery.doubt()
         return self._review()
 
-    def _refusal(self, peer: PeerId, grant: Grant) -> Failure | None:
+    def release(self) -> list[Effect]:
+        """Take the pages back unproved, as an operator says."""
+        for delivery in self.deliveries.values():
+            if delivery.has_posts:
+                delivery.doubt()
+            delivery.release()
+        self.state.apply(Signal.RELEASED)
+        return [self._report()]
+
+    def refusal(self, peer: PeerId, grant: Grant) -> Failure | None:
         """Why a grant cannot be served, although the room is open."""
+        if self.failure is not None:
+            return self.failure
         if peer in self.deliveries:
             return self._error(FailureReason.ROOM_IN_USE, "an earlier grant of this rank for this room is open")
         if self._num_decode_ranks not in (None, grant.num_decode_ranks):
@@ -300,6 +337,18 @@ class Sender:
         return Failure(reason, Stage.ENQUEUE, str(self._me.rank), detail)
 
 
-def drained(delivery: DeliveryId, me: PeerId) -> Drained:
+def drained(delivery: DeliveryId, me: PeerId, failure: Failure | None) -> Drained:
     """The promise that nothing of a delivery can be written any more."""
-    return Drained(room=delivery.room, generation=delivery.generation, engine_rank=me.rank.engine_rank)
+    engine_rank = me.rank.engine_rank
+    return Drained(room=delivery.room, generation=delivery.generation, engine_rank=engine_rank, failure=failure)
+
+
+def failed(delivery: DeliveryId, me: PeerId, failure: Failure, *, drained: bool) -> Failed:
+    """The word that a delivery will not succeed."""
+    return Failed(
+        room=delivery.room,
+        generation=delivery.generation,
+        engine_rank=me.rank.engine_rank,
+        failure=failure,
+        drained=drained,
+    )

@@ -6,17 +6,23 @@ from typing import NamedTuple
 
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
+from kvflow.state.acquaintances import Acquaintances
 from kvflow.state.deadlines import Deadlines
 from kvflow.state.effects import CountOddity, DropPlan, Effect, SendMessage
 from kvflow.state.events import Chunk, DeliveryId
-from kvflow.state.sender import Delivery, Sender, drained
+from kvflow.state.quarantine import Footprint, Quarantine
+from kvflow.state.sender import Delivery, Sender, drained, failed
 from kvflow.state.tables import Memory, Signal
-from kvflow.wire.messages import Cancel, Failed, Failure, Grant, PeerId, Received
+from kvflow.state.waiting import WaitingGrants
+from kvflow.wire.messages import Cancel, Failure, Grant, PeerId, Received
 
 __all__ = ["Senders"]
 
 MAX_TOMBSTONES = 4_096
-"""Ended rooms that are remembered, so that a grant that comes too late is answered at once."""
+"""Failed rooms that are remembered, so that a grant that comes too late is answered at once."""
+
+MAX_BACKOFF = 8
+"""Words are repeated less and less often, down to this many times the first pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,20 @@ class Undelivered:
 
 
 @dataclass(frozen=True, slots=True)
+class Stalled:
+    """Deadline: a post of this delivery must have ended."""
+
+    delivery: DeliveryId
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """Deadline: the decode rank should have said that it knows how the delivery ended."""
+
+    delivery: DeliveryId
+
+
+@dataclass(frozen=True, slots=True)
 class Undrained:
     """Deadline: posts must have ended after the room has."""
 
@@ -49,84 +69,102 @@ class Undrained:
 
 
 class _Tombstone(NamedTuple):
-    failure: Failure | None
-    generations: dict[PeerId, int]
+    """A room that has failed.
+
+    Attributes:
+        told: Decode ranks that know; what they ask for next is another try.
+    """
+
+    failure: Failure
+    told: dict[PeerId, None]
 
 
 class Senders:
     """The table of rooms; every method returns what is to be done."""
 
-    def __init__(self, me: PeerId, timeouts: Timeouts, limits: Limits, deadlines: Deadlines[Hashable]) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        timeouts: Timeouts,
+        limits: Limits,
+        deadlines: Deadlines[Hashable],
+        quarantine: Quarantine,
+    ) -> None:
         self.rooms: dict[int, Sender] = {}
-        self.waiting: dict[int, dict[PeerId, Grant]] = {}
+        self.waiting = WaitingGrants()
         self._me = me
         self._timeouts = timeouts
         self._limits = limits
         self._deadlines = deadlines
-        self._owed: dict[PeerId, tuple[str, ...]] = {}
+        self._quarantine = quarantine
+        self.acquaintances = Acquaintances()
         self._tombstones: dict[int, _Tombstone] = {}
-        self.num_waiting = 0
 
     def open(self, room: int, now: float) -> list[Effect]:
         """Start a room; grants that came before are served now.
 
         Raises:
             LocalProtocolError: The room is open, or its pages are in quarantine.
-            CapacityExceeded: Too many rooms are open.
+            CapacityExceeded: Too many rooms are open, or too much is in quarantine.
         """
         if room in self.rooms:
             raise LocalProtocolError("room is in use", room=room, memory=self.rooms[room].state.memory.value)
         if len(self.rooms) >= self._limits.transfers:
             raise CapacityExceeded("too many rooms are open", limit=self._limits.transfers)
+        self._quarantine.check_admission()
         self._tombstones.pop(room, None)
         sender = self.rooms[room] = Sender(self._me, room)
         effects: list[Effect] = []
-        for peer in list(self.waiting.get(room, ())):
+        for peer in self.waiting.of_room(room):
             effects += self._serve(sender, peer, self._forget_waiting(room, peer), now)
         return effects
 
-    def offer(self, room: int, chunk: Chunk, now: float) -> list[Effect]:
+    def offer(self, room: int, chunk: Chunk, footprint: Footprint, now: float) -> list[Effect]:
         """Take a chunk from the engine."""
         sender = self._known(room)
-        return self._follow(sender, sender.offer(chunk), now)
+        return self._follow(sender, sender.offer(chunk, footprint), now)
 
     def abort(self, room: int, failure: Failure, now: float) -> list[Effect]:
         """End a room because its engine gave it up."""
         sender = self.rooms.get(room)
         return self._follow(sender, sender.stop(Signal.ABORTED, failure), now) if sender else []
 
-    def greeted(self, peer: PeerId, *, owed: tuple[str, ...]) -> None:
-        """Remember of which components this rank has something for a decode rank."""
-        self._owed[peer] = owed
-
     def grant(self, peer: PeerId, grant: Grant, now: float) -> list[Effect]:
-        """Serve a grant, keep it until the engine opens the room, or refuse it."""
+        """Serve a grant, keep it until the engine opens the room, or refuse it; answer a repeated one again."""
+        delivery_id = DeliveryId(grant.room, peer, grant.generation)
+        delivery = self._find(delivery_id)[1]
+        if delivery is not None:
+            return delivery.repeat()
+        if self.acquaintances.is_over(peer, grant.generation):
+            return self._answer_again(delivery_id)
         sender = self.rooms.get(grant.room)
-        if self._was_served(peer, grant, sender):
-            return [CountOddity("grant_duplicate", peer, grant.room)]
-        if sender is not None:
-            return self._serve(sender, peer, grant, now)
+        return self._serve(sender, peer, grant, now) if sender else self._keep(peer, grant, now)
+
+    def _keep(self, peer: PeerId, grant: Grant, now: float) -> list[Effect]:
+        """Keep a grant until the engine opens the room; an older one of the same decode rank is void."""
+        kept = self.waiting.find(grant.room, peer)
+        if kept is not None and kept.generation >= grant.generation:
+            return []
         tombstone = self._tombstones.get(grant.room)
-        if tombstone is not None and tombstone.failure is not None and peer not in tombstone.generations:
-            tombstone.generations[peer] = grant.generation
+        if tombstone is not None and peer not in tombstone.told:
+            tombstone.told[peer] = None
             return self.refuse(peer, grant, tombstone.failure)
-        if self.num_waiting >= self._limits.pending_grants:
+        if len(self.waiting) >= self._limits.pending_grants:
             detail = f"{self._limits.pending_grants} grants wait for their rooms"
             return self.refuse(peer, grant, self._error(FailureReason.CAPACITY, detail))
-        self._remember_waiting(peer, grant)
+        if kept is not None:
+            self.acquaintances.end(
+                DeliveryId(grant.room, peer, kept.generation), self._error(FailureReason.ABORTED, "asked anew")
+            )
+        self.waiting.put(peer, grant)
         self._deadlines.set(Unopened(grant.room, peer), now + self._time_to_open(grant))
         return []
 
     def refuse(self, peer: PeerId, grant: Grant, failure: Failure) -> list[Effect]:
         """Answer a grant that will never be served, so that nothing was or will be written for it."""
-        failed = Failed(
-            room=grant.room,
-            generation=grant.generation,
-            engine_rank=self._me.rank.engine_rank,
-            failure=failure,
-            drained=True,
-        )
-        return [SendMessage(peer, failed)]
+        delivery_id = DeliveryId(grant.room, peer, grant.generation)
+        self.acquaintances.end(delivery_id, failure)
+        return [SendMessage(peer, failed(delivery_id, self._me, failure, drained=True))]
 
     def cancel(self, peer: PeerId, cancel: Cancel, now: float) -> list[Effect]:
         """Stop a delivery. Of one that is not known nothing is posted, which is all that Drained says."""
@@ -134,22 +172,27 @@ class Senders:
         sender, delivery = self._find(delivery_id)
         if sender is not None and delivery is not None:
             return self._follow(sender, sender.cancel(delivery, cancel.failure), now)
-        waiting = self.waiting.get(cancel.room, {})
-        if peer in waiting and waiting[peer].generation == cancel.generation:
+        waiting = self.waiting.find(cancel.room, peer)
+        if waiting is not None and waiting.generation == cancel.generation:
             self._forget_waiting(cancel.room, peer)
-        return [SendMessage(peer, drained(delivery_id, self._me))]
+        self.acquaintances.end(delivery_id, cancel.failure)  # its grant may still be on the way, and must find it over
+        return [SendMessage(peer, drained(delivery_id, self._me, cancel.failure))]
 
     def received(self, peer: PeerId, received: Received, now: float) -> list[Effect]:
         """Note that a decode rank has everything."""
         sender, delivery = self._find(DeliveryId(received.room, peer, received.generation))
         if sender is None or delivery is None:
+            if self.acquaintances.is_over(peer, received.generation):
+                return []
             return [CountOddity("received_of_unknown_transfer", peer, received.room)]
         return self._follow(sender, sender.received(delivery), now)
 
-    def plan_finished(self, delivery_id: DeliveryId, seq: int, num_bytes: int) -> list[Effect]:
+    def plan_finished(self, delivery_id: DeliveryId, seq: int, num_bytes: int, now: float) -> list[Effect]:
         """Post what was planned, unless its delivery has ended."""
-        delivery = self._find(delivery_id)[1]
-        return delivery.plan_finished(seq, num_bytes) if delivery else [DropPlan(delivery_id, seq)]
+        sender, delivery = self._find(delivery_id)
+        if sender is None or delivery is None:
+            return [DropPlan(delivery_id, seq)]
+        return self._follow(sender, sender.plan_finished(delivery, seq, num_bytes), now)
 
     def plan_failed(self, delivery_id: DeliveryId, failure: Failure, now: float) -> list[Effect]:
         """End the room of a chunk that cannot be planned."""
@@ -161,6 +204,7 @@ class Senders:
         sender, delivery = self._find(delivery_id)
         if sender is None or delivery is None:
             return [CountOddity("settled_unknown_post", delivery_id.peer, delivery_id.room)]
+        self._deadlines.clear(Stalled(delivery_id))
         return self._follow(sender, sender.post_settled(delivery, seq, failure), now)
 
     def post_doubted(self, delivery_id: DeliveryId, failure: Failure, now: float) -> list[Effect]:
@@ -172,7 +216,7 @@ class Senders:
 
     def peer_lost(self, peer: PeerId, failure: Failure, now: float) -> list[Effect]:
         """Fail every room that a lost decode rank still waits for, and forget what it asked for."""
-        for room in [room for room, grants in self.waiting.items() if peer in grants]:
+        for room in self.waiting.of_peer(peer):
             self._forget_waiting(room, peer)
         effects: list[Effect] = []
         for sender in list(self.rooms.values()):
@@ -185,17 +229,27 @@ class Senders:
         """Say whether an open room has to do with a decode rank."""
         return any(peer in sender.deliveries for sender in self.rooms.values())
 
-    def forget_peer(self, peer: PeerId) -> None:
-        """Drop what is kept about a decode rank."""
-        self._owed.pop(peer, None)
+    def release(self, room: int) -> list[Effect]:
+        """Take the pages of a room in quarantine back unproved.
+
+        Raises:
+            LocalProtocolError: The room is not in quarantine.
+        """
+        sender = self.rooms.get(room)
+        if sender is None or sender.state.memory is not Memory.QUARANTINED:
+            raise LocalProtocolError("room is not in quarantine", room=room)
+        return self._follow(sender, sender.release(), 0.0)
+
+    def turn_away(self, failure: Failure) -> list[Effect]:
+        """Tell everybody who waits for a room that none will come."""
+        effects: list[Effect] = []
+        for room, peer in self.waiting.everybody():
+            effects += self.refuse(peer, self._forget_waiting(room, peer), failure)
+        return effects
 
     def close(self, failure: Failure, now: float) -> list[Effect]:
-        """Fail everything; what waits for a room is told that none will come."""
-        effects: list[Effect] = []
-        for room, grants in list(self.waiting.items()):
-            for peer, grant in list(grants.items()):
-                self._forget_waiting(room, peer)
-                effects += self.refuse(peer, grant, failure)
+        """Fail everything."""
+        effects = self.turn_away(failure)
         for sender in list(self.rooms.values()):
             effects += self._follow(sender, sender.stop(Signal.ABORTED, failure), now)
         return effects
@@ -207,29 +261,45 @@ class Senders:
                 grant = self._forget_waiting(room, peer)
                 detail = f"prefill did not open the room within {self._time_to_open(grant)} s"
                 return self.refuse(peer, grant, self._error(FailureReason.UNKNOWN_ROOM, detail))
-            case Ungranted(room):
-                detail = f"not every decode rank asked for the pages within {self._timeouts.grant_s} s"
-                return self._expire(room, self._error(FailureReason.NOT_GRANTED, detail), now)
-            case Undelivered(delivery_id):
-                detail = f"decode rank {delivery_id.peer.rank} has given up by now"
-                return self._expire(delivery_id.room, self._error(FailureReason.DEADLINE, detail), now)
+            case Unanswered(delivery_id):
+                return self._say_again(delivery_id, now)
             case Undrained(room):
                 sender = self._known(room)
                 return self._follow(sender, sender.doubt(), now)
+            case Ungranted() | Undelivered() | Stalled():
+                room, failure = self._overdue(key)
+                sender = self._known(room)
+                return self._follow(sender, sender.stop(Signal.FAILED, failure), now)
         return []
 
+    def _overdue(self, key: Ungranted | Undelivered | Stalled) -> tuple[int, Failure]:
+        """Which room a deadline ends, and why."""
+        match key:
+            case Ungranted(room):
+                detail = f"not every decode rank asked for the pages within {self._timeouts.grant_s} s"
+                return room, self._error(FailureReason.NOT_GRANTED, detail)
+            case Undelivered(delivery_id):
+                detail = f"decode rank {delivery_id.peer.rank} has given up by now"
+                return delivery_id.room, self._error(FailureReason.DEADLINE, detail)
+            case Stalled(delivery_id):
+                detail = f"a write to {delivery_id.peer.rank} has not ended for too long"
+                failure = Failure(FailureReason.STALLED, Stage.SUBMIT, str(self._me.rank), detail)
+                return delivery_id.room, failure
+
     def _serve(self, sender: Sender, peer: PeerId, grant: Grant, now: float) -> list[Effect]:
-        effects = sender.grant(peer, grant, owed=self._owed[peer])
-        delivery = sender.deliveries.get(peer)
-        if delivery is not None and delivery.grant is grant and delivery.state.is_pending:
+        refusal = sender.refusal(peer, grant)
+        if refusal is not None:
+            return self.refuse(peer, grant, refusal)
+        effects = sender.grant(peer, grant, owed=self.acquaintances.owed(peer))
+        delivery = sender.deliveries[peer]
+        if delivery.state.is_pending:
             self._deadlines.set(Undelivered(delivery.id), now + grant.timeout_s)
         return self._follow(sender, effects, now)
 
     def _follow(self, sender: Sender, effects: list[Effect], now: float) -> list[Effect]:
         """Set and clear deadlines after a step of a room; bury it when it is over."""
         for delivery in sender.deliveries.values():
-            if not delivery.state.is_pending:
-                self._deadlines.clear(Undelivered(delivery.id))
+            self._follow_delivery(delivery, now)
         ungranted, undrained = Ungranted(sender.room), Undrained(sender.room)
         if sender.state.is_pending and sender.lacks_grants:
             self._deadlines.set_once(ungranted, now + self._timeouts.grant_s)
@@ -239,26 +309,57 @@ class Senders:
             self._deadlines.set_once(undrained, now + self._timeouts.drain_s)
         else:
             self._deadlines.clear(undrained)
+        if sender.state.memory is Memory.QUARANTINED:
+            self._quarantine.put(sender.room, sender.footprint)
         if sender.state.is_safe and not sender.state.is_pending:
             self._bury(sender)
         return effects
 
+    def _follow_delivery(self, delivery: Delivery, now: float) -> None:
+        if not delivery.state.is_pending:
+            self._deadlines.clear(Undelivered(delivery.id))
+        if delivery.state.is_pending and delivery.has_posts:
+            progress_s = min(self._timeouts.progress_s, delivery.grant.progress_s)
+            self._deadlines.set_once(Stalled(delivery.id), now + progress_s)
+        else:
+            self._deadlines.clear(Stalled(delivery.id))
+        if delivery.is_unanswered:
+            self._deadlines.set_once(Unanswered(delivery.id), now + self._timeouts.repeat_s)
+        else:
+            self._deadlines.clear(Unanswered(delivery.id))
+
+    def _say_again(self, delivery_id: DeliveryId, now: float) -> list[Effect]:
+        delivery = self._find(delivery_id)[1]
+        if delivery is None:
+            return []
+        effects = delivery.repeat()
+        pause_s = self._timeouts.repeat_s * min(2**delivery.num_repeats, MAX_BACKOFF)
+        self._deadlines.set(Unanswered(delivery_id), now + pause_s)
+        return effects
+
+    def _answer_again(self, delivery_id: DeliveryId) -> list[Effect]:
+        """Answer a late grant: it is never served, whatever its decode rank has missed."""
+        ending = self.acquaintances.ending(delivery_id.peer, delivery_id.generation)
+        if ending is None:
+            failure = self._error(FailureReason.PROTOCOL, "the grant is older than what is remembered")
+        elif ending.failure is None:
+            return []
+        else:
+            failure = ending.failure
+        return [SendMessage(delivery_id.peer, failed(delivery_id, self._me, failure, drained=True))]
+
     def _bury(self, sender: Sender) -> None:
         del self.rooms[sender.room]
-        generations = {peer: delivery.grant.generation for peer, delivery in sender.deliveries.items()}
-        self._tombstones[sender.room] = _Tombstone(sender.failure, generations)
+        self._quarantine.remove(sender.room)
+        for delivery in sender.deliveries.values():
+            self.acquaintances.end(delivery.id, delivery.failure)
+        if sender.failure is not None:
+            self._tombstones[sender.room] = _Tombstone(sender.failure, dict.fromkeys(sender.deliveries))
         while len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
 
     def _time_to_open(self, grant: Grant) -> float:
         return min(grant.timeout_s, self._timeouts.open_s)
-
-    def _was_served(self, peer: PeerId, grant: Grant, sender: Sender | None) -> bool:
-        if sender is not None:
-            delivery = sender.deliveries.get(peer)
-            return delivery is not None and delivery.grant.generation == grant.generation
-        tombstone = self._tombstones.get(grant.room)
-        return tombstone is not None and tombstone.generations.get(peer) == grant.generation
 
     def _find(self, delivery_id: DeliveryId) -> tuple[Sender | None, Delivery | None]:
         sender = self.rooms.get(delivery_id.room)
@@ -273,22 +374,9 @@ class Senders:
             raise LocalProtocolError("room is not open", room=room)
         return sender
 
-    def _expire(self, room: int, failure: Failure, now: float) -> list[Effect]:
-        sender = self._known(room)
-        return self._follow(sender, sender.stop(Signal.FAILED, failure), now)
-
-    def _remember_waiting(self, peer: PeerId, grant: Grant) -> None:
-        grants = self.waiting.setdefault(grant.room, {})
-        self.num_waiting += peer not in grants
-        grants[peer] = grant
-
     def _forget_waiting(self, room: int, peer: PeerId) -> Grant:
         self._deadlines.clear(Unopened(room, peer))
-        grant = self.waiting[room].pop(peer)
-        self.num_waiting -= 1
-        if not self.waiting[room]:
-            del self.waiting[room]
-        return grant
+        return self.waiting.take(room, peer)
 
     def _error(self, reason: FailureReason, detail: str) -> Failure:
         return Failure(reason, Stage.ENQUEUE, str(self._me.rank), detail)

@@ -10,8 +10,8 @@ A transfer has two facts, and they are kept apart on purpose.
 *Memory*: can somebody still touch the pages? A writer that was told to stop may have bytes on their way, so a failed
 transfer is not a finished one. Pages start HELD. Success makes them SAFE, because success means that every write has
 completed. Any other end makes them DRAINING: everybody who could write was told to stop, and each must prove that it
-has. All proofs make them SAFE; a proof that cannot be had makes them QUARANTINED, and only a late proof makes those
-SAFE. Time alone never does.
+has. All proofs make them SAFE; proofs that do not come in time make them QUARANTINED, and only a late proof makes those
+SAFE, or the word of an operator who takes the risk. Time alone never does.
 
 Both ends of a transfer use the same two tables. The receiver's pages are destinations, and the proofs come from the
 prefill ranks. The sender's pages are sources, and the proofs come from its own transport: they are SAFE as soon as its
@@ -20,7 +20,8 @@ writes have ended, while the outcome stays PENDING until the receiver says that 
 A receiver also follows each prefill rank that owes it bytes (`RANK`), keyed by `engine_rank`. The transfer is
 complete when every rank is COMPLETE, and quiet when every rank is COMPLETE or DRAINED.
 
-A rank follows each peer (`PEER`): one life of one rank at the other end, from the handshake to its loss.
+A rank follows each peer (`PEER`): one life of one rank at the other end, from the handshake to its loss. A `BREAKER`
+keeps it from asking again and again those who fail again and again.
 
 Each table is total: a pair that changes nothing is written down as such, so that nothing is decided by omission.
 """
@@ -31,10 +32,13 @@ from types import MappingProxyType
 from typing import Final
 
 __all__ = [
+    "BREAKER",
     "MEMORY",
     "OUTCOME",
     "PEER",
     "RANK",
+    "BreakerSignal",
+    "BreakerState",
     "Memory",
     "Outcome",
     "PeerSignal",
@@ -61,6 +65,8 @@ class Signal(str, enum.Enum):
     """It is proved that nobody can touch the pages any more."""
     DOUBTED = "doubted"
     """The proof did not come in time, or cannot come."""
+    RELEASED = "released"
+    """An operator took the pages back without a proof."""
 
 
 class Outcome(str, enum.Enum):
@@ -90,6 +96,8 @@ OUTCOME: Final[Mapping[tuple[Outcome, Signal], Outcome]] = MappingProxyType(
         (Outcome.PENDING, Signal.ABORTED): Outcome.ABORTED,
         (Outcome.PENDING, Signal.QUIET): Outcome.PENDING,
         (Outcome.PENDING, Signal.DOUBTED): Outcome.FAILED,
+        # Only what is in quarantine can be released, and that is never pending.
+        (Outcome.PENDING, Signal.RELEASED): Outcome.PENDING,
         # Decided once; whatever comes later is late.
         **{
             (outcome, signal): outcome
@@ -108,6 +116,7 @@ MEMORY: Final[Mapping[tuple[Memory, Signal], Memory]] = MappingProxyType(
         # Quiet before the end is no news: more chunks may follow.
         (Memory.HELD, Signal.QUIET): Memory.HELD,
         (Memory.HELD, Signal.DOUBTED): Memory.QUARANTINED,
+        (Memory.HELD, Signal.RELEASED): Memory.HELD,
         # Written after all: the last writes landed before the stop reached them.
         (Memory.DRAINING, Signal.WRITTEN): Memory.SAFE,
         (Memory.DRAINING, Signal.COMPLETED): Memory.SAFE,
@@ -115,12 +124,15 @@ MEMORY: Final[Mapping[tuple[Memory, Signal], Memory]] = MappingProxyType(
         (Memory.DRAINING, Signal.ABORTED): Memory.DRAINING,
         (Memory.DRAINING, Signal.QUIET): Memory.SAFE,
         (Memory.DRAINING, Signal.DOUBTED): Memory.QUARANTINED,
+        # The proof may still come; there is nothing to risk yet.
+        (Memory.DRAINING, Signal.RELEASED): Memory.DRAINING,
         (Memory.QUARANTINED, Signal.WRITTEN): Memory.SAFE,
         (Memory.QUARANTINED, Signal.COMPLETED): Memory.SAFE,
         (Memory.QUARANTINED, Signal.FAILED): Memory.QUARANTINED,
         (Memory.QUARANTINED, Signal.ABORTED): Memory.QUARANTINED,
         (Memory.QUARANTINED, Signal.QUIET): Memory.SAFE,
         (Memory.QUARANTINED, Signal.DOUBTED): Memory.QUARANTINED,
+        (Memory.QUARANTINED, Signal.RELEASED): Memory.SAFE,
         **{(Memory.SAFE, signal): Memory.SAFE for signal in Signal},
     }
 )
@@ -136,7 +148,9 @@ class RankSignal(str, enum.Enum):
     DRAINED = "drained"
     """It said that nothing can be written any more."""
     LOST = "lost"
-    """It is gone, so that it will prove nothing."""
+    """It is silent, so that it proves nothing for now."""
+    FENCED = "fenced"
+    """Its life is certainly over, and its transport lets nothing land after that."""
 
 
 class RankState(str, enum.Enum):
@@ -159,6 +173,7 @@ RANK: Final[Mapping[tuple[RankState, RankSignal], RankState]] = MappingProxyType
         (RankState.OWING, RankSignal.COMPLETED): RankState.COMPLETE,
         (RankState.OWING, RankSignal.DRAINED): RankState.DRAINED,
         (RankState.OWING, RankSignal.LOST): RankState.LOST,
+        (RankState.OWING, RankSignal.FENCED): RankState.DRAINED,
         # A complete rank has nothing left to write; neither its drain nor its death is news.
         **{(RankState.COMPLETE, signal): RankState.COMPLETE for signal in RankSignal},
         # A drained rank promised silence; a notice that was still on its way does not undo the drain.
@@ -168,6 +183,7 @@ RANK: Final[Mapping[tuple[RankState, RankSignal], RankState]] = MappingProxyType
         (RankState.LOST, RankSignal.COMPLETED): RankState.COMPLETE,
         (RankState.LOST, RankSignal.DRAINED): RankState.DRAINED,
         (RankState.LOST, RankSignal.LOST): RankState.LOST,
+        (RankState.LOST, RankSignal.FENCED): RankState.DRAINED,
     }
 )
 
@@ -207,6 +223,49 @@ PEER: Final[Mapping[tuple[PeerState, PeerSignal], PeerState]] = MappingProxyType
         (PeerState.LOST, PeerSignal.EXPIRED): PeerState.LOST,
         (PeerState.LOST, PeerSignal.LEFT): PeerState.LEFT,
         **{(PeerState.LEFT, signal): PeerState.LEFT for signal in PeerSignal},
+    }
+)
+
+
+class BreakerSignal(str, enum.Enum):
+    """What can happen to the confidence in a peer."""
+
+    SUCCEEDED = "succeeded"
+    """A transfer with it succeeded."""
+    FAILED = "failed"
+    """A transfer failed because of it, and fewer in a row than it takes."""
+    TRIPPED = "tripped"
+    """The failure that was one too many."""
+    PROBED = "probed"
+    """The pause is over and one transfer is let through."""
+
+
+class BreakerState(str, enum.Enum):
+    """Whether a peer is trusted with transfers."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    """Nothing is let through."""
+    PROBING = "probing"
+    """One transfer is let through, and decides."""
+
+
+BREAKER: Final[Mapping[tuple[BreakerState, BreakerSignal], BreakerState]] = MappingProxyType(
+    {
+        (BreakerState.CLOSED, BreakerSignal.SUCCEEDED): BreakerState.CLOSED,
+        # One strike is no reason.
+        (BreakerState.CLOSED, BreakerSignal.FAILED): BreakerState.CLOSED,
+        (BreakerState.CLOSED, BreakerSignal.TRIPPED): BreakerState.OPEN,
+        (BreakerState.CLOSED, BreakerSignal.PROBED): BreakerState.CLOSED,
+        # A transfer from before the pause got through after all.
+        (BreakerState.OPEN, BreakerSignal.SUCCEEDED): BreakerState.CLOSED,
+        (BreakerState.OPEN, BreakerSignal.FAILED): BreakerState.OPEN,
+        (BreakerState.OPEN, BreakerSignal.TRIPPED): BreakerState.OPEN,
+        (BreakerState.OPEN, BreakerSignal.PROBED): BreakerState.PROBING,
+        (BreakerState.PROBING, BreakerSignal.SUCCEEDED): BreakerState.CLOSED,
+        (BreakerState.PROBING, BreakerSignal.FAILED): BreakerState.OPEN,
+        (BreakerState.PROBING, BreakerSignal.TRIPPED): BreakerState.OPEN,
+        (BreakerState.PROBING, BreakerSignal.PROBED): BreakerState.PROBING,
     }
 )
 

@@ -204,7 +204,7 @@ async def test_rank_that_breaks_lets_go_who_waits_for_room() -> None:
             with pytest.RaisesGroup(pytest.RaisesExc(ZeroDivisionError)):
                 await prefill.__aexit__(None, None, None)
             deployment.closers[prefill].pop_all()
-        assert {failure.reason for failure in failures} == {FailureReason.BROKEN, FailureReason.PEER_CLOSED}
+        assert [(failure.reason, failure.rank) for failure in failures] == [(FailureReason.BROKEN, "prefill/0")] * 2
 
 
 async def test_a_rank_is_opened_only_once() -> None:

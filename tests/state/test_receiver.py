@@ -5,7 +5,7 @@ import pytest
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
 from kvflow.state import events as ev
-from kvflow.state.effects import CountOddity, Effect, ForgetPeer, GreetInstance, ReportReceiver
+from kvflow.state.effects import CountOddity, Effect, ForgetPeer, GreetInstance, ProbePeer, ReportReceiver
 from kvflow.wire.messages import (
     Cancel,
     Drained,
@@ -116,7 +116,8 @@ def test_notices_may_come_in_any_order(wire: Wire) -> None:
 
 def test_duplicates_count_once(wire: Wire) -> None:
     wire.notice(PREFILL, 0, (0, 8), last=True)
-    assert oddities(wire.notice(PREFILL, 0, (0, 8), last=True)) == ["notice_duplicate"]
+    assert wire.notice(PREFILL, 0, (0, 8), last=True) == []
+    assert oddities(wire.notice(PREFILL, 0, (0, 6), last=True)) == ["notice_contradicts_itself"]
     assert reports(wire.notice(OTHER, 0, (0, 8), last=True)) == [("success", "safe")]
 
 
@@ -245,12 +246,35 @@ def test_room_is_free_again_while_its_old_pages_are_in_quarantine(wire: Wire) ->
     assert set(wire.core.core.receivers.receivers) == {1, 2}
 
 
-def test_lost_rank_means_quarantine_at_once_if_nobody_else_can_still_answer(wire: Wire) -> None:
-    wire.notice(OTHER, 0, (0, 8), last=True)
+def lose(wire: Wire, *, spare: PeerId) -> list[Effect]:
+    """Let every rank but one fall silent for longer than its lease."""
+    effects: list[Effect] = []
     for _ in range(4):
-        wire.core.hear(OTHER, Pong(peer=OTHER))
+        wire.core.hear(spare, Pong(peer=spare))
         effects = wire.core.sleep(0.75)
-    assert reports(effects) == [("failed", "draining"), ("failed", "quarantined")]
+    return effects
+
+
+def test_lost_rank_means_quarantine_if_no_proof_comes_in_time(wire: Wire) -> None:
+    wire.notice(OTHER, 0, (0, 8), last=True)
+    effects = lose(wire, spare=OTHER)
+    assert reports(effects) == [("failed", "draining")]
+    assert ProbePeer(PREFILL) in effects
+    assert reports(wire.core.sleep(5.0)) == [("failed", "quarantined")]
+
+
+def test_death_of_a_lost_rank_is_a_proof(wire: Wire) -> None:
+    wire.notice(OTHER, 0, (0, 8), last=True)
+    lose(wire, spare=OTHER)
+    assert reports(wire.core(ev.PeerGone(PREFILL))) == [("failed", "safe")]
+
+
+def test_death_proves_nothing_if_bytes_can_outlive_it() -> None:
+    core = CoreDriver(DECODE, ends_with_process=False)
+    core.meet_prefill(PREFILL)
+    core(wish())
+    assert reports(core(ev.PeerGone(PREFILL))) == [("failed", "draining")]
+    assert reports(core.sleep(5.0)) == [("failed", "quarantined")]
 
 
 def test_rank_that_has_done_its_part_may_leave(wire: Wire) -> None:

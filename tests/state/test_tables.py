@@ -48,7 +48,14 @@ def test_memory_becomes_safe_only_by_proof() -> None:
     proofs = {
         signal for (before, signal), after in MEMORY.items() if after is Memory.SAFE and before is not Memory.SAFE
     }
-    assert proofs == {Signal.WRITTEN, Signal.COMPLETED, Signal.QUIET}
+    assert proofs == {Signal.WRITTEN, Signal.COMPLETED, Signal.QUIET, Signal.RELEASED}
+
+
+def test_only_what_is_in_quarantine_can_be_released() -> None:
+    changed = {
+        before for (before, signal), after in MEMORY.items() if signal is Signal.RELEASED and after is not before
+    }
+    assert changed == {Memory.QUARANTINED}
 
 
 def test_doubt_never_releases() -> None:
@@ -71,7 +78,7 @@ def test_facts_agree_after_any_history(signals: tuple[Signal, ...]) -> None:
 
 def test_only_proof_makes_a_lost_rank_quiet() -> None:
     quiet = {signal for signal in RankSignal if RANK[RankState.LOST, signal].is_quiet}
-    assert quiet == {RankSignal.COMPLETED, RankSignal.DRAINED}
+    assert quiet == {RankSignal.COMPLETED, RankSignal.DRAINED, RankSignal.FENCED}
 
 
 def test_a_life_that_has_left_never_returns() -> None:

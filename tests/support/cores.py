@@ -43,8 +43,15 @@ ABORTED = abort_failure()
 class CoreDriver:
     """A core with a clock of its own; checks the invariants after every event."""
 
-    def __init__(self, me: PeerId, timeouts: Timeouts | None = None, limits: Limits | None = None) -> None:
-        self.core = Core(me, timeouts or Timeouts(), limits or Limits())
+    def __init__(
+        self,
+        me: PeerId,
+        timeouts: Timeouts | None = None,
+        limits: Limits | None = None,
+        *,
+        ends_with_process: bool = True,
+    ) -> None:
+        self.core = Core(me, timeouts or Timeouts(), limits or Limits(), ends_with_process=ends_with_process)
         self.now = 100.0
 
     def __call__(self, event: ev.Event) -> list[Effect]:

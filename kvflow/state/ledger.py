@@ -1,0 +1,42 @@
+"""What became of past generations, so that late messages of them are recognised. Pure."""
+
+from typing import Generic, TypeVar
+
+__all__ = ["Ledger"]
+
+Ending = TypeVar("Ending")
+
+
+class Ledger(Generic[Ending]):
+    """A bounded memory of ended generations that never mistakes an old one for a new one.
+
+    The oldest entries are dropped when there are too many; every generation up to the highest dropped one counts as
+    over from then on.
+
+    Args:
+        limit: Endings that are remembered.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._endings: dict[int, Ending] = {}
+        self._floor = 0
+
+    def __len__(self) -> int:
+        return len(self._endings)
+
+    def end(self, generation: int, ending: Ending) -> None:
+        """Note how a generation ended; the first word counts."""
+        self._endings.setdefault(generation, ending)
+        while len(self._endings) > self._limit:
+            oldest = next(iter(self._endings))
+            del self._endings[oldest]
+            self._floor = max(self._floor, oldest + 1)
+
+    def find(self, generation: int) -> Ending | None:
+        """How a generation ended, if that is remembered."""
+        return self._endings.get(generation)
+
+    def is_over(self, generation: int) -> bool:
+        """Say whether a generation has ended, or is so old that it must have."""
+        return generation in self._endings or generation < self._floor
