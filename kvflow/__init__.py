@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         LocalProtocolError,
         PlanError,
         RankBroken,
+        RankDraining,
         TransferFailed,
     )
     from kvflow.geometry.layout import KVLayout
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from kvflow.geometry.tensors import layout_from_tensors
     from kvflow.observe.logs import configure_logging
     from kvflow.prefill import PrefillRank, RoomSender
-    from kvflow.rank import RankStatistics
     from kvflow.registry.server import Registry
     from kvflow.state.tables import Memory, Outcome
+    from kvflow.statistics import RankStatistics
 
 __all__ = [
     "CapacityExceeded",
@@ -46,6 +47,7 @@ __all__ = [
     "PrefillConfig",
     "PrefillRank",
     "RankBroken",
+    "RankDraining",
     "RankStatistics",
     "Registry",
     "RoomReceiver",
@@ -76,7 +78,8 @@ _HOMES: Final = {
     "PrefillConfig": "kvflow.config",
     "PrefillRank": "kvflow.prefill",
     "RankBroken": "kvflow.errors",
-    "RankStatistics": "kvflow.rank",
+    "RankDraining": "kvflow.errors",
+    "RankStatistics": "kvflow.statistics",
     "Registry": "kvflow.registry.server",
     "RoomReceiver": "kvflow.decode",
     "RoomSender": "kvflow.prefill",

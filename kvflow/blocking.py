@@ -24,9 +24,9 @@ from kvflow.errors import KvflowError, LocalProtocolError, TransferFailed
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.tokens import TokenRange
-from kvflow.rank import RankStatistics
 from kvflow.state.events import Chunk, ReadyEvent
 from kvflow.state.tables import Memory, Outcome
+from kvflow.statistics import RankStatistics
 from kvflow.transfer import Transfer
 
 __all__ = ["BlockingReceiver", "BlockingSender", "DecodeRank", "LoopThread", "Memory", "Outcome", "PrefillRank"]
@@ -249,6 +249,32 @@ class _BlockingRank(Generic[AnyRank]):
             LocalProtocolError: The rank is not open.
         """
         return self._call(lambda: [transfer.room for transfer in self._rank.quarantined()])
+
+    def release(self, room: int) -> None:
+        """Take the pages of a room in quarantine back without a proof; see `kvflow.DecodeRank.release`.
+
+        Raises:
+            LocalProtocolError: No transfer of this room is in quarantine, or the rank is not open.
+        """
+
+        def release() -> None:
+            transfers = [transfer for transfer in self._rank.quarantined() if transfer.room == room]
+            if not transfers:
+                raise LocalProtocolError("room is not in quarantine", room=room)
+            for transfer in transfers:
+                self._rank.release(transfer)
+
+        self._call(release)
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Take nothing new and wait until what is open has ended; see `kvflow.DecodeRank.drain`.
+
+        Raises:
+            LocalProtocolError: The rank is not open.
+        """
+        if not self._is_open:
+            raise LocalProtocolError("rank is not open")
+        return self._portal.call(self._rank.drain, timeout_s)
 
     def _call(self, function: Callable[[], Result]) -> Result:
         if not self._is_open:

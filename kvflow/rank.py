@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import anyio
 from typing_extensions import Self
@@ -35,39 +35,14 @@ from kvflow.state import events as ev
 from kvflow.state.core import Core
 from kvflow.state.quarantine import Footprint
 from kvflow.state.tables import Memory, Outcome
+from kvflow.statistics import RankStatistics
 from kvflow.transfer import Transfer
 from kvflow.wire.messages import Failure, Goodbye, Message, PeerId, RankId
 
-__all__ = ["Rank", "RankStatistics"]
+__all__ = ["Rank"]
 
 CLOSE_MARGIN_S = 1.0
 """How much longer than the drain timeout closing may wait for the last transfers."""
-
-
-class RankStatistics(NamedTuple):
-    """Counts at one moment. The first five go back to zero when nothing is open.
-
-    Attributes:
-        rooms: Transfers that are open.
-        quarantined: Ended transfers whose pages are not proved quiet.
-        waiting_grants: Grants for rooms that are not open (prefill).
-        queued_chunks: Granted chunks that wait for their data, turn or credit (prefill).
-        posted: Writes that have begun and not ended (prefill).
-        deadlines: Deadlines that are set; each known peer has one or two.
-        peers: Peers that are known.
-        oddities: Ignored messages, by kind.
-        times: How long each stage took so far.
-    """
-
-    rooms: int
-    quarantined: int
-    waiting_grants: int
-    queued_chunks: int
-    posted: int
-    deadlines: int
-    peers: int
-    oddities: dict[str, int]
-    times: StageTimes
 
 
 AnyTransfer = TypeVar("AnyTransfer", bound=Transfer)
@@ -157,6 +132,8 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         return RankStatistics(
             rooms=len(memories) - num_quarantined,
             quarantined=num_quarantined,
+            quarantined_pages=self._core.quarantine.total.num_pages,
+            quarantined_bytes=self._core.quarantine.total.num_bytes,
             waiting_grants=len(self._core.senders.waiting),
             queued_chunks=self._num_queued(),
             posted=self._num_posted(),

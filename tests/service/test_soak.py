@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvflow.observe.times import StageTimes
-from kvflow.rank import RankStatistics
+from kvflow.statistics import RankStatistics
 from tests.support.instances import BACKENDS, Deployment, deploy
 
 pytestmark = pytest.mark.anyio

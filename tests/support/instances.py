@@ -14,7 +14,7 @@ from kvflow.backends.base import Backend
 from kvflow.backends.memory import FaultScript, MemoryBackend
 from kvflow.config import Limits, Timeouts
 from kvflow.geometry import head_range
-from kvflow.rank import RankStatistics
+from kvflow.statistics import RankStatistics
 from tests.support.pools import Pool, PoolShape
 from tests.support.waiting import until
 
