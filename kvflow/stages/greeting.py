@@ -41,12 +41,18 @@ class _Line:
         self._answer: Welcome | Refuse | None = None
         self._answered: anyio.Event | None = None
 
-    async def ask(self, hello: Hello, give_up: float) -> Welcome | Refuse | None:
-        """Say hello and wait for the answer; None if there is none in time."""
+    async def ask(self, hello: Hello, give_up: float, pause_s: float) -> Welcome | Refuse | None:
+        """Say hello and wait for the answer; None if there is none in time.
+
+        A hello that may have been lost with a connection is said again, after `pause_s` and then less and less often.
+        """
         self._answer, self._answered = None, anyio.Event()
-        self.dialer.send(encode(hello))
         with anyio.CancelScope(deadline=give_up):
-            await self._answered.wait()
+            while not self._answered.is_set():
+                self.dialer.send(encode(hello))
+                with anyio.move_on_after(pause_s):
+                    await self._answered.wait()
+                pause_s *= 2
         self._answered = None
         return self._answer
 
@@ -249,7 +255,7 @@ class DecodeBootstrap:
             layout=self._layout,
             route=route,
         )
-        answer = await self._line(card).ask(hello, give_up)
+        answer = await self._line(card).ask(hello, give_up, self._context.config.timeouts.repeat_s)
         if isinstance(answer, Refuse) and answer.peer != card.peer:
             await anyio.sleep_until(give_up)  # it has restarted; its new card will be found meanwhile
         if answer is None:
