@@ -55,6 +55,7 @@ class PrefillBootstrap:
         self._lines: dict[PeerId, bytes] = {}
         self._geometry: dict[PeerId, PeerGeometry] = {}
         self._slots = anyio.CapacityLimiter(HELLOS_AT_ONCE)
+        self._attempts: dict[PeerId, int] = {}
         self._partings: dict[str, anyio.Event] = {}
 
     def geometry(self, peer: PeerId) -> PeerGeometry | None:
@@ -86,6 +87,7 @@ class PrefillBootstrap:
         if line is not None:
             self._peers.pop(line, None)
         self._geometry.pop(peer, None)
+        self._attempts.pop(peer, None)
         parted = self._partings[agent_name(peer)] = anyio.Event()
         self._context.start_task(self._part, agent_name(peer), parted)
 
@@ -149,6 +151,9 @@ class PrefillBootstrap:
 
     def admit(self, connection: bytes, hello: Hello, route: BoundRoute) -> None:
         """Take the sender of a hello on, once the transport can write to it."""
+        if hello.attempt < self._attempts.get(hello.peer, 0):
+            return  # the line it came over is given up
+        self._attempts[hello.peer] = hello.attempt
         former = self._lines.get(hello.peer)
         if former is not None:
             self._peers.pop(former, None)

@@ -4,6 +4,7 @@ The decode rank looks its prefill instance up, works out which prefill rank owes
 of them at once. Afterwards it holds a line to each.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -105,6 +106,7 @@ class DecodeBootstrap:
         self._lines: dict[PeerId, _Line] = {}
         self._endpoints: OrderedDict[PeerId, str] = OrderedDict()
         self._probes: dict[PeerId, None] = {}
+        self._attempts = itertools.count()
         self._compilations = anyio.CapacityLimiter(1)
 
     def greet(self, instance: str) -> None:
@@ -248,6 +250,7 @@ class DecodeBootstrap:
         hello = Hello(
             peer=self._context.me,
             to=card.peer,
+            attempt=next(self._attempts),
             versions=(PROTOCOL_VERSION, PROTOCOL_VERSION),
             lease_s=self._context.config.timeouts.lease_s,
             backend=self._backend.name,

@@ -148,6 +148,7 @@ class Hello(Message, frozen=True, tag="hello"):
     """Decode -> prefill, first: who I am, what I hold, what I want from you.
 
     Attributes:
+        attempt: Counts the hellos of this life; one that arrives after a later one comes from a line that is given up.
         versions: Lowest and highest protocol version spoken.
         lease_s: Silence after which this rank must be taken for dead.
         backend_metadata: What the prefill rank's transport needs to write here.
@@ -156,6 +157,7 @@ class Hello(Message, frozen=True, tag="hello"):
 
     peer: PeerId
     to: PeerId
+    attempt: Count
     versions: tuple[int, int]
     lease_s: Seconds
     backend: str

@@ -98,6 +98,7 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         wm.Hello,
         peer=peers,
         to=peers,
+        attempt=counts,
         versions=st.tuples(signed, signed),
         lease_s=seconds,
         backend=names,
