@@ -168,9 +168,9 @@ async def test_notices_from_nobody_count_for_nothing(deployment: Deployment) -> 
 
 async def test_a_hello_that_comes_late_over_a_line_given_up_changes_nothing(deployment: Deployment) -> None:
     bootstrap = deployment.prefill[0]._bootstrap
-    early, late = [await a_hello(deployment, peer=deployment.decode[0].me, attempt=number) for number in (5, 6)]
+    early, late = [await a_hello(deployment, attempt=number) for number in (5, 6)]
     route = bootstrap.check(late)
     bootstrap.admit(b"new line", late, route)
     bootstrap.admit(b"old line", early, route)
-    assert bootstrap._lines[deployment.decode[0].me] == b"new line"
+    assert bootstrap._lines[STRANGER] == b"new line"
     assert b"old line" not in bootstrap._peers
