@@ -109,9 +109,8 @@ class DecodeRank(Rank["RoomReceiver"]):
                 "slot", the one slot; None says that a component is not wanted.
             num_ranks: Decode ranks that receive this room; all ranks of this instance by default.
             timeout_s: How long the whole transfer may take; from the settings by default.
-            digest: Compare what has arrived with digests of what was sent before the transfer counts as complete;
-                as the settings say (`digest_every`) by default. A difference fails the transfer with the reason
-                `corrupt`.
+            digest: Compare what has arrived with digests of what was sent before it counts as complete; a difference
+                fails the transfer with the reason `corrupt`. As the settings say (`digest_every`) by default.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
