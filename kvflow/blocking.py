@@ -342,7 +342,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank]):
     ) -> None:
         super().__init__(lambda: decode.DecodeRank(config, layout, backend), loop)
 
-    def receive(
+    def receive(  # noqa: PLR0913 - all but one by keyword
         self,
         room: int,
         *,
@@ -351,16 +351,23 @@ class DecodeRank(_BlockingRank[decode.DecodeRank]):
         pages: Mapping[str, Pages],
         num_ranks: int | None = None,
         timeout_s: float | None = None,
+        digest: bool | None = None,
     ) -> BlockingReceiver:
         """Start to receive a room; see `kvflow.DecodeRank.receive`. What is wrong with the room shows in `poll`.
 
         Raises:
-            PlanError: A page table does not fit the pool or the tokens.
+            PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
         """
 
         def make() -> BlockingReceiver:
             receiver = self._rank.receive(
-                room, prefill=prefill, tokens=tokens, pages=pages, num_ranks=num_ranks, timeout_s=timeout_s
+                room,
+                prefill=prefill,
+                tokens=tokens,
+                pages=pages,
+                num_ranks=num_ranks,
+                timeout_s=timeout_s,
+                digest=digest,
             )
             return BlockingReceiver(self._portal, receiver)
 

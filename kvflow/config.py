@@ -200,4 +200,16 @@ class PrefillConfig(RankConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(RankConfig):
-    """Settings of a decode rank. It opens no port, it only connects."""
+    """Settings of a decode rank. It opens no port, it only connects.
+
+    Attributes:
+        digest_every: Of how many transfers one is compared, byte for byte, with what was sent: 1 compares each of
+            them, 0 none. Needs host memory on both sides. Both sides read all of its pages once more.
+    """
+
+    digest_every: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.digest_every != 0:
+            check_count("digest_every", self.digest_every)

@@ -13,18 +13,21 @@ from typing_extensions import Self
 
 from kvflow.backends.base import Backend, BackendEvent, NoticeArrived
 from kvflow.config import DecodeConfig, check_count, check_duration
-from kvflow.errors import FailureReason, LocalProtocolError, PlanError, Stage
+from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages, check_parts, spell_out
 from kvflow.geometry.tokens import TokenRange
 from kvflow.rank import Rank
 from kvflow.registry import RegistryClient
 from kvflow.stages.aggregate import Aggregate
+from kvflow.stages.digests import OwnMemory, check_digestible
 from kvflow.stages.greeting import DecodeBootstrap
 from kvflow.stages.planning import WIRE_PAGES
+from kvflow.stages.verify import Verify
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.effects import Handed
+from kvflow.state.tables import Outcome
 from kvflow.transfer import Transfer, check_instance, check_room
 from kvflow.wire.messages import Message, Notice, PeerId
 
@@ -65,17 +68,22 @@ class DecodeRank(Rank["RoomReceiver"]):
         backend: A transport to use instead of the one that the settings name.
 
     Raises:
-        ConfigError: The backend is not known.
+        ConfigError: The backend is not known, or the settings ask for digests of device memory.
         BackendUnavailable: The transport's library is missing or broken.
         RegistrationError: The transport does not take the memory.
     """
 
     def __init__(self, config: DecodeConfig, layout: KVLayout, backend: Backend | None = None) -> None:
+        if config.digest_every and layout.memory_kind != "DRAM":
+            raise ConfigError(
+                "digests need host memory", digest_every=config.digest_every, memory_kind=layout.memory_kind
+            )
         super().__init__(config, layout, backend)
+        self._digest_every = config.digest_every
         self._generations = itertools.count(1)
         self._is_watching = False
 
-    def receive(
+    def receive(  # noqa: PLR0913 - all but one by keyword
         self,
         room: int,
         *,
@@ -84,6 +92,7 @@ class DecodeRank(Rank["RoomReceiver"]):
         pages: Mapping[str, Pages],
         num_ranks: int | None = None,
         timeout_s: float | None = None,
+        digest: bool | None = None,
     ) -> "RoomReceiver":
         """Start to receive a room; use the result as an async context manager.
 
@@ -100,9 +109,11 @@ class DecodeRank(Rank["RoomReceiver"]):
                 "slot", the one slot; None says that a component is not wanted.
             num_ranks: Decode ranks that receive this room; all ranks of this instance by default.
             timeout_s: How long the whole transfer may take; from the settings by default.
+            digest: Compare what has arrived with digests of what was sent before it counts as complete; a difference
+                fails the transfer with the reason `corrupt`. As the settings say (`digest_every`) by default.
 
         Raises:
-            PlanError: A page table does not fit the pool or the tokens.
+            PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
             LocalProtocolError: On entry: the room is being received already, or the rank is not open.
             CapacityExceeded: On entry: too many rooms are open.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
@@ -114,6 +125,8 @@ class DecodeRank(Rank["RoomReceiver"]):
         if not parts:
             raise PlanError("nothing is wanted", components=sorted(pages))
         tables = check_parts(parts, self.layout, distinct=True)
+        if digest:
+            check_digestible(self.layout)
         timeout_s = self.config.timeouts.transfer_s if timeout_s is None else timeout_s
         num_ranks = self.config.num_ranks if num_ranks is None else num_ranks
         check_duration("timeout_s", timeout_s)
@@ -129,11 +142,15 @@ class DecodeRank(Rank["RoomReceiver"]):
             secret=secrets.token_bytes(SECRET_BYTES),
             footprint=self.footprint(tables),
         )
-        return RoomReceiver(self, wish)
+        return RoomReceiver(self, wish, digest)
 
     def next_generation(self) -> int:
         """A number that no transfer of this life has had."""
         return next(self._generations)
+
+    def is_sampled(self, generation: int) -> bool:
+        """Say whether the settings want digests for a transfer."""
+        return bool(self._digest_every) and generation % self._digest_every == 0
 
     def _open(self) -> None:
         self._payload_in, payload_out = anyio.create_memory_object_stream[bytes](NOTICES_BETWEEN_STAGES)
@@ -144,6 +161,7 @@ class DecodeRank(Rank["RoomReceiver"]):
             self._context, self.layout, self._backend, self._registry.lookup, self._on_message
         )
         self._aggregate = Aggregate(self._context, payload_out, self._note)
+        self._verify = Verify(self._context, OwnMemory(self.layout, self._backend.view))
 
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:
         return [self._aggregate.run, self._registry.run]
@@ -154,10 +172,14 @@ class DecodeRank(Rank["RoomReceiver"]):
                 self._bootstrap.greet(instance)
             case ef.ProbePeer(peer):
                 self._bootstrap.probe(peer)
+            case ef.VerifyDigests():
+                self._verify.start(effect)
             case ef.ReportReceiver():
                 self._finish(effect)
 
     def _finish(self, effect: ef.ReportReceiver) -> None:
+        if effect.outcome is not Outcome.PENDING:
+            self._verify.stop(effect.generation)
         receiver = self._transfers.get(effect.generation)
         if receiver is not None and effect.handed is not None:
             receiver.hand(effect.handed)
@@ -197,10 +219,11 @@ class DecodeRank(Rank["RoomReceiver"]):
 class RoomReceiver(Transfer):
     """One room, as the decode engine receives it. Made by `DecodeRank.receive`."""
 
-    def __init__(self, rank: DecodeRank, wish: ev.ReceiveOpened) -> None:
+    def __init__(self, rank: DecodeRank, wish: ev.ReceiveOpened, digest: bool | None) -> None:
         super().__init__(wish.room)
         self._rank = rank
         self._wish = wish
+        self._digest = digest
         self._opened_at = 0.0
         self._notices_at = (0.0, 0.0)
         self._num_noted = 0
@@ -246,8 +269,10 @@ class RoomReceiver(Transfer):
 
     async def __aenter__(self) -> Self:
         self._opened_at = anyio.current_time()
-        wish = dataclasses.replace(self._wish, generation=self._rank.next_generation())
-        self._rank.open_transfer(wish.generation, self, wish)
+        generation = self._rank.next_generation()
+        digest = self._rank.is_sampled(generation) if self._digest is None else self._digest
+        wish = dataclasses.replace(self._wish, generation=generation, digest=digest)
+        self._rank.open_transfer(generation, self, wish)
         return self
 
     async def __aexit__(

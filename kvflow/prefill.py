@@ -19,6 +19,7 @@ from kvflow.geometry.tokens import TokenRange, check_range
 from kvflow.rank import Rank
 from kvflow.registry import RegistryClient
 from kvflow.stages.bootstrap import PrefillBootstrap
+from kvflow.stages.digests import OwnMemory
 from kvflow.stages.enqueue import ChunkJob, Enqueue
 from kvflow.stages.planning import PlannedChunk, Planning
 from kvflow.stages.submit import Submit
@@ -85,8 +86,8 @@ class PrefillRank(Rank["RoomSender"]):
         self._bootstrap = PrefillBootstrap(self._context, self.layout, self._backend, self._listener, self._on_message)
         geometry = self._bootstrap.geometry
         self._enqueue = Enqueue(self._context, job_in, self._num_bytes)
-        max_bytes = self._backend.capabilities.max_descriptor_bytes
-        self._planning = Planning(self._context, job_out, planned_in, geometry, self._enqueue.end, max_bytes)
+        memory = OwnMemory(self.layout, self._backend.view, self._backend.capabilities.max_descriptor_bytes)
+        self._planning = Planning(self._context, job_out, planned_in, geometry, self._enqueue.end, memory)
         self._submit = Submit(self._context, self._backend, planned_out, self._enqueue.end, self._send)
 
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Self
 
-from kvflow.geometry.layout import KVLayout, MemoryKind
+from kvflow.geometry.layout import KVLayout, MemoryKind, MemoryRange
 from kvflow.geometry.plan import Descriptors
 
 __all__ = ["Backend", "BackendEvent", "Capabilities", "NoticeArrived", "PostEnded", "PostInDoubt"]
@@ -99,6 +101,20 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def metadata(self) -> bytes:
         """What a peer needs to write here, valid after `register`."""
+
+    @abc.abstractmethod
+    def view(self, memory: MemoryRange) -> NDArray[np.uint8]:
+        """Give some registered bytes as this process sees them, without a copy. May be called in any thread.
+
+        Args:
+            memory: Addresses as in the layout; the view is of use for as long as they are allocated.
+
+        Returns:
+            uint8[memory.length].
+
+        Raises:
+            BackendError: It is device memory, or not inside one registered range.
+        """
 
     @abc.abstractmethod
     async def connect(self, peer: str, metadata: bytes) -> None:

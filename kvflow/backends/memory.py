@@ -13,13 +13,15 @@ from typing import Final, Literal
 
 import anyio.lowlevel
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvflow.aio.mailbox import Mailbox
 from kvflow.backends.base import Backend, BackendEvent, Capabilities, NoticeArrived, PostEnded, PostInDoubt
+from kvflow.backends.host import host_view
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.errors import BackendError, RegistrationError
-from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.layout import KVLayout, MemoryRange
 from kvflow.geometry.plan import Descriptors
 
 __all__ = ["Fabric", "FaultScript", "MappedRange", "MemoryBackend"]
@@ -30,7 +32,8 @@ BYTES_PER_TURN: Final = 4 * 2**20
 MAX_UNTAKEN: Final = 1_000_000
 """Events kept for a rank that does not take them; notices beyond it are lost, as on a full receive queue."""
 
-Fault = Literal["fail", "doubt", "lose_notice"]
+Fault = Literal["fail", "doubt", "lose_notice", "corrupt"]
+"""A post fails, cannot be told to have ended, loses its notice, or changes the first byte that it writes."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class _Write:
     post_id: int
     peer: str
     rows: deque[list[int]]
+    first_byte: int
     notice: bytes
     fault: Fault | None
 
@@ -164,6 +168,12 @@ class MemoryBackend(Backend):
         return PeerMetadata(self.name, self._agent_name.encode(), self._memory).pack()
 
     @override
+    def view(self, memory: MemoryRange) -> NDArray[np.uint8]:
+        if self._memory is None:
+            raise BackendError("no memory is registered yet", backend=self.name)
+        return host_view(self._memory, memory, self.real_address(memory.address))
+
+    @override
     async def connect(self, peer: str, metadata: bytes) -> None:
         if peer in self._peers:
             return
@@ -186,7 +196,8 @@ class MemoryBackend(Backend):
         self._peers[peer].memory.check(descriptors.dst, side="destination")
         fault = self._faults.next(peer, descriptors.num_bytes) if self._faults else None
         columns = np.column_stack((descriptors.src[:, 0], descriptors.dst[:, 0], descriptors.src[:, 1]))
-        self._writes.append(_Write(post_id, peer, deque(columns.tolist()), notice, fault))
+        first_byte = int(descriptors.dst[0, 0])
+        self._writes.append(_Write(post_id, peer, deque(columns.tolist()), first_byte, notice, fault))
         self._mailbox.wake()
 
     @override
@@ -242,6 +253,8 @@ class MemoryBackend(Backend):
             self._doubtful.append(write.post_id)
             self._mailbox.put([PostInDoubt(write.post_id, "scripted doubt")])
             return
+        if write.fault == "corrupt":
+            ctypes.c_ubyte.from_address(target.real_address(write.first_byte)).value ^= 0xFF
         if write.notice and write.fault != "lose_notice":
             target.deliver(write.notice)
         self._mailbox.put([PostEnded(write.post_id, None)])

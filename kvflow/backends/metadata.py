@@ -42,7 +42,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True):
 
         Args:
             rows: uint64[n, 3], (address, length, device id).
-            side: "source" or "destination", for the error.
+            side: "source", "destination" or "local", for the error.
 
         Raises:
             BackendError: Naming the first row that does not fit.

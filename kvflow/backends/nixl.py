@@ -21,14 +21,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import anyio
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvflow.aio.mailbox import Mailbox
 from kvflow.backends.base import Backend, BackendEvent, Capabilities, NoticeArrived, PostEnded, PostInDoubt
+from kvflow.backends.host import host_view
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.backends.owner import OwnerThread
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
-from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.layout import KVLayout, MemoryRange
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
 
@@ -117,6 +120,12 @@ class NixlBackend(Backend):
         if self._memory is None:
             raise BackendError("no memory is registered yet", backend=self.name)
         return PeerMetadata(self.name, self._blob, self._memory).pack()
+
+    @override
+    def view(self, memory: MemoryRange) -> NDArray[np.uint8]:
+        if self._memory is None:
+            raise BackendError("no memory is registered yet", backend=self.name)
+        return host_view(self._memory, memory, memory.address)
 
     @override
     async def connect(self, peer: str, metadata: bytes) -> None:

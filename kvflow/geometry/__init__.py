@@ -1,6 +1,7 @@
 """What memory looks like, and which bytes go where. Pure: no I/O, no clock, no torch (but for `tensors`)."""
 
 from kvflow.geometry.axes import Axes
+from kvflow.geometry.digest import Written, digest
 from kvflow.geometry.indices import group_concurrent_contiguous, kv_to_page_indices, prompt_tokens, window_tokens
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, RegionKey
 from kvflow.geometry.pages import PageTable, Part, check_part, pages_spanned
@@ -29,10 +30,12 @@ __all__ = [
     "Share",
     "TokenRange",
     "TokenShard",
+    "Written",
     "bind_route",
     "buffers_of",
     "check_part",
     "compile_routes",
+    "digest",
     "group_concurrent_contiguous",
     "head_range",
     "head_slice",

@@ -23,6 +23,7 @@ __all__ = [
     "TokenRuns",
     "check_part",
     "check_parts",
+    "locate",
     "pages_spanned",
     "pair_pages",
     "spell_out",
@@ -235,7 +236,7 @@ def pair_pages(tokens: TokenRange, src: PageTable, dst: PageTable, *, joined: bo
         runs = _joined_runs(tokens, src, dst)
     else:
         runs = shared_runs(tokens, src.shard, dst.shard, src.page_size, dst.page_size)
-    return TokenRuns(*_locate(runs.starts, src), *_locate(runs.starts, dst), runs.lengths)
+    return TokenRuns(*locate(runs.starts, src), *locate(runs.starts, dst), runs.lengths)
 
 
 def _joined_runs(tokens: TokenRange, src: PageTable, dst: PageTable) -> SharedRuns:
@@ -251,8 +252,8 @@ def _joined_runs(tokens: TokenRange, src: PageTable, dst: PageTable) -> SharedRu
     return SharedRuns(starts, np.diff(np.append(starts, np.uint64(stop))))
 
 
-def _locate(starts: NDArray[np.uint64], table: PageTable) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Page and token within the page, for each token position."""
+def locate(starts: NDArray[np.uint64], table: PageTable) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Give page and token within the page for each token position, which must be held and inside the table."""
     page_size = np.uint64(table.page_size)
     places = starts if table.shard.size == 1 else table.shard.locate(starts)
     positions = (places - np.uint64(table.first_token)) // page_size

@@ -27,6 +27,7 @@ STAGES: Final[dict[type, Stage]] = {
     ev.InstanceGreeted: Stage.BOOTSTRAP,
     ev.InstanceUnreachable: Stage.BOOTSTRAP,
     ev.NoticeDelivered: Stage.AGGREGATE,
+    ev.DigestsVerified: Stage.AGGREGATE,
     ev.PeerLeft: Stage.BOOTSTRAP,
     ef.ReportSender: Stage.SUBMIT,
     ef.ReportReceiver: Stage.AGGREGATE,

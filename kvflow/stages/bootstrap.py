@@ -159,7 +159,7 @@ class PrefillBootstrap:
             self._peers.pop(former, None)
         self._peers[connection] = hello.peer
         self._lines[hello.peer] = connection
-        self._geometry[hello.peer] = PeerGeometry(route, hello.layout)
+        self._geometry[hello.peer] = PeerGeometry(route, hello.layout, hello.route.pieces)
         self._context.dispatch(PeerGreeted(hello.peer, hello.lease_s, tuple(route.debts)))
         self.send(hello.peer, Welcome(peer=self._context.me, version=PROTOCOL_VERSION))
 

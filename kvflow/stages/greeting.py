@@ -265,7 +265,7 @@ class DecodeBootstrap:
             raise Unreachable("rank did not answer", rank=str(card.peer.rank), endpoint=card.endpoint)
         if isinstance(answer, Refuse):
             raise RouteError("rank refused", rank=str(card.peer.rank), detail=answer.detail)
-        return GreetedRank(card.peer, debts)
+        return GreetedRank(card.peer, debts, route.pieces)
 
     def _line(self, card: Card) -> _Line:
         """The line to a rank, opened if there is none yet."""

@@ -1,11 +1,11 @@
 """Third stage: page tables become descriptors.
 
 Small plans are worked out on the event loop, which is quicker than handing them over; large ones in a worker thread,
-so that the loop stays prompt.
+so that the loop stays prompt. Digests, which a decode rank may ask for, always are; transfers without them pass by.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import anyio
 import anyio.to_thread
@@ -16,11 +16,12 @@ from kvflow.errors import FailureReason, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import PageTable, Part, check_parts
 from kvflow.geometry.plan import Descriptors, Share, plan
-from kvflow.geometry.routes import BoundRoute
+from kvflow.geometry.routes import BoundRoute, RoutePiece
 from kvflow.geometry.tokens import closes
 from kvflow.stages.context import StageContext
+from kvflow.stages.digests import DigestWork, OwnMemory, check_digestible
 from kvflow.stages.enqueue import ChunkJob
-from kvflow.state.events import DeliveryId, PlanFailed
+from kvflow.state.events import DeliveryId, PlanFailed, ReceiveOpened
 from kvflow.wire.messages import Grant, PeerId
 
 __all__ = ["PeerGeometry", "PlanWork", "PlannedChunk", "Planning", "granted_pages"]
@@ -36,27 +37,35 @@ class PeerGeometry:
     Attributes:
         route: What it wants from here.
         layout: Where it keeps it.
+        pieces: What it wants from here, as it said it.
     """
 
     route: BoundRoute
     layout: KVLayout
+    pieces: tuple[RoutePiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedChunk:
-    """A job with its descriptors."""
+    """A job with its descriptors, and with the digest of each component if the grant asks for them."""
 
     job: ChunkJob
     descriptors: Descriptors
+    digests: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanWork:
-    """A plan that is yet to be made; it may be made in any thread."""
+    """A plan that is yet to be made; it may be made in any thread.
+
+    Attributes:
+        digests: What the grant asks for besides.
+    """
 
     route: BoundRoute
     shares: Mapping[str, Share]
     max_bytes: int | None
+    digests: DigestWork | None
 
     @property
     def max_rows(self) -> int:
@@ -81,7 +90,7 @@ class Planning:
         planned: Where they go.
         geometry: What is known about a peer; None if it is gone.
         end_job: Gives a job's credit back.
-        max_bytes: Longest descriptor that the transport takes.
+        memory: Of this rank.
     """
 
     def __init__(
@@ -91,15 +100,16 @@ class Planning:
         planned: MemoryObjectSendStream[PlannedChunk],
         geometry: Callable[[PeerId], PeerGeometry | None],
         end_job: Callable[[ChunkJob], None],
-        max_bytes: int | None,
+        memory: OwnMemory,
     ) -> None:
         self._context = context
-        self._max_bytes = max_bytes
+        self._memory = memory
         self._jobs = jobs
         self._planned = planned
         self._geometry = geometry
         self._end_job = end_job
         self._large_plans = anyio.CapacityLimiter(1)
+        self._digests = anyio.CapacityLimiter(1)
         self._tables: dict[int, dict[DeliveryId, Mapping[str, PageTable]]] = {}
 
     def drop(self, delivery: DeliveryId) -> None:
@@ -127,23 +137,31 @@ class Planning:
                 self.fail(job, error)
                 continue
             self._context.times.add(Stage.PLANNING, self._context.now() - began)
-            await self._planned.send(PlannedChunk(job, descriptors))
+            chunk = PlannedChunk(job, descriptors)
+            if work.digests is None:
+                await self._planned.send(chunk)
+            else:
+                self._context.start_task(self._add_digests, chunk, work.digests)
 
     def prepare(self, job: ChunkJob) -> "PlanWork":
         """Bring together what the plan of a job needs.
 
         Raises:
-            PlanError: The peer is gone, or its page tables do not fit.
+            PlanError: The peer is gone, its page tables do not fit, or it wants digests that cannot be had.
         """
         geometry = self._geometry(job.delivery.peer)
         if geometry is None:
             raise PlanError("peer is gone", peer=str(job.delivery.peer))
+        digests = None
+        if job.grant.digest:
+            check_digestible(self._memory.layout)
+            digests = DigestWork(self._memory, geometry.pieces, geometry.route.debts, job.pages, job.grant.ranges)
         granted = self._granted(job, geometry.layout)
         shares = {
             name: Share(tokens, job.pages[name], granted[name], closing=closes(tokens, job.grant.ranges[name]))
             for name, tokens in job.ranges.items()
         }
-        return PlanWork(geometry.route, shares, self._max_bytes)
+        return PlanWork(geometry.route, shares, self._memory.max_bytes, digests)
 
     def fail(self, job: ChunkJob, error: PlanError | MemoryError) -> None:
         """Give up a job that cannot be planned."""
@@ -151,6 +169,10 @@ class Planning:
         self.drop(job.delivery)
         failure = self._context.failure(FailureReason.INVALID_PAGES, Stage.PLANNING, str(error) or "out of memory")
         self._context.dispatch(PlanFailed(job.delivery, job.seq, failure))
+
+    async def _add_digests(self, chunk: PlannedChunk, work: DigestWork) -> None:
+        digests = await anyio.to_thread.run_sync(work.digests, chunk.job.ranges, limiter=self._digests)
+        await self._planned.send(replace(chunk, digests=digests))
 
     def _granted(self, job: ChunkJob, layout: KVLayout) -> Mapping[str, PageTable]:
         """The decode rank's page tables, checked when the first chunk of a delivery needs them."""
@@ -163,11 +185,11 @@ class Planning:
         return granted
 
 
-def granted_pages(grant: Grant, layout: KVLayout) -> dict[str, PageTable]:
+def granted_pages(grant: Grant | ReceiveOpened, layout: KVLayout) -> dict[str, PageTable]:
     """Read the page tables of a grant.
 
     Args:
-        grant: From the decode rank; not trusted.
+        grant: From the decode rank, not trusted; or what the decode rank made it of.
         layout: The decode rank's.
 
     Raises:

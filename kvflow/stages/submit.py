@@ -72,7 +72,7 @@ class Submit:
         """Ask the core whether a planned chunk may still be posted; it answers with `post` or `drop`."""
         job = chunk.job
         self._waiting[job.delivery, job.seq] = chunk
-        self._context.dispatch(PlanFinished(job.delivery, job.seq, job.num_bytes))
+        self._context.dispatch(PlanFinished(job.delivery, job.seq, job.num_bytes, chunk.digests))
 
     def post(self, effect: PostPlan) -> None:
         """Post a planned chunk, as the core said."""

@@ -97,6 +97,7 @@ class Core:
             ev.ReceiveAborted: lambda event, now: self.receivers.abort(event.room, event.failure, now),
             ev.InstanceGreeted: self._instance_greeted,
             ev.InstanceUnreachable: lambda event, now: self.receivers.unreachable(event.instance, event.failure, now),
+            ev.DigestsVerified: lambda event, now: self.receivers.verified(event.generation, event.failure, now),
             ev.NoticeDelivered: lambda event, now: self.receivers.notice(event.notice, None, now),
             ev.MessageReceived: self._message_received,
             ev.PeerLeft: lambda event, now: self._left(event.peer, event.failure, now),
@@ -209,7 +210,7 @@ class Core:
         return self.senders.grant(peer, grant, now)
 
     def _plan_finished(self, event: ev.PlanFinished, now: float) -> list[Effect]:
-        return self.senders.plan_finished(event.delivery, event.seq, event.num_bytes, now)
+        return self.senders.plan_finished(event, now)
 
     def _post_settled(self, event: ev.PostSettled, now: float) -> list[Effect]:
         effects = self.senders.post_settled(event.delivery, event.seq, event.failure, now)

@@ -6,9 +6,10 @@ only after the last post has settled; a Grant is sent only after its receiver is
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvflow.geometry.tokens import TokenRange
-from kvflow.state.events import Chunk, DeliveryId
+from kvflow.state.events import Chunk, DeliveryId, GreetedRank, ReceiveOpened
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure, Grant, Message, Notice, PeerId
 
@@ -26,6 +27,8 @@ __all__ = [
     "ReportReceiver",
     "ReportSender",
     "SendMessage",
+    "VerifyDigests",
+    "WrittenBy",
 ]
 
 
@@ -122,6 +125,26 @@ class Handed:
     num_notices: int = 0
 
 
+class WrittenBy(NamedTuple):
+    """What one prefill rank says it has written: all of its notices, in order."""
+
+    rank: GreetedRank
+    notices: tuple[Notice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyDigests:
+    """Compare what has arrived with the digests of the notices, then say DigestsVerified; the pages are held till then.
+
+    Attributes:
+        opened: What was asked for, and where it is.
+        written: By each rank that owed something.
+    """
+
+    opened: ReceiveOpened
+    written: tuple[WrittenBy, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ReportReceiver:
     """Tell the engine how a room that it receives stands."""
@@ -153,6 +176,7 @@ Effect = (
     | ProbePeer
     | ForgetPeer
     | ReportSender
+    | VerifyDigests
     | ReportReceiver
     | CountOddity
 )

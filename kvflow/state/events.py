@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvflow.geometry.pages import PageTable
-from kvflow.geometry.routes import Debt
+from kvflow.geometry.routes import Debt, RoutePiece
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.wire.messages import Failure, Message, Notice, PeerId
@@ -15,6 +15,7 @@ __all__ = [
     "ChunkOffered",
     "ClosingStarted",
     "DeliveryId",
+    "DigestsVerified",
     "DrainStarted",
     "Event",
     "GreetedRank",
@@ -119,11 +120,16 @@ class PeerGreeted:
 
 @dataclass(frozen=True, slots=True)
 class PlanFinished:
-    """The descriptors of a chunk are ready to post."""
+    """The descriptors of a chunk are ready to post.
+
+    Attributes:
+        digests: By component, if the grant asks for them.
+    """
 
     delivery: DeliveryId
     seq: int
     num_bytes: int
+    digests: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +177,7 @@ class ReceiveOpened:
         pages: For the same components, the destination pages as they go into the Grant.
         secret: 16 random bytes; the token of each grant is derived from it.
         footprint: What the pages take of the pools.
+        digest: What arrives is to be compared with digests of what was sent.
     """
 
     room: int
@@ -182,6 +189,7 @@ class ReceiveOpened:
     timeout_s: float
     secret: bytes
     footprint: Footprint = NO_MEMORY
+    digest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +206,12 @@ class GreetedRank:
 
     Attributes:
         debts: What it owes, by component.
+        pieces: The same as cells. The core does not look at them.
     """
 
     peer: PeerId
     debts: Mapping[str, Debt]
+    pieces: tuple[RoutePiece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +235,18 @@ class NoticeDelivered:
     """The transport delivered a notice in band; only the token of its grant says who sent it."""
 
     notice: Notice
+
+
+@dataclass(frozen=True, slots=True)
+class DigestsVerified:
+    """What arrived was compared with its digests, see `VerifyDigests`.
+
+    Attributes:
+        failure: None if all are equal, or if nobody wanted to know any more.
+    """
+
+    generation: int
+    failure: Failure | None
 
 
 # On both -----------------------------------------------------------------------------------------------------------
@@ -297,6 +319,7 @@ Event = (
     | InstanceGreeted
     | InstanceUnreachable
     | NoticeDelivered
+    | DigestsVerified
     | MessageReceived
     | PeerLeft
     | PeerGone

@@ -1,8 +1,9 @@
 """The receiving machine: one room on one decode rank.
 
 It grants its pages to every rank of the prefill instance, counts notices by `engine_rank`, and ends in success only
-when each rank that owes it bytes has accounted for all of them. Any other end drains: every rank that could still
-write is told to stop, and the pages are given back when each has said that it did.
+when each rank that owes it bytes has accounted for all of them and, if that was asked for, what arrived has the digests
+of what was sent. Any other end drains: every rank that could still write is told to stop, and the pages are given back
+when each has said that it did.
 """
 
 import hashlib
@@ -11,7 +12,16 @@ from collections.abc import Mapping, Sequence
 from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.routes import bytes_owed
 from kvflow.geometry.tokens import TokenRange
-from kvflow.state.effects import CountOddity, Effect, Handed, ProbePeer, ReportReceiver, SendMessage
+from kvflow.state.effects import (
+    CountOddity,
+    Effect,
+    Handed,
+    ProbePeer,
+    ReportReceiver,
+    SendMessage,
+    VerifyDigests,
+    WrittenBy,
+)
 from kvflow.state.events import GreetedRank, ReceiveOpened
 from kvflow.state.tables import RANK, Memory, Outcome, RankSignal, RankState, Signal, TransferState
 from kvflow.wire.messages import Cancel, Failure, Grant, Notice, PeerId, Received
@@ -23,6 +33,7 @@ class RankProgress:
     """What one prefill rank owes to one transfer, and what of it has arrived."""
 
     def __init__(self, rank: GreetedRank, token: int, ranges: Mapping[str, TokenRange]) -> None:
+        self.rank = rank
         self.peer = rank.peer
         self.token = token
         self.state = RankState.OWING
@@ -63,6 +74,11 @@ class RankProgress:
         return None
 
     @property
+    def written(self) -> WrittenBy:
+        """What the rank says it has written, once all notices are there."""
+        return WrittenBy(self.rank, tuple(self._notices[seq] for seq in range(len(self._notices))))
+
+    @property
     def has_all_notices(self) -> bool:
         """Every notice up to the last one is there."""
         return len(self._notices) == self._num_expected
@@ -99,6 +115,8 @@ class Receiver:
         self.ranks: dict[int, RankProgress] = {}
         self.num_repeats = 0
         self._me = me
+        self.is_verifying = False
+        self._is_verified = False
         self._granted: tuple[PeerId, ...] = ()
 
     @property
@@ -167,7 +185,7 @@ class Receiver:
             timeout_s=timeout_s,
             progress_s=self._progress_s,
             priority=0,
-            digest=False,
+            digest=self.opened.digest,
         )
 
     def _cancel(self, failure: Failure) -> Cancel:
@@ -187,6 +205,14 @@ class Receiver:
         if progress.has_all_notices and progress.state is RankState.OWING:
             detail = progress.shortfall() or "nothing is missing"
             return self.stop(Signal.FAILED, self._error(FailureReason.INCOMPLETE, progress.peer, detail))
+        return self._review()
+
+    def verified(self, failure: Failure | None) -> list[Effect]:
+        """Take in whether what arrived has the digests of what was sent."""
+        self.is_verifying = False
+        if failure is not None:
+            return self.stop(Signal.FAILED, failure)
+        self._is_verified = True
         return self._review()
 
     def drained(self, peer: PeerId, failure: Failure | None) -> list[Effect]:
@@ -243,12 +269,12 @@ class Receiver:
 
     def _review(self, extra: Signal | None = None) -> list[Effect]:
         """Draw the transfer's conclusion from its ranks; report when a fact has changed."""
+        if self._must_verify():
+            self.is_verifying = True
+            return [VerifyDigests(self.opened, tuple(progress.written for progress in self.ranks.values()))]
         before = (self.state.outcome, self.state.memory)
-        states = [progress.state for progress in self.ranks.values()]
-        if self._granted and all(state is RankState.COMPLETE for state in states):
-            self.state.apply(Signal.COMPLETED)
-        elif not self.state.is_pending and all(state.is_quiet for state in states):
-            self.state.apply(Signal.QUIET)
+        if not self.is_verifying:  # meanwhile the pages are read, so that they stay as they are
+            self._conclude()
         if extra is not None:
             self.state.apply(extra)
         after = (self.state.outcome, self.state.memory)
@@ -256,6 +282,18 @@ class Receiver:
             return []
         is_success = self.state.outcome is Outcome.SUCCESS
         return [self._report(), *(self._received() if is_success else [])]
+
+    def _must_verify(self) -> bool:
+        if not self.opened.digest or self._is_verified or self.is_verifying or not self.state.is_pending:
+            return False
+        return bool(self.ranks) and all(progress.state is RankState.COMPLETE for progress in self.ranks.values())
+
+    def _conclude(self) -> None:
+        states = [progress.state for progress in self.ranks.values()]
+        if self._granted and all(state is RankState.COMPLETE for state in states):
+            self.state.apply(Signal.COMPLETED)
+        elif not self.state.is_pending and all(state.is_quiet for state in states):
+            self.state.apply(Signal.QUIET)
 
     def _received(self) -> list[Effect]:
         received = Received(room=self.room, generation=self.generation)

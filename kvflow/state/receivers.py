@@ -170,6 +170,11 @@ class Receivers:
             self._deadlines.set(Stalled(receiver.generation), now + self._timeouts.progress_s)
         return self._follow(receiver, effects, now)
 
+    def verified(self, generation: int, failure: Failure | None, now: float) -> list[Effect]:
+        """Take in what came of comparing digests; the transfer may be over by now."""
+        receiver = self.receivers.get(generation)
+        return self._follow(receiver, receiver.verified(failure), now) if receiver else []
+
     def drained(self, peer: PeerId, drained: Drained, now: float) -> list[Effect]:
         """Take a rank's word that it can write nothing more."""
         receiver = self._find(drained.room, drained.generation)
@@ -303,8 +308,9 @@ class Receivers:
         if not receiver.state.is_pending:
             if self._deadlines.clear(Unreceived(generation)):
                 self._judge(receiver, now)
-            self._deadlines.clear(Stalled(generation))
             self._ungreeted.get(receiver.opened.instance, {}).pop(generation, None)
+        if not receiver.state.is_pending or receiver.is_verifying:
+            self._deadlines.clear(Stalled(generation))
         if receiver.state.memory is Memory.DRAINING:
             self._deadlines.set_once(Undrained(generation), now + self._timeouts.drain_s)
         else:

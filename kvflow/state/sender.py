@@ -12,7 +12,7 @@ import msgspec
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.effects import DropChunks, DropPlan, Effect, EnqueueChunk, PostPlan, ReportSender, SendMessage
-from kvflow.state.events import Chunk, DeliveryId
+from kvflow.state.events import Chunk, DeliveryId, PlanFinished
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
 from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, PeerId
@@ -98,13 +98,14 @@ class Delivery:
                 shares[name] = (at, end)
         return shares
 
-    def plan_finished(self, seq: int, num_bytes: int) -> list[Effect]:
+    def plan_finished(self, plan: PlanFinished) -> list[Effect]:
         """Post what was planned, unless the delivery has ended."""
+        seq = plan.seq
         notice = self._planned.pop(seq, None)
         if notice is None:
             return [DropPlan(self.id, seq)]
-        notice = msgspec.structs.replace(notice, num_bytes=num_bytes)
-        if not num_bytes:  # tokens of which this rank holds none
+        notice = msgspec.structs.replace(notice, num_bytes=plan.num_bytes, digests=dict(plan.digests))
+        if not plan.num_bytes:  # tokens of which this rank holds none
             return [DropPlan(self.id, seq), *self._tell(notice)]
         self._posted[seq] = notice
         return [PostPlan(self.id, seq, notice)]
@@ -226,9 +227,9 @@ class Sender:
         self.deliveries[peer] = delivery
         return [*self._feed(delivery, self._chunks), *self._review()]
 
-    def plan_finished(self, delivery: Delivery, seq: int, num_bytes: int) -> list[Effect]:
+    def plan_finished(self, delivery: Delivery, plan: PlanFinished) -> list[Effect]:
         """Post what was planned, unless its delivery has ended."""
-        return [*delivery.plan_finished(seq, num_bytes), *self._review()]
+        return [*delivery.plan_finished(plan), *self._review()]
 
     def post_settled(self, delivery: Delivery, seq: int, failure: Failure | None) -> list[Effect]:
         """Note that a post has ended; one that failed ends the room."""

@@ -9,7 +9,7 @@ from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, S
 from kvflow.state.acquaintances import Acquaintances
 from kvflow.state.deadlines import Deadlines
 from kvflow.state.effects import CountOddity, DropPlan, Effect, SendMessage
-from kvflow.state.events import Chunk, DeliveryId
+from kvflow.state.events import Chunk, DeliveryId, PlanFinished
 from kvflow.state.quarantine import Footprint, Quarantine
 from kvflow.state.sender import Delivery, Sender, drained, failed
 from kvflow.state.tables import Memory, Signal
@@ -187,12 +187,12 @@ class Senders:
             return [CountOddity("received_of_unknown_transfer", peer, received.room)]
         return self._follow(sender, sender.received(delivery), now)
 
-    def plan_finished(self, delivery_id: DeliveryId, seq: int, num_bytes: int, now: float) -> list[Effect]:
+    def plan_finished(self, plan: PlanFinished, now: float) -> list[Effect]:
         """Post what was planned, unless its delivery has ended."""
-        sender, delivery = self._find(delivery_id)
+        sender, delivery = self._find(plan.delivery)
         if sender is None or delivery is None:
-            return [DropPlan(delivery_id, seq)]
-        return self._follow(sender, sender.plan_finished(delivery, seq, num_bytes), now)
+            return [DropPlan(plan.delivery, plan.seq)]
+        return self._follow(sender, sender.plan_finished(delivery, plan), now)
 
     def plan_failed(self, delivery_id: DeliveryId, failure: Failure, now: float) -> list[Effect]:
         """End the room of a chunk that cannot be planned."""

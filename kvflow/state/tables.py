@@ -18,7 +18,8 @@ prefill ranks. The sender's pages are sources, and the proofs come from its own 
 writes have ended, while the outcome stays PENDING until the receiver says that it has everything.
 
 A receiver also follows each prefill rank that owes it bytes (`RANK`), keyed by `engine_rank`. The transfer is
-complete when every rank is COMPLETE, and quiet when every rank is COMPLETE or DRAINED.
+complete when every rank is COMPLETE and what arrived has the digests that were asked for, if any. It is quiet when
+every rank is COMPLETE or DRAINED and nobody works out digests of its pages any more.
 
 A rank follows each peer (`PEER`): one life of one rank at the other end, from the handshake to its loss. A `BREAKER`
 keeps it from asking again and again those who fail again and again.

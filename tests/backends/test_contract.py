@@ -9,6 +9,7 @@ import pytest
 from kvflow.backends import create_backend
 from kvflow.backends.base import Backend, NoticeArrived
 from kvflow.errors import BackendError
+from kvflow.geometry.layout import MemoryRange
 from tests.backends.endpoints import BACKENDS, Endpoint, copies, fresh_name, open_backend, open_endpoints, same
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("backend", BACKENDS)]
@@ -228,3 +229,12 @@ async def test_closing_without_opening_is_harmless(backend: str) -> None:
     async with endpoint:
         await endpoint.open(fresh_name())
     assert list(await endpoint.aclose()) == []
+
+
+async def test_registered_memory_can_be_seen_without_a_copy(backend: str) -> None:
+    async with open_endpoints(backend, count=1) as (endpoint,):
+        view = endpoint.backend.view(MemoryRange(endpoint.address + 5, 100))
+        assert np.array_equal(view, endpoint.memory[5:105])
+        endpoint.memory[7] ^= 0xFF
+        assert view[2] == endpoint.memory[7]
+        assert np.shares_memory(view, endpoint.memory)

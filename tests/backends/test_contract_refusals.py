@@ -191,3 +191,15 @@ async def test_names_and_options_that_do_not_exist(backend: str) -> None:
     with pytest.raises(ConfigError) as caught:
         create_backend(backend + "x", {})
     assert caught.value.values["known"] == sorted(BACKENDS)
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 8), (SIZE - 7, 8), (SIZE, 1), (0, 0), (8, 2**64 - 8)])
+async def test_memory_that_is_not_registered_cannot_be_seen(backend: str, start: int, length: int) -> None:
+    async with open_backend(create_backend(backend, {}), SIZE) as endpoint:
+        with pytest.raises(BackendError, match="not registered"):
+            endpoint.backend.view(MemoryRange(endpoint.address + start, length))
+
+
+async def test_memory_cannot_be_seen_before_it_is_registered(backend: str) -> None:
+    with pytest.raises(BackendError, match="registered"):
+        create_backend(backend, {}).view(MemoryRange(4096, 8))

@@ -13,6 +13,7 @@ import pytest
 from kvflow.backends.base import PostEnded, PostInDoubt
 from kvflow.backends.memory import BYTES_PER_TURN, Fabric, FaultScript, MappedRange, MemoryBackend
 from kvflow.errors import BackendError, RegistrationError
+from kvflow.geometry.layout import MemoryRange
 from tests.backends.endpoints import Endpoint, copies, fresh_name, make_layout, open_backend, open_endpoints, same
 
 pytestmark = pytest.mark.anyio
@@ -36,6 +37,16 @@ async def test_faults_hit_the_posts_that_they_are_planned_for() -> None:
         assert same(source, target, 64, 5 * 64)
         assert faults.posted == [(target.name, 64)] * 5
         assert not faults.plan
+
+
+async def test_a_corrupted_post_succeeds_with_its_first_byte_changed() -> None:
+    async with open_endpoints("memory", options={"faults": FaultScript(["corrupt"])}) as (source, target):
+        source.post(1, target, copies(source, target, (128, 0), 64), b"fine")
+        await source.take_ends()
+        assert [end.error for end in source.ends()] == [None]
+        assert target.memory[128] == source.memory[128] ^ 0xFF
+        assert same(source, target, 129, 192)
+        assert same(source, target, 0, 64)
 
 
 async def test_a_doubtful_post_ends_when_its_endpoint_closes() -> None:
@@ -134,6 +145,7 @@ async def test_addresses_with_bit_63() -> None:
         assert same(source, target, 1, 4)
         assert same(source, target, size - 3)
         assert not same(source, target, 4, size - 3)
+        assert np.array_equal(source.backend.view(MemoryRange(bases[0] + 1, 3)), buffers[0][1:4])
         with pytest.raises(BackendError):
             source.post(2, target, copies(source, target, (size - 2,), 3))
 

@@ -41,6 +41,20 @@ def test_bench_plan_gives_rows_and_the_handshake(capsys: pytest.CaptureFixture[s
     assert "compiled in" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("backend", ["memory", "nixl"])
+def test_bench_digest_gives_rows_and_transfers(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["bench", "digest", "--backend", backend, "--megabytes", "2", "--rounds", "1"]
+    assert main([*options, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    seen = {(row["order"], row["page_size"], row["heads"], row["table"]) for row in result["rows"]}
+    assert seen == set(itertools.product(["NHD", "HND"], [1, 16, 64], [1, 8], ["contiguous", "random"]))
+    assert all(row["gb_per_s"] > 0 for row in result["rows"])
+    assert (result["transfer"]["backend"], result["transfer"]["megabytes"]) == (backend, 2)
+    assert result["transfer"]["digest_ms"] > 0
+    assert main(options) == 0
+    assert f"2 MB over {backend}" in capsys.readouterr().out
+
+
 def test_bench_idle_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "idle", "--backend", "memory", "--seconds", "0.1"]) == 0
     assert "2 connected ranks over memory" in capsys.readouterr().out

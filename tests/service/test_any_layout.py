@@ -39,7 +39,7 @@ async def test_over_nixl_at_real_addresses(world: World) -> None:
     await hand_over(world, "nixl")
 
 
-async def hand_over(world: World, backend: str) -> None:
+async def hand_over(world: World, backend: str, *, digest_every: int = 0) -> None:
     """Open every rank, send and receive the request, and compare all memory with the model."""
     world.compute()
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
@@ -49,7 +49,9 @@ async def hand_over(world: World, backend: str) -> None:
             opened = kvflow.PrefillRank(config, rank.layout, transport(backend, rank))
             senders.append((await stack.enter_async_context(opened), rank))
         for number, (_, rank) in enumerate(sorted(world.decode.items())):
-            settings_ = decode_config(registry.endpoint, number, len(world.decode), backend=backend)
+            settings_ = decode_config(
+                registry.endpoint, number, len(world.decode), backend=backend, digest_every=digest_every
+            )
             receiver = kvflow.DecodeRank(settings_, rank.layout, transport(backend, rank))
             receivers.append((await stack.enter_async_context(receiver), rank))
         async with anyio.create_task_group() as tasks:

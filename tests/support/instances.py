@@ -127,15 +127,22 @@ class Request:
                 else:
                     await sender.chunk((start, stop), pages)
 
-    def receiver(self, rank: int = 0, *, start: int = 0, timeout_s: float | None = None) -> kvflow.RoomReceiver:
+    def receiver(
+        self, rank: int = 0, *, start: int = 0, timeout_s: float | None = None, digest: bool | None = None
+    ) -> kvflow.RoomReceiver:
         """Start to receive the tokens from `start`, as the engine of one decode rank."""
         tokens = (start, self.num_tokens)
         return self.deployment.decode[rank].receive(
-            self.room, prefill="prefill", tokens=tokens, pages=self.dst_pages(rank, tokens), timeout_s=timeout_s
+            self.room,
+            prefill="prefill",
+            tokens=tokens,
+            pages=self.dst_pages(rank, tokens),
+            timeout_s=timeout_s,
+            digest=digest,
         )
 
-    async def receive(self, rank: int = 0, *, start: int = 0) -> kvflow.Handover:
-        async with self.receiver(rank, start=start) as receiver:
+    async def receive(self, rank: int = 0, *, start: int = 0, digest: bool | None = None) -> kvflow.Handover:
+        async with self.receiver(rank, start=start, digest=digest) as receiver:
             return await receiver.done()
 
     async def hand_over(self, *, chunk: int | None = None, start: int = 0) -> list[kvflow.Handover]:
@@ -221,6 +228,7 @@ async def deploy(
     decode_tp: int = 1,
     timeouts: Timeouts = QUICK,
     limits: Limits = DEFAULT_LIMITS,
+    digest_every: int = 0,
 ) -> AsyncIterator[Deployment]:
     """Open a registry and both instances."""
     common = {"backend": backend, "timeouts": timeouts, "limits": limits}
@@ -237,7 +245,8 @@ async def deploy(
             deployment.faults.append(faults)
         for rank in range(decode_tp):
             pool = make_pool(decode_tp, rank)
-            receiver = kvflow.DecodeRank(decode_config(registry.endpoint, rank, decode_tp, **common), pool.layout)
+            config = decode_config(registry.endpoint, rank, decode_tp, digest_every=digest_every, **common)
+            receiver = kvflow.DecodeRank(config, pool.layout)
             deployment.decode.append(await deployment.open(receiver, stack))
             deployment.targets.append(pool)
         yield deployment

@@ -27,6 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     plan.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     plan.set_defaults(measure=_plan)
+    digest = cases.add_parser("digest", help="speed of digests, and what they cost a transfer")
+    digest.add_argument("--backend", default="nixl", metavar="NAME", help="transport (default: %(default)s)")
+    digest.add_argument("--megabytes", type=_count, default=64, metavar="N", help="of a transfer (default: 64)")
+    digest.add_argument("--rounds", type=_count, default=21, metavar="N", help="of each kind (default: 21)")
+    digest.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    digest.set_defaults(measure=_digest)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,6 +63,11 @@ def _counts(text: str) -> tuple[int, ...]:
     return counts
 
 
+def _count(text: str) -> int:
+    (count,) = _counts(text)
+    return count
+
+
 def _plan(arguments: argparse.Namespace) -> str:
     from kvflow.cli.bench.plan import measure_handshake, measure_plans  # noqa: PLC0415 - numpy is not needed for help
 
@@ -74,5 +85,22 @@ def _plan(arguments: argparse.Namespace) -> str:
     lines.append(
         f"handshake, {handshake.prefill_ranks} x {handshake.decode_ranks} ranks of {handshake.layers} layers: "
         f"routes compiled in {handshake.routes_ms:.1f} ms and bound in {handshake.bind_ms:.1f} ms per decode rank"
+    )
+    return "\n".join(lines)
+
+
+def _digest(arguments: argparse.Namespace) -> str:
+    from kvflow.cli.bench.digest import measure_digests, measure_transfers  # noqa: PLC0415 - help works without torch
+
+    megabytes = arguments.megabytes
+    rows = list(measure_digests(megabytes))
+    transfer = anyio.run(measure_transfers, arguments.backend, megabytes, arguments.rounds)
+    if arguments.json:
+        return msgspec.json.encode({"transfer": transfer, "rows": rows}).decode()
+    lines = [f"{'order':5} {'page':>5} {'heads':>6} {'table':10} {'GB/s':>6}"]
+    lines += [f"{row.order:5} {row.page_size:5} {row.heads:>6} {row.table:10} {row.gb_per_s:6.2f}" for row in rows]
+    lines.append(
+        f"{megabytes} MB over {transfer.backend}: {transfer.plain_ms:.1f} ms without digests, "
+        f"{transfer.digest_ms:.1f} ms with digests on both sides (medians of {transfer.rounds} each, in turn)"
     )
     return "\n".join(lines)
