@@ -133,9 +133,9 @@ class Receivers:
         ranks = self._instances.get(opened.instance)
         if ranks is not None:
             return self._grant(receiver, ranks, now)
-        is_greeting = opened.instance in self._ungreeted
-        self._ungreeted.setdefault(opened.instance, {})[receiver.generation] = receiver
-        return [] if is_greeting else [GreetInstance(opened.instance)]
+        effects = self._greet(opened.instance)
+        self._ungreeted[opened.instance][receiver.generation] = receiver
+        return effects
 
     def abort(self, room: int, failure: Failure, now: float) -> list[Effect]:
         """End a room because its engine gave it up."""
@@ -263,8 +263,19 @@ class Receivers:
         self._deadlines.set(Unanswered(receiver.generation), now + self._timeouts.repeat_s)
         return self._follow(receiver, receiver.grant(ranks, self._time_left(receiver, now)), now)
 
+    def _greet(self, instance: str) -> list[Effect]:
+        """Greet an instance, unless that is going on or done."""
+        if instance in self._ungreeted or instance in self._instances:
+            return []
+        self._ungreeted[instance] = {}
+        return [GreetInstance(instance)]
+
     def _say_again(self, receiver: Receiver, now: float) -> list[Effect]:
         effects = receiver.repeat(self._time_left(receiver, now))
+        if (
+            receiver.failure is not None and receiver.granted
+        ):  # who was parted with proves nothing before it is met again
+            effects += self._greet(receiver.opened.instance)
         pause_s = self._timeouts.repeat_s * min(2**receiver.num_repeats, MAX_BACKOFF)
         self._deadlines.set(Unanswered(receiver.generation), now + pause_s)
         return effects

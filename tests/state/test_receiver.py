@@ -356,3 +356,11 @@ def test_a_transfer_to_which_nobody_owes_anything_is_complete(core: CoreDriver) 
     assert reports(effects) == [("success", "safe")]
     assert [to for to, _ in messages(effects, Received)] == [PREFILL]
     assert core.core.is_idle
+
+
+def test_an_instance_that_was_parted_with_is_greeted_for_its_proofs(wire: Wire) -> None:
+    """Otherwise pages in quarantine would wait for the next request to the same instance."""
+    wire.core.hear(PREFILL, Goodbye(peer=PREFILL))
+    assert GreetInstance("prefill") in wire.core.sleep(1.0)
+    assert GreetInstance("prefill") not in wire.core.sleep(60.0)
+    assert {receiver for receiver, _ in messages(wire.core.meet_prefill(PREFILL, OTHER), Cancel)} == {PREFILL, OTHER}
