@@ -295,6 +295,8 @@ class Sender:
     def _feed(self, delivery: Delivery, chunks: Iterable[Chunk]) -> list[Effect]:
         effects: list[Effect] = []
         for chunk in chunks:
+            if not delivery.state.is_pending:  # another delivery has ended the room just now
+                break
             missing = delivery.missing(chunk)
             if missing is not None:
                 return [*effects, *self.stop(Signal.FAILED, self._error(FailureReason.TOKENS_NOT_SERVED, missing))]
