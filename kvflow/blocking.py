@@ -316,7 +316,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank]):
     ) -> None:
         super().__init__(lambda: decode.DecodeRank(config, layout, backend), loop)
 
-    def receive(
+    def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,
         room: int,
         *,
@@ -325,16 +325,24 @@ class DecodeRank(_BlockingRank[decode.DecodeRank]):
         pages: Mapping[str, Pages],
         num_ranks: int | None = None,
         timeout_s: float | None = None,
+        priority: int = 0,
     ) -> BlockingReceiver:
         """Start to receive a room; see `kvflow.DecodeRank.receive`. What is wrong with the room shows in `poll`.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens.
+            ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range.
         """
 
         def make() -> BlockingReceiver:
             receiver = self._rank.receive(
-                room, prefill=prefill, tokens=tokens, pages=pages, num_ranks=num_ranks, timeout_s=timeout_s
+                room,
+                prefill=prefill,
+                tokens=tokens,
+                pages=pages,
+                num_ranks=num_ranks,
+                timeout_s=timeout_s,
+                priority=priority,
             )
             return BlockingReceiver(self._portal, receiver)
 

@@ -12,7 +12,7 @@ import anyio
 from typing_extensions import Self
 
 from kvflow.backends.base import Backend, BackendEvent, NoticeArrived
-from kvflow.config import DecodeConfig, check_count, check_duration
+from kvflow.config import DecodeConfig, check_count, check_duration, check_priority
 from kvflow.errors import FailureReason, LocalProtocolError, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages, check_parts, spell_out
@@ -75,7 +75,7 @@ class DecodeRank(Rank["RoomReceiver"]):
         self._generations = itertools.count(1)
         self._is_watching = False
 
-    def receive(
+    def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,
         room: int,
         *,
@@ -84,6 +84,7 @@ class DecodeRank(Rank["RoomReceiver"]):
         pages: Mapping[str, Pages],
         num_ranks: int | None = None,
         timeout_s: float | None = None,
+        priority: int = 0,
     ) -> "RoomReceiver":
         """Start to receive a room; use the result as an async context manager.
 
@@ -100,9 +101,13 @@ class DecodeRank(Rank["RoomReceiver"]):
                 "slot", the one slot; None says that a component is not wanted.
             num_ranks: Decode ranks that receive this room; all ranks of this instance by default.
             timeout_s: How long the whole transfer may take; from the settings by default.
+            priority: Class of the transfer on every prefill rank, 0 (first) to `NUM_PRIORITIES` - 1: where chunks wait
+                for this rank, those of a lower number go first. Waiting lifts a chunk by one class after each
+                `Timeouts.ageing_s` of the prefill rank.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens.
+            ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range.
             LocalProtocolError: On entry: the room is being received already, or the rank is not open.
             CapacityExceeded: On entry: too many rooms are open.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
@@ -127,6 +132,7 @@ class DecodeRank(Rank["RoomReceiver"]):
             num_decode_ranks=num_ranks,
             timeout_s=timeout_s,
             secret=secrets.token_bytes(SECRET_BYTES),
+            priority=check_priority("priority", priority),
         )
         return RoomReceiver(self, wish)
 

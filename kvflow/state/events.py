@@ -160,6 +160,7 @@ class ReceiveOpened:
         instance: Prefill instance that computes it.
         ranges: For each component that is wanted, its tokens.
         pages: For the same components, the destination pages as they go into the Grant.
+        priority: Class of the transfer; 0 goes first.
         secret: 16 random bytes; the token of each grant is derived from it.
     """
 
@@ -171,6 +172,7 @@ class ReceiveOpened:
     num_decode_ranks: int
     timeout_s: float
     secret: bytes
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
