@@ -342,7 +342,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank]):
     ) -> None:
         super().__init__(lambda: decode.DecodeRank(config, layout, backend), loop)
 
-    def receive(  # noqa: PLR0913 - all but one by keyword
+    def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,
         room: int,
         *,
@@ -352,11 +352,13 @@ class DecodeRank(_BlockingRank[decode.DecodeRank]):
         num_ranks: int | None = None,
         timeout_s: float | None = None,
         digest: bool | None = None,
+        priority: int = 0,
     ) -> BlockingReceiver:
         """Start to receive a room; see `kvflow.DecodeRank.receive`. What is wrong with the room shows in `poll`.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
+            ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range.
         """
 
         def make() -> BlockingReceiver:
@@ -368,6 +370,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank]):
                 num_ranks=num_ranks,
                 timeout_s=timeout_s,
                 digest=digest,
+                priority=priority,
             )
             return BlockingReceiver(self._portal, receiver)
 

@@ -17,6 +17,7 @@ __all__ = [
     "check_address",
     "check_count",
     "check_duration",
+    "check_priority",
 ]
 
 
@@ -59,6 +60,21 @@ def check_count(setting: str, value: SupportsIndex) -> int:
     return count
 
 
+def check_priority(setting: str, value: SupportsIndex) -> int:
+    """Turn any kind of integer into a class of transfers.
+
+    Raises:
+        ConfigError: Naming the setting.
+    """
+    try:
+        priority = operator.index(value)
+    except TypeError:
+        priority = -1
+    if not 0 <= priority < NUM_PRIORITIES:
+        raise ConfigError("priority must be an integer in range", setting=setting, value=value, end=NUM_PRIORITIES)
+    return priority
+
+
 def check_duration(setting: str, value: object) -> None:
     """Refuse what is not a positive number of seconds up to a day, which is what messages can carry.
 
@@ -86,6 +102,9 @@ class Timeouts:
             bytes have arrived.
         progress_s: How long nothing may arrive or leave, once something has, before a transfer is given up.
         drain_s: How long to wait for the proof that pages are quiet before they are put into quarantine.
+        ageing_s: How long a chunk waits for its turn until it is lifted by one class of priority. A class is worth this
+            much of a head start over the next one: 0.1 s lets the lowest of 8 wait for 0.7 s before it takes turns with
+            the highest.
         lease_s: Silence after which a peer is taken for lost; pings go out three times as often. An event loop that is
             blocked for longer (by a model step, say) is taken for dead.
     """
@@ -97,6 +116,7 @@ class Timeouts:
     first_bytes_s: float = 120.0
     progress_s: float = 30.0
     drain_s: float = 5.0
+    ageing_s: float = 0.1
     lease_s: float = 3.0
 
     def __post_init__(self) -> None:
@@ -121,10 +141,11 @@ class Limits:
     Attributes:
         transfers: Rooms open at once on a rank.
         pending_grants: Grants kept for rooms that the prefill engine has not opened yet.
-        queued_chunks: Granted chunks that wait for their turn; beyond it `chunk()` waits.
+        queued_chunks: Granted chunks that wait for one peer, for their data, turn or credit; beyond it `chunk()` waits
+            for rooms that go to that peer, and for no others.
         posts_per_peer: Writes posted to one peer and not yet ended.
         bytes_per_peer: Bytes of such writes; a single larger chunk still goes, alone.
-        rows_per_peer: Descriptors of such writes; as above.
+        rows_per_peer: Descriptors of such writes, counted before they are planned: as many as there can be; as above.
         quarantined_pages: Pages in quarantine beyond which nothing new is admitted.
         quarantined_bytes: Bytes of such pages, as above.
         metadata_bytes: Metadata of one transfer.

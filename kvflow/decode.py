@@ -12,7 +12,7 @@ import anyio
 from typing_extensions import Self
 
 from kvflow.backends.base import Backend, BackendEvent, NoticeArrived
-from kvflow.config import DecodeConfig, check_count, check_duration
+from kvflow.config import DecodeConfig, check_count, check_duration, check_priority
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages, check_parts, spell_out
@@ -83,7 +83,7 @@ class DecodeRank(Rank["RoomReceiver"]):
         self._generations = itertools.count(1)
         self._is_watching = False
 
-    def receive(  # noqa: PLR0913 - all but one by keyword
+    def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,
         room: int,
         *,
@@ -93,6 +93,7 @@ class DecodeRank(Rank["RoomReceiver"]):
         num_ranks: int | None = None,
         timeout_s: float | None = None,
         digest: bool | None = None,
+        priority: int = 0,
     ) -> "RoomReceiver":
         """Start to receive a room; use the result as an async context manager.
 
@@ -111,9 +112,13 @@ class DecodeRank(Rank["RoomReceiver"]):
             timeout_s: How long the whole transfer may take; from the settings by default.
             digest: Compare what has arrived with digests of what was sent before it counts as complete; a difference
                 fails the transfer with the reason `corrupt`. As the settings say (`digest_every`) by default.
+            priority: Class of the transfer on every prefill rank, 0 (first) to `NUM_PRIORITIES` - 1: where chunks wait
+                for this rank, those of a lower number go first. Waiting lifts a chunk by one class after each
+                `Timeouts.ageing_s` of the prefill rank.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
+            ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range.
             LocalProtocolError: On entry: the room is being received already, or the rank is not open.
             CapacityExceeded: On entry: too many rooms are open.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
@@ -141,6 +146,7 @@ class DecodeRank(Rank["RoomReceiver"]):
             timeout_s=timeout_s,
             secret=secrets.token_bytes(SECRET_BYTES),
             footprint=self.footprint(tables),
+            priority=check_priority("priority", priority),
         )
         return RoomReceiver(self, wish, digest)
 

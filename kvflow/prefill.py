@@ -7,29 +7,30 @@ from types import TracebackType
 
 import anyio
 import anyio.lowlevel
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from kvflow.backends.base import Backend, BackendEvent, PostEnded, PostInDoubt
 from kvflow.config import PrefillConfig
 from kvflow.errors import FailureReason, PlanError
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages, check_parts, spell_out
-from kvflow.geometry.routes import bytes_owed
 from kvflow.geometry.tokens import TokenRange, check_range
 from kvflow.rank import Rank
 from kvflow.registry import RegistryClient
 from kvflow.stages.bootstrap import PrefillBootstrap
 from kvflow.stages.digests import OwnMemory
-from kvflow.stages.enqueue import ChunkJob, Enqueue
+from kvflow.stages.enqueue import Enqueue
 from kvflow.stages.planning import PlannedChunk, Planning
 from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.events import Chunk, ReadyEvent
-from kvflow.state.tables import Memory
+from kvflow.state.queue import ChunkJob
+from kvflow.state.tables import Memory, Outcome
+from kvflow.state.window import Cost
 from kvflow.transfer import Transfer
 from kvflow.wire.channel import Listener
-from kvflow.wire.messages import Card, Message, PeerId
+from kvflow.wire.messages import Card, Failure, Message, PeerId
 
 __all__ = ["PrefillRank", "RoomSender"]
 
@@ -85,7 +86,7 @@ class PrefillRank(Rank["RoomSender"]):
         self._resources.callback(self._registry.unregister, self.me)
         self._bootstrap = PrefillBootstrap(self._context, self.layout, self._backend, self._listener, self._on_message)
         geometry = self._bootstrap.geometry
-        self._enqueue = Enqueue(self._context, job_in, self._num_bytes)
+        self._enqueue = Enqueue(self._context, job_in, self._cost)
         memory = OwnMemory(self.layout, self._backend.view, self._backend.capabilities.max_descriptor_bytes)
         self._planning = Planning(self._context, job_out, planned_in, geometry, self._enqueue.end, memory)
         self._submit = Submit(self._context, self._backend, planned_out, self._enqueue.end, self._send)
@@ -133,9 +134,6 @@ class PrefillRank(Rank["RoomSender"]):
     def _withdraw(self) -> None:
         self._registry.unregister(self.me)
 
-    def _stop_stages(self) -> None:
-        self._enqueue.stop()
-
     def _on_message(self, peer: PeerId, message: Message) -> None:
         self.dispatch(ev.MessageReceived(peer, message))
 
@@ -148,9 +146,12 @@ class PrefillRank(Rank["RoomSender"]):
             case _:
                 self._ignore("notice_on_prefill_rank")
 
-    def _num_bytes(self, effect: ef.EnqueueChunk) -> int:
+    def _cost(self, effect: ef.EnqueueChunk) -> Cost:
+        """What a part of a chunk takes of its peer's window; nothing if the peer is gone."""
         geometry = self._bootstrap.geometry(effect.delivery.peer)
-        return bytes_owed(geometry.route.debts, effect.ranges, effect.grant.ranges) if geometry else 0
+        if geometry is None:
+            return Cost(0, 0)
+        return geometry.cost(effect.ranges, effect.grant.ranges, self._backend.capabilities.max_descriptor_bytes)
 
     def _num_queued(self) -> int:
         return self._enqueue.num_queued
@@ -158,9 +159,13 @@ class PrefillRank(Rank["RoomSender"]):
     def _num_posted(self) -> int:
         return self._submit.num_posted
 
-    async def wait_for_room(self) -> None:
-        """Wait while too many chunks wait for their turn."""
-        await self._enqueue.wait_for_room()
+    async def wait_for_room(self, room: int) -> None:
+        """Wait while too many chunks wait for a decode rank that has asked for this room."""
+        await self._enqueue.wait_for_room(lambda: self._peers(room))
+
+    def _peers(self, room: int) -> list[PeerId]:
+        sender = self._core.senders.rooms.get(room)
+        return list(sender.deliveries) if sender is not None else []
 
 
 class RoomSender(Transfer):
@@ -170,12 +175,13 @@ class RoomSender(Transfer):
         super().__init__(room)
         self._rank = rank
         self._is_finished = False
+        self._waits: list[anyio.CancelScope] = []
 
     async def chunk(self, tokens: TokenRange, pages: Mapping[str, Pages], *, ready: ReadyEvent | None = None) -> None:
         """Send tokens that are computed, or will be when `ready` is.
 
-        Returns at once unless too many chunks wait already; cancelled while it waits, it has offered nothing. The
-        pages must stay as they are until the block is left.
+        Returns at once unless too many chunks wait already for a decode rank of this room (`Limits.queued_chunks`);
+        cancelled while it waits, it has offered nothing. The pages must stay as they are until the block is left.
 
         Args:
             tokens: Positions `[start, stop)` in the request; must continue the chunk before.
@@ -226,10 +232,28 @@ class RoomSender(Transfer):
         if len(chunk.metadata) > limit:
             raise PlanError("metadata is too long", room=self.room, num_bytes=len(chunk.metadata), limit=limit)
         await anyio.lowlevel.checkpoint()
-        await self._rank.wait_for_room()
+        await self._wait_for_room()
         self._raise_if_failed()
         self._rank.dispatch(ev.ChunkOffered(self.room, chunk, self._rank.footprint(chunk.pages)))
         self._is_finished = chunk.last
+
+    @override
+    def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
+        super().report(outcome, memory, failure)
+        if failure is not None:
+            for wait in self._waits:
+                wait.cancel()
+
+    async def _wait_for_room(self) -> None:
+        """Wait until a chunk may be offered, or until the room has failed: it must hear of that at once."""
+        if self.failure is not None:
+            return
+        with anyio.CancelScope() as wait:
+            self._waits.append(wait)
+            try:
+                await self._rank.wait_for_room(self.room)
+            finally:
+                self._waits.remove(wait)
 
     async def delivered(self) -> None:
         """Wait until every decode rank has said that it has everything.

@@ -279,9 +279,6 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
     def _after_dispatch(self) -> None:
         """Look at what has changed after a step of the core."""
 
-    def _stop_stages(self) -> None:
-        """Let everybody go who waits for a stage."""
-
     def _num_queued(self) -> int:
         return 0
 
@@ -332,7 +329,6 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self._is_open = False
         self._error = error
         self._log.error("rank_broken", exc_info=error)
-        self._stop_stages()
         self._withdraw()
         detail = f"a task of this rank failed: {type(error).__name__}: {error}"
         failure = self._context.failure(FailureReason.BROKEN, Stage.ENQUEUE, detail)

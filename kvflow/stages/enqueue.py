@@ -1,115 +1,39 @@
 """Second stage: granted chunks wait here for their data, their turn and their credit.
 
 A chunk becomes a job when the core says that a decode rank wants it. It waits until the device has computed it
-(`ready`), until its transfer's turn comes among the transfers to the same peer, and until the peer's window has room.
-Full windows fill this queue, and a full queue makes the engine's `chunk()` wait.
+(`ready`), and then in the queue of `kvflow.state.queue` for its turn and for room in the peer's window. Full windows
+fill this queue, and when too much waits for one decode rank, the engine's `chunk()` waits for the rooms that go there.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import anyio
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectSendStream
 
-from kvflow.config import Limits
 from kvflow.errors import FailureReason, Stage
-from kvflow.geometry.pages import PageTable
-from kvflow.geometry.tokens import TokenRange
 from kvflow.stages.context import StageContext
 from kvflow.state.effects import EnqueueChunk
 from kvflow.state.events import DeliveryId, PlanFailed, ReadyEvent
-from kvflow.state.window import Window
-from kvflow.wire.messages import Failure, Grant, PeerId
+from kvflow.state.queue import ChunkJob, ChunkQueue
+from kvflow.state.window import Cost
+from kvflow.wire.messages import Failure, PeerId
 
-__all__ = ["ChunkJob", "ChunkQueue", "Enqueue"]
+__all__ = ["Enqueue"]
 
 DEVICE_WAITS_AT_ONCE = 64
 """Threads that wait for devices; they have a bound of their own, so that nothing else has to wait for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkJob:
-    """A part of a chunk on its way to one decode rank.
+@dataclass
+class _Gate:
+    """Rooms that wait to offer a chunk to one peer, in line: the first for room, the others for their turn."""
 
-    Attributes:
-        ranges: For each component, what of the chunk the decode rank wants; none is empty.
-        pages: Source pages of the chunk, for each component.
-        grant: Whose pages to write.
-        num_bytes: What the job will move.
-        is_last: No job of this delivery follows.
-        enqueued_at: On the event loop's clock, in seconds.
-    """
-
-    delivery: DeliveryId
-    seq: int
-    ranges: Mapping[str, TokenRange]
-    pages: Mapping[str, PageTable]
-    grant: Grant
-    num_bytes: int
-    is_last: bool
-    enqueued_at: float
-
-
-class ChunkQueue:
-    """Jobs by peer and by delivery. Peers take turns, and so do the deliveries to one peer."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._jobs: OrderedDict[PeerId, OrderedDict[DeliveryId, deque[ChunkJob]]] = OrderedDict()
-        self._windows: dict[PeerId, Window] = {}
-        self._num_jobs = 0
-
-    def __len__(self) -> int:
-        return self._num_jobs
-
-    def push(self, job: ChunkJob) -> None:
-        """Put a job at the end of its delivery's line."""
-        deliveries = self._jobs.setdefault(job.delivery.peer, OrderedDict())
-        deliveries.setdefault(job.delivery, deque()).append(job)
-        self._num_jobs += 1
-
-    def pop(self) -> ChunkJob | None:
-        """Take the job whose turn it is and open its credit; None if no peer with jobs has room."""
-        for peer, deliveries in self._jobs.items():
-            delivery, jobs = next(iter(deliveries.items()))
-            window = self._window(peer)
-            if not window.admits(jobs[0].num_bytes):
-                continue
-            job = jobs.popleft()
-            window.begin(job.num_bytes)
-            self._num_jobs -= 1
-            self._jobs.move_to_end(peer)
-            deliveries.move_to_end(delivery)
-            if not jobs:
-                self._remove(delivery)
-            return job
-        return None
-
-    def end(self, job: ChunkJob) -> None:
-        """Close the credit of a job that `pop` gave."""
-        window = self._window(job.delivery.peer)
-        window.end(job.num_bytes)
-        if window.num_posts == 0:
-            del self._windows[job.delivery.peer]
-
-    def drop(self, delivery: DeliveryId) -> None:
-        """Forget the jobs of a delivery that have not been taken."""
-        jobs = self._jobs.get(delivery.peer, OrderedDict()).get(delivery)
-        if jobs is not None:
-            self._num_jobs -= len(jobs)
-            self._remove(delivery)
-
-    def _remove(self, delivery: DeliveryId) -> None:
-        del self._jobs[delivery.peer][delivery]
-        if not self._jobs[delivery.peer]:
-            del self._jobs[delivery.peer]
-
-    def _window(self, peer: PeerId) -> Window:
-        if peer not in self._windows:
-            self._windows[peer] = Window(self._limits.posts_per_peer, self._limits.bytes_per_peer)
-        return self._windows[peer]
+    line: anyio.Lock = field(default_factory=anyio.Lock)
+    has_room: anyio.Event = field(default_factory=anyio.Event)
+    num_waiting: int = 0
 
 
 class Enqueue:
@@ -118,24 +42,23 @@ class Enqueue:
     Args:
         context: Of this rank.
         jobs: Where jobs go when their turn has come.
-        num_bytes: What a part of a chunk costs on its way; 0 for a peer that is gone.
+        cost: What a part of a chunk takes of its peer's window.
     """
 
     def __init__(
         self,
         context: StageContext,
         jobs: MemoryObjectSendStream[ChunkJob],
-        num_bytes: Callable[[EnqueueChunk], int],
+        cost: Callable[[EnqueueChunk], Cost],
     ) -> None:
-        self.queue = ChunkQueue(context.config.limits)
+        self.queue = ChunkQueue(context.config.limits, context.config.timeouts.ageing_s)
         self._context = context
         self._jobs = jobs
-        self._num_bytes = num_bytes
+        self._cost = cost
         self._changed = anyio.Event()
-        self._got_room = anyio.Event()
-        self._is_running = True
+        self._num_queued: Counter[PeerId] = Counter()
+        self._gates: dict[PeerId, _Gate] = {}
         self._device_waits = anyio.CapacityLimiter(DEVICE_WAITS_AT_ONCE)
-        self._put: list[EnqueueChunk] = []
         self._not_ready: dict[DeliveryId, deque[EnqueueChunk]] = {}
 
     @property
@@ -146,69 +69,89 @@ class Enqueue:
     @property
     def num_queued(self) -> int:
         """Chunks that wait here, for whatever reason."""
-        return len(self._put) + self.num_not_ready + len(self.queue)
+        return sum(self._num_queued.values())
+
+    def is_full(self, peer: PeerId) -> bool:
+        """As many chunks wait for this peer as may."""
+        return self._num_queued[peer] >= self._context.config.limits.queued_chunks
 
     def put(self, effect: EnqueueChunk) -> None:
-        """Take in a part of a chunk."""
-        self._put.append(effect)
-        self._changed.set()
+        """Take in a part of a chunk; chunks of a delivery go in order, whatever their devices do."""
+        self._num_queued[effect.delivery.peer] += 1
+        if effect.delivery in self._not_ready:
+            self._not_ready[effect.delivery].append(effect)
+        elif effect.chunk.ready is None:
+            self._push(effect)
+        else:
+            line = self._not_ready[effect.delivery] = deque([effect])
+            self._context.start_task(self._wait_for_devices, effect.delivery, line)
 
     def drop(self, delivery: DeliveryId) -> None:
         """Forget what waits for a delivery that has ended."""
-        self.queue.drop(delivery)
-        self._not_ready.pop(delivery, None)
-        self._got_room.set()
+        num_dropped = self.queue.drop(delivery) + len(self._not_ready.pop(delivery, ()))
+        self._leave(delivery.peer, num_dropped)
+        self._changed.set()
 
     def end(self, job: ChunkJob) -> None:
         """Give a job's credit back: its post has ended, or it will never be posted."""
         self.queue.end(job)
         self._changed.set()
 
-    async def wait_for_room(self) -> None:
-        """Wait while the queue is full: the pressure that reaches the engine. Nobody waits for a broken rank."""
-        while self._is_running and self.num_queued >= self._context.config.limits.queued_chunks:
-            if self._got_room.is_set():
-                self._got_room = anyio.Event()
-            await self._got_room.wait()
+    async def wait_for_room(self, peers: Callable[[], Iterable[PeerId]]) -> None:
+        """Wait while too many chunks wait for some peer: the pressure that reaches the engine.
 
-    def stop(self) -> None:
-        """Let everybody go who waits for room; nothing will be passed on any more."""
-        self._is_running = False
-        self._got_room.set()
+        Whoever waits for a peer is let in before anybody who comes later.
+
+        Args:
+            peers: Gives the peers that matter; called anew whenever one of them has room.
+        """
+        passed: list[PeerId] = []
+        while True:
+            closed = [peer for peer in peers() if self.is_full(peer) or (peer in self._gates and peer not in passed)]
+            if not closed:
+                return
+            await self._stand_in_line(closed[0])
+            passed.append(closed[0])
 
     async def run(self) -> None:
         """Pass jobs on, for ever."""
         while True:
+            self._changed = anyio.Event()
             job = self.next_job()
-            if job is not None:
-                await self._jobs.send(job)
-            elif not self._put:
-                self._changed = anyio.Event()
+            if job is None:
                 await self._changed.wait()
+            else:
+                await self._jobs.send(job)
 
     def next_job(self) -> ChunkJob | None:
         """Take the job whose turn it is; None if every one waits for its device or its credit."""
-        for effect in self._take_put():
-            self._line_up(effect)
-        job = self.queue.pop()
+        now = self._context.now()
+        job = self.queue.pop(now)
         if job is not None:
-            self._got_room.set()
-            self._context.times.add(Stage.ENQUEUE, self._context.now() - job.enqueued_at)
+            self._leave(job.delivery.peer, 1)
+            self._context.times.add(Stage.ENQUEUE, now - job.enqueued_at)
         return job
 
-    def _take_put(self) -> list[EnqueueChunk]:
-        taken, self._put = self._put, []
-        return taken
+    def _leave(self, peer: PeerId, count: int) -> None:
+        """Note that chunks do not wait any more, and let the next room in."""
+        self._num_queued[peer] -= count
+        if not self._num_queued[peer]:
+            del self._num_queued[peer]
+        if peer in self._gates and not self.is_full(peer):
+            self._gates[peer].has_room.set()
 
-    def _line_up(self, effect: EnqueueChunk) -> None:
-        """Queue a chunk, or let it wait: chunks of a delivery go in order, whatever their devices do."""
-        if effect.delivery in self._not_ready:
-            self._not_ready[effect.delivery].append(effect)
-        elif effect.chunk.ready is None:
-            self.queue.push(self._job(effect))
-        else:
-            line = self._not_ready[effect.delivery] = deque([effect])
-            self._context.start_task(self._wait_for_devices, effect.delivery, line)
+    async def _stand_in_line(self, peer: PeerId) -> None:
+        gate = self._gates.setdefault(peer, _Gate())
+        gate.num_waiting += 1
+        try:
+            async with gate.line:
+                while self.is_full(peer):
+                    gate.has_room = anyio.Event()
+                    await gate.has_room.wait()
+        finally:
+            gate.num_waiting -= 1
+            if not gate.num_waiting:
+                del self._gates[peer]
 
     async def _wait_for_devices(self, delivery: DeliveryId, line: deque[EnqueueChunk]) -> None:
         """Push the chunks of a delivery one after another as they get ready, unless it is dropped meanwhile."""
@@ -220,10 +163,10 @@ class Enqueue:
             if not line:
                 del self._not_ready[delivery]
             if failure is None:
-                self.queue.push(self._job(effect))
+                self._push(effect)
             else:
+                self._leave(delivery.peer, 1)
                 self._context.dispatch(PlanFailed(delivery, effect.seq, failure))
-            self._changed.set()
 
     async def _wait_for_device(self, ready: ReadyEvent | None) -> Failure | None:
         if ready is None:
@@ -236,14 +179,16 @@ class Enqueue:
             return self._context.failure(FailureReason.NOT_READY, Stage.ENQUEUE, detail)
         return None
 
-    def _job(self, effect: EnqueueChunk) -> ChunkJob:
-        return ChunkJob(
+    def _push(self, effect: EnqueueChunk) -> None:
+        job = ChunkJob(
             delivery=effect.delivery,
             seq=effect.seq,
             ranges=effect.ranges,
             pages=effect.chunk.pages,
             grant=effect.grant,
-            num_bytes=self._num_bytes(effect),
+            cost=self._cost(effect),
             is_last=effect.chunk.last,
             enqueued_at=self._context.now(),
         )
+        self.queue.push(job)
+        self._changed.set()

@@ -16,12 +16,13 @@ from kvflow.errors import FailureReason, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import PageTable, Part, check_parts
 from kvflow.geometry.plan import Descriptors, Share, plan
-from kvflow.geometry.routes import BoundRoute, RoutePiece
-from kvflow.geometry.tokens import closes
+from kvflow.geometry.routes import BoundRoute, RoutePiece, bytes_owed
+from kvflow.geometry.tokens import TokenRange, closes
 from kvflow.stages.context import StageContext
 from kvflow.stages.digests import DigestWork, OwnMemory, check_digestible
-from kvflow.stages.enqueue import ChunkJob
 from kvflow.state.events import DeliveryId, PlanFailed, ReceiveOpened
+from kvflow.state.queue import ChunkJob
+from kvflow.state.window import Cost
 from kvflow.wire.messages import Grant, PeerId
 
 __all__ = ["PeerGeometry", "PlanWork", "PlannedChunk", "Planning", "granted_pages"]
@@ -43,6 +44,19 @@ class PeerGeometry:
     route: BoundRoute
     layout: KVLayout
     pieces: tuple[RoutePiece, ...]
+
+    def cost(self, ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange], max_bytes: int | None) -> Cost:
+        """Say what a part of a transfer takes of this rank's window, without planning it.
+
+        Args:
+            ranges: By component, the tokens of the part.
+            wanted: For the same components, all tokens of the transfer.
+            max_bytes: Longest descriptor that the transport takes; no limit if None.
+        """
+        num_bytes = bytes_owed(self.route.debts, ranges, wanted)
+        num_rows = sum(self.route.max_rows(name, stop - start) for name, (start, stop) in ranges.items())
+        num_splits = num_bytes // max_bytes if max_bytes else 0
+        return Cost(num_bytes, num_rows + num_splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +80,6 @@ class PlanWork:
     shares: Mapping[str, Share]
     max_bytes: int | None
     digests: DigestWork | None
-
-    @property
-    def max_rows(self) -> int:
-        """How many descriptors it can come to."""
-        return sum(self.route.max_rows(name, share.tokens[1] - share.tokens[0]) for name, share in self.shares.items())
 
     def plan(self) -> Descriptors:
         """Make it.
@@ -129,7 +138,7 @@ class Planning:
             began = self._context.now()
             try:
                 work = self.prepare(job)
-                if work.max_rows <= self._context.config.limits.rows_planned_inline:
+                if job.cost.num_rows <= self._context.config.limits.rows_planned_inline:
                     descriptors = work.plan()
                 else:
                     descriptors = await anyio.to_thread.run_sync(work.plan, limiter=self._large_plans)

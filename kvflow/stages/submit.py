@@ -12,10 +12,10 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from kvflow.backends.base import Backend, PostEnded, PostInDoubt
 from kvflow.errors import BackendError, FailureReason, Stage
 from kvflow.stages.context import StageContext
-from kvflow.stages.enqueue import ChunkJob
 from kvflow.stages.planning import PlannedChunk
 from kvflow.state.effects import DropPlan, PostPlan
 from kvflow.state.events import DeliveryId, PlanFinished, PostDoubted, PostSettled
+from kvflow.state.queue import ChunkJob
 from kvflow.wire.codec import encode
 from kvflow.wire.messages import Notice, PeerId
 
@@ -72,7 +72,7 @@ class Submit:
         """Ask the core whether a planned chunk may still be posted; it answers with `post` or `drop`."""
         job = chunk.job
         self._waiting[job.delivery, job.seq] = chunk
-        self._context.dispatch(PlanFinished(job.delivery, job.seq, job.num_bytes, chunk.digests))
+        self._context.dispatch(PlanFinished(job.delivery, job.seq, job.cost.num_bytes, chunk.digests))
 
     def post(self, effect: PostPlan) -> None:
         """Post a planned chunk, as the core said."""

@@ -175,6 +175,7 @@ class ReceiveOpened:
         instance: Prefill instance that computes it.
         ranges: For each component that is wanted, its tokens.
         pages: For the same components, the destination pages as they go into the Grant.
+        priority: Class of the transfer; 0 goes first.
         secret: 16 random bytes; the token of each grant is derived from it.
         footprint: What the pages take of the pools.
         digest: What arrives is to be compared with digests of what was sent.
@@ -190,6 +191,7 @@ class ReceiveOpened:
     secret: bytes
     footprint: Footprint = NO_MEMORY
     digest: bool = False
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

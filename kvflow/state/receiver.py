@@ -184,7 +184,7 @@ class Receiver:
             num_decode_ranks=self.opened.num_decode_ranks,
             timeout_s=timeout_s,
             progress_s=self._progress_s,
-            priority=0,
+            priority=self.opened.priority,
             digest=self.opened.digest,
         )
 

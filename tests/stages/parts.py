@@ -11,9 +11,10 @@ from kvflow.observe.logs import get_logger
 from kvflow.observe.times import StageTimes
 from kvflow.observe.trace import OddityLog
 from kvflow.stages.context import StageContext
-from kvflow.stages.enqueue import ChunkJob
 from kvflow.state.effects import EnqueueChunk
 from kvflow.state.events import Chunk, DeliveryId, Event, ReadyEvent
+from kvflow.state.queue import ChunkJob
+from kvflow.state.window import Cost
 from kvflow.wire.messages import PeerId
 from tests.support.cores import PREFILL, grant, peer
 
@@ -46,9 +47,20 @@ def delivery(to: PeerId = PEERS[0], room: int = 1) -> DeliveryId:
     return DeliveryId(room, to, 1)
 
 
-def job(of: DeliveryId, seq: int = 0, num_bytes: int = 1, *, is_last: bool = False) -> ChunkJob:
+def job(
+    of: DeliveryId, seq: int = 0, num_bytes: int = 1, *, num_rows: int = 1, priority: int = 0, at: float = 0.0
+) -> ChunkJob:
     tokens = (seq, seq + 1)
-    return ChunkJob(of, seq, {"kv": tokens}, {}, grant(), num_bytes, is_last=is_last, enqueued_at=0.0)
+    return ChunkJob(
+        delivery=of,
+        seq=seq,
+        ranges={"kv": tokens},
+        pages={},
+        grant=grant(priority=priority),
+        cost=Cost(num_bytes, num_rows),
+        is_last=False,
+        enqueued_at=at,
+    )
 
 
 def effect(of: DeliveryId, seq: int = 0, ready: ReadyEvent | None = None, *, last: bool = False) -> EnqueueChunk:

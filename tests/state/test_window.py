@@ -1,26 +1,53 @@
-"""The window bounds posts and bytes, but never starves a post that is larger than itself."""
+"""The window bounds posts, bytes and descriptors, but never starves a post that is larger than itself."""
 
-from kvflow.state.window import Window
+from collections.abc import Callable
 
+import pytest
 
-def test_window_admits_until_posts_or_bytes_run_out() -> None:
-    window = Window(max_posts=2, max_bytes=100)
-    assert window.admits(60)
-    window.begin(60)
-    assert not window.admits(41)
-    assert window.admits(40)
-    window.begin(40)
-    assert not window.admits(0)
-    window.end(60)
-    assert window.admits(60)
-    assert (window.num_posts, window.num_bytes) == (1, 40)
+from kvflow.state.window import Cost, Window
 
 
-def test_an_oversized_post_goes_alone() -> None:
-    window = Window(max_posts=8, max_bytes=100)
-    assert window.admits(1000)
-    window.begin(1000)
-    assert not window.admits(1)
-    window.end(1000)
-    window.begin(1)
-    assert not window.admits(1000)
+@pytest.mark.parametrize("of", [lambda size: Cost(size, 0), lambda size: Cost(0, size)], ids=["bytes", "rows"])
+def test_window_admits_until_bytes_or_rows_run_out(of: Callable[[int], Cost]) -> None:
+    window = Window(max_posts=8, max_bytes=100, max_rows=100)
+    window.begin(of(60))
+    assert not window.admits(of(41))
+    assert window.admits(of(40))
+    window.begin(of(40))
+    assert window.admits(of(0))
+    assert not window.admits(of(1))
+    window.end(of(60))
+    assert window.admits(of(60))
+
+
+def test_window_admits_until_posts_run_out() -> None:
+    window = Window(max_posts=2, max_bytes=100, max_rows=100)
+    window.begin(Cost(1, 1))
+    assert window.admits(Cost(1, 1))
+    window.begin(Cost(1, 1))
+    assert not window.admits(Cost(0, 0))
+    window.end(Cost(1, 1))
+    assert window.admits(Cost(0, 0))
+
+
+@pytest.mark.parametrize("large", [Cost(1000, 1), Cost(1, 1000), Cost(1000, 1000)], ids=str)
+def test_an_oversized_post_goes_alone(large: Cost) -> None:
+    window = Window(max_posts=8, max_bytes=100, max_rows=100)
+    assert window.admits(large)
+    window.begin(large)
+    assert window.admits(Cost(0, 0)) is (large.num_bytes <= 100 and large.num_rows <= 100)
+    assert not window.admits(Cost(100, 100))
+    window.end(large)
+    window.begin(Cost(1, 1))
+    assert not window.admits(large)
+
+
+def test_what_has_begun_and_ended_leaves_nothing() -> None:
+    window = Window(max_posts=8, max_bytes=100, max_rows=100)
+    costs = [Cost(5, 7), Cost(0, 3), Cost(9, 0)]
+    for cost in costs:
+        window.begin(cost)
+    assert (window.num_posts, window.num_bytes, window.num_rows) == (3, 14, 10)
+    for cost in reversed(costs):
+        window.end(cost)
+    assert (window.num_posts, window.num_bytes, window.num_rows) == (0, 0, 0)
