@@ -204,9 +204,7 @@ class Core:
         return handler(peer, message, now)
 
     def _granted(self, peer: PeerId, grant: Grant, now: float) -> list[Effect]:
-        if self._leaving is not None and grant.room not in self.senders.rooms:
-            return self.senders.refuse(peer, grant, self._leaving)
-        return self.senders.grant(peer, grant, now)
+        return self.senders.grant(peer, grant, now, leaving=self._leaving)
 
     def _plan_finished(self, event: ev.PlanFinished, now: float) -> list[Effect]:
         return self.senders.plan_finished(event.delivery, event.seq, event.num_bytes, now)
