@@ -13,6 +13,7 @@ from kvflow.state.events import Chunk, DeliveryId
 from kvflow.state.quarantine import Footprint, Quarantine
 from kvflow.state.sender import Delivery, Sender, drained, failed
 from kvflow.state.tables import Memory, Signal
+from kvflow.state.unproved import Unproved
 from kvflow.state.waiting import WaitingGrants
 from kvflow.wire.messages import Cancel, Failure, Grant, PeerId, Received
 
@@ -99,6 +100,7 @@ class Senders:
         self._quarantine = quarantine
         self.acquaintances = Acquaintances()
         self._tombstones: dict[int, _Tombstone] = {}
+        self.unproved = Unproved()
 
     def open(self, room: int, now: float) -> list[Effect]:
         """Start a room; grants that came before are served now.
@@ -134,7 +136,8 @@ class Senders:
 
         No room will be opened any more if there is a reason for `leaving`.
         """
-        delivery = self._find(DeliveryId(grant.room, peer, grant.generation))[1]
+        delivery_id = DeliveryId(grant.room, peer, grant.generation)
+        delivery = self._find(delivery_id)[1] or self.unproved.find(delivery_id)
         if delivery is not None:
             return delivery.repeat()
         kept = self.waiting.find(grant.room, peer)
@@ -179,6 +182,9 @@ class Senders:
         sender, delivery = self._find(delivery_id)
         if sender is not None and delivery is not None:
             return self._follow(sender, sender.cancel(delivery, cancel.failure), now)
+        unproved = self.unproved.find(delivery_id)
+        if unproved is not None:
+            return unproved.cancel(cancel.failure)
         waiting = self.waiting.find(cancel.room, peer)
         if waiting is not None and waiting.generation == cancel.generation:
             self._forget_waiting(cancel.room, peer)
@@ -209,6 +215,9 @@ class Senders:
     def post_settled(self, delivery_id: DeliveryId, seq: int, failure: Failure | None, now: float) -> list[Effect]:
         """Note that a post has ended."""
         sender, delivery = self._find(delivery_id)
+        unproved = self.unproved.find(delivery_id)
+        if unproved is not None:
+            return self.unproved.post_settled(unproved, seq)
         if sender is None or delivery is None:
             return [CountOddity("settled_unknown_post", delivery_id.peer, delivery_id.room)]
         self._deadlines.clear(Stalled(delivery_id))
@@ -245,6 +254,7 @@ class Senders:
         sender = self.rooms.get(room)
         if sender is None or sender.state.memory is not Memory.QUARANTINED:
             raise LocalProtocolError("room is not in quarantine", room=room)
+        self.unproved.keep(sender.deliveries.values())
         return self._follow(sender, sender.release(), 0.0)
 
     def turn_away(self, failure: Failure) -> list[Effect]:

@@ -2,6 +2,7 @@
 
 from kvflow.state import events as ev
 from kvflow.state.effects import Effect
+from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.wire.messages import Grant, Notice, PeerId
 from tests.support.cores import CoreDriver, messages
 
@@ -11,7 +12,12 @@ ROOM = 7
 
 
 def wish(
-    generation: int = 1, *, room: int = ROOM, tokens: tuple[int, int] = (0, 8), timeout_s: float = 60.0
+    generation: int = 1,
+    *,
+    room: int = ROOM,
+    tokens: tuple[int, int] = (0, 8),
+    timeout_s: float = 60.0,
+    footprint: Footprint = NO_MEMORY,
 ) -> ev.ReceiveOpened:
     return ev.ReceiveOpened(
         room=room,
@@ -22,6 +28,7 @@ def wish(
         num_decode_ranks=1,
         timeout_s=timeout_s,
         secret=b"0123456789abcdef",
+        footprint=footprint,
     )
 
 
