@@ -40,6 +40,9 @@ __all__ = ["Core"]
 LEASES_TO_OBLIVION = 10
 """Further leases of silence after which a lost peer is forgotten; until then it may only have been cut off."""
 
+MIN_LEASE_S = 1e-3
+"""However short a lease a peer asks for, there is time between two looks at it."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnd:
@@ -181,7 +184,7 @@ class Core:
             failure = self._failure(FailureReason.PEER_LOST, f"{other.rank} has restarted")
             effects += self._left(other, failure, now)
         peer = self.peers.setdefault(peer_id, Peer(peer_id))
-        peer.greeted(lease_s, now)
+        peer.greeted(max(lease_s, MIN_LEASE_S), now)
         self.deadlines.set(LeaseEnd(peer_id), peer.expires)
         return effects
 

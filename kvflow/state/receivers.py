@@ -133,9 +133,9 @@ class Receivers:
         ranks = self._instances.get(opened.instance)
         if ranks is not None:
             return self._grant(receiver, ranks, now)
-        is_greeting = opened.instance in self._ungreeted
-        self._ungreeted.setdefault(opened.instance, {})[receiver.generation] = receiver
-        return [] if is_greeting else [GreetInstance(opened.instance)]
+        effects = self._greet(opened.instance)
+        self._ungreeted[opened.instance][receiver.generation] = receiver
+        return effects
 
     def abort(self, room: int, failure: Failure, now: float) -> list[Effect]:
         """End a room because its engine gave it up."""
@@ -208,8 +208,7 @@ class Receivers:
         """Ask a rank that is back for the proofs that it owes."""
         effects: list[Effect] = []
         for receiver in self.receivers.values():
-            if receiver.failure is not None and receiver.involves(peer):
-                effects += receiver.repeat(MIN_TIMEOUT_S)
+            effects += receiver.remind(peer)
         return effects
 
     def release(self, generation: int) -> list[Effect]:
@@ -258,8 +257,16 @@ class Receivers:
         self._deadlines.set(Unanswered(receiver.generation), now + self._timeouts.repeat_s)
         return self._follow(receiver, receiver.grant(ranks, self._time_left(receiver, now)), now)
 
+    def _greet(self, instance: str) -> list[Effect]:
+        if instance in self._instances or instance in self._ungreeted:
+            return []
+        self._ungreeted[instance] = {}
+        return [GreetInstance(instance)]
+
     def _say_again(self, receiver: Receiver, now: float) -> list[Effect]:
         effects = receiver.repeat(self._time_left(receiver, now))
+        if receiver.failure is not None:  # with nobody to ask, a full quarantine would never let a new room greet
+            effects += self._greet(receiver.opened.instance)
         pause_s = self._timeouts.repeat_s * min(2**receiver.num_repeats, MAX_BACKOFF)
         self._deadlines.set(Unanswered(receiver.generation), now + pause_s)
         return effects
@@ -303,6 +310,8 @@ class Receivers:
         if not receiver.state.is_pending:
             if self._deadlines.clear(Unreceived(generation)):
                 self._judge(receiver, now)
+                receiver.num_repeats = 0
+                self._deadlines.set(Unanswered(generation), now + self._timeouts.repeat_s)
             self._deadlines.clear(Stalled(generation))
             self._ungreeted.get(receiver.opened.instance, {}).pop(generation, None)
         if receiver.state.memory is Memory.DRAINING:
