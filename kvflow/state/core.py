@@ -40,6 +40,9 @@ __all__ = ["Core"]
 LEASES_TO_OBLIVION = 10
 """Further leases of silence after which a lost peer is forgotten; until then it may only have been cut off."""
 
+MIN_LEASE_S = 1e-3
+"""However short a lease a peer asks for, there is time between two looks at it."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnd:
@@ -182,7 +185,7 @@ class Core:
             failure = self._failure(FailureReason.PEER_LOST, f"{other.rank} has restarted")
             effects += self._left(other, failure, now)
         peer = self.peers.setdefault(peer_id, Peer(peer_id))
-        peer.greeted(lease_s, now)
+        peer.greeted(max(lease_s, MIN_LEASE_S), now)
         self.deadlines.set(LeaseEnd(peer_id), peer.expires)
         return effects
 
@@ -205,9 +208,7 @@ class Core:
         return handler(peer, message, now)
 
     def _granted(self, peer: PeerId, grant: Grant, now: float) -> list[Effect]:
-        if self._leaving is not None and grant.room not in self.senders.rooms:
-            return self.senders.refuse(peer, grant, self._leaving)
-        return self.senders.grant(peer, grant, now)
+        return self.senders.grant(peer, grant, now, leaving=self._leaving)
 
     def _plan_finished(self, event: ev.PlanFinished, now: float) -> list[Effect]:
         return self.senders.plan_finished(event, now)

@@ -167,6 +167,13 @@ class Receiver:
                 effects.append(SendMessage(peer, self._grant(peer, timeout_s)))
         return effects
 
+    def remind(self, peer: PeerId) -> list[Effect]:
+        """Ask a rank that can be reached again for the proof that it owes."""
+        progress = self._progress_of(peer)
+        if self.failure is None or progress is None or progress.state.is_quiet:
+            return []
+        return [SendMessage(peer, self._cancel(self.failure))]
+
     def _say_again(self, progress: RankProgress, timeout_s: float) -> list[Effect]:
         if self.failure is None:
             return [SendMessage(progress.peer, self._grant(progress.peer, timeout_s))]

@@ -213,8 +213,7 @@ class Receivers:
         """Ask a rank that is back for the proofs that it owes."""
         effects: list[Effect] = []
         for receiver in self.receivers.values():
-            if receiver.failure is not None and receiver.involves(peer):
-                effects += receiver.repeat(MIN_TIMEOUT_S)
+            effects += receiver.remind(peer)
         return effects
 
     def release(self, generation: int) -> list[Effect]:
@@ -272,9 +271,7 @@ class Receivers:
 
     def _say_again(self, receiver: Receiver, now: float) -> list[Effect]:
         effects = receiver.repeat(self._time_left(receiver, now))
-        if (
-            receiver.failure is not None and receiver.granted
-        ):  # who was parted with proves nothing before it is met again
+        if receiver.failure is not None and receiver.granted:  # with nobody to ask, a quarantine would last for ever
             effects += self._greet(receiver.opened.instance)
         pause_s = self._timeouts.repeat_s * min(2**receiver.num_repeats, MAX_BACKOFF)
         self._deadlines.set(Unanswered(receiver.generation), now + pause_s)
@@ -319,6 +316,8 @@ class Receivers:
         if not receiver.state.is_pending:
             if self._deadlines.clear(Unreceived(generation)):
                 self._judge(receiver, now)
+                receiver.num_repeats = 0
+                self._deadlines.set(Unanswered(generation), now + self._timeouts.repeat_s)
             self._ungreeted.get(receiver.opened.instance, {}).pop(generation, None)
         if not receiver.state.is_pending or receiver.is_verifying:
             self._deadlines.clear(Stalled(generation))

@@ -121,7 +121,7 @@ class Delivery:
         """Say again what the decode rank seems to have missed, over the control channel."""
         self.num_repeats += 1
         if self.failure is not None:
-            return [SendMessage(self.id.peer, failed(self.id, self._me, self.failure, drained=self.state.is_safe))]
+            return [SendMessage(self.id.peer, failed(self.id, self._me, self.failure, drained=not self._posted))]
         if self.is_unanswered:
             return [SendMessage(self.id.peer, notice) for notice in self._noticed]
         return []
@@ -140,8 +140,8 @@ class Delivery:
         if not self.state.is_pending:
             return []
         effects = self._stop(signal, failure)
-        self._drained_is_due = not self.state.is_safe
-        word = failed(self.id, self._me, failure, drained=self.state.is_safe)
+        self._drained_is_due = self.has_posts
+        word = failed(self.id, self._me, failure, drained=not self._posted)
         return [*effects, SendMessage(self.id.peer, word)]
 
     def cancel(self, failure: Failure) -> list[Effect]:
@@ -175,7 +175,7 @@ class Delivery:
                 self.state.apply(Signal.COMPLETED if is_known else Signal.WRITTEN)
             if not self.state.is_pending:
                 self.state.apply(Signal.QUIET)
-        if not (self._drained_is_due and self.state.is_safe):
+        if not self._drained_is_due or self._posted:  # pages that an operator took back are no proof for anybody else
             return []
         self._drained_is_due = False
         return [SendMessage(self.id.peer, drained(self.id, self._me, self.failure))]

@@ -13,6 +13,7 @@ from kvflow.state.events import Chunk, DeliveryId, PlanFinished
 from kvflow.state.quarantine import Footprint, Quarantine
 from kvflow.state.sender import Delivery, Sender, drained, failed
 from kvflow.state.tables import Memory, Signal
+from kvflow.state.unproved import Unproved
 from kvflow.state.waiting import WaitingGrants
 from kvflow.wire.messages import Cancel, Failure, Grant, PeerId, Received
 
@@ -99,6 +100,7 @@ class Senders:
         self._quarantine = quarantine
         self.acquaintances = Acquaintances()
         self._tombstones: dict[int, _Tombstone] = {}
+        self.unproved = Unproved()
 
     def open(self, room: int, now: float) -> list[Effect]:
         """Start a room; grants that came before are served now.
@@ -129,16 +131,24 @@ class Senders:
         sender = self.rooms.get(room)
         return self._follow(sender, sender.stop(Signal.ABORTED, failure), now) if sender else []
 
-    def grant(self, peer: PeerId, grant: Grant, now: float) -> list[Effect]:
-        """Serve a grant, keep it until the engine opens the room, or refuse it; answer a repeated one again."""
+    def grant(self, peer: PeerId, grant: Grant, now: float, *, leaving: Failure | None = None) -> list[Effect]:
+        """Serve a grant, keep it until the engine opens the room, or refuse it; answer a repeated one again.
+
+        No room will be opened any more if there is a reason for `leaving`.
+        """
         delivery_id = DeliveryId(grant.room, peer, grant.generation)
-        delivery = self._find(delivery_id)[1]
+        delivery = self._find(delivery_id)[1] or self.unproved.find(delivery_id)
         if delivery is not None:
             return delivery.repeat()
+        kept = self.waiting.find(grant.room, peer)
+        if kept is not None and kept.generation == grant.generation:  # it may outlive the memory of later ones
+            return []
         if self.acquaintances.is_over(peer, grant.generation):
-            return self._answer_again(delivery_id)
+            return self._answer_again(peer, grant)
         sender = self.rooms.get(grant.room)
-        return self._serve(sender, peer, grant, now) if sender else self._keep(peer, grant, now)
+        if sender is not None:
+            return self._serve(sender, peer, grant, now)
+        return self.refuse(peer, grant, leaving) if leaving else self._keep(peer, grant, now)
 
     def _keep(self, peer: PeerId, grant: Grant, now: float) -> list[Effect]:
         """Keep a grant until the engine opens the room; an older one of the same decode rank is void."""
@@ -172,6 +182,9 @@ class Senders:
         sender, delivery = self._find(delivery_id)
         if sender is not None and delivery is not None:
             return self._follow(sender, sender.cancel(delivery, cancel.failure), now)
+        unproved = self.unproved.find(delivery_id)
+        if unproved is not None:
+            return unproved.cancel(cancel.failure)
         waiting = self.waiting.find(cancel.room, peer)
         if waiting is not None and waiting.generation == cancel.generation:
             self._forget_waiting(cancel.room, peer)
@@ -202,6 +215,9 @@ class Senders:
     def post_settled(self, delivery_id: DeliveryId, seq: int, failure: Failure | None, now: float) -> list[Effect]:
         """Note that a post has ended."""
         sender, delivery = self._find(delivery_id)
+        unproved = self.unproved.find(delivery_id)
+        if unproved is not None:
+            return self.unproved.post_settled(unproved, seq)
         if sender is None or delivery is None:
             return [CountOddity("settled_unknown_post", delivery_id.peer, delivery_id.room)]
         self._deadlines.clear(Stalled(delivery_id))
@@ -238,6 +254,7 @@ class Senders:
         sender = self.rooms.get(room)
         if sender is None or sender.state.memory is not Memory.QUARANTINED:
             raise LocalProtocolError("room is not in quarantine", room=room)
+        self.unproved.keep(sender.deliveries.values())
         return self._follow(sender, sender.release(), 0.0)
 
     def turn_away(self, failure: Failure) -> list[Effect]:
@@ -337,16 +354,17 @@ class Senders:
         self._deadlines.set(Unanswered(delivery_id), now + pause_s)
         return effects
 
-    def _answer_again(self, delivery_id: DeliveryId) -> list[Effect]:
+    def _answer_again(self, peer: PeerId, grant: Grant) -> list[Effect]:
         """Answer a late grant: it is never served, whatever its decode rank has missed."""
-        ending = self.acquaintances.ending(delivery_id.peer, delivery_id.generation)
-        if ending is None:
+        ending = self.acquaintances.ending(peer, grant.generation)
+        is_owed = any(name in grant.ranges for name in self.acquaintances.owed(peer))
+        if ending is None and is_owed:
             failure = self._error(FailureReason.PROTOCOL, "the grant is older than what is remembered")
-        elif ending.failure is None:
+        elif ending is None or ending.failure is None:  # a rank that owes nothing may be asked long after its part
             return []
         else:
             failure = ending.failure
-        return [SendMessage(delivery_id.peer, failed(delivery_id, self._me, failure, drained=True))]
+        return self.refuse(peer, grant, failure)
 
     def _bury(self, sender: Sender) -> None:
         del self.rooms[sender.room]

@@ -13,7 +13,6 @@ from kvflow.wire.messages import (
     Failure,
     Goodbye,
     Grant,
-    Notice,
     PeerId,
     Ping,
     Pong,
@@ -21,47 +20,10 @@ from kvflow.wire.messages import (
     Refuse,
 )
 from tests.support.cores import ABORTED, DECODE, PREFILL, CoreDriver, debts, messages, peer, reports
+from tests.support.receiving import ROOM, Wire, wish
 
-ROOM = 7
 OTHER = peer("prefill", 1)
 FAILURE = Failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, "prefill/0", "it broke")
-
-
-def wish(
-    generation: int = 1, *, room: int = ROOM, tokens: tuple[int, int] = (0, 8), timeout_s: float = 60.0
-) -> ev.ReceiveOpened:
-    return ev.ReceiveOpened(
-        room=room,
-        generation=generation,
-        instance="prefill",
-        ranges={"kv": tokens},
-        pages={"kv": b"\1\0\0\0"},
-        num_decode_ranks=1,
-        timeout_s=timeout_s,
-        secret=b"0123456789abcdef",
-    )
-
-
-class Wire:
-    """Knows the grants of a core, and so can notify in their name."""
-
-    def __init__(self, core: CoreDriver, effects: list[Effect]) -> None:
-        self.core = core
-        self.grants = {
-            receiver: message for receiver, message in messages(effects, Grant) if isinstance(message, Grant)
-        }
-
-    def notice(self, sender: PeerId, seq: int, tokens: tuple[int, int], **changes: object) -> list[Effect]:
-        granted = self.grants[sender]
-        ranges = {"kv": tokens} if tokens[0] < tokens[1] else {}
-        fields: dict[str, object] = {
-            "room": granted.room,
-            "generation": granted.generation,
-            "token": granted.token,
-            "engine_rank": sender.rank.engine_rank,
-            "num_bytes": 2 * (tokens[1] - tokens[0]),
-        }
-        return self.core(ev.NoticeDelivered(Notice(seq=seq, ranges=ranges, **(fields | changes))))  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -5,23 +5,14 @@ import pytest
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError
 from kvflow.state import events as ev
-from kvflow.state.effects import CountOddity, DropPlan, Effect, EnqueueChunk, ForgetPeer, PostPlan
+from kvflow.state.effects import CountOddity, DropPlan, Effect, ForgetPeer
 from kvflow.state.events import Chunk, DeliveryId
 from kvflow.wire.messages import Cancel, Drained, Failed, Goodbye, Notice, Ping, Pong, Received
 from tests.support.cores import ABORTED, DECODE, PREFILL, CoreDriver, abort_failure, grant, messages, peer, reports
+from tests.support.sending import DELIVERY, ROOM, chunk, enqueued, post
 
-ROOM = 7
-DELIVERY = DeliveryId(ROOM, DECODE, 1)
 FAILURE = abort_failure("the write broke")
 RECEIVED = Received(room=ROOM, generation=1)
-
-
-def chunk(start: int, stop: int, *, last: bool = False, metadata: bytes = b"") -> ev.ChunkOffered:
-    return ev.ChunkOffered(ROOM, Chunk((start, stop), {"kv": (start, stop)}, last=last, metadata=metadata))
-
-
-def enqueued(effects: list[Effect]) -> list[tuple[int, tuple[int, int]]]:
-    return [(effect.seq, effect.ranges["kv"]) for effect in effects if isinstance(effect, EnqueueChunk)]
 
 
 @pytest.fixture
@@ -36,12 +27,6 @@ def granted(core: CoreDriver) -> CoreDriver:
     core(ev.SendOpened(ROOM))
     core.hear(DECODE, grant())
     return core
-
-
-def post(core: CoreDriver, seq: int, num_bytes: int = 16, delivery: DeliveryId = DELIVERY) -> Notice:
-    (effect,) = core(ev.PlanFinished(delivery, seq, num_bytes))
-    assert isinstance(effect, PostPlan)
-    return effect.notice
 
 
 def test_chunks_before_the_grant_are_sent_when_it_comes(core: CoreDriver) -> None:

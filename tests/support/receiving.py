@@ -1,0 +1,57 @@
+"""A decode rank's core, and what prefill ranks say to it."""
+
+from kvflow.state import events as ev
+from kvflow.state.effects import Effect
+from kvflow.state.quarantine import NO_MEMORY, Footprint
+from kvflow.wire.messages import Grant, Notice, PeerId
+from tests.support.cores import CoreDriver, messages
+
+__all__ = ["ROOM", "Wire", "wish"]
+
+ROOM = 7
+
+
+def wish(
+    generation: int = 1,
+    *,
+    room: int = ROOM,
+    tokens: tuple[int, int] = (0, 8),
+    timeout_s: float = 60.0,
+    footprint: Footprint = NO_MEMORY,
+) -> ev.ReceiveOpened:
+    return ev.ReceiveOpened(
+        room=room,
+        generation=generation,
+        instance="prefill",
+        ranges={"kv": tokens},
+        pages={"kv": b"\1\0\0\0"},
+        num_decode_ranks=1,
+        timeout_s=timeout_s,
+        secret=b"0123456789abcdef",
+        footprint=footprint,
+    )
+
+
+class Wire:
+    """Knows the grants of a core, and so can notify in their name; `said` is the last notice."""
+
+    said: Notice
+
+    def __init__(self, core: CoreDriver, effects: list[Effect]) -> None:
+        self.core = core
+        self.grants = {
+            receiver: message for receiver, message in messages(effects, Grant) if isinstance(message, Grant)
+        }
+
+    def notice(self, sender: PeerId, seq: int, tokens: tuple[int, int], **changes: object) -> list[Effect]:
+        granted = self.grants[sender]
+        ranges = {"kv": tokens} if tokens[0] < tokens[1] else {}
+        fields: dict[str, object] = {
+            "room": granted.room,
+            "generation": granted.generation,
+            "token": granted.token,
+            "engine_rank": sender.rank.engine_rank,
+            "num_bytes": 2 * (tokens[1] - tokens[0]),
+        }
+        self.said = Notice(seq=seq, ranges=ranges, **(fields | changes))  # type: ignore[arg-type]
+        return self.core(ev.NoticeDelivered(self.said))
