@@ -35,7 +35,7 @@ def fill_in(page: str) -> str:
     Raises:
         KeyError: A marker names something that there is not.
     """
-    return MARKED.sub(lambda found: found[1] + PARTS[found[2]](MACHINES[found[3]]) + found[4], page)
+    return MARKED.sub(lambda found: f"{found[1]}\n{PARTS[found[2]](MACHINES[found[3]])}\n{found[4]}", page)
 
 
 def main() -> None:
