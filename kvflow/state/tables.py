@@ -74,18 +74,26 @@ class Outcome(str, enum.Enum):
     """Whether the engine gets what it asked for."""
 
     PENDING = "pending"
+    """Not decided."""
     SUCCESS = "success"
+    """Every byte is there, and the side that receives knows it."""
     FAILED = "failed"
+    """Something prevented it; the failure says what."""
     ABORTED = "aborted"
+    """The engine on this side gave it up before it was decided."""
 
 
 class Memory(str, enum.Enum):
     """Whether somebody can still touch the pages."""
 
     HELD = "held"
+    """The transfer needs the pages."""
     DRAINING = "draining"
+    """The transfer is over; who could touch the pages was told to stop and must prove that it has."""
     QUARANTINED = "quarantined"
+    """The proof did not come in time. The pages must not be used; a late proof still frees them."""
     SAFE = "safe"
+    """Nobody can touch the pages any more."""
 
 
 OUTCOME: Final[Mapping[tuple[Outcome, Signal], Outcome]] = MappingProxyType(
@@ -158,9 +166,13 @@ class RankState(str, enum.Enum):
     """How far one prefill rank is, as one decode rank sees it."""
 
     OWING = "owing"
+    """It was granted pages and has not accounted for all that it owes."""
     COMPLETE = "complete"
+    """It has accounted for every byte."""
     DRAINED = "drained"
+    """It can write nothing more, although not everything was written."""
     LOST = "lost"
+    """It is silent or has left, and has proved nothing."""
 
     @property
     def is_quiet(self) -> bool:
@@ -199,17 +211,18 @@ class PeerSignal(str, enum.Enum):
     EXPIRED = "expired"
     """Nothing came within the lease."""
     LEFT = "left"
-    """It said goodbye, or a later life of the same rank appeared."""
+    """It said goodbye, one of the two gave the other up, or a later life of the same rank appeared."""
 
 
 class PeerState(str, enum.Enum):
     """How one life of a peer stands."""
 
     CONNECTED = "connected"
+    """It has been greeted, and heard from within its lease."""
     LOST = "lost"
     """Silent for longer than its lease: perhaps dead, perhaps cut off."""
     LEFT = "left"
-    """Certainly over."""
+    """Over. Should this life ever be heard of again, it begins anew, with a handshake."""
 
 
 PEER: Final[Mapping[tuple[PeerState, PeerSignal], PeerState]] = MappingProxyType(
@@ -245,6 +258,7 @@ class BreakerState(str, enum.Enum):
     """Whether a peer is trusted with transfers."""
 
     CLOSED = "closed"
+    """Trusted."""
     OPEN = "open"
     """Nothing is let through."""
     PROBING = "probing"

@@ -1,0 +1,119 @@
+"""The generated parts of docs/state-machines.md, drawn from the tables. `make docs` writes them into the page."""
+
+import ast
+import enum
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from kvflow.state.tables import BREAKER, MEMORY, OUTCOME, PEER, RANK
+
+__all__ = ["PAGE", "fill_in", "main"]
+
+PAGE: Final = Path(__file__).parents[2] / "docs" / "state-machines.md"
+
+Table = Mapping[Any, enum.Enum]
+"""From (state, signal) to state; a mapping of one machine is not one of any."""
+
+MACHINES: Final[Mapping[str, Table]] = {
+    "OUTCOME": OUTCOME,
+    "MEMORY": MEMORY,
+    "RANK": RANK,
+    "PEER": PEER,
+    "BREAKER": BREAKER,
+}
+"""Machines by name; the first state of each enumeration is the one it starts in."""
+
+MARKED: Final = re.compile(r"(<!-- generated: (\w+) of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def fill_in(page: str) -> str:
+    """Replace whatever stands between the markers by what the tables give.
+
+    Raises:
+        KeyError: A marker names something that there is not.
+    """
+    return MARKED.sub(lambda found: f"{found[1]}\n{PARTS[found[2]](MACHINES[found[3]])}\n{found[4]}", page)
+
+
+def main() -> None:
+    """Write the page anew."""
+    PAGE.write_text(fill_in(PAGE.read_text("utf-8")), "utf-8")
+
+
+def diagram(table: Table) -> str:
+    """States and what leads from one to another, as GitHub draws it; what changes nothing is left out."""
+    edges: dict[tuple[str, str], list[str]] = {}
+    for (before, signal), after in table.items():
+        if after is not before:
+            edges.setdefault((before.value, after.value), []).append(signal.value)
+    arrows = [f"{before} --> {after}: {', '.join(signals)}" for (before, after), signals in edges.items()]
+    first = states(table)[0].value
+    lines = ["stateDiagram-v2", "    direction LR", *(f"    {line}" for line in [f"[*] --> {first}", *arrows])]
+    return "\n".join(["```mermaid", *lines, "```", ""])
+
+
+def changes(table: Table) -> str:
+    """The whole table: a row for each state, a column for each signal, empty where nothing changes."""
+    columns = signals(table)
+    rows = [["state", *(signal.value for signal in columns)]]
+    rows.append(["---"] * len(rows[0]))
+    for state in states(table):
+        after = [table[state, signal] for signal in columns]
+        rows.append([f"**{state.value}**", *("" if then is state else then.value for then in after)])
+    return _grid(rows)
+
+
+def meanings(table: Table) -> str:
+    """What each state stands for."""
+    return _explain("state", states(table))
+
+
+def causes(table: Table) -> str:
+    """What each signal stands for."""
+    return _explain("signal", signals(table))
+
+
+PARTS: Final = {"diagram": diagram, "changes": changes, "states": meanings, "signals": causes}
+
+
+def states(table: Table) -> list[enum.Enum]:
+    """In the order of their definition."""
+    return _members(state for state, _ in table)
+
+
+def signals(table: Table) -> list[enum.Enum]:
+    """In the order of their definition."""
+    return _members(signal for _, signal in table)
+
+
+def _members(some: Iterable[enum.Enum]) -> list[enum.Enum]:
+    return list(type(next(iter(some))))
+
+
+def _explain(kind: str, members: Iterable[enum.Enum]) -> str:
+    known = list(members)
+    said = _docstrings(type(known[0]))
+    return _grid([[kind, "meaning"], ["---", "---"], *([f"**{member.value}**", said[member.name]] for member in known)])
+
+
+def _docstrings(members: type[enum.Enum]) -> dict[str, str]:
+    """The string below each member; Python keeps it in the source only."""
+    body = ast.parse(inspect.getsource(members)).body[0]
+    said = {}
+    if isinstance(body, ast.ClassDef):
+        for assignment, below in zip(body.body, body.body[1:], strict=False):
+            match assignment, below:
+                case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str(text))):
+                    said[name] = " ".join(text.split())
+    return said
+
+
+def _grid(rows: Iterable[Iterable[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()
