@@ -15,7 +15,7 @@ from kvflow.backends.base import Backend, BackendEvent, NoticeArrived
 from kvflow.config import DecodeConfig, check_count, check_duration, check_priority
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import Pages, check_parts, spell_out
+from kvflow.geometry.pages import Pages, Part, check_parts, spell_out
 from kvflow.geometry.tokens import TokenRange
 from kvflow.rank import Rank
 from kvflow.registry import RegistryClient
@@ -123,19 +123,13 @@ class DecodeRank(Rank["RoomReceiver"]):
             CapacityExceeded: On entry: too many rooms are open.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
         """
-        unsaid = [component.name for component in self.layout.components if component.name not in pages]
-        if unsaid:
-            raise PlanError("pages must be given for each component, or None", missing=unsaid, given=sorted(pages))
-        parts = spell_out(pages, self.layout, tokens)
-        if not parts:
-            raise PlanError("nothing is wanted", components=sorted(pages))
+        parts = self._wanted(tokens, pages)
         tables = check_parts(parts, self.layout, distinct=True)
         if digest:
             check_digestible(self.layout)
         timeout_s = self.config.timeouts.transfer_s if timeout_s is None else timeout_s
-        num_ranks = self.config.num_ranks if num_ranks is None else num_ranks
         check_duration("timeout_s", timeout_s)
-        num_ranks = check_count("num_ranks", num_ranks)
+        num_ranks = check_count("num_ranks", self.config.num_ranks if num_ranks is None else num_ranks)
         wish = ev.ReceiveOpened(
             room=check_room(room),
             generation=0,
@@ -149,6 +143,15 @@ class DecodeRank(Rank["RoomReceiver"]):
             priority=check_priority("priority", priority),
         )
         return RoomReceiver(self, wish, digest)
+
+    def _wanted(self, tokens: TokenRange, pages: Mapping[str, Pages]) -> dict[str, Part]:
+        unsaid = [component.name for component in self.layout.components if component.name not in pages]
+        if unsaid:
+            raise PlanError("pages must be given for each component, or None", missing=unsaid, given=sorted(pages))
+        parts = spell_out(pages, self.layout, tokens)
+        if not parts:
+            raise PlanError("nothing is wanted", components=sorted(pages))
+        return parts
 
     def next_generation(self) -> int:
         """A number that no transfer of this life has had."""

@@ -350,7 +350,10 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         return not self._is_unsettled()
 
     def _is_unsettled(self) -> bool:
-        return any(transfer.memory in (Memory.HELD, Memory.DRAINING) for transfer in self._transfers.values())
+        return any(
+            transfer.outcome is Outcome.PENDING or transfer.memory in (Memory.HELD, Memory.DRAINING)
+            for transfer in self._transfers.values()
+        )
 
     def _ignore(self, kind: str) -> None:
         self._oddities.count(kind)

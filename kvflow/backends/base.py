@@ -40,14 +40,17 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class PostEnded:
-    """A posted write has ended: the transport will not touch its pages any more.
+    """A posted write has ended: the transport will not read its pages any more.
 
     Attributes:
         error: None if every byte is in the peer's memory, else what went wrong.
+        lingers: Only with an error: bytes that have left may still land in the peer's memory, and nothing here will
+            ever tell.
     """
 
     post_id: int
     error: str | None
+    lingers: bool = False
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class Submit:
             failure = self._context.failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, event.error)
         elif not self._backend.capabilities.in_band_notices:
             self._send_notice(post.job.delivery.peer, post.notice)
-        self._context.dispatch(PostSettled(post.job.delivery, post.job.seq, failure))
+        self._context.dispatch(PostSettled(post.job.delivery, post.job.seq, failure, event.lingers))
 
     def in_doubt(self, event: PostInDoubt) -> None:
         """Take in that a post may or may not have ended."""

@@ -94,7 +94,7 @@ class Core:
             ev.PlanFinished: self._plan_finished,
             ev.PlanFailed: lambda event, now: self.senders.plan_failed(event.delivery, event.failure, now),
             ev.PostSettled: self._post_settled,
-            ev.PostDoubted: lambda event, now: self.senders.post_doubted(event.delivery, event.failure, now),
+            ev.PostDoubted: self._post_doubted,
             ev.PeerGreeted: self._peer_greeted,
             ev.ReceiveOpened: self._receive_opened,
             ev.ReceiveAborted: lambda event, now: self.receivers.abort(event.room, event.failure, now),
@@ -169,6 +169,7 @@ class Core:
     def _peer_greeted(self, event: ev.PeerGreeted, now: float) -> list[Effect]:
         effects = self._acquaint(event.peer, event.lease_s, now)
         self.senders.acquaintances.greeted(event.peer, event.owed)
+        self.senders.unproved.outlived(event.peer)
         return effects
 
     def _instance_greeted(self, event: ev.InstanceGreeted, now: float) -> list[Effect]:
@@ -214,12 +215,17 @@ class Core:
         return self.senders.plan_finished(event, now)
 
     def _post_settled(self, event: ev.PostSettled, now: float) -> list[Effect]:
-        effects = self.senders.post_settled(event.delivery, event.seq, event.failure, now)
-        peer = event.delivery.peer
-        if event.failure is not None:
-            return [*effects, *self._write_failed(peer, event.failure, now)]
-        self._breakers.pop(peer, None)
+        was_doubted = self.senders.is_doubted(event.delivery)
+        effects = self.senders.post_settled(event, now)
+        if event.failure is None:
+            self._breakers.pop(event.delivery.peer, None)
+        elif not was_doubted:
+            effects += self._write_failed(event.delivery.peer, event.failure, now)
         return effects
+
+    def _post_doubted(self, event: ev.PostDoubted, now: float) -> list[Effect]:
+        effects = self.senders.post_doubted(event.delivery, event.failure, now)
+        return [*effects, *self._write_failed(event.delivery.peer, event.failure, now)]
 
     def _write_failed(self, peer: PeerId, failure: Failure, now: float) -> list[Effect]:
         """Part with a peer to which writes fail again and again: it must greet anew, with fresh native state."""
@@ -235,6 +241,7 @@ class Core:
 
     def _said_goodbye(self, peer: PeerId, goodbye: Goodbye, now: float) -> list[Effect]:
         failure = goodbye.failure or self._failure(FailureReason.PEER_CLOSED, f"{peer.rank} is closing")
+        self.senders.unproved.ended(peer)
         return self._left(peer, failure, now)
 
     def _peer_gone(self, event: ev.PeerGone, now: float) -> list[Effect]:
@@ -300,16 +307,18 @@ class Core:
             peer.is_spared = True
             self.deadlines.set(LeaseEnd(peer.id), now + ping_s)
             return []
+        failure = self._failure(FailureReason.PEER_LOST, f"{peer.id.rank} was silent for {peer.lease_s} s")
+        if peer.id in self.senders.acquaintances:  # a decode rank can prove nothing here; if it lives, it greets anew
+            return self._left(peer.id, failure, now)
         peer.expired()
         self.deadlines.set(Oblivion(peer.id), now + LEASES_TO_OBLIVION * peer.lease_s)
-        failure = self._failure(FailureReason.PEER_LOST, f"{peer.id.rank} was silent for {peer.lease_s} s")
         return self._fail_all_with(peer.id, failure, now)
 
     def _forget_if_dead(self, peer: Peer, now: float) -> list[Effect]:
         """Drop a peer that stayed silent, unless some transfer still waits for its proof."""
         if peer.is_connected:
             return []
-        if self.senders.involve(peer.id) or self.receivers.involve(peer.id):
+        if self.receivers.involve(peer.id):
             self.deadlines.set(Oblivion(peer.id), now + LEASES_TO_OBLIVION * peer.lease_s)
             return []
         return self._left(peer.id, self._failure(FailureReason.PEER_LOST, f"{peer.id.rank} stayed silent"), now)

@@ -147,11 +147,13 @@ class PostSettled:
 
     Attributes:
         failure: None if every byte is in the peer's memory.
+        lingers: Bytes that have left may still land there; only the end of this process, or of the peer's, stops them.
     """
 
     delivery: DeliveryId
     seq: int
     failure: Failure | None
+    lingers: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def _check_senders(senders: Senders) -> None:
     waiting, counted = len(senders.waiting.everybody()), len(senders.waiting)
     _require(waiting == counted, "waiting grants are miscounted", counted=counted, is_=waiting)
     for delivery in senders.unproved:
-        _require(delivery.has_posts, "released delivery without a running post", delivery=delivery.id)
+        _require(not delivery.is_proved, "delivery is proved but not forgotten", delivery=delivery.id)
     for room, sender in senders.rooms.items():
         _check_facts(sender.state, room=room)
         is_over = sender.state.is_safe and not sender.state.is_pending

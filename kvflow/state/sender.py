@@ -38,12 +38,18 @@ class Delivery:
         self._drained_is_due = False
         self._planned: dict[int, Notice] = {}
         self._posted: dict[int, Notice] = {}
+        self._lingers = False
         self._noticed: list[Notice] = []
 
     @property
     def is_unanswered(self) -> bool:
         """Everything is written, and the decode rank has not said that it knows."""
         return self.state.is_pending and self.state.is_safe
+
+    @property
+    def is_proved(self) -> bool:
+        """Nothing can land in the decode rank's pages any more: what Drained says."""
+        return not self._posted and not self._lingers
 
     @property
     def has_posts(self) -> bool:
@@ -110,9 +116,10 @@ class Delivery:
         self._posted[seq] = notice
         return [PostPlan(self.id, seq, notice)]
 
-    def post_settled(self, seq: int, *, is_written: bool) -> list[Effect]:
-        """Note that a post has ended."""
+    def post_settled(self, seq: int, *, is_written: bool, lingers: bool = False) -> list[Effect]:
+        """Note that a post has ended here; if it `lingers`, its bytes may still land there."""
         notice = self._posted.pop(seq, None)
+        self._lingers |= lingers
         if notice is not None and is_written:
             self._noticed.append(notice)
         return self._settle()
@@ -121,7 +128,7 @@ class Delivery:
         """Say again what the decode rank seems to have missed, over the control channel."""
         self.num_repeats += 1
         if self.failure is not None:
-            return [SendMessage(self.id.peer, failed(self.id, self._me, self.failure, drained=not self._posted))]
+            return [SendMessage(self.id.peer, failed(self.id, self._me, self.failure, drained=self.is_proved))]
         if self.is_unanswered:
             return [SendMessage(self.id.peer, notice) for notice in self._noticed]
         return []
@@ -140,8 +147,8 @@ class Delivery:
         if not self.state.is_pending:
             return []
         effects = self._stop(signal, failure)
-        self._drained_is_due = self.has_posts
-        word = failed(self.id, self._me, failure, drained=not self._posted)
+        self._drained_is_due = not self.is_proved
+        word = failed(self.id, self._me, failure, drained=self.is_proved)
         return [*effects, SendMessage(self.id.peer, word)]
 
     def cancel(self, failure: Failure) -> list[Effect]:
@@ -149,6 +156,10 @@ class Delivery:
         effects = self._stop(Signal.FAILED, failure) if self.state.is_pending else []
         self._drained_is_due = True
         return [*effects, *self._settle()]
+
+    def forget_pages(self) -> None:
+        """Drop what only writing needs."""
+        self.grant = msgspec.structs.replace(self.grant, pages={})
 
     def release(self) -> None:
         """Take the pages back unproved, as an operator says."""
@@ -175,7 +186,7 @@ class Delivery:
                 self.state.apply(Signal.COMPLETED if is_known else Signal.WRITTEN)
             if not self.state.is_pending:
                 self.state.apply(Signal.QUIET)
-        if not self._drained_is_due or self._posted:  # pages that an operator took back are no proof for anybody else
+        if not self._drained_is_due or not self.is_proved:  # safe pages here are no proof for those of the peer
             return []
         self._drained_is_due = False
         return [SendMessage(self.id.peer, drained(self.id, self._me, self.failure))]
@@ -231,10 +242,12 @@ class Sender:
         """Post what was planned, unless its delivery has ended."""
         return [*delivery.plan_finished(plan), *self._review()]
 
-    def post_settled(self, delivery: Delivery, seq: int, failure: Failure | None) -> list[Effect]:
+    def post_settled(
+        self, delivery: Delivery, seq: int, failure: Failure | None, *, lingers: bool = False
+    ) -> list[Effect]:
         """Note that a post has ended; one that failed ends the room."""
         stopped = self.stop(Signal.FAILED, failure) if failure else []
-        return [*stopped, *delivery.post_settled(seq, is_written=failure is None), *self._review()]
+        return [*stopped, *delivery.post_settled(seq, is_written=failure is None, lingers=lingers), *self._review()]
 
     def post_doubted(self, delivery: Delivery, failure: Failure) -> list[Effect]:
         """Note that it cannot be told whether a post has ended; that ends the room."""

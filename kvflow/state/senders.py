@@ -1,7 +1,6 @@
 """All rooms that one prefill rank sends: which exist, who asked for them, what they still wait for."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvflow.config import Limits, Timeouts
@@ -9,7 +8,8 @@ from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, S
 from kvflow.state.acquaintances import Acquaintances
 from kvflow.state.deadlines import Deadlines
 from kvflow.state.effects import CountOddity, DropPlan, Effect, SendMessage
-from kvflow.state.events import Chunk, DeliveryId, PlanFinished
+from kvflow.state.events import Chunk, DeliveryId, PlanFinished, PostSettled
+from kvflow.state.overdue import Stalled, Unanswered, Undelivered, Undrained, Ungranted, Unopened
 from kvflow.state.quarantine import Footprint, Quarantine
 from kvflow.state.sender import Delivery, Sender, drained, failed
 from kvflow.state.tables import Memory, Signal
@@ -24,49 +24,6 @@ MAX_TOMBSTONES = 4_096
 
 MAX_BACKOFF = 8
 """Words are repeated less and less often, down to this many times the first pause."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unopened:
-    """Deadline: the engine must open this room before the grant runs out."""
-
-    room: int
-    peer: PeerId
-
-
-@dataclass(frozen=True, slots=True)
-class Ungranted:
-    """Deadline: every decode rank must have granted after the last chunk."""
-
-    room: int
-
-
-@dataclass(frozen=True, slots=True)
-class Undelivered:
-    """Deadline: the decode rank gives up."""
-
-    delivery: DeliveryId
-
-
-@dataclass(frozen=True, slots=True)
-class Stalled:
-    """Deadline: a post of this delivery must have ended."""
-
-    delivery: DeliveryId
-
-
-@dataclass(frozen=True, slots=True)
-class Unanswered:
-    """Deadline: the decode rank should have said that it knows how the delivery ended."""
-
-    delivery: DeliveryId
-
-
-@dataclass(frozen=True, slots=True)
-class Undrained:
-    """Deadline: posts must have ended after the room has."""
-
-    room: int
 
 
 class _Tombstone(NamedTuple):
@@ -212,16 +169,22 @@ class Senders:
         sender = self._find(delivery_id)[0]
         return self._follow(sender, sender.stop(Signal.FAILED, failure), now) if sender else []
 
-    def post_settled(self, delivery_id: DeliveryId, seq: int, failure: Failure | None, now: float) -> list[Effect]:
+    def post_settled(self, event: PostSettled, now: float) -> list[Effect]:
         """Note that a post has ended."""
-        sender, delivery = self._find(delivery_id)
-        unproved = self.unproved.find(delivery_id)
+        sender, delivery = self._find(event.delivery)
+        unproved = self.unproved.find(event.delivery)
         if unproved is not None:
-            return self.unproved.post_settled(unproved, seq)
+            return self.unproved.post_settled(unproved, event.seq, lingers=event.lingers)
         if sender is None or delivery is None:
-            return [CountOddity("settled_unknown_post", delivery_id.peer, delivery_id.room)]
-        self._deadlines.clear(Stalled(delivery_id))
-        return self._follow(sender, sender.post_settled(delivery, seq, failure), now)
+            return [CountOddity("settled_unknown_post", event.delivery.peer, event.delivery.room)]
+        self._deadlines.clear(Stalled(event.delivery))
+        effects = sender.post_settled(delivery, event.seq, event.failure, lingers=event.lingers)
+        return self._follow(sender, effects, now)
+
+    def is_doubted(self, delivery_id: DeliveryId) -> bool:
+        """Say whether a post of a delivery was in doubt before it ended."""
+        delivery = self._find(delivery_id)[1]
+        return delivery is not None and delivery.state.memory is Memory.QUARANTINED
 
     def post_doubted(self, delivery_id: DeliveryId, failure: Failure, now: float) -> list[Effect]:
         """Note that it cannot be told whether a post has ended."""
@@ -241,10 +204,6 @@ class Senders:
                 effects += self._follow(sender, sender.stop(Signal.FAILED, failure), now)
         return effects
 
-    def involve(self, peer: PeerId) -> bool:
-        """Say whether an open room has to do with a decode rank."""
-        return any(peer in sender.deliveries for sender in self.rooms.values())
-
     def release(self, room: int) -> list[Effect]:
         """Take the pages of a room in quarantine back unproved.
 
@@ -254,7 +213,6 @@ class Senders:
         sender = self.rooms.get(room)
         if sender is None or sender.state.memory is not Memory.QUARANTINED:
             raise LocalProtocolError("room is not in quarantine", room=room)
-        self.unproved.keep(sender.deliveries.values())
         return self._follow(sender, sender.release(), 0.0)
 
     def turn_away(self, failure: Failure) -> list[Effect]:
@@ -369,6 +327,7 @@ class Senders:
     def _bury(self, sender: Sender) -> None:
         del self.rooms[sender.room]
         self._quarantine.remove(sender.room)
+        self.unproved.keep(sender.deliveries.values())
         for delivery in sender.deliveries.values():
             self.acquaintances.end(delivery.id, delivery.failure)
         if sender.failure is not None:

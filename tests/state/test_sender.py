@@ -391,10 +391,36 @@ def test_a_peer_that_stays_silent_is_forgotten(core: CoreDriver) -> None:
     assert (core.core.peers, len(core.core.deadlines)) == ({}, 0)
 
 
-def test_a_silent_peer_that_is_still_needed_is_kept(granted: CoreDriver) -> None:
+def test_a_silent_decode_rank_is_parted_with_though_a_write_to_it_is_in_doubt(granted: CoreDriver) -> None:
+    """It can prove nothing about the pages here; parting with it lets the transport find out."""
     granted(chunk(0, 8, last=True))
     post(granted, 0)
     granted(ev.PostDoubted(DELIVERY, 0, FAILURE))
-    assert ForgetPeer(DECODE) not in granted.sleep(3.0 * 40)
-    granted(ev.PostSettled(DELIVERY, 0, None))
-    assert ForgetPeer(DECODE) in granted.sleep(3.0 * 13)
+    assert ForgetPeer(DECODE) in granted.sleep(3.0)
+    assert reports(granted(ev.PostSettled(DELIVERY, 0, FAILURE, lingers=True))) == [("failed", "safe")]
+
+
+def test_bytes_that_may_still_land_are_never_drained(granted: CoreDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    post(granted, 0)
+    ended = granted(ev.PostSettled(DELIVERY, 0, FAILURE, lingers=True))
+    assert ("failed", "safe") in reports(ended)
+    ((_, said),) = messages(ended, Failed)
+    assert isinstance(said, Failed)
+    assert not said.drained
+    cancel = Cancel(room=ROOM, generation=1, failure=ABORTED)
+    assert messages(granted.hear(DECODE, cancel), Drained) == []
+    granted(ev.PeerGreeted(DECODE, 3.0, ("kv",)))
+    assert messages(granted.hear(DECODE, cancel), Drained) == []
+    ((_, again),) = messages(granted.hear(DECODE, grant()), Failed)
+    assert isinstance(again, Failed)
+    assert not again.drained
+
+
+def test_a_later_life_asks_nothing_about_bytes_for_an_earlier_one(granted: CoreDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    post(granted, 0)
+    granted(ev.PostSettled(DELIVERY, 0, FAILURE, lingers=True))
+    assert len(granted.core.senders.unproved) == 1
+    granted.meet_decode(DECODE._replace(incarnation=2))
+    assert len(granted.core.senders.unproved) == 0
