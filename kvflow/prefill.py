@@ -34,7 +34,9 @@ from kvflow.wire.messages import Card, Failure, Message, PeerId
 
 __all__ = ["PrefillRank", "RoomSender"]
 
-CHUNKS_BETWEEN_STAGES = 16
+PLANS_BETWEEN_STAGES = 16
+"""Finished plans that wait to be offered to the core; nothing waits before planning, so that whose turn it is gets
+decided as late as can be."""
 
 
 class PrefillRank(Rank["RoomSender"]):
@@ -77,8 +79,8 @@ class PrefillRank(Rank["RoomSender"]):
         return RoomSender(self, room)
 
     def _open(self) -> None:
-        job_in, job_out = anyio.create_memory_object_stream[ChunkJob](CHUNKS_BETWEEN_STAGES)
-        planned_in, planned_out = anyio.create_memory_object_stream[PlannedChunk](CHUNKS_BETWEEN_STAGES)
+        job_in, job_out = anyio.create_memory_object_stream[ChunkJob](0)
+        planned_in, planned_out = anyio.create_memory_object_stream[PlannedChunk](PLANS_BETWEEN_STAGES)
         for stream in (job_in, job_out, planned_in, planned_out):
             self._resources.enter_context(stream)
         self._listener = self._resources.enter_context(closing(Listener(*self._bind)))

@@ -319,7 +319,7 @@ async def test_rank_that_is_not_open() -> None:
         await _receive(rank)
 
 
-@pytest.mark.parametrize("name", ["handshake_s", "lease_s", "transfer_s"])
+@pytest.mark.parametrize("name", ["handshake_s", "lease_s", "transfer_s", "ageing_s"])
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "3", True])
 def test_timeouts_are_checked(name: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -354,6 +354,7 @@ async def test_integers_of_numpy_are_integers(deployment: Deployment) -> None:
                 tokens=tokens,
                 pages=pages,
                 num_ranks=np.int64(1),
+                priority=np.int8(3),
             )
             async with receiver:
                 await receiver.done()
@@ -373,6 +374,10 @@ async def test_integers_of_numpy_are_integers(deployment: Deployment) -> None:
         {"num_ranks": 0},
         {"num_ranks": 2**33},
         {"num_ranks": "2"},
+        {"priority": -1},
+        {"priority": 8},
+        {"priority": "1"},
+        {"priority": 1.0},
     ],
 )
 async def test_odd_settings_of_a_receive(deployment: Deployment, changes: dict[str, object]) -> None:

@@ -82,6 +82,20 @@ def test_many_at_once_from_one_scheduler() -> None:
         assert {sender.wait(10) for sender in senders} == {Outcome.SUCCESS}
 
 
+def test_priority_travels_with_the_grant() -> None:
+    with pair_of_ranks() as pair:
+        with pytest.raises(ConfigError, match="priority"):
+            pair.decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES, priority=8)
+        receiver = pair.decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES, priority=5)
+        while not pair.prefill.statistics().waiting_grants:
+            time.sleep(1e-4)
+        waiting = pair.prefill._rank._core.senders.waiting.find(1, pair.decode._rank.me)
+        assert waiting is not None
+        assert waiting.priority == 5
+        receiver.abort()
+        assert receiver.wait(10) is Outcome.ABORTED
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_abort_ends_both_sides(side: str) -> None:
     with pair_of_ranks() as pair:

@@ -128,7 +128,13 @@ class Request:
                     await sender.chunk((start, stop), pages)
 
     def receiver(
-        self, rank: int = 0, *, start: int = 0, timeout_s: float | None = None, digest: bool | None = None
+        self,
+        rank: int = 0,
+        *,
+        start: int = 0,
+        timeout_s: float | None = None,
+        priority: int = 0,
+        digest: bool | None = None,
     ) -> kvflow.RoomReceiver:
         """Start to receive the tokens from `start`, as the engine of one decode rank."""
         tokens = (start, self.num_tokens)
@@ -138,19 +144,22 @@ class Request:
             tokens=tokens,
             pages=self.dst_pages(rank, tokens),
             timeout_s=timeout_s,
+            priority=priority,
             digest=digest,
         )
 
-    async def receive(self, rank: int = 0, *, start: int = 0, digest: bool | None = None) -> kvflow.Handover:
-        async with self.receiver(rank, start=start, digest=digest) as receiver:
+    async def receive(
+        self, rank: int = 0, *, start: int = 0, priority: int = 0, digest: bool | None = None
+    ) -> kvflow.Handover:
+        async with self.receiver(rank, start=start, priority=priority, digest=digest) as receiver:
             return await receiver.done()
 
-    async def hand_over(self, *, chunk: int | None = None, start: int = 0) -> list[kvflow.Handover]:
+    async def hand_over(self, *, chunk: int | None = None, start: int = 0, priority: int = 0) -> list[kvflow.Handover]:
         """Send from every prefill rank, receive on every decode rank."""
         handovers: dict[int, kvflow.Handover] = {}
 
         async def receive(rank: int) -> None:
-            handovers[rank] = await self.receive(rank, start=start)
+            handovers[rank] = await self.receive(rank, start=start, priority=priority)
 
         async def send(rank: int) -> None:
             await self.send(rank, chunk=chunk, metadata=f"from {rank}".encode())
