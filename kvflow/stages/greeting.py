@@ -58,9 +58,11 @@ class _Line:
         return self._answer
 
     def answer(self, message: Welcome | Refuse) -> bool:
-        """Take an answer in; False if nobody waits for one."""
+        """Take an answer in; False if nobody waits for one. A refusal of what was said before the hello is none."""
         if self._answered is None or self._answered.is_set():
             return False
+        if isinstance(message, Refuse) and message.to is None:
+            return True
         self._answer = message
         self._answered.set()
         return True
@@ -196,13 +198,17 @@ class DecodeBootstrap:
             tasks.start_soon(look_again)
             greeted = await self._greet_cards(cards, give_up)
             tasks.cancel_scope.cancel()
-        left = [peer for peer in strangers if peer in self._lines and self._lines[peer].has_left]
+        left = [rank.peer for rank in greeted if isinstance(rank, GreetedRank) and self._has_left(rank.peer)]
         if left:
             greeted.append(Unreachable("rank left during the handshake", rank=str(left[0].rank)))
         if not greeted or any(isinstance(result, KvflowError) for result in greeted):
             for peer in strangers:  # nobody else would ever close their lines
                 self.forget(peer)
         return greeted, None if greeted else newer
+
+    def _has_left(self, peer: PeerId) -> bool:
+        line = self._lines.get(peer)
+        return line is None or line.has_left
 
     async def _changed_cards(self, instance: str, known: tuple[Card, ...], give_up: float) -> tuple[Card, ...]:
         """Wait until the registry knows other lives of the ranks; for ever if it does not."""
