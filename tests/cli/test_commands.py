@@ -55,6 +55,28 @@ def test_bench_digest_gives_rows_and_transfers(backend: str, capsys: pytest.Capt
     assert f"2 MB over {backend}" in capsys.readouterr().out
 
 
+def test_bench_failures_gives_a_row_for_each_case(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["bench", "failures", "--rounds", "1", "--cases", "abort-decode"]
+    assert main([*options, "--json"]) == 0
+    shown = capsys.readouterr()
+    row = json.loads(shown.out)
+    assert (row["case"], row["rounds"], row["ok"], row["next_transfer_ok"]) == ("abort-decode", 1, 1, 1)
+    assert 0 < row["known_ms_p50"] <= row["known_ms_p99"] <= row["known_ms_max"]
+    assert (row["faults"], row["quarantined_pages"], shown.err) == ({}, 0, "")
+    assert main(options) == 0
+    shown = capsys.readouterr()
+    assert "abort-decode" in shown.out
+    assert "abort-decode: 1 of 1" in shown.err
+
+
+@pytest.mark.parametrize(("options", "named"), [(["--cases", "abort-all"], "abort-all"), (["--lease", "0"], "--lease")])
+def test_bench_failures_names_what_it_cannot_run(
+    options: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "failures", *options]) == 2
+    assert named in capsys.readouterr().err
+
+
 def test_bench_idle_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "idle", "--backend", "memory", "--seconds", "0.1"]) == 0
     assert "2 connected ranks over memory" in capsys.readouterr().out

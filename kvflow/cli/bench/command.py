@@ -2,10 +2,12 @@
 
 import argparse
 import math
+import sys
 
 import anyio
 import msgspec
 
+from kvflow.config import check_duration
 from kvflow.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
@@ -33,6 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     digest.add_argument("--rounds", type=_count, default=21, metavar="N", help="of each kind (default: 21)")
     digest.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     digest.set_defaults(measure=_digest)
+    failures = cases.add_parser("failures", help="processes that die, freeze or give up in the middle of a transfer")
+    failures.add_argument("--backend", default="nixl", choices=["nixl"], help="transport between processes")
+    failures.add_argument("--rounds", type=_count, default=50, metavar="N", help="of each case (default: %(default)s)")
+    failures.add_argument("--cases", default="all", metavar="NAME,...", help="some of them (default: %(default)s)")
+    failures.add_argument("--lease", type=float, default=3.0, metavar="S", help="of the ranks (default: %(default)s)")
+    failures.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default: %(default)s)")
+    failures.add_argument("--json", action="store_true", help="print one JSON object a case and nothing else")
+    failures.set_defaults(measure=_failures)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,4 +113,35 @@ def _digest(arguments: argparse.Namespace) -> str:
         f"{megabytes} MB over {transfer.backend}: {transfer.plain_ms:.1f} ms without digests, "
         f"{transfer.digest_ms:.1f} ms with digests on both sides (medians of {transfer.rounds} each, in turn)"
     )
+    return "\n".join(lines)
+
+
+def _failures(arguments: argparse.Namespace) -> str:
+    from kvflow.cli.bench.failures import CASES, FailureSettings, measure_failures  # noqa: PLC0415 - as above
+    from kvflow.cli.bench.workers.options import WorkerOptions  # noqa: PLC0415
+
+    cases = tuple(CASES) if arguments.cases == "all" else tuple(arguments.cases.split(","))
+    unknown = [case for case in cases if case not in CASES]
+    if unknown:
+        raise ConfigError("no such case", unknown=unknown, cases=list(CASES))
+    check_duration("--lease", arguments.lease)
+    worker = WorkerOptions(backend=arguments.backend, lease_s=arguments.lease)
+    settings = FailureSettings(cases=cases, rounds=arguments.rounds, worker=worker, seed=arguments.seed)
+
+    def show(case: str, number: int) -> None:
+        if not arguments.json:
+            print(f"\r{case}: {number} of {settings.rounds}", end="", file=sys.stderr, flush=True)
+
+    rows = anyio.run(measure_failures, settings, show)
+    if arguments.json:
+        return "\n".join(msgspec.json.encode(row).decode() for row in rows)
+    heads = f"{'case':16} {'rounds':>6} {'ok':>4} {'next':>5} {'p50 ms':>9} {'p99 ms':>9} {'max ms':>9}"
+    lines = ["\r" + heads + f" {'quarantined':>11} {'MB':>13} {'fds':>4} {'threads':>7}"]
+    lines += [
+        f"{row.case:16} {row.rounds:6} {row.ok:4} {row.next_transfer_ok:5} {row.known_ms_p50:9.2f} "
+        f"{row.known_ms_p99:9.2f} {row.known_ms_max:9.2f} {row.quarantined_pages:11} "
+        f"{row.rss_start_mb:6.1f}-{row.rss_end_mb:6.1f} {row.fds:+4} {row.threads:+7}"
+        + "".join(f"\n  {count} x {fault}" for fault, count in row.faults.items())
+        for row in rows
+    ]
     return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""A prefill and a decode engine in processes of their own, small enough to be killed and checked."""

@@ -1,0 +1,214 @@
+"""A worker process: `python -m kvflow.cli.bench.workers.worker OPTIONS`.
+
+It is told rooms to send or to receive, to give one up, to say how it is, and to leave; what happens it reports with
+times on the machine's monotonic clock, which all processes of a machine share.
+"""
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import anyio.to_thread
+import msgspec
+from anyio.abc import TaskGroup
+
+import kvflow
+from kvflow.cli.bench.workers.options import PREFILL, WorkerOptions
+from kvflow.cli.bench.workers.pool import PagePool
+from kvflow.cli.demo.line import PipeLine
+
+__all__ = ["main"]
+
+SETTLE_S = 20.0
+"""How long to wait until nothing is open before the account is given as it is."""
+
+LOOK_S = 0.01
+
+
+class _Known(NamedTuple):
+    """When the engine knew how a transfer ended, and on decode whether every byte is the one that was sent."""
+
+    at_s: float
+    is_intact: bool | None
+
+
+class Worker:
+    """One engine with one rank."""
+
+    def __init__(self, options: WorkerOptions, line: PipeLine) -> None:
+        self._options = options
+        self._line = line
+        self._pool = PagePool(options, seed=os.getpid())
+        self._scopes: dict[int, anyio.CancelScope] = {}
+        timeouts = kvflow.Timeouts(lease_s=options.lease_s)
+        backend_options = {"ends_with_process": True} if options.same_host and options.backend == "nixl" else {}
+        common: dict[str, Any] = {
+            "instance": options.side,
+            "registry": options.registry,
+            "backend": options.backend,
+            "backend_options": backend_options,
+            "timeouts": timeouts,
+        }
+        self._rank: kvflow.PrefillRank | kvflow.DecodeRank
+        if options.side == PREFILL:
+            self._rank = kvflow.PrefillRank(kvflow.PrefillConfig(bind=options.bind, **common), self._pool.layout)
+        else:
+            self._rank = kvflow.DecodeRank(kvflow.DecodeConfig(**common), self._pool.layout)
+
+    async def serve(self) -> None:
+        """Do what is said until it is to leave."""
+        async with self._rank as rank, anyio.create_task_group() as tasks:
+            endpoint = rank.endpoint if isinstance(rank, kvflow.PrefillRank) else ""
+            self._line.report("ready", room=0, endpoint=endpoint)
+            while await self._obey(tasks):
+                pass
+
+    async def _obey(self, tasks: TaskGroup) -> bool:
+        match await anyio.to_thread.run_sync(self._hear):
+            case {"do": "transfer", "room": room}:
+                tasks.start_soon(self._transfer, room)
+            case {"do": "abort", "room": room}:
+                self._line.report("aborted", room=room, at_s=time.monotonic())
+                self._scopes[room].cancel()
+            case {"do": "settle"}:
+                tasks.start_soon(self._settle)
+            case _:
+                return False
+        return True
+
+    def _hear(self) -> dict[str, Any]:
+        try:
+            return self._line.receive()
+        except EOFError:  # whoever started this process is gone
+            return {"do": "leave"}
+
+    async def _transfer(self, room: int) -> None:
+        """Run one transfer, whatever becomes of it."""
+        rank, reason = self._rank, ""
+        pages = self._pool.take(self._options.tokens)
+        transfer: kvflow.RoomSender | kvflow.RoomReceiver
+        run: Coroutine[Any, Any, _Known]
+        if isinstance(rank, kvflow.PrefillRank):
+            transfer = rank.send(room)
+            run = self._send(transfer, room, pages)
+        else:
+            tokens = (0, self._options.tokens)
+            transfer = rank.receive(room, prefill=PREFILL, tokens=tokens, pages={"kv": pages})
+            run = self._receive(transfer, room, pages)
+        known = _Known(0.0, None)
+        with anyio.CancelScope() as self._scopes[room]:
+            try:
+                known = await run
+            except kvflow.TransferFailed as error:
+                reason, known = error.reason.value, _Known(_known_at(error), None)
+        del self._scopes[room]
+        left_at_s = time.monotonic()
+        self._pool.give_back(transfer, pages)
+        self._line.report(
+            "ended",
+            room=room,
+            outcome=transfer.outcome.value,
+            reason=reason,
+            memory=transfer.memory.value,
+            at_s=known.at_s,
+            left_at_s=left_at_s,
+            is_intact=known.is_intact,
+        )
+
+    async def _send(self, sender: kvflow.RoomSender, room: int, pages: list[int]) -> _Known:
+        """Compute and send a room chunk by chunk."""
+        step = self._options.tokens // self._options.chunks
+        async with sender:
+            with _stamped():
+                for start in range(0, self._options.tokens, step):
+                    stop = min(start + step, self._options.tokens)
+                    self._pool.write(room, start, pages[start:stop])
+                    chunk = {"kv": pages[start:stop]}
+                    if stop == self._options.tokens:
+                        await sender.finish((start, stop), chunk)
+                    else:
+                        await sender.chunk((start, stop), chunk)
+                    self._line.report("chunk", room=room, index=start // step)
+                await sender.delivered()
+            return _Known(time.monotonic(), None)
+
+    async def _receive(self, receiver: kvflow.RoomReceiver, room: int, pages: list[int]) -> _Known:
+        """Receive a room, and look at every byte of it."""
+        async with receiver:
+            with _stamped():
+                await receiver.done()
+            at_s = time.monotonic()
+        return _Known(at_s, self._pool.is_written(room, pages))
+
+    async def _settle(self) -> None:
+        """Wait until nothing is open, held back or under way, and say how this worker is."""
+        with anyio.move_on_after(SETTLE_S):
+            while not self._is_settled():  # noqa: ASYNC110 - what is waited for is counts, which tell nobody
+                await anyio.sleep(LOOK_S)
+        self._line.report("account", room=0, **self._account())
+
+    def _is_settled(self) -> bool:
+        self._pool.sweep()
+        statistics = self._rank.statistics()
+        account = self._pool.account()
+        is_open = statistics.rooms or statistics.queued_chunks or statistics.posted or statistics.waiting_grants
+        return not (is_open or account.held or account.quarantined)
+
+    def _account(self) -> dict[str, Any]:
+        statistics = self._rank.statistics()
+        account = self._pool.account()
+        return {
+            "pages": account._asdict(),
+            "is_settled": self._is_settled(),
+            "is_untouched": self._pool.is_free_untouched(),
+            "peers": statistics.peers,
+            "quarantined_pages": account.quarantined,
+            "oddities": statistics.oddities,
+            "fds": len(list(Path("/proc/self/fd").iterdir())),
+            "threads": len(list(Path("/proc/self/task").iterdir())),
+            "rss_mb": _resident_bytes() / 1e6,
+        }
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * resource.getpagesize()
+
+
+@contextmanager
+def _stamped() -> Iterator[None]:
+    """Note in a failure when the engine knew of it."""
+    try:
+        yield
+    except kvflow.TransferFailed as error:
+        error.values["known_at_s"] = time.monotonic()
+        raise
+
+
+def _known_at(error: kvflow.TransferFailed) -> float:
+    """When the engine knew of a failure that went through `_stamped`; now if it did not."""
+    at_s = error.values.get("known_at_s")
+    return at_s if isinstance(at_s, float) else time.monotonic()
+
+
+def main() -> int:
+    """Run a worker to its end.
+
+    Returns:
+        The exit code.
+    """
+    line = PipeLine()
+    options = msgspec.json.decode(sys.argv[1], type=WorkerOptions)
+    if options.log != "none":
+        kvflow.configure_logging(options.log)
+    anyio.run(Worker(options, line).serve)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""When NIXL cannot tell whether a post has ended, and what proves that it has."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from kvflow.backends.nixl import NixlBackend
+from kvflow.geometry.plan import Descriptors
+from tests.backends.endpoints import Endpoint, copies, make_layout, open_backend, open_endpoints, rows, same
+from tests.support.target_process import NUM_BYTES
+
+pytestmark = pytest.mark.anyio
+
+PIECE = 2**14
+POSTS = 8
+
+
+class NativeError(Exception):
+    """An error of NIXL that leaves the endpoint as it was."""
+
+
+@pytest.fixture
+def api() -> Any:
+    """The library as kvflow imports it."""
+    return importlib.import_module("nixl_cu12._api")
+
+
+def failing(error: Exception, *, first: int) -> Any:
+    """Raise for the first calls, then say that everything is done."""
+    calls = iter(range(first))
+
+    def call(*_: object) -> str:
+        if next(calls, None) is None:
+            return "DONE"
+        raise error
+
+    return call
+
+
+@dataclass
+class Target:
+    """The memory of another process."""
+
+    name: str
+    address: int
+    metadata: bytes
+    pid: int
+
+    def writes(self, source: Endpoint, part: int) -> Descriptors:
+        """One of `POSTS` parts of the whole memory, in small pieces."""
+        offsets = list(range(part * PIECE, NUM_BYTES, POSTS * PIECE))
+        there = rows(source, offsets, PIECE)
+        there[:, 0] = np.array(offsets, np.uint64) + np.uint64(self.address)
+        return Descriptors(rows(source, offsets, PIECE), there)
+
+
+@asynccontextmanager
+async def target_process() -> AsyncIterator[Target]:
+    command = [sys.executable, "-m", "tests.support.target_process"]
+    async with await anyio.open_process(command, stdin=subprocess.PIPE, stderr=None) as process:
+        assert process.stdout is not None
+        line = await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", 10_000)
+        name, address, metadata = line.decode().split()
+        yield Target(name, int(address), bytes.fromhex(metadata), process.pid)
+        if process.returncode is None:
+            process.kill()
+
+
+async def write_until_it_is_killed(source: Endpoint, target: Target) -> None:
+    """Post everything, and kill the target when the first post has ended."""
+    await source.backend.connect(target.name, target.metadata)
+    for part in range(POSTS):
+        source.backend.post(part, target.name, target.writes(source, part), b"")
+    await source.take_ends()
+    os.kill(target.pid, signal.SIGKILL)
+    await source.take_until(lambda: len(source.ends()) + len(source.doubts()) == POSTS)
+    if not source.doubts():  # it was quicker than the signal
+        source.backend.post(POSTS, target.name, target.writes(source, 0), b"")
+        await source.take_until(source.doubts)
+
+
+@pytest.mark.parametrize("lanes", ["", "tcp"])
+async def test_doubts_about_a_dead_peer_end_when_the_rank_parts_with_it(
+    monkeypatch: pytest.MonkeyPatch, lanes: str
+) -> None:
+    if lanes:
+        monkeypatch.setenv("UCX_TLS", lanes)
+    async with target_process() as target, open_backend(NixlBackend(), NUM_BYTES) as source:
+        await write_until_it_is_killed(source, target)
+        doubts = {doubt.post_id for doubt in source.doubts()}
+        assert not doubts & {end.post_id for end in source.ends() if end.error is None}
+        source.backend.post(99, target.name, target.writes(source, 0), b"")
+        await source.take_until(lambda: any(end.post_id == 99 for end in source.ends()))
+        ended = {end.post_id: end.error for end in source.ends()}
+        assert "greeted anew" in str(ended.pop(99))  # nothing was posted, so there is no doubt about it
+        assert not doubts & set(ended)
+        await source.backend.disconnect(target.name)
+        await source.take_until(lambda: doubts <= {end.post_id for end in source.ends()})
+        assert all("Disconnect" in str(end.error) for end in source.ends() if end.post_id in doubts)
+        await source.close()
+        assert len({end.post_id for end in source.ends()}) == len(source.ends())
+
+
+async def test_a_later_post_over_the_same_endpoint_is_a_fence(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
+    async with open_endpoints("nixl") as (source, target):
+        with monkeypatch.context() as patch:
+            patch.setattr(api.nixl_agent, "transfer", failing(NativeError(), first=2))
+            for post_id in (1, 2):
+                source.post(post_id, target, copies(source, target))
+            await source.take_until(lambda: len(source.doubts()) == 2)
+        assert not source.ends()
+        source.post(3, target, copies(source, target))
+        await source.take_ends(3)
+        assert {end.post_id: end.error is None for end in source.ends()} == {1: False, 2: False, 3: True}
+        assert same(source, target, 0, 64)
+
+
+async def test_a_post_that_began_before_the_doubt_is_no_fence(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
+    async with open_endpoints("nixl") as (source, target):
+        handles: list[object] = []
+        raised: list[object] = []
+
+        def transfer(_: object, handle: object) -> str:
+            handles.append(handle)
+            return "PROC"
+
+        def check(_: object, handle: object) -> str:
+            if handles.index(handle) == 1:
+                raised.append(handle)
+                raise NativeError
+            return "DONE" if raised else "PROC"
+
+        monkeypatch.setattr(api.nixl_agent, "transfer", transfer)
+        monkeypatch.setattr(api.nixl_agent, "check_xfer_state", check)
+        for post_id in (1, 2):
+            source.post(post_id, target, copies(source, target))
+        await source.take_until(lambda: source.doubts() and source.ends())
+        assert ([doubt.post_id for doubt in source.doubts()], [end.post_id for end in source.ends()]) == ([2], [1])
+        await source.close()
+        assert sorted(end.post_id for end in source.ends()) == [1, 2]
+
+
+async def test_posts_of_several_threads_are_no_fences(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
+    options = {"plugin_options": {"num_threads": "1"}}
+    async with open_endpoints("nixl", options=options) as (source, target):
+        with monkeypatch.context() as patch:
+            patch.setattr(api.nixl_agent, "transfer", failing(NativeError(), first=1))
+            source.post(1, target, copies(source, target))
+            source.post(2, target, copies(source, target))
+            await source.take_until(lambda: source.doubts() and source.ends())
+        assert [end.post_id for end in source.ends()] == [2]
+        await source.close()
+        assert sorted(end.post_id for end in source.ends()) == [1, 2]
+
+
+async def test_a_peer_is_not_removed_while_it_is_in_doubt_whether_a_post_to_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, api: Any
+) -> None:
+    removed: list[object] = []
+    async with open_endpoints("nixl", count=3) as (source, target, other):
+        monkeypatch.setattr(api.nixl_agent, "remove_remote_agent", lambda _, peer: removed.append(peer))
+        with monkeypatch.context() as patch:
+            patch.setattr(api.nixl_agent, "transfer", failing(NativeError(), first=1))
+            source.post(1, target, copies(source, target))
+            await source.take_until(source.doubts)
+        await source.backend.disconnect(target.name)
+        await source.backend.disconnect(other.name)
+        await source.backend.register(make_layout(source.address, 64))  # comes after both
+        assert removed == [other.name]
+        assert not source.ends()
+        await source.close()
+        assert [end.post_id for end in source.ends()] == [1]
+
+
+async def test_a_peer_whose_endpoint_has_failed_gets_a_new_one_when_it_is_connected_again(
+    monkeypatch: pytest.MonkeyPatch, api: Any
+) -> None:
+    """It lives; only what was between the two has failed."""
+    async with open_endpoints("nixl") as (source, target):
+        with monkeypatch.context() as patch:
+            patch.setattr(api.nixl_agent, "transfer", failing(api.nixlBind.nixlRemoteDisconnectError(), first=1))
+            source.post(1, target, copies(source, target))
+            await source.take_until(source.doubts)
+        await source.backend.disconnect(target.name)
+        await source.connect(target)
+        source.post(2, target, copies(source, target), b"again")
+        await source.take_ends(2)
+        await target.take_notices()
+        assert {end.post_id: end.error is None for end in source.ends()} == {1: False, 2: True}
+        assert same(source, target, 0, 64)
+
+
+async def test_memory_can_be_registered_while_the_endpoint_closes() -> None:
+    """The one that comes first wins, and the other does not hang or break."""
+    async with open_endpoints("nixl") as (source, _), anyio.create_task_group() as tasks:
+        tasks.start_soon(source.backend.register, make_layout(source.address, 64))
+        tasks.start_soon(source.backend.aclose)
+
+
+def test_who_runs_it_says_whether_writes_end_with_their_process() -> None:
+    assert not NixlBackend().capabilities.ends_with_process
+    assert NixlBackend(ends_with_process=True).capabilities.ends_with_process
+    assert not NixlBackend.capabilities.ends_with_process
