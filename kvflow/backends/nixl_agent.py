@@ -5,7 +5,7 @@ An error proves less than one would wish. What was measured, and what follows:
 * An error of the endpoint (RemoteDisconnect: the peer was killed, its agent closed, its connection broke) ends every
   post to that peer, and nothing reads the source any more: after 92 kills in the middle of 256 MiB, over CMA, shared
   memory and TCP, the kernel saw no page of it read. At the destination bytes may still be in the socket buffers of a
-  peer that lives. So such a post is in doubt until the rank parts with the peer.
+  peer that lives. So such a post is in doubt until the rank parts with the peer, and lingers from then on.
 * Any other error leaves the endpoint as it was, and earlier parts of the post under way. A later post to the same peer
   over the same endpoint is the fence: when it is done, so is everything before it.
 * A failed endpoint stays failed, also if the peer lives. Removing the agent and adding it again makes a new one.
@@ -206,7 +206,8 @@ class NixlAgent:
             self._clean_up(self._agent.deregister_memory, registered)
         self._registered.clear()
         self._agent = None
-        self._emit([PostEnded(post_id, "stopped by closing the endpoint") for post_id in stopped])
+        # What was on its way goes on landing for about 100 ms, and nothing tells when it has stopped.
+        self._emit([PostEnded(post_id, "stopped by closing the endpoint", lingers=True) for post_id in stopped])
 
     def _add(self, peer: str, blob: bytes) -> None:
         try:
@@ -238,7 +239,7 @@ class NixlAgent:
         self._running.pop(post.post_id, None)
         self._end(post, None)
         if self._has_fences:
-            self._end_doubts(lambda doubt: doubt.connection is post.connection and doubt.fence <= post.number)
+            self._end_doubts(functools.partial(_is_fenced, post), lingers=False)
 
     def _doubt(self, post: _Post, error: Exception) -> None:
         post.connection.has_failed |= isinstance(error, self._disconnected)
@@ -246,14 +247,14 @@ class NixlAgent:
         self._doubtful[post.post_id] = post
         self._emit([PostInDoubt(post.post_id, post.error)])
 
-    def _end(self, post: _Post, error: str | None) -> None:
+    def _end(self, post: _Post, error: str | None, *, lingers: bool = False) -> None:
         self._clean_up(self._agent.release_xfer_handle, post.handle)
-        self._emit([PostEnded(post.post_id, error)])
+        self._emit([PostEnded(post.post_id, error, lingers)])
 
-    def _end_doubts(self, is_proved: Callable[[_Post], bool]) -> None:
-        for post in [post for post in self._doubtful.values() if is_proved(post)]:
+    def _end_doubts(self, is_over: Callable[[_Post], bool], *, lingers: bool) -> None:
+        for post in [post for post in self._doubtful.values() if is_over(post)]:
             del self._doubtful[post.post_id]
-            self._end(post, post.error)
+            self._end(post, post.error, lingers=lingers)
 
     def _remove_leaving(self) -> None:
         """Remove the peers that the rank has parted with, and end the doubts about what was posted to them."""
@@ -261,7 +262,7 @@ class NixlAgent:
             connection = self._connections.get(peer)
             if connection is None or self._try_to_remove(connection):
                 del self._leaving[peer]
-                self._end_doubts(functools.partial(_was_to, peer))
+                self._end_doubts(functools.partial(_was_to, peer), lingers=True)
 
     def _try_to_remove(self, connection: _Connection) -> bool:
         """Remove a peer, unless something may be under way over its endpoint."""
@@ -299,6 +300,10 @@ def _import_api() -> Any:
     raise BackendUnavailable(
         "NIXL is not installed or does not load; install kvflow[nixl-cu12] or kvflow[nixl-cu13]", **failures
     )
+
+
+def _is_fenced(fence: _Post, doubt: _Post) -> bool:
+    return doubt.connection is fence.connection and doubt.fence <= fence.number
 
 
 def _was_to(peer: str, post: _Post) -> bool:
