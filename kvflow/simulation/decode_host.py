@@ -13,7 +13,6 @@ from kvflow.simulation.host import Host
 from kvflow.simulation.network import Line
 from kvflow.simulation.requests import Receiving, Request
 from kvflow.simulation.shapes import KV, STATE, CellTable, Shape
-from kvflow.simulation.transport import SimBackend
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.wire.codec import decode, encode
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["DecodeHost"]
 
 
+PROBE_S = 0.1
+
+
 class DecodeHost(Host):
     """One life of a decode rank. Arguments as in `Host`."""
 
@@ -34,6 +36,8 @@ class DecodeHost(Host):
         self.lines: dict[PeerId, Line] = {}
         self.receiving: dict[int, Receiving] = {}
         self._greetings: dict[str, Greeting] = {}
+        self._known: dict[PeerId, None] = {}
+        self._probes: dict[PeerId, None] = {}
         self.shape: Shape = self.world.instances[self.me.rank.instance].shape
 
     # The engine ------------------------------------------------------------------------------------------------------
@@ -67,6 +71,7 @@ class DecodeHost(Host):
             num_decode_ranks=request.num_decode_ranks,
             timeout_s=timeout_s,
             secret=self.world.rng.randbytes(16),
+            footprint=self.footprint(lease),
         )
         self.receiving[generation] = receiving
         self.open_transfer(generation, receiving, wish)
@@ -81,14 +86,13 @@ class DecodeHost(Host):
 
     # As in kvflow.decode ---------------------------------------------------------------------------------------------
 
-    def _make_backend(self) -> SimBackend:
-        return SimBackend(self, in_band=not self.world.without_notices)
-
     def _carry_out(self, effect: ef.Effect) -> None:
         match effect:
             case ef.GreetInstance(instance):
                 self._greetings[instance] = Greeting(self, instance)
                 self._greetings[instance].begin()
+            case ef.ProbePeer(peer):
+                self._probe(peer)
             case ef.ReportReceiver():
                 if effect.handed is not None:
                     self.world.oracle.handed(self.receiving[effect.generation], effect)
@@ -115,6 +119,25 @@ class DecodeHost(Host):
             self.lines[peer] = self.world.network.dial(self, peer.rank, lambda data: self._take(peer, data))
         return self.lines[peer]
 
+    def remember(self, peer: PeerId) -> None:
+        """Note where a rank listens; whoever had that address before is gone."""
+        before = [other for other in self._known if other.rank == peer.rank and other != peer]
+        self._known[peer] = None
+        for other in before:
+            del self._known[other]
+            self.dispatch(ev.PeerGone(other))
+
+    def _probe(self, peer: PeerId) -> None:
+        """Find out whether anybody listens where a silent peer did."""
+        if peer in self._known and peer not in self._probes:
+            self._probes[peer] = None
+            self.world.schedule.after(PROBE_S * self.world.rng.random(), self.call, self._probed, peer)
+
+    def _probed(self, peer: PeerId) -> None:
+        del self._probes[peer]
+        if self.world.network.refuses(self.me.rank, peer.rank):
+            self.dispatch(ev.PeerGone(peer))
+
     def _take(self, peer: PeerId, data: bytes) -> None:
         """Take a message from a line, as `DecodeBootstrap._take` does."""
         try:
@@ -127,7 +150,9 @@ class DecodeHost(Host):
             return
         if isinstance(message, Goodbye) and greeting is not None:
             greeting.left(peer)
-        if isinstance(message, Refuse):
+        if isinstance(message, Refuse) and message.peer != peer:
+            self.dispatch(ev.PeerGone(peer))
+        elif isinstance(message, Refuse):
             detail = f"{peer.rank} does not know this rank any more: {message.detail}"
             failure = self.context.failure(FailureReason.PEER_LOST, Stage.BOOTSTRAP, detail)
             self.dispatch(ev.PeerLeft(peer, failure))

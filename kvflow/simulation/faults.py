@@ -27,6 +27,7 @@ class Faults:
         without_notices: The transport has no in-band notices; they go over the control channel.
         kills: Processes that die.
         writes_of_dead: Chance that what a dead sender had under way goes on landing.
+        is_fenced: The transport says that nothing lands after the death of the sender, and keeps to it.
         freezes: Processes that stop and go on later; their posted writes may stop with them.
         blocks: Event loops that are blocked while the transport goes on.
         closings: Ranks that are closed in order.
@@ -50,6 +51,7 @@ class Faults:
     without_notices: bool = False
     kills: int = 0
     writes_of_dead: float = 0.0
+    is_fenced: bool = False
     freezes: int = 0
     blocks: int = 0
     closings: int = 0
@@ -94,7 +96,10 @@ def draw_faults(rng: random.Random, *, lossy: bool) -> Faults:
         rng: Of the seed.
         lossy: Messages may be lost, come twice or overtake each other; otherwise lines are as TCP makes them.
     """
-    drawn: dict[str, float | int | bool] = {"without_notices": rng.random() < 0.3}
+    drawn: dict[str, float | int | bool] = {
+        "without_notices": rng.random() < 0.3,
+        "is_fenced": rng.random() < 0.4,
+    }
     for name, most in CHANCES.items():
         drawn[name] = most * rng.random() if rng.random() < 0.5 else 0.0
     for name, count in COUNTS.items():

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Final
 
 from kvflow.errors import FailureReason, Stage
+from kvflow.geometry.routes import Route
 from kvflow.simulation.shapes import routes_to
 from kvflow.state.events import GreetedRank, InstanceGreeted, InstanceUnreachable
 from kvflow.wire.codec import encode
@@ -62,17 +63,27 @@ class Greeting:
         self._awaited = {card.peer: None for card in self._cards}
         self._left = []
         for card, route in zip(self._cards, self._routes, strict=True):
-            hello = Hello(
-                peer=host.me,
-                to=card.peer,
-                versions=(PROTOCOL_VERSION, PROTOCOL_VERSION),
-                lease_s=host.config.timeouts.lease_s,
-                backend=host.backend.name,
-                backend_metadata=host.backend.metadata(),
-                layout=host.pool.table.layout,
-                route=route,
-            )
-            world.network.to_server(host.line_to(card.peer), encode(hello))
+            host.line_to(card.peer)
+            self._ask(card, route, host.config.timeouts.repeat_s)
+
+    def _ask(self, card: Card, route: Route, pause_s: float) -> None:
+        """Say hello, and say it again less and less often: it may have been lost with a connection."""
+        host, world = self._host, self._host.world
+        line = host.lines.get(card.peer)
+        if self._is_over or card.peer not in self._awaited or card not in self._cards or line is None:
+            return
+        hello = Hello(
+            peer=host.me,
+            to=card.peer,
+            versions=(PROTOCOL_VERSION, PROTOCOL_VERSION),
+            lease_s=host.config.timeouts.lease_s,
+            backend=host.backend.name,
+            backend_metadata=host.backend.metadata(),
+            layout=host.pool.table.layout,
+            route=route,
+        )
+        world.network.to_server(line, encode(hello))
+        world.schedule.after(pause_s, host.call, self._ask, card, route, 2 * pause_s)
 
     def answer(self, peer: PeerId, message: Welcome | Refuse) -> bool:
         """Take an answer in; False if nobody waits for one."""
@@ -98,6 +109,8 @@ class Greeting:
             return
         self._is_over = True
         ranks = tuple(GreetedRank(card.peer, bound.debts) for card, bound in zip(self._cards, self._bound, strict=True))
+        for rank in ranks:
+            self._host.remember(rank.peer)
         self._host.dispatch(InstanceGreeted(self._instance, ranks))
 
     def _fail(self, reason: FailureReason, detail: str) -> None:

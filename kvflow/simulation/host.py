@@ -3,7 +3,7 @@
 import abc
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kvflow.backends.base import BackendEvent
@@ -13,7 +13,7 @@ from kvflow.observe.logs import get_logger
 from kvflow.observe.times import StageTimes
 from kvflow.observe.trace import OddityLog
 from kvflow.simulation.network import Line
-from kvflow.simulation.pool import Pool
+from kvflow.simulation.pool import Lease, Pool
 from kvflow.simulation.requests import Receiving, Sending
 from kvflow.simulation.shapes import CellTable
 from kvflow.simulation.transport import SimBackend
@@ -23,6 +23,7 @@ from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.core import Core
 from kvflow.state.invariants import check_invariants
+from kvflow.state.quarantine import Footprint
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure, Goodbye, Message, PeerId
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Host"]
 
 CLOSE_MARGIN_S: Final = 1.0
+CLOSE_LOOK_S: Final = 0.05
 CHECK_EVERY: Final = 8
 """Events of a core between two looks at its invariants."""
 
@@ -67,7 +69,6 @@ class Host(abc.ABC):
         self.config = config
         self.me = me
         self.pool = Pool(table)
-        self.core = Core(me, config.timeouts, config.limits)
         self.is_alive = True
         self.is_closing = False
         self.is_stalling = False
@@ -91,8 +92,10 @@ class Host(abc.ABC):
         self._is_dispatching = False
         self._alarm = math.inf
         self._num_events = 0
-        self.backend = self._make_backend()
+        self.backend = SimBackend(self, in_band=not world.without_notices, ends_with_process=world.is_fenced)
         self.backend.register_now(table.layout, agent_name(me))
+        self.core = Core(me, config.timeouts, config.limits, ends_with_process=world.is_fenced)
+        self._page_bytes = {component.name: component.page_bytes for component in table.layout.components}
 
     @property
     def frozen_s(self) -> float:
@@ -149,18 +152,34 @@ class Host(abc.ABC):
         for write in list(self.backend.writes.values()):
             self.world.plane.sender_died(write)
 
-    def start_closing(self) -> None:
-        """Close in order, as `Rank._close` does."""
+    def start_draining(self, timeout_s: float) -> None:
+        """Take nothing new and let what is open end, as `Rank.drain` does, and close then."""
         if self.is_closing:
             return
         self.is_closing = True
+        self.world.registry.unregister(self)
+        self.dispatch(ev.DrainStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is draining")))
+        self._finish_draining(self.world.schedule.now + timeout_s)
+
+    def _finish_draining(self, give_up: float) -> None:
+        if self._is_unsettled() and self.world.schedule.now < give_up:
+            self.world.schedule.after(CLOSE_LOOK_S, self.call, self._finish_draining, give_up)
+        else:
+            self._close()
+
+    def start_closing(self) -> None:
+        """Close in order, as `Rank._close` does."""
+        if not self.is_closing:
+            self.is_closing = True
+            self._close()
+
+    def _close(self) -> None:
         self.dispatch(ev.ClosingStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is closing")))
         self._finish_closing(self.world.schedule.now + self.config.timeouts.drain_s + CLOSE_MARGIN_S)
 
     def _finish_closing(self, give_up: float) -> None:
-        is_unsettled = any(transfer.memory in (Memory.HELD, Memory.DRAINING) for transfer in self.transfers.values())
-        if is_unsettled and self.world.schedule.now < give_up:
-            self.world.schedule.after(0.05, self.call, self._finish_closing, give_up)
+        if self._is_unsettled() and self.world.schedule.now < give_up:
+            self.world.schedule.after(CLOSE_LOOK_S, self.call, self._finish_closing, give_up)
             return
         for event in self.backend.close_now():
             self.take_backend_event(event)
@@ -169,6 +188,9 @@ class Host(abc.ABC):
         self.world.closed(self)
         self._end()
         self.world.network.vanish(self, is_orderly=True)
+
+    def _is_unsettled(self) -> bool:
+        return any(transfer.memory in (Memory.HELD, Memory.DRAINING) for transfer in self.transfers.values())
 
     def _end(self) -> None:
         self.is_alive = False
@@ -205,6 +227,12 @@ class Host(abc.ABC):
             self._is_dispatching = False
         self._set_alarm()
         self._after_dispatch()
+
+    def footprint(self, lease: Lease, counts: Mapping[str, int] | None = None) -> Footprint:
+        """What pages of a lease take of the pools; all of them by default."""
+        taken = counts or {name: len(slots) for name, slots in lease.pages.items()}
+        num_bytes = sum(count * self._page_bytes[name] for name, count in taken.items())
+        return Footprint(sum(taken.values()), num_bytes)
 
     def failure(self, reason: FailureReason, detail: str) -> Failure:
         """A failure that this rank or its engine caused."""
@@ -275,10 +303,6 @@ class Host(abc.ABC):
             self._set_alarm()
 
     # What differs ----------------------------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def _make_backend(self) -> SimBackend:
-        """The endpoint of this life."""
 
     @abc.abstractmethod
     def _carry_out(self, effect: ef.Effect) -> None:

@@ -127,6 +127,11 @@ class Network:
         """Say whether nothing comes through."""
         return (source, target) in self._cut
 
+    def refuses(self, source: RankId, target: RankId) -> bool:
+        """Say whether a host answers that nobody listens at an address of it."""
+        is_silent = self.is_cut(source, target) or self.is_cut(target, source)
+        return target not in self.servers and not is_silent
+
     def to_server(self, line: Line, data: bytes) -> None:
         """Send from the dialer; it waits while nobody is connected."""
         if line.server is None:

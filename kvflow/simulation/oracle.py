@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Final
 from kvflow.errors import FailureReason
 from kvflow.simulation.pool import Violation
 from kvflow.simulation.prefill_host import metadata_of
-from kvflow.simulation.requests import Receiving, Sending
+from kvflow.simulation.requests import Receiving, Request, Sending
+from kvflow.simulation.shapes import KV, STATE, routes_to
 from kvflow.stages.submit import agent_name
 from kvflow.state import effects as ef
 from kvflow.state.tables import Memory, Outcome
@@ -47,7 +48,7 @@ class Oracle:
         self._world = world
         self.sendings: list[Sending] = []
         self.receivings: list[Receiving] = []
-        self.contents: dict[int, list[int]] = {}
+        self.requests: dict[int, list[Request]] = {}
         self._successes: dict[int, dict[RankId, None]] = {}
 
     # Pages are safe --------------------------------------------------------------------------------------------------
@@ -89,20 +90,31 @@ class Oracle:
         request = receiving.request
         for component, tokens in receiving.ranges.items():
             if tokens[0] < tokens[1]:
-                contents = self.contents[request.room]
+                contents = [one.content for one in self.requests[request.room]]
                 problem = receiving.host.pool.check_cells(receiving.lease, component, tokens, contents)
                 if problem is not None:
                     raise Violation(f"{receiving.lease.name} succeeds, but {problem}")
         self._successes.setdefault(request.room, {})[receiving.host.me.rank] = None
 
     def _check_delivered(self, sending: Sending) -> None:
-        """All ranks of a decode instance must have succeeded with the room."""
+        """All ranks of a decode instance that this rank owes something must have succeeded with the room."""
         succeeded = self._successes.get(sending.request.room, {})
-        instances: dict[str, int] = {}
-        for rank in succeeded:
-            instances[rank.instance] = instances.get(rank.instance, 0) + 1
-        if not any(count >= self._world.instances[name].shape.num_ranks for name, count in instances.items()):
+        tries = self.requests[sending.request.room]
+        if not any(set(self._creditors(sending, request)) <= set(succeeded) for request in tries):
             raise Violation(f"{sending.lease.name} succeeds, but only {list(map(str, succeeded))} have everything")
+
+    def _creditors(self, sending: Sending, request: Request) -> list[RankId]:
+        """Decode ranks of a try that a prefill rank has something for."""
+        world = self._world
+        prefill = sending.host.me.rank
+        decode = world.instances[request.decode]
+        creditors = []
+        for rank in decode.ranks:
+            bound = routes_to(world.model, world.instances[prefill.instance].shape, decode.shape, rank.engine_rank)[1]
+            debts = bound[prefill.engine_rank].debts
+            if KV in debts or (request.wants_state and STATE in debts):
+                creditors.append(rank)
+        return creditors
 
     # Every transfer ends ---------------------------------------------------------------------------------------------
 
@@ -148,8 +160,8 @@ class Oracle:
 
     # At the end ------------------------------------------------------------------------------------------------------
 
-    def check_end(self) -> None:
-        """Nothing may be left of what is over, once nothing goes wrong any more."""
+    def check_nothing_is_left(self) -> None:
+        """Nothing may be kept of what is over, once nothing goes wrong any more."""
         for host in self._world.living():
             left = {name: count for name, count in host.leftovers().items() if count}
             if left:
@@ -157,23 +169,27 @@ class Oracle:
             leases = [transfer.lease for transfer in host.transfers.values() if not transfer.lease.is_free]
             if not host.pool.counts_add_up(leases):
                 raise Violation(f"{host.me}: pages do not add up")
+
+    def check_end(self) -> None:
+        """What is still in quarantine must have a reason, and both sides must agree about what is over."""
+        for host in self._world.living():
             for transfer in host.transfers.values():
-                self._check_quarantine(host, transfer)
+                if transfer.memory is not Memory.QUARANTINED or not self.is_excused(transfer):
+                    raise Violation(f"{transfer.lease.name} is {transfer.outcome}, {transfer.memory} at the end")
         self._check_agreement()
 
-    def _check_quarantine(self, host: "Host", transfer: Sending | Receiving) -> None:
-        """Only a process that is gone is a reason for pages to stay in quarantine."""
-        if transfer.memory is not Memory.QUARANTINED or isinstance(transfer, Sending):
-            raise Violation(f"{transfer.lease.name} is {transfer.outcome}, {transfer.memory} at the end")
-        ranks = host.core.receivers.receivers[transfer.generation].ranks.values()
-        if all(rank.state.is_quiet or agent_name(rank.peer) in self._world.lives for rank in ranks):
-            raise Violation(f"{transfer.lease.name} stays in quarantine, but every rank that could write lives")
+    def is_excused(self, transfer: Sending | Receiving) -> bool:
+        """Say whether pages may stay in quarantine: only if a process that could write to them is gone for good."""
+        if isinstance(transfer, Sending) or self._world.is_fenced:
+            return False
+        ranks = transfer.host.core.receivers.receivers[transfer.generation].ranks.values()
+        return any(not rank.state.is_quiet and agent_name(rank.peer) not in self._world.lives for rank in ranks)
 
     def _check_agreement(self) -> None:
         """If all of decode has everything, prefill says so too, unless it has an excuse."""
         for sending in self.sendings:
             request = sending.request
-            if len(self.contents[request.room]) > 1 or not sending.host.is_alive:
+            if len(self.requests[request.room]) > 1 or not sending.host.is_alive:
                 continue
             mine = [receiving for receiving in self.receivings if receiving.request is request]
             successes = [receiving for receiving in mine if receiving.outcome is Outcome.SUCCESS]

@@ -140,6 +140,11 @@ class Pool:
                 return f"page {page} belongs to {owner.name if owner else 'nobody'}"
         return None
 
+    @property
+    def is_whole(self) -> bool:
+        """Every page is free."""
+        return sum(len(slots) for slots in self._free.values()) == self.table.num_pages
+
     def counts_add_up(self, leases: Iterable[Lease]) -> bool:
         """Say whether every page is free or in one of the leases."""
         free = sum(len(slots) for slots in self._free.values())

@@ -17,7 +17,6 @@ from kvflow.simulation.host import Host
 from kvflow.simulation.network import Line
 from kvflow.simulation.requests import Request, Sending
 from kvflow.simulation.shapes import KV, STATE, CellTable
-from kvflow.simulation.transport import SimBackend
 from kvflow.stages.bootstrap import PrefillBootstrap
 from kvflow.stages.enqueue import ChunkJob, Enqueue
 from kvflow.stages.planning import PlannedChunk, Planning
@@ -127,7 +126,9 @@ class PrefillHost(Host):
             sending.is_finished = True
             sending.finished_at = self.world.schedule.now
             self.world.oracle.finished(sending)
-        self.dispatch(ev.ChunkOffered(request.room, Chunk(tokens, ranges, pages, last=is_last, metadata=metadata)))
+        footprint = self.footprint(sending.lease, {name: len(table.pages) for name, table in pages.items()})
+        chunk = Chunk(tokens, ranges, pages, last=is_last, metadata=metadata)
+        self.dispatch(ev.ChunkOffered(request.room, chunk, footprint))
         return True
 
     def abort_room(self, sending: Sending) -> None:
@@ -137,9 +138,6 @@ class PrefillHost(Host):
             self.dispatch(ev.SendAborted(sending.request.room, self.failure(FailureReason.ABORTED, detail)))
 
     # As in kvflow.prefill --------------------------------------------------------------------------------------------
-
-    def _make_backend(self) -> SimBackend:
-        return SimBackend(self, in_band=not self.world.without_notices)
 
     def _carry_out(self, effect: ef.Effect) -> None:
         match effect:
@@ -199,6 +197,7 @@ class PrefillHost(Host):
             self.context.oddities.count("hello_refused", hello.peer)
             self._refuse(connection, hello.peer, str(error))
             return
+        self._peers.pop(self._lines.get(hello.peer, b""), None)
         self._peers[connection] = hello.peer
         self._lines[hello.peer] = connection
         self._bootstrap.admit(connection, hello, route)
@@ -251,7 +250,7 @@ class PrefillHost(Host):
         senders = self.core.senders
         return {
             "rooms": len(senders.rooms),
-            "waiting grants": senders.num_waiting,
+            "waiting grants": len(senders.waiting),
             "queued chunks": self._enqueue.num_queued,
             "jobs": len(self._jobs),
             "windows": len(self._enqueue.queue._windows),

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Final
 
-from kvflow.errors import CapacityExceeded, LocalProtocolError
+from kvflow.errors import CapacityExceeded, LocalProtocolError, RankDraining
 from kvflow.simulation.faults import Faults
 from kvflow.simulation.requests import Receiving, Request, Sending
 from kvflow.simulation.transport import Write
@@ -41,6 +41,7 @@ class Traffic:
         self._tries: dict[int, int] = {}
         world.faults = faults
         world.without_notices = faults.without_notices
+        world.is_fenced = faults.is_fenced
         world.on_report = self._take_report
 
     # Requests --------------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ class Traffic:
             decode=decode.name,
             num_decode_ranks=decode.shape.num_ranks,
         )
-        self.world.oracle.contents.setdefault(room, []).append(request.content)
+        self.world.oracle.requests.setdefault(room, []).append(request)
         self._tries[room] = self._tries.get(room, 0) + 1
         return request
 
@@ -150,7 +151,7 @@ class Traffic:
         """Start a transfer; try again for a while if there is no room for it now."""
         try:
             has_begun = act()
-        except (LocalProtocolError, CapacityExceeded):
+        except (LocalProtocolError, CapacityExceeded, RankDraining):
             has_begun = False
         if not has_begun and self.world.schedule.now < give_up and self._is_active:
             self.world.schedule.after(RETRY_S, again)
@@ -259,7 +260,10 @@ class Traffic:
         if victim is not None and host is not None and self._is_active and not host.is_closing:
             self.world.count("closing")
             self.world.tell(f"{victim} is told to close")
-            host.call(host.start_closing)
+            if self._rng.random() < 0.5:
+                host.call(host.start_closing)
+            else:
+                host.call(host.start_draining, self._rng.random())
             self.world.schedule.after(ACTIVE_S * 0.7, self._restart, victim)
 
     def _part(self) -> None:

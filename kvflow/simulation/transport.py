@@ -78,12 +78,15 @@ class SimBackend(Backend):
     Args:
         host: The life of the rank it belongs to.
         in_band: Notices travel with the writes.
+        ends_with_process: What a process had under way ends with it.
     """
 
     name = "simulated"
 
-    def __init__(self, host: "Host", *, in_band: bool) -> None:
-        self.capabilities = Capabilities(in_band_notices=in_band, memory_kinds=frozenset({"DRAM"}))
+    def __init__(self, host: "Host", *, in_band: bool, ends_with_process: bool) -> None:
+        self.capabilities = Capabilities(
+            in_band_notices=in_band, memory_kinds=frozenset({"DRAM"}), ends_with_process=ends_with_process
+        )
         self._host = host
         self._peers: dict[str, PeerMetadata] = {}
         self._memory: RegisteredMemory | None = None
@@ -175,6 +178,11 @@ class DataPlane:
         self._active: dict[int, Write] = {}
         self.hold_write: Callable[[Write], bool] | None = None
         self.when_started: list[Callable[[Write], None]] = []
+
+    @property
+    def num_active(self) -> int:
+        """Writes that have not ended."""
+        return len(self._active)
 
     def start(self, write: Write, segments: list[Segment]) -> None:
         """Decide how a write will go, and let it go."""
@@ -317,7 +325,7 @@ class DataPlane:
     def sender_died(self, write: Write) -> None:
         """Lose what a dead process had under way, or let what has left it land later."""
         faults, rng = self._world.faults, self._world.rng
-        if not faults.writes_of_dead or rng.random() >= faults.writes_of_dead:
+        if self._world.is_fenced or rng.random() >= faults.writes_of_dead:
             self.stop(write)
             return
         self._world.count("write of the dead")

@@ -117,6 +117,7 @@ class World:
         self.schedule = Schedule()
         self.faults = Faults()
         self.without_notices = False
+        self.is_fenced = False
         self.model = model
         self.instances = {instance.name: instance for instance in instances}
         self.timeouts = timeouts
