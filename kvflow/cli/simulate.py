@@ -21,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument("--seeds", default="0:1000", metavar="A:B", help="run seeds A to B - 1")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
-    parser.add_argument("--lossy", action="store_true", help="the network also loses, repeats and reorders messages")
     parser.add_argument("--story", type=int, metavar="SEED", help="tell what happens in one seed, instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
@@ -36,12 +35,12 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: The seeds or the number of processes make no sense.
     """
     if arguments.story is not None:
-        return _tell(arguments.story, lossy=arguments.lossy)
+        return _tell(arguments.story)
     seeds = _seeds(arguments.seeds)
     if arguments.jobs < 1:
         raise ConfigError("option must be positive", jobs=arguments.jobs)
     is_shown = sys.stderr.isatty() and not arguments.json
-    report = simulate(seeds, jobs=arguments.jobs, lossy=arguments.lossy, on_progress=_show if is_shown else None)
+    report = simulate(seeds, jobs=arguments.jobs, on_progress=_show if is_shown else None)
     if is_shown:
         print(file=sys.stderr)
     print(msgspec.json.encode(report).decode() if arguments.json else _summary(report))
@@ -74,7 +73,7 @@ def _summary(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _tell(seed: int, *, lossy: bool) -> int:
-    result = run_seed(seed, lossy=lossy, tells=True)
+def _tell(seed: int) -> int:
+    result = run_seed(seed, tells=True)
     print("\n".join(result.story))
     return EXIT_VIOLATION if result.violation is not None else 0

@@ -25,7 +25,9 @@ class Faults:
         late_notice: Chance that an in-band notice comes long after its last byte.
         lost_notice: Chance that an in-band notice never comes.
         without_notices: The transport has no in-band notices; they go over the control channel.
+        forged_notice: Chance that somebody who does not know the token of a grant sends a notice for it.
         kills: Processes that die.
+        crashes: Ranks of which a task fails: they say so and decide nothing any more, while their writes go on.
         writes_of_dead: Chance that what a dead sender had under way goes on landing.
         is_fenced: The transport says that nothing lands after the death of the sender, and keeps to it.
         freezes: Processes that stop and go on later; their posted writes may stop with them.
@@ -49,7 +51,9 @@ class Faults:
     late_notice: float = 0.0
     lost_notice: float = 0.0
     without_notices: bool = False
+    forged_notice: float = 0.0
     kills: int = 0
+    crashes: int = 0
     writes_of_dead: float = 0.0
     is_fenced: bool = False
     freezes: int = 0
@@ -76,6 +80,7 @@ CHANCES = {
     "refused_write": 0.05,
     "late_notice": 0.3,
     "lost_notice": 0.1,
+    "forged_notice": 0.3,
     "writes_of_dead": 1.0,
     "abort": 0.2,
     "absence": 0.1,
@@ -83,18 +88,20 @@ CHANCES = {
 }
 """The most that is drawn for each chance."""
 
-COUNTS = {"partitions": 2, "kills": 2, "freezes": 2, "blocks": 2, "closings": 1, "breaks": 3}
+COUNTS = {"partitions": 2, "kills": 2, "freezes": 2, "blocks": 2, "closings": 1, "crashes": 1, "breaks": 3}
 """The most that is drawn for each number."""
+
+ORDERED = 0.4
+"""Chance that lines are as TCP makes them: nothing is lost while a connection lives, and order is kept."""
 
 LOSSY = ("drop", "duplicate", "reorder", "breaks")
 
 
-def draw_faults(rng: random.Random, *, lossy: bool) -> Faults:
+def draw_faults(rng: random.Random) -> Faults:
     """Draw a mixture in which about every other kind of fault is absent, so that each is seen without the others.
 
     Args:
         rng: Of the seed.
-        lossy: Messages may be lost, come twice or overtake each other; otherwise lines are as TCP makes them.
     """
     drawn: dict[str, float | int | bool] = {
         "without_notices": rng.random() < 0.3,
@@ -104,6 +111,6 @@ def draw_faults(rng: random.Random, *, lossy: bool) -> Faults:
         drawn[name] = most * rng.random() if rng.random() < 0.5 else 0.0
     for name, count in COUNTS.items():
         drawn[name] = rng.randint(1, count) if rng.random() < 0.35 else 0
-    if not lossy:
+    if rng.random() < ORDERED:
         drawn |= dict.fromkeys(LOSSY, 0)
     return dataclasses.replace(Faults(), **drawn)  # type: ignore[arg-type]

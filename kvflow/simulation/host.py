@@ -59,6 +59,8 @@ class Host(abc.ABC):
 
     Attributes:
         is_alive: The process runs or is stopped; it has not died or been closed.
+        is_closing: It takes nothing new.
+        is_broken: A task of it has failed, so that it decides nothing any more.
         is_stalling: It is stopped, and so is what its transport had under way.
         frozen_s: For how long it was stopped, all in all.
         when_awake: What waits for it to go on.
@@ -71,6 +73,7 @@ class Host(abc.ABC):
         self.pool = Pool(table)
         self.is_alive = True
         self.is_closing = False
+        self.is_broken = False
         self.is_stalling = False
         self.when_awake: list[Callable[[], None]] = []
         self.transfers: dict[int, Sending | Receiving] = {}
@@ -112,7 +115,7 @@ class Host(abc.ABC):
 
     def call(self, run: Callable[..., None], *args: Any) -> None:
         """Run something in the process: now, when it goes on, or never if it is dead."""
-        if not self.is_alive:
+        if not self.is_alive or self.is_broken:
             return
         if self._frozen_since is not None:
             self._deferred.append((run, args))
@@ -151,6 +154,19 @@ class Host(abc.ABC):
         self.world.network.vanish(self)
         for write in list(self.backend.writes.values()):
             self.world.plane.sender_died(write)
+
+    def crash(self) -> None:
+        """Lose a task, as `Rank._abandon` sees it: say so, and decide nothing any more, while writes go on."""
+        failure = self.context.failure(FailureReason.BROKEN, Stage.ENQUEUE, "a task of this rank failed")
+        for peer in self.core.connected_peers():
+            self.send(peer, Goodbye(peer=self.me, failure=failure))
+        self.world.registry.unregister(self)
+        self.is_closing = self.is_broken = True
+        for transfer in self.transfers.values():
+            if transfer.memory is not Memory.SAFE:
+                outcome = Outcome.FAILED if transfer.outcome is Outcome.PENDING else transfer.outcome
+                transfer.outcome, transfer.memory = outcome, Memory.QUARANTINED
+                transfer.decided_at = self.world.schedule.now
 
     def start_draining(self, timeout_s: float) -> None:
         """Take nothing new and let what is open end, as `Rank.drain` does, and close then."""

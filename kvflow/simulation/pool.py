@@ -140,6 +140,10 @@ class Pool:
                 return f"page {page} belongs to {owner.name if owner else 'nobody'}"
         return None
 
+    def num_free(self, component: str) -> int:
+        """Pages that may be taken."""
+        return len(self._free[component])
+
     @property
     def is_whole(self) -> bool:
         """Every page is free."""

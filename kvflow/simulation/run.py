@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvflow.config import Limits, Timeouts
-from kvflow.errors import CapacityExceeded, FailureReason, KvflowError
+from kvflow.errors import FailureReason, KvflowError
 from kvflow.simulation.faults import Faults, draw_faults
 from kvflow.simulation.pool import Violation
 from kvflow.simulation.requests import Receiving, Request
@@ -25,6 +25,7 @@ SETTLE_S: Final = 12.0
 LIVELY_S: Final = 12.0
 """A peer that failed again and again is tried again by then."""
 
+FRESH_TOKENS: Final = 4
 PAUSE_S: Final = 1.0
 FRESH_STEP_S: Final = 0.05
 PAUSES: Final = (FailureReason.PEER_FAILING, FailureReason.NOT_GRANTED, FailureReason.ABORTED)
@@ -59,18 +60,17 @@ class Result:
     story: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int, *, lossy: bool = False, tells: bool = False, faults: Faults | None = None) -> Result:
+def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None) -> Result:
     """Run a seed.
 
     Args:
         seed: Decides everything.
-        lossy: The network may also lose, repeat and reorder messages.
         tells: Keep a story.
         faults: Instead of drawn ones.
     """
     rng = random.Random(seed)  # noqa: S311
     world = _draw_world(seed, rng, tells=tells)
-    drawn = draw_faults(rng, lossy=lossy)
+    drawn = draw_faults(rng)
     traffic = Traffic(world, drawn if faults is None else faults)
     result = Result(seed)
     try:
@@ -155,7 +155,10 @@ def _check_liveness(world: World, traffic: Traffic) -> None:
         fresh = []
         for prefill, decode in pairs:
             room += 1
-            fresh.append(_transfer(world, traffic.new_request(room, prefill, decode)))
+            request = traffic.new_request(room, prefill, decode)
+            request.num_tokens = request.num_tokens % FRESH_TOKENS + 1
+            request.start = 0
+            fresh.append(_transfer(world, request))
         end = world.schedule.now + world.timeouts.transfer_s
         while world.schedule.now < end and any(one.decided_at is None for receivings in fresh for one in receivings):
             world.schedule.run_until(world.schedule.now + FRESH_STEP_S)
@@ -178,19 +181,14 @@ def _release(world: World) -> None:
 
 
 def _transfer(world: World, request: Request) -> list[Receiving]:
-    """Send a request; nothing is expected where quarantine has left no pages."""
-    world.tell(f"fresh {request} from {request.prefill} to {request.decode}")
-    receivings = []
+    """Send a request; where quarantine has left too few pages, only its metadata."""
+    receivers = [world.decode(rank) for rank in world.instances[request.decode].ranks]
+    if any(host.pool.num_free(name) < request.num_tokens for host in receivers for name in host.pool.table.first_page):
+        request.start, request.wants_state = request.num_tokens, False
+    world.tell(f"fresh {request} from {request.prefill} to {request.decode}, {request.start}:{request.num_tokens}")
     for rank in world.instances[request.prefill].ranks:
         sending = world.prefill(rank).open_room(request)
         if sending is not None:
             world.prefill(rank).compute(sending, request.num_tokens, is_last=True)
-    for rank in world.instances[request.decode].ranks:
-        try:
-            receiving = world.decode(rank).receive(request)
-        except CapacityExceeded:
-            receiving = None
-        if receiving is None:
-            return []
-        receivings.append(receiving)
-    return receivings
+    opened = [host.receive(request) for host in receivers]
+    return [receiving for receiving in opened if receiving is not None]

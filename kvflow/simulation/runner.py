@@ -58,20 +58,17 @@ class Report(msgspec.Struct):
             self.faults_injected[kind] = self.faults_injected.get(kind, 0) + count
 
 
-def simulate(
-    seeds: range, *, jobs: int = 1, lossy: bool = False, on_progress: Callable[[Report], None] | None = None
-) -> Report:
+def simulate(seeds: range, *, jobs: int = 1, on_progress: Callable[[Report], None] | None = None) -> Report:
     """Run seeds.
 
     Args:
         seeds: Which.
         jobs: Processes; with one, seeds run in this one.
-        lossy: The network may also lose, repeat and reorder messages.
         on_progress: Sees the report grow.
     """
     began = time.perf_counter()
     report = Report(jobs=jobs)
-    for part in _parts(seeds, jobs, lossy=lossy):
+    for part in _parts(seeds, jobs):
         report.add(part)
         report.seeds_per_s = report.seeds / (time.perf_counter() - began)
         if on_progress is not None:
@@ -81,8 +78,8 @@ def simulate(
     return report
 
 
-def _parts(seeds: range, jobs: int, *, lossy: bool) -> Iterator[Report]:
-    batches = [(seeds[at : at + SEEDS_AT_ONCE], lossy) for at in range(0, len(seeds), SEEDS_AT_ONCE)]
+def _parts(seeds: range, jobs: int) -> Iterator[Report]:
+    batches = [seeds[at : at + SEEDS_AT_ONCE] for at in range(0, len(seeds), SEEDS_AT_ONCE)]
     if jobs == 1:
         yield from map(_run_batch, batches)
         return
@@ -90,11 +87,10 @@ def _parts(seeds: range, jobs: int, *, lossy: bool) -> Iterator[Report]:
         yield from pool.imap_unordered(_run_batch, batches)
 
 
-def _run_batch(batch: tuple[range, bool]) -> Report:
-    seeds, lossy = batch
+def _run_batch(seeds: range) -> Report:
     report = Report(seeds=len(seeds))
     for seed in seeds:
-        result = run_seed(seed, lossy=lossy)
+        result = run_seed(seed)
         report.transfers += result.num_successes
         if result.violation is not None:
             found = FoundViolation(seed, result.time, result.num_steps, result.violation)

@@ -57,6 +57,9 @@ class Traffic:
     def end(self) -> None:
         """Start nothing new, and let nothing go wrong any more."""
         self._is_active = False
+        for host in self.world.living():
+            if host.is_broken:
+                self.world.kill(host.me.rank)
         self.world.tell("everything is healed")
         self.world.heal()
 
@@ -212,6 +215,7 @@ class Traffic:
         faults = self._faults
         for times, strike in (
             (faults.kills, lambda: self._when_writing(self._kill)),
+            (faults.crashes, lambda: self._when_writing(self._crash)),
             (faults.freezes, lambda: self._when_writing(lambda victim: self._freeze(victim, stalls=True))),
             (faults.blocks, lambda: self._when_writing(lambda victim: self._freeze(victim, stalls=False))),
             (faults.closings, lambda: self._when_writing(self._close)),
@@ -244,6 +248,15 @@ class Traffic:
             self.world.count("death")
             self.world.kill(victim)
             self.world.schedule.after(0.05 + self._rng.random(), self._restart, victim)
+
+    def _crash(self, victim: RankId | None) -> None:
+        host = self.world.processes[victim] if victim is not None else None
+        if victim is not None and host is not None and self._is_active and not host.is_closing and not host.is_frozen:
+            self.world.count("crash")
+            self.world.tell(f"{victim} BREAKS, its writes go on")
+            host.crash()
+            self.world.schedule.after(self._rng.random(), self.world.kill, victim)
+            self.world.schedule.after(1.0 + self._rng.random(), self._restart, victim)
 
     def _restart(self, rank: RankId) -> None:
         if not self.world.processes[rank].is_alive:

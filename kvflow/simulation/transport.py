@@ -7,6 +7,7 @@ do at any time before its end. When the sending process dies, what had left its 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 from typing_extensions import override
 
@@ -18,6 +19,8 @@ from kvflow.geometry.plan import Descriptors
 from kvflow.simulation.pool import Lease
 from kvflow.stages.submit import agent_name
 from kvflow.state.events import DeliveryId
+from kvflow.wire.codec import decode, encode
+from kvflow.wire.messages import Notice
 
 if TYPE_CHECKING:
     from kvflow.simulation.host import Host
@@ -208,9 +211,20 @@ class DataPlane:
         if faults.doubtful_write and rng.random() < faults.doubtful_write:
             self._world.count("doubtful write")
             self._world.schedule.after(rng.random() * write.pace_s * 2, self._doubt, write)
+        if write.notice and faults.forged_notice and rng.random() < faults.forged_notice:
+            self._forge_notice(write)
         if self.when_started:
             self.when_started.pop()(write)
         self._next(write)
+
+    def _forge_notice(self, write: Write) -> None:
+        """Let somebody say that the bytes are there who does not know the token of the grant."""
+        target = self._world.lives.get(write.peer)
+        notice = decode(write.notice)
+        if target is not None and isinstance(notice, Notice):
+            self._world.count("forged notice")
+            forged = encode(msgspec.structs.replace(notice, token=notice.token ^ 1))
+            self._world.schedule.after(0.0, target.call, target.take_notice, forged)
 
     def _next(self, write: Write) -> None:
         self._world.schedule.after(write.pace_s * self._world.rng.random(), self.step, write)

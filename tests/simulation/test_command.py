@@ -39,7 +39,7 @@ def test_story_of_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_violation_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def broken(seed: int, *, lossy: bool) -> Result:
+    def broken(seed: int) -> Result:
         return Result(seed, violation="pages are not safe" if seed == 3 else None, time=1.5, num_steps=7)
 
     monkeypatch.setattr(runner, "run_seed", broken)
