@@ -398,3 +398,18 @@ def test_a_silent_peer_that_is_still_needed_is_kept(granted: CoreDriver) -> None
     assert ForgetPeer(DECODE) not in granted.sleep(3.0 * 40)
     granted(ev.PostSettled(DELIVERY, 0, None))
     assert ForgetPeer(DECODE) in granted.sleep(3.0 * 13)
+
+
+def test_two_lives_of_a_decode_rank_are_not_two_decode_ranks(core: CoreDriver) -> None:
+    """The first life is owed nothing, so its delivery is complete at once and outlives it."""
+    first, second = peer("decode", incarnation=5), peer("decode", incarnation=6)
+    core.meet_decode(first, owed=())
+    core(ev.SendOpened(ROOM))
+    core(chunk(0, 8, last=True))
+    assert messages(core.hear(first, grant(num_decode_ranks=2)), Failed) == []
+    core.meet_decode(second, owed=())
+    effects = core.hear(second, grant(num_decode_ranks=2))
+    ((_, failed),) = messages(effects, Failed)
+    assert isinstance(failed, Failed)
+    assert failed.failure.reason is FailureReason.ROOM_IN_USE
+    assert reports(effects) == []
