@@ -34,6 +34,7 @@ class DecodeHost(Host):
         super().__init__(world, config, me, table)
         self._generations = itertools.count(1)
         self.lines: dict[PeerId, Line] = {}
+        self.attempts = itertools.count()
         self.receiving: dict[int, Receiving] = {}
         self._greetings: dict[str, Greeting] = {}
         self._known: dict[PeerId, None] = {}

@@ -64,17 +64,14 @@ class Greeting:
         self._left = []
         for card, route in zip(self._cards, self._routes, strict=True):
             host.line_to(card.peer)
-            self._ask(card, route, host.config.timeouts.repeat_s)
+            self._ask(self._hello(card, route), host.config.timeouts.repeat_s)
 
-    def _ask(self, card: Card, route: Route, pause_s: float) -> None:
-        """Say hello, and say it again less and less often: it may have been lost with a connection."""
-        host, world = self._host, self._host.world
-        line = host.lines.get(card.peer)
-        if self._is_over or card.peer not in self._awaited or card not in self._cards or line is None:
-            return
-        hello = Hello(
+    def _hello(self, card: Card, route: Route) -> Hello:
+        host = self._host
+        return Hello(
             peer=host.me,
             to=card.peer,
+            attempt=next(host.attempts),
             versions=(PROTOCOL_VERSION, PROTOCOL_VERSION),
             lease_s=host.config.timeouts.lease_s,
             backend=host.backend.name,
@@ -82,8 +79,16 @@ class Greeting:
             layout=host.pool.table.layout,
             route=route,
         )
+
+    def _ask(self, hello: Hello, pause_s: float) -> None:
+        """Say hello, and say it again less and less often: it may have been lost with a connection."""
+        host, world = self._host, self._host.world
+        line = host.lines.get(hello.to)
+        is_awaited = hello.to in self._awaited and any(card.peer == hello.to for card in self._cards)
+        if self._is_over or not is_awaited or line is None:
+            return
         world.network.to_server(line, encode(hello))
-        world.schedule.after(pause_s, host.call, self._ask, card, route, 2 * pause_s)
+        world.schedule.after(pause_s, host.call, self._ask, hello, 2 * pause_s)
 
     def answer(self, peer: PeerId, message: Welcome | Refuse) -> bool:
         """Take an answer in; False if nobody waits for one."""

@@ -26,8 +26,8 @@ from kvflow.state import events as ev
 from kvflow.state.events import Chunk
 from kvflow.state.tables import Memory
 from kvflow.wire.channel import Listener
-from kvflow.wire.codec import decode, encode
-from kvflow.wire.messages import Goodbye, Hello, Message, PeerId, Refuse
+from kvflow.wire.codec import decode
+from kvflow.wire.messages import Hello, Message, PeerId
 
 if TYPE_CHECKING:
     from kvflow.simulation.world import World
@@ -71,8 +71,6 @@ class PrefillHost(Host):
     def __init__(self, world: "World", config: RankConfig, me: PeerId, table: CellTable) -> None:
         super().__init__(world, config, me, table)
         self._listener = SimListener(self)
-        self._peers: dict[bytes, PeerId] = {}
-        self._lines: dict[PeerId, bytes] = {}
         self._jobs: deque[ChunkJob] = deque()
         self._is_planning = False
         layout = self.pool.table.layout
@@ -163,7 +161,6 @@ class PrefillHost(Host):
         self._bootstrap.send(peer, message)
 
     def _forget(self, peer: PeerId) -> None:
-        self._peers.pop(self._lines.pop(peer, b""), None)
         self._bootstrap.forget(peer)
 
     def take_bytes(self, line: Line, data: bytes) -> None:
@@ -177,36 +174,24 @@ class PrefillHost(Host):
             return
         if isinstance(message, Hello):
             self._answer(line.name, message)
-            return
-        peer = self._peers.get(line.name)
-        if peer is not None:
-            self._on_message(peer, message)
-        elif not isinstance(message, (Refuse, Goodbye)):
-            self._refuse(line.name, None, "say hello first")
+        else:
+            self._bootstrap._take(line.name, message)
 
     def line_closed(self, line: Line) -> None:
         """Learn that a decode rank has closed its line, or died."""
         self._listener.lines.pop(line.name, None)
 
     def _answer(self, connection: bytes, hello: Hello) -> None:
+        """Welcome or refuse, as `PrefillBootstrap._answer` does, with a transport that connects at once."""
         try:
             route: BoundRoute = self._bootstrap.check(hello)
             if route.legs:
                 self.backend.connect_now(agent_name(hello.peer), hello.backend_metadata)
         except KvflowError as error:
             self.context.oddities.count("hello_refused", hello.peer)
-            self._refuse(connection, hello.peer, str(error))
-            return
-        self._peers.pop(self._lines.get(hello.peer, b""), None)
-        self._peers[connection] = hello.peer
-        self._lines[hello.peer] = connection
-        self._bootstrap.admit(connection, hello, route)
-
-    def _refuse(self, connection: bytes, to: PeerId | None, detail: str) -> None:
-        try:
-            self._listener.send(connection, encode(Refuse(peer=self.me, to=to, detail=detail)))
-        except Unreachable:
-            self.context.oddities.count("refusal_undeliverable")
+            self._bootstrap._refuse(connection, hello.peer, str(error))
+        else:
+            self._bootstrap.admit(connection, hello, route)
 
     def _on_message(self, peer: PeerId, message: Message) -> None:
         self.dispatch(ev.MessageReceived(peer, message))
