@@ -4,11 +4,12 @@ import argparse
 import os
 import re
 import sys
+from pathlib import Path
 
 import msgspec
 
 from kvflow.errors import ConfigError
-from kvflow.simulation import Report, run_seed, simulate
+from kvflow.simulation import Report, ScenarioError, play, run_seed, simulate
 
 __all__ = ["add_arguments", "run"]
 
@@ -22,11 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", default="0:1000", metavar="A:B", help="run seeds A to B - 1")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
     parser.add_argument("--story", type=int, metavar="SEED", help="tell what happens in one seed, instead")
+    parser.add_argument("--scenario", type=Path, metavar="FILE", help="play a scenario and tell what happens, instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run seeds and say what was found, or tell the story of one.
+    """Run seeds and say what was found, or tell the story of one seed or scenario.
 
     Returns:
         1 if a promise was broken.
@@ -36,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.story is not None:
         return _tell(arguments.story)
+    if arguments.scenario is not None:
+        return _play(arguments.scenario)
     seeds = _seeds(arguments.seeds)
     if arguments.jobs < 1:
         raise ConfigError("option must be positive", jobs=arguments.jobs)
@@ -77,3 +81,15 @@ def _tell(seed: int) -> int:
     result = run_seed(seed, tells=True)
     print("\n".join(result.story))
     return EXIT_VIOLATION if result.violation is not None else 0
+
+
+def _play(path: Path) -> int:
+    try:
+        print("\n".join(play(path.read_text("utf-8"))))
+    except OSError as error:
+        raise ConfigError("scenario cannot be read", path=str(path), detail=error.strerror) from error
+    except ScenarioError as error:
+        print("\n".join(error.story))
+        print(error)
+        return EXIT_VIOLATION
+    return 0

@@ -7,5 +7,7 @@ from kvflow.simulation.faults import Faults
 from kvflow.simulation.pool import Violation
 from kvflow.simulation.run import Result, run_seed
 from kvflow.simulation.runner import Report, simulate
+from kvflow.simulation.scenario import play
+from kvflow.simulation.script import ScenarioError
 
-__all__ = ["Faults", "Report", "Result", "Violation", "run_seed", "simulate"]
+__all__ = ["Faults", "Report", "Result", "ScenarioError", "Violation", "play", "run_seed", "simulate"]

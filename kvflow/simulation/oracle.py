@@ -32,6 +32,7 @@ EXCUSES: Final = frozenset(
         FailureReason.STALLED,
         FailureReason.WRITE_FAILED,
         FailureReason.ABORTED,
+        FailureReason.BROKEN,
     }
 )
 """Why a prefill rank may not know that decode has everything."""

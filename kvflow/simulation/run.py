@@ -16,7 +16,7 @@ from kvflow.state.events import QuarantineReleased
 from kvflow.state.quarantine import NO_MEMORY
 from kvflow.state.tables import Memory, Outcome
 
-__all__ = ["Result", "run_seed"]
+__all__ = ["Result", "run_seed", "settle"]
 
 STEP_S: Final = 0.25
 SETTLE_S: Final = 12.0
@@ -115,16 +115,16 @@ def _run(world: World, traffic: Traffic) -> None:
     traffic.begin()
     world.schedule.run_until(ACTIVE_S)
     traffic.end()
-    _settle(world, 1.5 * world.timeouts.lease_s)
+    settle(world, 1.5 * world.timeouts.lease_s)
     world.oracle.check_nothing_is_left()
     _check_liveness(world, traffic)
-    _settle(world, 0.0)
+    settle(world, 0.0)
     world.oracle.check_nothing_is_left()
     world.oracle.check_end()
     _release(world)
 
 
-def _settle(world: World, at_least_s: float) -> None:
+def settle(world: World, at_least_s: float) -> None:
     """Let everything end, and let peers that died be found out."""
     earliest = world.schedule.now + at_least_s
     latest = world.schedule.now + SETTLE_S
@@ -168,7 +168,7 @@ def _check_liveness(world: World, traffic: Traffic) -> None:
             if failure is None or failure.reason not in PAUSES or world.schedule.now > latest:
                 raise Violation(f"a fresh transfer does not succeed: {failure}")
         if pairs:
-            _settle(world, PAUSE_S)
+            settle(world, PAUSE_S)
 
 
 def _release(world: World) -> None:

@@ -173,13 +173,18 @@ class DataPlane:
 
     Args:
         world: Where time, chance and the other processes come from.
+
+    Attributes:
+        is_prompt: Writes land at once and whole, unless a fault is drawn.
     """
 
     def __init__(self, world: "World") -> None:
         self._world = world
+        self.is_prompt = False
         self._num_writes = 0
         self._active: dict[int, Write] = {}
         self.hold_write: Callable[[Write], bool] | None = None
+        self.hold_notice: Callable[[Write, Host], bool] | None = None
         self.when_started: list[Callable[[Write], None]] = []
 
     @property
@@ -198,7 +203,7 @@ class DataPlane:
                 f"  write {write.number} begins: {write.sender.me.rank} to {write.peer}, {len(segments)} rows"
             )
         write.pieces = [segments]
-        if rng.random() < 0.5:
+        if not self.is_prompt and rng.random() < 0.5:
             write.pieces = cut(segments, rng.random())
             write.pace_s = QUICK_S * 10 * rng.random()
         if faults.slow_write and rng.random() < faults.slow_write:
@@ -210,7 +215,7 @@ class DataPlane:
             write.fails_at = rng.randint(0, len(write.pieces))
         if faults.doubtful_write and rng.random() < faults.doubtful_write:
             self._world.count("doubtful write")
-            self._world.schedule.after(rng.random() * write.pace_s * 2, self._doubt, write)
+            self._world.schedule.after(rng.random() * write.pace_s * 2, self.doubt, write)
         if write.notice and faults.forged_notice and rng.random() < faults.forged_notice:
             self._forge_notice(write)
         if self.when_started:
@@ -281,7 +286,7 @@ class DataPlane:
         return [bytes(pool.memory[src - base : src - base + length]) for src, _, length in piece]
 
     def _complete(self, write: Write, target: "Host") -> None:
-        if write.notice:
+        if write.notice and not (self.hold_notice is not None and self.hold_notice(write, target)):
             self._deliver_notice(write, target)
         self._end(write, None)
 
@@ -297,7 +302,7 @@ class DataPlane:
             delay_s = LATE_S * rng.random()
         world.schedule.after(delay_s, target.call, target.take_notice, write.notice)
 
-    def _doubt(self, write: Write) -> None:
+    def doubt(self, write: Write) -> None:
         """Say that nobody can tell how the write goes; it goes on all the same."""
         if write.is_over or write.captured is not None or write.has_doubt:
             return
@@ -310,7 +315,7 @@ class DataPlane:
         write.fails_at = 0
         write.pieces.clear()
         if not write.has_doubt and self._world.rng.random() < 0.3:
-            self._doubt(write)
+            self.doubt(write)
         self._world.schedule.after(STUCK_S * self._world.rng.random(), self.step, write)
 
     def _end(self, write: Write, error: str | None) -> None:

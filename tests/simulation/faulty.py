@@ -8,11 +8,13 @@ import msgspec
 import pytest
 
 from kvflow.backends.base import PostEnded, PostInDoubt
+from kvflow.errors import FailureReason
 from kvflow.stages.submit import Submit
 from kvflow.state import core, receiver, receivers, sender, senders, tables
 from kvflow.state.acquaintances import Acquaintances
 from kvflow.state.effects import Effect, PostPlan
 from kvflow.state.tables import Memory, Outcome, RankState, Signal
+from kvflow.wire.messages import Notice
 
 __all__ = ["FAULTS", "Fault"]
 
@@ -138,7 +140,7 @@ def posting_goes_on_after_the_end(patch: Patch) -> None:
 
 def template(delivery: sender.Delivery, seq: int, num_bytes: int) -> Any:
     grant = delivery.grant
-    return sender.Notice(
+    return Notice(
         room=grant.room,
         generation=grant.generation,
         token=grant.token,
@@ -153,7 +155,7 @@ def goodbye_is_a_proof(patch: Patch) -> None:
     original = core.Core._said_goodbye
 
     def said_goodbye(self: core.Core, peer: Any, goodbye: Any, now: float) -> list[Effect]:
-        failure = self._failure(core.FailureReason.PEER_CLOSED, "closing")
+        failure = self._failure(FailureReason.PEER_CLOSED, "closing")
         return [*self.receivers.gone(peer, failure, now), *original(self, peer, goodbye, now)]
 
     patch.setattr(core.Core, "_said_goodbye", said_goodbye)

@@ -1,6 +1,7 @@
 """`kvflow simulate`."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,17 @@ def test_summary_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 def test_story_of_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--story", "5"]) == 0
     assert capsys.readouterr().out.splitlines() == run.run_seed(5, tells=True).story
+
+
+def test_a_scenario_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "race.txt"
+    path.write_text("# Nothing happened.\nprefill P\ndecode D\nrequest 7: 4 tokens, P to D\nD receives 7\nrun 10 ms\n")
+    assert main(["simulate", "--scenario", str(path)]) == 0
+    assert "> D receives 7" in capsys.readouterr().out
+    path.write_text(f"{path.read_text()}expect D 7: success\n")
+    assert main(["simulate", "--scenario", str(path)]) == 1
+    assert "line=7, text='expect D 7: success'" in capsys.readouterr().out
+    assert main(["simulate", "--scenario", str(tmp_path / "none.txt")]) == 2
 
 
 def test_a_violation_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
