@@ -13,6 +13,8 @@ from kvflow.simulation.host import Host
 from kvflow.simulation.network import Line
 from kvflow.simulation.requests import Receiving, Request
 from kvflow.simulation.shapes import KV, STATE, CellTable, Shape
+from kvflow.stages.digests import OwnMemory
+from kvflow.stages.verify import _Comparison
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.wire.codec import decode, encode
@@ -25,6 +27,7 @@ __all__ = ["DecodeHost"]
 
 
 PROBE_S = 0.1
+VERIFYING_S = 0.05
 
 
 class DecodeHost(Host):
@@ -73,6 +76,8 @@ class DecodeHost(Host):
             timeout_s=timeout_s,
             secret=self.world.rng.randbytes(16),
             footprint=self.footprint(lease),
+            digest=request.digest,
+            priority=request.priority,
         )
         self.receiving[generation] = receiving
         self.open_transfer(generation, receiving, wish)
@@ -92,6 +97,8 @@ class DecodeHost(Host):
             case ef.GreetInstance(instance):
                 self._greetings[instance] = Greeting(self, instance)
                 self._greetings[instance].begin()
+            case ef.VerifyDigests():
+                self._verify(effect)
             case ef.ProbePeer(peer):
                 self._probe(peer)
             case ef.ReportReceiver():
@@ -119,6 +126,22 @@ class DecodeHost(Host):
         if peer not in self.lines:
             self.lines[peer] = self.world.network.dial(self, peer.rank, lambda data: self._take(peer, data))
         return self.lines[peer]
+
+    def _verify(self, effect: ef.VerifyDigests) -> None:
+        """Compare what has arrived with its digests, as a worker thread does; it may take its time."""
+        memory = OwnMemory(self.pool.table.layout, self.backend.view)
+        comparison = _Comparison(self.context, memory, effect)
+        generation = effect.opened.generation
+        delay_s = VERIFYING_S * self.world.rng.random()
+        self.world.schedule.after(delay_s, self.call, self._verified, generation, comparison)
+
+    def _verified(self, generation: int, comparison: _Comparison) -> None:
+        receiving = self.receiving[generation]
+        comparison.is_wanted = receiving.decided_at is None
+        failure = comparison.run()
+        if comparison.is_wanted:
+            self.world.oracle.verified(receiving)
+        self.dispatch(ev.DigestsVerified(generation, failure))
 
     def remember(self, peer: PeerId) -> None:
         """Note where a rank listens; whoever had that address before is gone."""

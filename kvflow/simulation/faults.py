@@ -22,6 +22,7 @@ class Faults:
         failed_write: Chance that a write fails after a part of it.
         doubtful_write: Chance that a write is reported as doubtful while its bytes go on landing.
         refused_write: Chance that the transport does not take a write.
+        corrupt_write: Chance that a bit of a write changes on the way, if there are digests that can tell.
         late_notice: Chance that an in-band notice comes long after its last byte.
         lost_notice: Chance that an in-band notice never comes.
         without_notices: The transport has no in-band notices; they go over the control channel.
@@ -48,6 +49,7 @@ class Faults:
     failed_write: float = 0.0
     doubtful_write: float = 0.0
     refused_write: float = 0.0
+    corrupt_write: float = 0.0
     late_notice: float = 0.0
     lost_notice: float = 0.0
     without_notices: bool = False
@@ -78,6 +80,7 @@ CHANCES = {
     "failed_write": 0.15,
     "doubtful_write": 0.15,
     "refused_write": 0.05,
+    "corrupt_write": 0.2,
     "late_notice": 0.3,
     "lost_notice": 0.1,
     "forged_notice": 0.3,

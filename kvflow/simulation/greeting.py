@@ -113,7 +113,10 @@ class Greeting:
             self._fail(FailureReason.UNREACHABLE, f"rank left during the handshake: {left[0].rank}")
             return
         self._is_over = True
-        ranks = tuple(GreetedRank(card.peer, bound.debts) for card, bound in zip(self._cards, self._bound, strict=True))
+        ranks = tuple(
+            GreetedRank(card.peer, bound.debts, route.pieces)
+            for card, bound, route in zip(self._cards, self._bound, self._routes, strict=True)
+        )
         for rank in ranks:
             self._host.remember(rank.peer)
         self._host.dispatch(InstanceGreeted(self._instance, ranks))

@@ -117,6 +117,11 @@ class Oracle:
                 creditors.append(rank)
         return creditors
 
+    def verified(self, receiving: Receiving) -> None:
+        """What is compared with digests must be held for as long as that takes."""
+        if receiving.lease.is_free:
+            raise Violation(f"{receiving.lease.name} was compared with digests after it was given back")
+
     # Every transfer ends ---------------------------------------------------------------------------------------------
 
     def opened(self, transfer: Sending | Receiving) -> None:

@@ -1,5 +1,6 @@
 """A prefill rank in virtual time: the real stages, driven by hand in the order in which its tasks would run."""
 
+import dataclasses
 import functools
 from collections import deque
 from typing import TYPE_CHECKING, Final, cast
@@ -11,20 +12,23 @@ from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
 from kvflow.config import RankConfig
 from kvflow.errors import FailureReason, KvflowError, PlanError, RemoteProtocolError, Unreachable
 from kvflow.geometry.pages import PageTable
-from kvflow.geometry.routes import BoundRoute, bytes_owed
+from kvflow.geometry.routes import BoundRoute
 from kvflow.geometry.tokens import TokenRange
 from kvflow.simulation.host import Host
 from kvflow.simulation.network import Line
 from kvflow.simulation.requests import Request, Sending
 from kvflow.simulation.shapes import KV, STATE, CellTable
 from kvflow.stages.bootstrap import PrefillBootstrap
-from kvflow.stages.enqueue import ChunkJob, Enqueue
+from kvflow.stages.digests import DigestWork, OwnMemory
+from kvflow.stages.enqueue import Enqueue
 from kvflow.stages.planning import PlannedChunk, Planning
 from kvflow.stages.submit import Submit, agent_name
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.events import Chunk
+from kvflow.state.queue import ChunkJob
 from kvflow.state.tables import Memory
+from kvflow.state.window import Cost
 from kvflow.wire.channel import Listener
 from kvflow.wire.codec import decode
 from kvflow.wire.messages import Hello, Message, PeerId
@@ -76,9 +80,10 @@ class PrefillHost(Host):
         layout = self.pool.table.layout
         listener = cast("Listener", self._listener)
         self._bootstrap = PrefillBootstrap(self.context, layout, self.backend, listener, self._on_message)
-        self._enqueue = Enqueue(self.context, _JOB_IN, self._num_bytes)
+        self._enqueue = Enqueue(self.context, _JOB_IN, self._cost)
         geometry = self._bootstrap.geometry
-        self._planning = Planning(self.context, _JOB_OUT, _PLANNED_IN, geometry, self._enqueue.end, None)
+        memory = OwnMemory(layout, self.backend.view)
+        self._planning = Planning(self.context, _JOB_OUT, _PLANNED_IN, geometry, self._enqueue.end, memory)
         self._submit = Submit(self.context, self.backend, _PLANNED_OUT, self._enqueue.end, self.send)
 
     # The engine ------------------------------------------------------------------------------------------------------
@@ -105,7 +110,8 @@ class PrefillHost(Host):
         """Compute tokens up to `stop` and offer them; False if the queue is full."""
         if self.transfers.get(sending.request.room) is not sending or sending.decided_at is not None:
             return True
-        if self._enqueue.num_queued >= self.config.limits.queued_chunks:
+        sender = self.core.senders.rooms.get(sending.request.room)
+        if sender is not None and any(self._enqueue.is_full(peer) for peer in sender.deliveries):
             return False
         request, layout = sending.request, self.pool.table.layout
         tokens = (sending.position, stop)
@@ -142,6 +148,7 @@ class PrefillHost(Host):
             case ef.EnqueueChunk():
                 self._enqueue.put(effect)
             case ef.PostPlan(delivery):
+                self.backend.posts_digest = bool(effect.notice.digests)
                 self.backend.posting = (delivery, self.transfers[delivery.room].lease)
                 self._submit.post(effect)
                 self.backend.posting = None
@@ -208,9 +215,9 @@ class PrefillHost(Host):
         """Nobody writes to a prefill rank."""
         self.context.oddities.count("notice_on_prefill_rank")
 
-    def _num_bytes(self, effect: ef.EnqueueChunk) -> int:
+    def _cost(self, effect: ef.EnqueueChunk) -> Cost:
         geometry = self._bootstrap.geometry(effect.delivery.peer)
-        return bytes_owed(geometry.route.debts, effect.ranges, effect.grant.ranges) if geometry else 0
+        return geometry.cost(effect.ranges, effect.grant.ranges, None) if geometry else Cost(0, 0)
 
     def _after_dispatch(self) -> None:
         while (job := self._enqueue.next_job()) is not None:
@@ -224,11 +231,21 @@ class PrefillHost(Host):
         job = self._jobs.popleft()
         self._is_planning = False
         try:
-            descriptors = self._planning.prepare(job).plan()
+            work = self._planning.prepare(job)
+            descriptors = work.plan()
         except PlanError as error:
             self._planning.fail(job, error)
+            return
+        chunk = PlannedChunk(job, descriptors)
+        if work.digests is None:
+            self._submit.offer(chunk)
         else:
-            self._submit.offer(PlannedChunk(job, descriptors))
+            delay_s = PLANNING_S * self.world.rng.random()
+            self.world.schedule.after(delay_s, self.call, self._add_digests, chunk, work.digests)
+
+    def _add_digests(self, chunk: PlannedChunk, work: DigestWork) -> None:
+        """Read what is about to be sent, as a worker thread does, and offer the chunk then."""
+        self._submit.offer(dataclasses.replace(chunk, digests=work.digests(chunk.job.ranges)))
 
     def leftovers(self) -> dict[str, int]:
         """What is still kept for transfers."""
@@ -242,6 +259,7 @@ class PrefillHost(Host):
             "page tables": len(self._planning._tables),
             "plans": len(self._submit._waiting),
             "posts": self._submit.num_posted,
+            "released posts": len(senders.unproved),
         }
 
 

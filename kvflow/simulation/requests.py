@@ -27,6 +27,8 @@ class Request:
         prefill: Name of the instance that computes.
         decode: Name of the instance that receives.
         num_decode_ranks: Ranks of it.
+        digest: What arrives is compared with digests.
+        priority: Class of the transfer.
     """
 
     room: int
@@ -37,6 +39,8 @@ class Request:
     prefill: str
     decode: str
     num_decode_ranks: int
+    digest: bool = False
+    priority: int = 0
 
     def __str__(self) -> str:
         return f"room {self.room} try {self.content}"

@@ -86,6 +86,8 @@ class Traffic:
             prefill=prefill.name,
             decode=decode.name,
             num_decode_ranks=decode.shape.num_ranks,
+            digest=rng.random() < 0.15,
+            priority=rng.choice((0, 0, 0, 1, 7)),
         )
         self.world.oracle.requests.setdefault(room, []).append(request)
         self._tries[room] = self._tries.get(room, 0) + 1

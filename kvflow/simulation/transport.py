@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvflow.backends.base import Backend, BackendEvent, Capabilities, PostEnded, PostInDoubt
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.errors import BackendError
-from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.layout import KVLayout, MemoryRange
 from kvflow.geometry.plan import Descriptors
 from kvflow.simulation.pool import Lease
 from kvflow.stages.submit import agent_name
@@ -50,12 +51,13 @@ class Write:
         delivery: For which transfer it was posted.
         lease: Source pages.
         pieces: What has not landed.
+        corrupts: A bit of it changes on the way.
         captured: What has left the sender's memory, in case it died.
     """
 
     __slots__ = (
-        "captured", "delivery", "error", "fails_at", "has_doubt", "is_over", "lease", "notice", "number", "pace_s",
-        "peer", "pieces", "post_id", "sender",
+        "captured", "corrupts", "delivery", "error", "fails_at", "has_doubt", "is_over", "lease", "notice", "number",
+        "pace_s", "peer", "pieces", "post_id", "sender",
     )  # fmt: skip
 
     def __init__(self, sender: "Host", post_id: int, delivery: DeliveryId, lease: Lease) -> None:
@@ -72,6 +74,7 @@ class Write:
         self.fails_at = -1
         self.pace_s = QUICK_S
         self.has_doubt = False
+        self.corrupts = False
         self.is_over = False
 
 
@@ -97,6 +100,7 @@ class SimBackend(Backend):
         self.writes: dict[int, Write] = {}
         self.latest_event = 0.0
         self.posting: tuple[DeliveryId, Lease] | None = None
+        self.posts_digest = False
 
     @override
     async def open(self, agent_name: str) -> None:
@@ -114,6 +118,12 @@ class SimBackend(Backend):
     @override
     def metadata(self) -> bytes:
         return self._metadata
+
+    @override
+    def view(self, memory: MemoryRange) -> NDArray[np.uint8]:
+        pool = self._host.pool
+        offset = memory.address - pool.table.base
+        return np.frombuffer(pool.memory, np.uint8)[offset : offset + memory.length]
 
     @override
     async def connect(self, peer: str, metadata: bytes) -> None:
@@ -142,6 +152,9 @@ class SimBackend(Backend):
             raise BackendError("scripted refusal")
         write = Write(host, post_id, *self.posting)
         write.notice = notice
+        if self.posts_digest and faults.corrupt_write and rng.random() < faults.corrupt_write:
+            world.count("corrupt write")
+            write.corrupts = True
         rows = np.column_stack((descriptors.src[:, 0], descriptors.dst[:, 0], descriptors.src[:, 1])).tolist()
         world.plane.start(write, [Segment(*row) for row in rows])
         self.writes[post_id] = write
@@ -273,6 +286,9 @@ class DataPlane:
         else:
             world.oracle.check_source(write, piece)
             data = self._read(write, piece)
+        if write.corrupts and any(data):
+            data = [bytes([data[0][0] ^ 1]) + data[0][1:], *data[1:]]
+            write.corrupts = False
         base = target.pool.table.base
         for (_, dst, length), part in zip(piece, data, strict=True):
             target.pool.memory[dst - base : dst - base + length] = part

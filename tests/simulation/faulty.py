@@ -9,10 +9,12 @@ import pytest
 
 from kvflow.backends.base import PostEnded, PostInDoubt
 from kvflow.errors import FailureReason
+from kvflow.stages import verify
 from kvflow.stages.submit import Submit
 from kvflow.state import core, receiver, receivers, sender, senders, tables
 from kvflow.state.acquaintances import Acquaintances
 from kvflow.state.effects import Effect, PostPlan
+from kvflow.state.events import PlanFinished
 from kvflow.state.tables import Memory, Outcome, RankState, Signal
 from kvflow.wire.messages import Notice
 
@@ -128,12 +130,12 @@ def posting_goes_on_after_the_end(patch: Patch) -> None:
     """Whatever was planned is posted, though the delivery has ended."""
     original = sender.Delivery.plan_finished
 
-    def plan_finished(self: sender.Delivery, seq: int, num_bytes: int) -> list[Effect]:
-        effects = original(self, seq, num_bytes)
-        if self.state.is_pending or not num_bytes:
+    def plan_finished(self: sender.Delivery, plan: PlanFinished) -> list[Effect]:
+        effects = original(self, plan)
+        if self.state.is_pending or not plan.num_bytes:
             return effects
-        self._posted[seq] = self._noticed[0] if self._noticed else template(self, seq, num_bytes)
-        return [PostPlan(self.id, seq, self._posted[seq])]
+        self._posted[plan.seq] = self._noticed[0] if self._noticed else template(self, plan.seq, plan.num_bytes)
+        return [PostPlan(self.id, plan.seq, self._posted[plan.seq])]
 
     patch.setattr(sender.Delivery, "plan_finished", plan_finished)
 
@@ -221,6 +223,10 @@ def cancels_are_not_said(patch: Patch) -> None:
     patch.setattr(receiver.Receiver, "_cancel", lambda self, _: self._received()[0].message)
 
 
+def digests_are_believed(patch: Patch) -> None:
+    patch.setattr(verify._Comparison, "_find_difference", lambda *_: None)
+
+
 FAULTS: Final[tuple[Fault, ...]] = (
     abort_releases_pages,
     failure_releases_pages,
@@ -243,4 +249,5 @@ FAULTS: Final[tuple[Fault, ...]] = (
     senders_have_no_deadline,
     credit_is_not_given_back,
     cancels_are_not_said,
+    digests_are_believed,
 )
