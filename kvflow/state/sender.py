@@ -295,7 +295,7 @@ class Sender:
         """Why a grant cannot be served, although the room is open."""
         if self.failure is not None:
             return self.failure
-        if peer in self.deliveries:
+        if any(other.rank == peer.rank for other in self.deliveries):  # also of an earlier life of it
             return self._error(FailureReason.ROOM_IN_USE, "an earlier grant of this rank for this room is open")
         if self._num_decode_ranks not in (None, grant.num_decode_ranks):
             detail = f"decode ranks disagree on their number: {self._num_decode_ranks} and {grant.num_decode_ranks}"

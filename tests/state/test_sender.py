@@ -424,3 +424,18 @@ def test_a_later_life_asks_nothing_about_bytes_for_an_earlier_one(granted: CoreD
     assert len(granted.core.senders.unproved) == 1
     granted.meet_decode(DECODE._replace(incarnation=2))
     assert len(granted.core.senders.unproved) == 0
+
+
+def test_two_lives_of_a_decode_rank_are_not_two_decode_ranks(core: CoreDriver) -> None:
+    """The first life is owed nothing, so its delivery is complete at once and outlives it."""
+    first, second = peer("decode", incarnation=5), peer("decode", incarnation=6)
+    core.meet_decode(first, owed=())
+    core(ev.SendOpened(ROOM))
+    core(chunk(0, 8, last=True))
+    assert messages(core.hear(first, grant(num_decode_ranks=2)), Failed) == []
+    core.meet_decode(second, owed=())
+    effects = core.hear(second, grant(num_decode_ranks=2))
+    ((_, failed),) = messages(effects, Failed)
+    assert isinstance(failed, Failed)
+    assert failed.failure.reason is FailureReason.ROOM_IN_USE
+    assert reports(effects) == []

@@ -1,0 +1,95 @@
+"""Run whole instances in virtual time against a hostile network and transport, and check every promise."""
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+
+from kvflow.errors import ConfigError
+from kvflow.simulation import Report, ScenarioError, play, run_seed, simulate
+
+__all__ = ["add_arguments", "run"]
+
+EXIT_VIOLATION = 1
+MAX_SHOWN = 20
+RANGE = re.compile(r"(\d+):(\d+)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument("--seeds", default="0:1000", metavar="A:B", help="run seeds A to B - 1")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
+    parser.add_argument("--story", type=int, metavar="SEED", help="tell what happens in one seed, instead")
+    parser.add_argument("--scenario", type=Path, metavar="FILE", help="play a scenario and tell what happens, instead")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run seeds and say what was found, or tell the story of one seed or scenario.
+
+    Returns:
+        1 if a promise was broken.
+
+    Raises:
+        ConfigError: The seeds or the number of processes make no sense.
+    """
+    if arguments.story is not None:
+        return _tell(arguments.story)
+    if arguments.scenario is not None:
+        return _play(arguments.scenario)
+    seeds = _seeds(arguments.seeds)
+    if arguments.jobs < 1:
+        raise ConfigError("option must be positive", jobs=arguments.jobs)
+    is_shown = sys.stderr.isatty() and not arguments.json
+    report = simulate(seeds, jobs=arguments.jobs, on_progress=_show if is_shown else None)
+    if is_shown:
+        print(file=sys.stderr)
+    print(msgspec.json.encode(report).decode() if arguments.json else _summary(report))
+    return EXIT_VIOLATION if report.violations else 0
+
+
+def _seeds(text: str) -> range:
+    found = RANGE.fullmatch(text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ConfigError("seeds are given as A:B with A below B", seeds=text)
+    return range(int(found[1]), int(found[2]))
+
+
+def _show(report: Report) -> None:
+    found = len(report.violations)
+    print(f"\r{report.seeds} seeds, {found} violations, {report.seeds_per_s:.0f} seeds/s ", end="", file=sys.stderr)
+
+
+def _summary(report: Report) -> str:
+    lines = [
+        f"{report.seeds} seeds in {report.jobs} processes, {report.seeds_per_s:.0f} seeds/s",
+        f"{report.transfers} transfers to decode ranks succeeded",
+        "faults injected",
+        *(f"  {kind:20} {count:8}" for kind, count in report.faults_injected.items()),
+        f"violations: {len(report.violations)}",
+    ]
+    lines += [f"  seed {one.seed}, {one.time:.3f} s: {one.message}" for one in report.violations[:MAX_SHOWN]]
+    if report.violations:
+        lines.append(f"see one: kvflow simulate --story {report.violations[0].seed}")
+    return "\n".join(lines)
+
+
+def _tell(seed: int) -> int:
+    result = run_seed(seed, tells=True)
+    print("\n".join(result.story))
+    return EXIT_VIOLATION if result.violation is not None else 0
+
+
+def _play(path: Path) -> int:
+    try:
+        print("\n".join(play(path.read_text("utf-8"))))
+    except OSError as error:
+        raise ConfigError("scenario cannot be read", path=str(path), detail=error.strerror) from error
+    except ScenarioError as error:
+        print("\n".join(error.story))
+        print(error)
+        return EXIT_VIOLATION
+    return 0

@@ -1,0 +1,63 @@
+"""Whole instances in virtual time keep every promise, seed after seed, and any seed can be told again."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvflow.simulation import Faults, run_seed
+
+BATCH = 200
+NUM_BATCHES = 10
+
+TELL = """
+import sys
+from kvflow.simulation import run_seed
+print("\\n".join(run_seed(int(sys.argv[1]), tells=True).story))
+"""
+
+
+@pytest.mark.parametrize("first", range(0, BATCH * NUM_BATCHES, BATCH))
+def test_no_promise_is_broken(first: int) -> None:
+    broken = {seed: found for seed in range(first, first + BATCH) if (found := run_seed(seed).violation)}
+    assert not broken
+
+
+def test_without_faults_every_transfer_succeeds() -> None:
+    for seed in range(40):
+        result = run_seed(seed, faults=Faults(), tells=True)
+        assert result.violation is None
+        assert result.num_successes > 0
+        assert result.injected == {}
+        assert not [line for line in result.story if "REPORTS failed" in line]
+
+
+@pytest.mark.parametrize("seed", [3, 65, 291])
+def test_a_seed_tells_the_same_story_again(seed: int) -> None:
+    assert run_seed(seed, tells=True).story == run_seed(seed, tells=True).story
+
+
+@pytest.mark.parametrize("seed", [3, 65])
+def test_the_story_does_not_depend_on_the_process(seed: int) -> None:
+    stories = [_tell(seed, hash_seed) for hash_seed in ("1", "2")]
+    assert stories[0] == stories[1] == run_seed(seed, tells=True).story
+    assert len(stories[0]) > 50
+
+
+def test_telling_changes_nothing() -> None:
+    for seed in range(20):
+        told, untold = run_seed(seed, tells=True), run_seed(seed)
+        assert (told.num_steps, told.time, told.injected) == (untold.num_steps, untold.time, untold.injected)
+
+
+def _tell(seed: int, hash_seed: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", TELL, str(seed)],
+        capture_output=True,
+        check=True,
+        timeout=50,
+        text=True,
+        env=os.environ | {"PYTHONHASHSEED": hash_seed},
+    )
+    return done.stdout.splitlines()
