@@ -125,7 +125,7 @@ class Traffic:
             receiving = host.receive(request)
             if receiving is not None and self._rng.random() < self._faults.abort:
                 self.world.count("decode abort")
-                self.world.schedule.after(self._rng.random() ** 3, host.call, host.abort_room, receiving)
+                self.world.schedule.after(self._moment(), host.call, host.abort_room, receiving)
             return receiving is not None
 
         host.call(self._attempt, act, lambda: self._receive(request, rank, give_up), give_up)
@@ -141,7 +141,7 @@ class Traffic:
             schedule, rng = self.world.schedule, self._rng
             if rng.random() < self._faults.abort:
                 self.world.count("prefill abort")
-                schedule.after(rng.random() ** 3, host.call, host.abort_room, sending)
+                schedule.after(self._moment(), host.call, host.abort_room, sending)
             stops: list[int | None] = [*cuts]
             if rng.random() < self._faults.absence:
                 self.world.count("unfinished prefill")
@@ -151,6 +151,10 @@ class Traffic:
             return True
 
         host.call(self._attempt, act, lambda: self._open(request, rank, course), give_up)
+
+    def _moment(self) -> float:
+        """When an engine gives up: while the first words are on their way, or later."""
+        return self._rng.random() * (0.004 if self._rng.random() < 0.4 else 0.5)
 
     def _attempt(self, act: Callable[[], bool], again: Callable[[], None], give_up: float) -> None:
         """Start a transfer; try again for a while if there is no room for it now."""
@@ -240,8 +244,8 @@ class Traffic:
 
         def aim(write: Write) -> None:
             target = self.world.lives.get(write.peer)
-            victim = write.sender if target is None or rng.random() < 0.5 else target
-            self.world.schedule.after(rng.random() * 0.001, strike, victim.me.rank)
+            victim = write.sender if target is None or rng.random() < 0.7 else target
+            self.world.schedule.after(rng.random() * write.pace_s, strike, victim.me.rank)
 
         self.world.plane.when_started.append(aim)
 

@@ -1,9 +1,11 @@
 """Races that others met in the field, and the language in which they are written down."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+import kvflow
 from kvflow.simulation import ScenarioError, play
 from kvflow.simulation.script import parse
 
@@ -75,3 +77,9 @@ def test_lines_are_numbered_and_comments_skipped() -> None:
     statements = parse(f"{START}\n# why\nrun 10 ms  # and on\n")
     assert [(one.line, one.act) for one in statements[-2:]] == [(4, "request"), (7, "run")]
     assert statements[-1].values == {"lasts": 0.01}
+
+
+def test_the_scenario_in_the_document_can_be_played() -> None:
+    document = Path(kvflow.__file__).parent.parent / "docs/simulation.md"
+    (example,) = re.findall(r"```text\n(# sglang.*?)```", document.read_text("utf-8"), re.DOTALL)
+    assert play(example)
