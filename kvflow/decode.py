@@ -104,7 +104,8 @@ class DecodeRank(Rank["RoomReceiver"]):
         Raises:
             PlanError: A page table does not fit the pool or the tokens.
             LocalProtocolError: On entry: the room is being received already, or the rank is not open.
-            CapacityExceeded: On entry: too many rooms are open.
+            CapacityExceeded: On entry: too many rooms are open, or too much memory is in quarantine.
+            RankDraining: On entry: the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
         """
         unsaid = [component.name for component in self.layout.components if component.name not in pages]
