@@ -120,7 +120,8 @@ class DecodeRank(Rank["RoomReceiver"]):
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
             ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range.
             LocalProtocolError: On entry: the room is being received already, or the rank is not open.
-            CapacityExceeded: On entry: too many rooms are open.
+            CapacityExceeded: On entry: too many rooms are open, or too much memory is in quarantine.
+            RankDraining: On entry: the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
         """
         parts = self._wanted(tokens, pages)

@@ -73,7 +73,8 @@ class PrefillRank(Rank["RoomSender"]):
 
         Raises:
             LocalProtocolError: On entry: the room is in use, or the rank is not open.
-            CapacityExceeded: On entry: too many rooms are open.
+            CapacityExceeded: On entry: too many rooms are open, or too much memory is in quarantine.
+            RankDraining: On entry: the rank is about to close.
             TransferFailed: On exit: the transfer failed.
         """
         return RoomSender(self, room)

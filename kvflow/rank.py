@@ -171,12 +171,9 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         """Put a transfer on record and tell the core that it begins.
 
         Raises:
-            LocalProtocolError, CapacityExceeded, RankBroken: It may not begin; nothing has changed.
+            LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: It may not begin; nothing has changed.
         """
-        if self._error is not None:
-            raise RankBroken("a task of this rank failed; close it and open another") from self._error
-        if not self._is_open:
-            raise LocalProtocolError("rank is not open", room=transfer.room)
+        self._check_open()
         transfer.begin()
         before = self._transfers.get(key)
         self._transfers[key] = transfer
@@ -188,6 +185,12 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
             if before is not None:
                 self._transfers[key] = before
             raise
+
+    def _check_open(self) -> None:
+        if self._error is not None:
+            raise RankBroken("a task of this rank failed; close it and open another") from self._error
+        if not self._is_open:
+            raise LocalProtocolError("rank is not open", rank=str(self.me.rank))
 
     def quarantined(self) -> list[AnyTransfer]:
         """Ended transfers whose pages are not proved quiet: they must not be used again while they are listed."""
@@ -227,10 +230,9 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
             Whether everything has ended.
 
         Raises:
-            LocalProtocolError: The rank is not open.
+            LocalProtocolError, RankBroken: The rank is not open, or broken.
         """
-        if not self._is_open:
-            raise LocalProtocolError("rank is not open", rank=str(self.me.rank))
+        self._check_open()
         self._log.info("rank_draining", rooms=len(self._transfers))
         self._withdraw()
         self.dispatch(ev.DrainStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is draining")))
@@ -303,7 +305,10 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         transfer = self._transfers.get(key)
         if transfer is None:
             return
-        transfer.report(effect.outcome, effect.memory, effect.failure)
+        if self._error is None:
+            transfer.report(effect.outcome, effect.memory, effect.failure)
+        elif effect.memory is Memory.SAFE:  # all else was decided when the rank broke
+            transfer.report(transfer.outcome, Memory.SAFE, transfer.failure)
         if effect.memory is Memory.SAFE and effect.outcome is not Outcome.PENDING:
             del self._transfers[key]
         if self._is_leaving and not self._is_unsettled():
@@ -335,25 +340,23 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         for peer in self._core.connected_peers():
             self._send(peer, Goodbye(peer=self.me, failure=failure))
         for transfer in self._transfers.values():
-            if transfer.memory is not Memory.SAFE:
-                outcome = Outcome.FAILED if transfer.outcome is Outcome.PENDING else transfer.outcome
-                transfer.report(outcome, Memory.QUARANTINED, transfer.failure or failure)
+            outcome = Outcome.FAILED if transfer.outcome is Outcome.PENDING else transfer.outcome
+            memory = Memory.SAFE if transfer.memory is Memory.SAFE else Memory.QUARANTINED
+            transfer.report(outcome, memory, transfer.failure or failure)
         self._settled.set()
 
     async def _wait_until_settled(self, timeout_s: float) -> bool:
-        """Wait until every transfer has ended and its pages are quiet or in quarantine; say whether that came."""
+        """Wait until every transfer is decided and its pages are quiet or in quarantine; say whether that came."""
         self._is_leaving = True
         if self._is_unsettled():
-            self._settled = anyio.Event()
+            if self._settled.is_set():  # others who wait have the same event
+                self._settled = anyio.Event()
             with anyio.move_on_after(timeout_s):
                 await self._settled.wait()
         return not self._is_unsettled()
 
     def _is_unsettled(self) -> bool:
-        return any(
-            transfer.outcome is Outcome.PENDING or transfer.memory in (Memory.HELD, Memory.DRAINING)
-            for transfer in self._transfers.values()
-        )
+        return any(not transfer.is_settled for transfer in self._transfers.values())
 
     def _ignore(self, kind: str) -> None:
         self._oddities.count(kind)
@@ -365,5 +368,6 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         await self._wait_until_settled(self.config.timeouts.drain_s + CLOSE_MARGIN_S)
         for event in await self._backend.aclose():
             await self._take_backend_event(event)
-        for peer in self._core.connected_peers():
-            self._send(peer, Goodbye(peer=self.me))
+        if self._error is None:  # a broken rank has said it already, and why
+            for peer in self._core.connected_peers():
+                self._send(peer, Goodbye(peer=self.me))

@@ -68,6 +68,11 @@ class Transfer(abc.ABC):
         return self._memory
 
     @property
+    def is_settled(self) -> bool:
+        """Its outcome is decided, and its pages are quiet or in quarantine."""
+        return self._outcome is not Outcome.PENDING and self._memory in (Memory.SAFE, Memory.QUARANTINED)
+
+    @property
     def failure(self) -> Failure | None:
         """Why it did not succeed, once that is decided."""
         return self._failure

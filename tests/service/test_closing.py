@@ -15,6 +15,7 @@ from kvflow.backends.base import BackendEvent
 from kvflow.backends.memory import MemoryBackend
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import FailureReason, LocalProtocolError, RankBroken, TransferFailed
+from kvflow.state.tables import Memory, Outcome
 from tests.support.failures import catch
 from tests.support.instances import (
     BACKENDS,
@@ -205,6 +206,108 @@ async def test_rank_that_breaks_lets_go_who_waits_for_room() -> None:
                 await prefill.__aexit__(None, None, None)
             deployment.closers[prefill].pop_all()
         assert [(failure.reason, failure.rank) for failure in failures] == [(FailureReason.BROKEN, "prefill/0")] * 2
+
+
+async def crash(rank: kvflow.PrefillRank | kvflow.DecodeRank) -> None:
+    """Let a task of a rank fail."""
+
+    async def fail() -> None:
+        raise ZeroDivisionError("boom")
+
+    rank._context.start_task(fail)
+    await until(lambda: rank._error)
+
+
+async def leave_broken(deployment: Deployment, rank: kvflow.PrefillRank | kvflow.DecodeRank) -> None:
+    with pytest.RaisesGroup(pytest.RaisesExc(ZeroDivisionError)):
+        await rank.__aexit__(None, None, None)
+    deployment.closers[rank].pop_all()
+
+
+async def test_a_peer_of_a_rank_that_breaks_learns_at_once_why() -> None:
+    async with deploy() as deployment:
+        request = deployment.request(1, 8)
+        failures: list[TransferFailed] = []
+
+        async def receive() -> None:
+            failures.append(await catch(request.receive))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receive)
+            await until(lambda: deployment.prefill[0].statistics().waiting_grants)
+            await crash(deployment.prefill[0])
+        assert (failures[0].reason, failures[0].rank) == (FailureReason.BROKEN, "prefill/0")
+        assert "ZeroDivisionError: boom" in failures[0].detail
+        await leave_broken(deployment, deployment.prefill[0])
+
+
+async def test_a_sender_whose_pages_are_free_does_not_wait_for_a_broken_rank() -> None:
+    """Everything is written and only the word of the decode rank is missing: nobody will hear it any more."""
+    async with deploy() as deployment:
+        request = deployment.request(1, 8)
+        deployment.faults[0].plan.append("lose_notice")
+        failures: dict[str, TransferFailed] = {}
+
+        async def send() -> None:
+            failures["prefill"] = await catch(request.send)
+
+        async def receive() -> None:
+            failures["decode"] = await catch(request.receive)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send)
+            tasks.start_soon(receive)
+            await until(lambda: request.senders and request.senders[0].memory is Memory.SAFE)
+            await crash(deployment.prefill[0])
+        assert failures["prefill"].reason is failures["decode"].reason is FailureReason.BROKEN
+        assert not failures["prefill"].quarantined
+        await leave_broken(deployment, deployment.prefill[0])
+
+
+async def test_what_a_broken_decode_rank_could_not_prove_stays_in_quarantine_when_it_is_left() -> None:
+    async with deploy() as deployment:
+        decode, receiver = deployment.decode[0], deployment.request(1, 8).receiver()
+        async with anyio.create_task_group() as tasks:
+
+            async def receive() -> None:
+                async with receiver:
+                    await receiver.done()
+
+            tasks.start_soon(catch, receive)
+            await until(lambda: deployment.prefill[0].statistics().waiting_grants)
+            await crash(decode)
+        await leave_broken(deployment, decode)
+        assert decode.quarantined() == [receiver]
+        assert (receiver.outcome, receiver.memory) == (Outcome.FAILED, Memory.QUARANTINED)
+        decode.release(receiver)
+        assert (receiver.outcome, receiver.memory) == (Outcome.FAILED, Memory.SAFE)
+        assert decode.quarantined() == []
+
+
+async def test_leaving_a_broken_prefill_rank_fences_its_writes_and_frees_its_pages() -> None:
+    async with deploy() as deployment:
+        request = deployment.request(1, 8)
+        deployment.faults[0].hold()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(catch, request.send)
+            tasks.start_soon(catch, request.receive)
+            await until(lambda: deployment.faults[0].posted)
+            await crash(deployment.prefill[0])
+        sender = request.senders[0]
+        assert deployment.prefill[0].quarantined() == [sender]
+        await leave_broken(deployment, deployment.prefill[0])
+        assert deployment.prefill[0].quarantined() == []
+        assert (sender.outcome, sender.memory) == (Outcome.FAILED, Memory.SAFE)
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+async def test_a_broken_rank_says_so_to_whoever_drains_it(name: str) -> None:
+    async with deploy() as deployment:
+        rank = deployment.prefill[0] if name == "prefill" else deployment.decode[0]
+        await crash(rank)
+        with pytest.raises(RankBroken):
+            await rank.drain()
+        await leave_broken(deployment, rank)
 
 
 async def test_a_rank_is_opened_only_once() -> None:
