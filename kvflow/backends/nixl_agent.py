@@ -4,16 +4,15 @@ An error proves less than one would wish. What was measured, and what follows:
 
 * An error of the endpoint (RemoteDisconnect: the peer was killed, its agent closed, its connection broke) ends every
   post to that peer, and nothing reads the source any more: after 92 kills in the middle of 256 MiB, over CMA, shared
-  memory and TCP, the kernel saw no page of it read. At the destination bytes may still be in the socket buffers of a
-  peer that lives. So such a post is in doubt until the rank parts with the peer, and lingers from then on.
-* Any other error leaves the endpoint as it was, and earlier parts of the post under way. A later post to the same peer
-  over the same endpoint is the fence: when it is done, so is everything before it.
+  memory and TCP, the kernel saw no page of it read. Such a post has ended, after one more round of progress for what
+  the library still has to cancel. Over TCP, bytes may be in the socket buffers of a peer that lives: they linger.
+* Any other error leaves the endpoint as it was, and earlier parts of the post under way, so it is in doubt. A later
+  post over the same endpoint is the fence: when it is done, so is everything before it.
 * A failed endpoint stays failed, also if the peer lives. Removing the agent and adding it again makes a new one.
 
 Source: nixl 1.5.1 (UCX 1.23) on Linux, host memory, one host.
 """
 
-import functools
 import importlib
 import os
 import time
@@ -102,6 +101,7 @@ class NixlAgent:
         self._registered: list[Any] = []
         self._running: dict[int, _Post] = {}
         self._doubtful: dict[int, _Post] = {}
+        self._failed: dict[int, _Post] = {}
         self._connections: dict[str, _Connection] = {}
         self._leaving: dict[str, None] = {}
         self._num_posts = 0
@@ -147,7 +147,7 @@ class NixlAgent:
         if connection is not None and not connection.has_failed:
             return
         if connection is not None:
-            self._poll_posts()  # what ran over it raises now
+            self.poll()  # what ran over it raises now
             if not self._try_to_remove(connection):
                 raise BackendError("posts over the failed endpoint of a peer have not ended", peer=peer)
         self._add(peer, blob)
@@ -184,7 +184,7 @@ class NixlAgent:
 
     def is_busy(self) -> bool:
         """Something is expected soon."""
-        return bool(self._running) or self._is_watching
+        return bool(self._running or self._failed) or self._is_watching
 
     def poll(self) -> None:
         """Let the library make progress, and tell what has happened."""
@@ -192,6 +192,7 @@ class NixlAgent:
         notices = self._agent.get_new_notifs()
         if notices and len(self._mailbox) < MAX_UNTAKEN:
             self._emit([NoticeArrived(payload) for payloads in notices.values() for payload in payloads])
+        self._end_failed()
         self._remove_leaving()
 
     def close(self, timeout_s: float) -> None:
@@ -199,9 +200,9 @@ class NixlAgent:
         give_up = time.monotonic() + timeout_s
         while self._running and time.monotonic() < give_up and self._clean_up(self.poll):
             time.sleep(1e-3)
-        stopped = [*self._running, *self._doubtful]
-        self._running.clear()
-        self._doubtful.clear()
+        stopped = [*self._running, *self._doubtful, *self._failed]
+        for posts in (self._running, self._doubtful, self._failed):
+            posts.clear()
         for registered in self._registered:
             self._clean_up(self._agent.deregister_memory, registered)
         self._registered.clear()
@@ -231,7 +232,7 @@ class NixlAgent:
             state = call(post.handle)
         except Exception as error:  # noqa: BLE001 - the caller learns it as an event
             self._running.pop(post.post_id, None)
-            self._doubt(post, error)
+            self._fail(post, error)
             return
         if state != "DONE":
             self._running[post.post_id] = post
@@ -239,11 +240,15 @@ class NixlAgent:
         self._running.pop(post.post_id, None)
         self._end(post, None)
         if self._has_fences:
-            self._end_doubts(functools.partial(_is_fenced, post), lingers=False)
+            self._end_fenced(post)
 
-    def _doubt(self, post: _Post, error: Exception) -> None:
-        post.connection.has_failed |= isinstance(error, self._disconnected)
-        post.fence, post.error = self._num_posts, _text(error)
+    def _fail(self, post: _Post, error: Exception) -> None:
+        post.error = _text(error)
+        if isinstance(error, self._disconnected):
+            post.connection.has_failed = True
+            self._failed[post.post_id] = post
+            return
+        post.fence = self._num_posts
         self._doubtful[post.post_id] = post
         self._emit([PostInDoubt(post.post_id, post.error)])
 
@@ -251,22 +256,32 @@ class NixlAgent:
         self._clean_up(self._agent.release_xfer_handle, post.handle)
         self._emit([PostEnded(post.post_id, error, lingers)])
 
-    def _end_doubts(self, is_over: Callable[[_Post], bool], *, lingers: bool) -> None:
-        for post in [post for post in self._doubtful.values() if is_over(post)]:
-            del self._doubtful[post.post_id]
-            self._end(post, post.error, lingers=lingers)
+    def _end_failed(self) -> None:
+        """End what an endpoint has failed with; the library has made progress since."""
+        for post in self._doubtful.values():
+            if post.connection.has_failed:
+                self._failed[post.post_id] = post
+        for post_id, post in self._failed.items():
+            self._doubtful.pop(post_id, None)
+            self._end(post, post.error, lingers=True)
+        self._failed.clear()
+
+    def _end_fenced(self, fence: _Post) -> None:
+        """End the doubts that a post has dispelled by being done."""
+        for post in list(self._doubtful.values()):
+            if post.connection is fence.connection and post.fence <= fence.number:
+                del self._doubtful[post.post_id]
+                self._end(post, post.error)
 
     def _remove_leaving(self) -> None:
-        """Remove the peers that the rank has parted with, and end the doubts about what was posted to them."""
+        """Remove the peers that the rank has parted with."""
         for peer in list(self._leaving):
-            connection = self._connections.get(peer)
-            if connection is None or self._try_to_remove(connection):
+            if peer not in self._connections or self._try_to_remove(self._connections[peer]):
                 del self._leaving[peer]
-                self._end_doubts(functools.partial(_was_to, peer), lingers=True)
 
     def _try_to_remove(self, connection: _Connection) -> bool:
         """Remove a peer, unless something may be under way over its endpoint."""
-        posts = [*self._running.values(), *(() if connection.has_failed else self._doubtful.values())]
+        posts = [*self._running.values(), *self._doubtful.values(), *self._failed.values()]
         if any(post.connection is connection for post in posts):
             return False
         del self._connections[connection.peer]
@@ -300,14 +315,6 @@ def _import_api() -> Any:
     raise BackendUnavailable(
         "NIXL is not installed or does not load; install kvflow[nixl-cu12] or kvflow[nixl-cu13]", **failures
     )
-
-
-def _is_fenced(fence: _Post, doubt: _Post) -> bool:
-    return doubt.connection is fence.connection and doubt.fence <= fence.number
-
-
-def _was_to(peer: str, post: _Post) -> bool:
-    return post.connection.peer == peer
 
 
 def _text(error: Exception) -> str:

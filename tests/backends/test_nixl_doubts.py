@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from kvflow.backends.base import PostEnded
 from kvflow.backends.nixl import NixlBackend
 from kvflow.geometry.plan import Descriptors
 from tests.backends.endpoints import Endpoint, copies, make_layout, open_backend, open_endpoints, rows, same
@@ -22,6 +23,7 @@ from tests.support.target_process import NUM_BYTES
 
 pytestmark = pytest.mark.anyio
 
+GREET_ANEW = "the connection to the peer has failed; it must be greeted anew"
 PIECE = 2**14
 POSTS = 8
 
@@ -77,6 +79,11 @@ async def target_process() -> AsyncIterator[Target]:
             process.kill()
 
 
+def failed(source: Endpoint) -> list[PostEnded]:
+    """Posts that have ended with an error."""
+    return [end for end in source.ends() if end.error is not None]
+
+
 async def write_until_it_is_killed(source: Endpoint, target: Target) -> None:
     """Post everything, and kill the target when the first post has ended."""
     await source.backend.connect(target.name, target.metadata)
@@ -84,32 +91,76 @@ async def write_until_it_is_killed(source: Endpoint, target: Target) -> None:
         source.backend.post(part, target.name, target.writes(source, part), b"")
     await source.take_ends()
     os.kill(target.pid, signal.SIGKILL)
-    await source.take_until(lambda: len(source.ends()) + len(source.doubts()) == POSTS)
-    if not source.doubts():  # it was quicker than the signal
+    await source.take_ends(POSTS)
+    if not failed(source):  # it was quicker than the signal
         source.backend.post(POSTS, target.name, target.writes(source, 0), b"")
-        await source.take_until(source.doubts)
+        await source.take_ends(POSTS + 1)
 
 
 @pytest.mark.parametrize("lanes", ["", "tcp"])
-async def test_doubts_about_a_dead_peer_end_when_the_rank_parts_with_it(
+async def test_posts_to_a_peer_that_is_killed_end_but_their_bytes_may_linger(
     monkeypatch: pytest.MonkeyPatch, lanes: str
 ) -> None:
     if lanes:
         monkeypatch.setenv("UCX_TLS", lanes)
     async with target_process() as target, open_backend(NixlBackend(), NUM_BYTES) as source:
         await write_until_it_is_killed(source, target)
-        doubts = {doubt.post_id for doubt in source.doubts()}
-        assert not doubts & {end.post_id for end in source.ends() if end.error is None}
+        hit = [end for end in failed(source) if "Disconnect" in str(end.error)]
+        assert hit
+        assert all(end.lingers for end in hit)
         source.backend.post(99, target.name, target.writes(source, 0), b"")
-        await source.take_until(lambda: any(end.post_id == 99 for end in source.ends()))
-        ended = {end.post_id: end.error for end in source.ends()}
-        assert "greeted anew" in str(ended.pop(99))  # nothing was posted, so there is no doubt about it
-        assert not doubts & set(ended)
-        await source.backend.disconnect(target.name)
-        await source.take_until(lambda: doubts <= {end.post_id for end in source.ends()})
-        assert all("Disconnect" in str(end.error) for end in source.ends() if end.post_id in doubts)
+        await source.take_until(lambda: source.ends()[-1].post_id == 99)
+        assert source.ends()[-1] == PostEnded(99, GREET_ANEW, lingers=False)  # nothing was posted
+        assert not source.doubts()
         await source.close()
         assert len({end.post_id for end in source.ends()}) == len(source.ends())
+
+
+async def test_a_doubt_ends_when_the_endpoint_fails(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
+    errors = [NativeError(), api.nixlBind.nixlRemoteDisconnectError()]
+
+    def transfer(*_: object) -> str:
+        raise errors.pop(0)
+
+    async with open_endpoints("nixl") as (source, target):
+        monkeypatch.setattr(api.nixl_agent, "transfer", transfer)
+        source.post(1, target, copies(source, target))
+        await source.take_until(source.doubts)
+        assert not source.ends()
+        source.post(2, target, copies(source, target))
+        await source.take_ends(2)
+        assert {end.post_id: (end.error is None, end.lingers) for end in source.ends()} == dict.fromkeys(
+            (1, 2), (False, True)
+        )
+        assert [doubt.post_id for doubt in source.doubts()] == [1]
+
+
+async def test_a_post_over_a_failed_endpoint_ends_after_one_more_round_of_progress(
+    monkeypatch: pytest.MonkeyPatch, api: Any
+) -> None:
+    happened: list[str] = []
+    progress, release = api.nixl_agent.get_new_notifs, api.nixl_agent.release_xfer_handle
+
+    def transfer(*_: object) -> str:
+        happened.append("error")
+        raise api.nixlBind.nixlRemoteDisconnectError
+
+    def get_new_notifs(agent: object) -> Any:
+        happened.append("progress")
+        return progress(agent)
+
+    def release_xfer_handle(agent: object, handle: object) -> None:
+        happened.append("end")
+        release(agent, handle)
+
+    async with open_endpoints("nixl") as (source, target):
+        monkeypatch.setattr(api.nixl_agent, "transfer", transfer)
+        monkeypatch.setattr(api.nixl_agent, "get_new_notifs", get_new_notifs)
+        monkeypatch.setattr(api.nixl_agent, "release_xfer_handle", release_xfer_handle)
+        source.post(1, target, copies(source, target))
+        await source.take_ends()
+        between = happened[happened.index("error") + 1 : happened.index("end")]
+        assert "progress" in between
 
 
 async def test_a_later_post_over_the_same_endpoint_is_a_fence(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
@@ -191,7 +242,7 @@ async def test_a_peer_whose_endpoint_has_failed_gets_a_new_one_when_it_is_connec
         with monkeypatch.context() as patch:
             patch.setattr(api.nixl_agent, "transfer", failing(api.nixlBind.nixlRemoteDisconnectError(), first=1))
             source.post(1, target, copies(source, target))
-            await source.take_until(source.doubts)
+            await source.take_ends()
         await source.backend.disconnect(target.name)
         await source.connect(target)
         source.post(2, target, copies(source, target), b"again")

@@ -1,10 +1,18 @@
 """Processes that are killed, frozen or change their mind in the middle of a transfer, and those who live through it."""
 
+import signal
+from contextlib import AsyncExitStack
+
 import anyio
 import pytest
+from msgspec.structs import replace
 
+import kvflow
 from kvflow.cli.bench.failures import CASES, FailureRow, FailureSettings, measure_failures
-from kvflow.cli.bench.workers.options import WorkerOptions
+from kvflow.cli.bench.workers.options import DECODE, PREFILL, WorkerOptions
+from kvflow.cli.bench.workers.process import WorkerFailed, WorkerProcess
+
+pytestmark = pytest.mark.anyio
 
 ROUNDS = {"sigkill": 4, "sigstop": 2, "abort": 5}
 """Four kills are one of each kind: at once or later, at the same address or another."""
@@ -26,3 +34,34 @@ def test_survivor_learns_of_it_keeps_its_pages_and_goes_on(case: str) -> None:
     assert (row.ok, row.next_transfer_ok, row.quarantined_pages) == (row.rounds, row.rounds, 0)
     assert row.fds <= 0
     assert row.threads <= 0
+
+
+async def test_source_pages_come_back_although_the_decode_process_never_does() -> None:
+    options = WorkerOptions(lease_s=1.0)
+    async with kvflow.Registry() as registry, anyio.create_task_group() as tasks, AsyncExitStack() as stack:
+        workers = []
+        for side in (PREFILL, DECODE):
+            own = replace(options, side=side, registry=registry.endpoint)
+            workers.append(await stack.enter_async_context(WorkerProcess(own, tasks)))
+        prefill, decode = workers
+        for worker in (prefill, decode):
+            await worker.expect_ready()
+        for room in (1, 2):
+            for worker in (prefill, decode):
+                await worker.tell("transfer", room=room)
+            await prefill.expect_chunk(room, 2)
+            if room == 2:
+                decode.signal(signal.SIGKILL)
+            ended = await prefill.expect("ended", room)
+        assert ended["reason"] in {"write_failed", "peer_lost"}
+        await prefill.tell("settle")
+        account = await prefill.expect("account")
+        assert account["is_settled"]
+        assert account["pages"]["free"] == account["pages"]["all"]
+
+
+def test_worker_that_cannot_start_is_named_with_what_it_printed() -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        run("abort-decode", WorkerOptions(backend="carrier pigeon"))
+    assert caught.value.values["event"] == "ready"
+    assert "carrier pigeon" in str(caught.value.values["printed"])

@@ -7,6 +7,7 @@ side must have learned of it, every page must be accounted for, and the next tra
 import math
 import random
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from anyio.abc import TaskGroup
 import kvflow
 from kvflow.cli.bench.workers.options import DECODE, PREFILL, SideName, WorkerOptions
 from kvflow.cli.bench.workers.process import Report, WorkerFailed, WorkerProcess
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
 
 __all__ = ["CASES", "FailureRow", "FailureSettings", "measure_failures"]
 
@@ -142,7 +146,10 @@ async def measure_failures(
     Raises:
         WorkerFailed: A process hangs, or ended with an error or with something on its standard error.
     """
-    return [await _measure(case, settings, on_round) for case in settings.cases]
+    try:
+        return [await _measure(case, settings, on_round) for case in settings.cases]
+    except BaseExceptionGroup as group:  # what went wrong first; the rest is what it brought down
+        raise group.exceptions[0] from group
 
 
 async def _measure(case: str, settings: FailureSettings, on_round: Callable[[str, int], None]) -> FailureRow:

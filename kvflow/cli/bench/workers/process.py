@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -71,19 +72,15 @@ class WorkerProcess:
         with anyio.CancelScope(shield=True):
             if exc is None and not self._is_killed:
                 await self.tell("leave")
-            elif not self._is_killed:
-                self.signal(signal.SIGKILL)
-            with anyio.move_on_after(ANSWER_S):
-                await self._process.wait()
-            if self._process.returncode is None:
-                self.signal(signal.SIGKILL)
+                with anyio.move_on_after(ANSWER_S):
+                    await self._process.wait()
+            with suppress(ProcessLookupError):
+                self._process.kill()
             await self._heard.wait()
             await self._process.aclose()
         if exc is None and (self._printed or (self._process.returncode and not self._is_killed)):
-            printed = self._printed.decode(errors="replace")
-            raise WorkerFailed(
-                "worker failed", side=self.options.side, exit_code=self._process.returncode, printed=printed
-            )
+            code, printed = self._process.returncode, self._what_it_printed()
+            raise WorkerFailed("worker failed", side=self.options.side, exit_code=code, printed=printed)
 
     async def tell(self, do: str, **values: Any) -> None:
         """Tell the worker to do something."""
@@ -106,11 +103,14 @@ class WorkerProcess:
         with anyio.move_on_after(ANSWER_S):
             while (event, room) not in self._reports:
                 if self._process.returncode is not None:
+                    await self._heard.wait()
                     break
                 await self._changed.wait()
             if (event, room) in self._reports:
                 return self._reports.pop((event, room))
-        raise WorkerFailed("worker did not report", side=self.options.side, event=event, room=room)
+        raise WorkerFailed(
+            "worker did not report", side=self.options.side, event=event, room=room, printed=self._what_it_printed()
+        )
 
     async def expect_ready(self) -> None:
         """Wait until the worker's rank is open."""
@@ -144,6 +144,9 @@ class WorkerProcess:
         if self._process.stderr is not None:
             async for printed in self._process.stderr:
                 self._printed += printed
+
+    def _what_it_printed(self) -> str:
+        return self._printed.decode(errors="replace")
 
     def _wake(self) -> None:
         self._changed.set()

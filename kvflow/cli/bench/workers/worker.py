@@ -22,13 +22,14 @@ import kvflow
 from kvflow.cli.bench.workers.options import PREFILL, WorkerOptions
 from kvflow.cli.bench.workers.pool import PagePool
 from kvflow.cli.demo.line import PipeLine
+from kvflow.errors import Stage
 
 __all__ = ["main"]
 
 SETTLE_S = 20.0
 """How long to wait until nothing is open before the account is given as it is."""
 
-LOOK_S = 0.01
+LOOK_S = 0.001
 
 
 class _Known(NamedTuple):
@@ -124,6 +125,7 @@ class Worker:
     async def _send(self, sender: kvflow.RoomSender, room: int, pages: list[int]) -> _Known:
         """Compute and send a room chunk by chunk."""
         step = self._options.tokens // self._options.chunks
+        num_writes = self._num_writes()
         async with sender:
             with _stamped():
                 for start in range(0, self._options.tokens, step):
@@ -134,9 +136,23 @@ class Worker:
                         await sender.finish((start, stop), chunk)
                     else:
                         await sender.chunk((start, stop), chunk)
+                    if start == 0:
+                        await self._wait_for_writes(sender, num_writes)
                     self._line.report("chunk", room=room, index=start // step)
                 await sender.delivered()
             return _Known(time.monotonic(), None)
+
+    async def _wait_for_writes(self, sender: kvflow.RoomSender, num_writes: int) -> None:
+        """Compute no more before the first write has begun, so that what comes now comes in the middle."""
+        while sender.outcome is kvflow.Outcome.PENDING:
+            if self._num_writes() > num_writes:
+                return
+            await anyio.sleep(LOOK_S)
+
+    def _num_writes(self) -> int:
+        """Writes that have begun so far."""
+        statistics = self._rank.statistics()
+        return statistics.posted + statistics.times.stages[Stage.SUBMIT].count
 
     async def _receive(self, receiver: kvflow.RoomReceiver, room: int, pages: list[int]) -> _Known:
         """Receive a room, and look at every byte of it."""
