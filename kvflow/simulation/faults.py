@@ -74,7 +74,7 @@ class Faults:
 CHANCES = {
     "delay": 0.3,
     "drop": 0.15,
-    "duplicate": 0.15,
+    "duplicate": 0.3,
     "reorder": 0.3,
     "slow_write": 0.5,
     "failed_write": 0.15,
@@ -84,7 +84,6 @@ CHANCES = {
     "late_notice": 0.3,
     "lost_notice": 0.1,
     "forged_notice": 0.3,
-    "writes_of_dead": 1.0,
     "abort": 0.2,
     "absence": 0.1,
     "retry": 0.7,
@@ -109,6 +108,7 @@ def draw_faults(rng: random.Random) -> Faults:
     drawn: dict[str, float | int | bool] = {
         "without_notices": rng.random() < 0.3,
         "is_fenced": rng.random() < 0.4,
+        "writes_of_dead": rng.choice((0.0, 0.5, 1.0)),
     }
     for name, most in CHANCES.items():
         drawn[name] = most * rng.random() if rng.random() < 0.5 else 0.0

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvflow.simulation.faults import Faults
 from kvflow.wire.messages import RankId
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ __all__ = ["Line", "Network"]
 
 QUICK_S = 0.001
 SLOW_S = 0.5
+LATE_S = 0.2
 RECONNECT_S = 0.05
 LINGER = 0.5
 """Chance that what a process had sent before it died still arrives."""
@@ -153,26 +153,22 @@ class Network:
             if faults.duplicate and rng.random() < faults.duplicate:
                 self._world.count("duplicated message")
                 copies = 2
-        for _ in range(copies):
-            server, epoch = line.server, line.epochs[way]
-            deliver = functools.partial(self._arrive, line, way, server, epoch, data)
-            self._carry(line, way, deliver, (source, target, data))
+        for copy in range(copies):
+            deliver = functools.partial(self._arrive, line, way, line.server, line.epochs[way], data)
+            if self.hold_message is None or not self.hold_message(source, target, data, deliver):
+                self._carry(line, way, deliver, is_copy=copy > 0)
 
-    def _carry(self, line: Line, way: int, deliver: Callable[[], None], letter: tuple[RankId, RankId, bytes]) -> None:
-        source, target, data = letter
+    def _carry(self, line: Line, way: int, deliver: Callable[[], None], *, is_copy: bool) -> None:
+        """Deliver after a while: in the order of the line, or out of it and late."""
         world = self._world
-        if self.hold_message is not None and self.hold_message(source, target, data, deliver):
-            return
         when = world.schedule.now + self._delay()
-        if not self._may_overtake(world.faults):
+        faults = world.faults
+        if is_copy or (faults.reorder and world.rng.random() < faults.reorder):
+            world.count("reordered message")
+            when += world.rng.random() * LATE_S
+        else:
             when = line.latest[way] = max(when, line.latest[way])
         world.schedule.at(when, deliver)
-
-    def _may_overtake(self, faults: Faults) -> bool:
-        if not faults.reorder or self._world.rng.random() >= faults.reorder:
-            return False
-        self._world.count("reordered message")
-        return True
 
     def _arrive(self, line: Line, way: int, server: "Host | None", epoch: int, data: bytes) -> None:
         """Hand a message over, unless its connection is gone; behind a cut it waits."""

@@ -364,6 +364,7 @@ class DataPlane:
             self.stop(write)
             return
         self._world.count("write of the dead")
+        write.pace_s = SLOW_S * rng.random() / (len(write.pieces) + 1)
         for piece in write.pieces:
             self._world.oracle.check_source(write, piece)
         write.captured = [self._read(write, piece) for piece in write.pieces]

@@ -13,7 +13,7 @@ from kvflow.stages import verify
 from kvflow.stages.submit import Submit
 from kvflow.state import core, receiver, receivers, sender, senders, tables
 from kvflow.state.acquaintances import Acquaintances
-from kvflow.state.effects import Effect, PostPlan
+from kvflow.state.effects import Effect, PostPlan, WrittenBy
 from kvflow.state.events import PlanFinished
 from kvflow.state.tables import Memory, Outcome, RankState, Signal
 from kvflow.wire.messages import Notice
@@ -73,13 +73,18 @@ def notices_count_twice(patch: Patch) -> None:
     original = receiver.RankProgress.count
 
     def count(self: receiver.RankProgress, notice: Any) -> str | None:
-        if notice.seq in self._notices:
-            free = next(seq for seq in range(1_000) if seq not in self._notices)
-            notice = msgspec.structs.replace(notice, seq=free)
-        return original(self, notice)
+        counted = vars(self)
+        counted["total"] = counted.get("total", 0) + 1
+        found = original(self, notice)
+        if counted["total"] == self._num_expected:
+            self.state = RankState.COMPLETE
+        return found
+
+    def written(self: receiver.RankProgress) -> WrittenBy:
+        return WrittenBy(self.rank, tuple(self._notices.values()))
 
     patch.setattr(receiver.RankProgress, "count", count)
-    patch.setattr(receiver.RankProgress, "shortfall", lambda _: None)
+    patch.setattr(receiver.RankProgress, "written", property(written))
 
 
 def tokens_do_not_matter(patch: Patch) -> None:
