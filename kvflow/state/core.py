@@ -206,6 +206,8 @@ class Core:
         is_for_prefill = isinstance(message, (Grant, Cancel, Received))
         if handler is None or (is_for_prefill and peer not in self.senders.acquaintances):
             return [CountOddity(f"unexpected_{type(message).__name__.lower()}", peer, None)]
+        if not _is_genuine(peer, message):
+            return [CountOddity("message_in_the_name_of_another", peer, None)]
         return handler(peer, message, now)
 
     def _granted(self, peer: PeerId, grant: Grant, now: float) -> list[Effect]:
@@ -330,3 +332,13 @@ class Core:
 
     def _failure(self, reason: FailureReason, detail: str) -> Failure:
         return Failure(reason, Stage.BOOTSTRAP, str(self.me.rank), detail)
+
+
+def _is_genuine(peer: PeerId, message: Message) -> bool:
+    """Say whether a message names the life, or the engine rank, that its line belongs to."""
+    match message:
+        case Ping() | Pong() | Goodbye():
+            return message.peer == peer
+        case Notice() | Drained() | Failed():
+            return message.engine_rank == peer.rank.engine_rank
+    return True

@@ -7,7 +7,18 @@ from kvflow.state import events as ev
 from kvflow.state.acquaintances import MAX_ENDINGS
 from kvflow.state.effects import CountOddity, EnqueueChunk, PostPlan
 from kvflow.state.events import Chunk, DeliveryId
-from kvflow.wire.messages import Cancel, Drained, Failed, Grant, Notice, PeerId, Received
+from kvflow.wire.messages import (
+    Cancel,
+    Drained,
+    Failed,
+    Goodbye,
+    Grant,
+    Message,
+    Notice,
+    PeerId,
+    Pong,
+    Received,
+)
 from tests.support.cores import ABORTED, DECODE, PREFILL, CoreDriver, grant, messages, peer, reports
 from tests.support.receiving import Wire, wish
 
@@ -231,5 +242,21 @@ def test_a_late_drained_is_nothing_odd(wire: Wire) -> None:
 def test_nobody_else_is_told_how_a_transfer_ended(wire: Wire, room: int, sender: PeerId) -> None:
     finish(wire)
     wire.core.meet_prefill(PREFILL, OTHER, peer("prefill", 2))
-    failed = Failed(room=room, generation=1, engine_rank=1, failure=ABORTED, drained=True)
+    failed = Failed(room=room, generation=1, engine_rank=sender.rank.engine_rank, failure=ABORTED, drained=True)
     assert wire.core.hear(sender, failed) == [CountOddity("failed_of_unknown_transfer", sender, room)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Pong(peer=OTHER),
+        Goodbye(peer=PREFILL._replace(incarnation=9)),
+        Drained(room=ROOM, generation=1, engine_rank=1),
+        Failed(room=ROOM, generation=1, engine_rank=1, failure=ABORTED, drained=True),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_nobody_speaks_in_the_name_of_another(wire: Wire, message: Message) -> None:
+    odd = CountOddity("message_in_the_name_of_another", PREFILL, None)
+    assert wire.core.hear(PREFILL, message) == [odd]
+    assert {PREFILL, OTHER} == set(wire.core.core.peers)
