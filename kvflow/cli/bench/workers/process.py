@@ -74,8 +74,9 @@ class WorkerProcess:
                 await self.tell("leave")
                 with anyio.move_on_after(ANSWER_S):
                     await self._process.wait()
-            with suppress(ProcessLookupError):
-                self._process.kill()
+            if not self._is_killed and self._process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)  # Popen.kill would take the exit code from asyncio
             await self._heard.wait()
             await self._process.aclose()
         if exc is None and (self._printed or (self._process.returncode and not self._is_killed)):
