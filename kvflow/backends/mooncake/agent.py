@@ -1,0 +1,176 @@
+"""The engines of one endpoint and the lines to its peers. Every method runs on the owner thread."""
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from kvflow.aio.mailbox import Mailbox
+from kvflow.backends.base import BackendEvent, PostEnded
+from kvflow.backends.metadata import RegisteredMemory
+from kvflow.backends.mooncake.address import LifeCell
+from kvflow.backends.mooncake.engine import PEER_TO_PEER, Engine, EngineSettings
+from kvflow.backends.mooncake.library import Library
+from kvflow.backends.mooncake.window import Line, Post
+from kvflow.errors import BackendError, BackendUnavailable
+from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.plan import Descriptors
+from kvflow.observe.logs import get_logger
+
+__all__ = ["Agent"]
+
+MAX_ENGINES: Final = 8
+"""An endpoint needs a second engine when a peer has come back under an address that it had before, and hardly more."""
+
+TIMEOUT_VARIABLES: Final = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
+TIMEOUT_DEFAULT_S: Final = 30.0
+TIMEOUT_MARGIN: Final = 0.9
+CLOSE_POLL_S: Final = 1e-3
+
+
+class Agent:
+    """What one endpoint has inside Mooncake.
+
+    Args:
+        name: Agent name.
+        settings: Of each engine.
+        environment: Variables to set before the library is loaded, unless they are set already.
+        window: Descriptors under way to one peer at once.
+        mailbox: Takes what happens to posts.
+
+    Raises:
+        BackendUnavailable: The library is missing or broken, or no engine could be started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: EngineSettings,
+        environment: Mapping[str, str],
+        window: int,
+        mailbox: Mailbox[BackendEvent],
+    ) -> None:
+        self._library = Library(_complete(environment, settings))
+        self._settings = settings
+        self._window = window
+        self._emit = mailbox.put
+        self._log = get_logger(agent=name)
+        self._timeout_s = _shortest_timeout_s() if settings.protocol == "tcp" else 0.0
+        self._ranges: tuple[MemoryRange, ...] = ()
+        self._lines: dict[str, Line] = {}
+        self._departed: list[Line] = []
+        self.cell = LifeCell()
+        self.engines = [self._start_engine()]
+
+    def register(self, memory: RegisteredMemory) -> None:
+        """Register memory with every engine."""
+        for engine in self.engines:
+            engine.register(memory.ranges)
+        self._ranges += memory.ranges
+
+    def add_engine(self) -> Engine:
+        """Start one more engine, which knows no peer yet.
+
+        Raises:
+            BackendError: There are too many, or it could not be started.
+        """
+        if len(self.engines) >= MAX_ENGINES:
+            raise BackendError(
+                "too many peers have come back under an address that they had before", engines=MAX_ENGINES
+            )
+        engine = self._start_engine()
+        self.engines.append(engine)
+        self._log.info("mooncake_engine_added", engines=len(self.engines))
+        return engine
+
+    def connect(self, peer: str, engine: Engine, session: str) -> None:
+        """Open the line to a peer that was met on an engine."""
+        line = self._lines.get(peer)
+        if line is None:
+            self._lines[peer] = Line(
+                engine, session, max_running=self._window, timeout_s=self._timeout_s, emit=self._emit
+            )
+        else:  # it is back before its last post has ended
+            line.is_leaving = False
+
+    def disconnect(self, peer: str) -> None:
+        """Close the line to a peer when its last post has ended."""
+        if peer in self._lines:
+            self._lines[peer].is_leaving = True
+            self._remove_leaving()
+
+    def post(self, post_id: int, peer: str, descriptors: Descriptors) -> None:
+        """Start to write to a peer."""
+        if peer in self._lines:
+            self._lines[peer].post(Post(post_id, descriptors))
+        else:
+            self._emit([PostEnded(post_id, "peer was disconnected")])
+
+    def is_busy(self) -> bool:
+        """Something is under way."""
+        return any(line.is_active for line in self._lines.values())
+
+    def poll(self) -> None:
+        """See what has ended, and start what there is room for."""
+        for line in self._lines.values():
+            if line.is_active:
+                line.poll()
+        self._remove_leaving()
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for running posts, then destroy the engines: the only thing that stops a post for certain."""
+        give_up = time.monotonic() + timeout_s
+        try:
+            while self.is_busy() and time.monotonic() < give_up:
+                self.poll()
+                time.sleep(CLOSE_POLL_S)
+        finally:
+            stopped = [post_id for line in [*self._lines.values(), *self._departed] for post_id in line.unended]
+            self._lines.clear()
+            self._departed.clear()
+            for engine in self.engines:
+                engine.close()
+            self._emit([PostEnded(post_id, "stopped by closing the endpoint") for post_id in stopped])
+
+    def _start_engine(self) -> Engine:
+        engine = Engine(self._library, self._settings, self.cell)
+        try:
+            engine.register(self._ranges)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def _remove_leaving(self) -> None:
+        for peer, line in list(self._lines.items()):
+            if line.is_leaving and not line.is_active:
+                del self._lines[peer]
+                if line.unended:
+                    self._departed.append(line)
+
+
+def _complete(environment: Mapping[str, str], settings: EngineSettings) -> dict[str, str]:
+    """Add what follows from the settings.
+
+    Raises:
+        BackendUnavailable: The process was told to use TCP only.
+    """
+    complete = dict(environment)
+    if settings.protocol == "tcp":
+        complete["MC_FORCE_TCP"] = "1"
+    elif "MC_FORCE_TCP" in os.environ:
+        raise BackendUnavailable(
+            "MC_FORCE_TCP is set, so Mooncake would use TCP; unset it, and open no backend with protocol tcp before"
+        )
+    if settings.metadata_server != PEER_TO_PEER:
+        complete["MC_TCP_BIND_ADDRESS"] = settings.host
+    return complete
+
+
+def _shortest_timeout_s() -> float:
+    """A write that fails sooner than this was not timed out by the library."""
+    return TIMEOUT_MARGIN * min(_seconds(os.environ.get(variable, "")) for variable in TIMEOUT_VARIABLES)
+
+
+def _seconds(text: str) -> float:
+    return float(text) if text.isdecimal() and int(text) > 0 else TIMEOUT_DEFAULT_S
