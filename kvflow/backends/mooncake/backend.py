@@ -88,8 +88,10 @@ class MooncakeBackend(Backend):
             raise ConfigError("unknown protocol", protocol=protocol, known=list(get_args(Protocol)))
         if not 1 <= window <= MAX_WINDOW:
             raise ConfigError("window is out of range", window=window, most=MAX_WINDOW)
-        if not host or not metadata_server:
-            raise ConfigError("option must not be empty", host=host, metadata_server=metadata_server)
+        if not host or ":" in host:
+            raise ConfigError("host must be a name or an IPv4 address, without a port", host=host)
+        if not metadata_server:
+            raise ConfigError("metadata server must not be empty", known=PEER_TO_PEER)
         self.capabilities = Capabilities(in_band_notices=False, memory_kinds=memory_kinds())
         self._settings = EngineSettings(host, protocol, tuple(devices), metadata_server)
         self._environment = environment
@@ -148,16 +150,17 @@ class MooncakeBackend(Backend):
     async def connect(self, peer: str, metadata: bytes) -> None:
         if peer in self._peers:
             return
-        owner, agent = self._running()
+        self._running()
         theirs = PeerMetadata.unpack(metadata, backend=self.name)
         address = EndpointAddress.unpack(theirs.agent, agent=peer, protocol=self._settings.protocol)
         try:
             with anyio.fail_after(self._connect_timeout_s):
-                engine = await self._meet(owner, agent, address)
+                engine = await self._meet(address)
         except TimeoutError as error:
             raise BackendError(
                 "peer does not answer", peer=peer, session=address.session, timeout_s=self._connect_timeout_s
             ) from error
+        owner, agent = self._running()  # not if it was closed meanwhile
         await owner.call(functools.partial(agent.connect, peer, engine, address.session))
         self._peers[peer] = theirs
 
@@ -200,16 +203,18 @@ class MooncakeBackend(Backend):
         await owner.stop()
         return self._mailbox.take_nowait()
 
-    async def _meet(self, owner: OwnerThread, agent: Agent, address: EndpointAddress) -> Engine:
+    async def _meet(self, address: EndpointAddress) -> Engine:
         """Find an engine that reaches the life of the peer that the address is of.
 
         Raises:
             BackendError: The peer cannot be reached, or somebody else answers under its address.
         """
+        _, agent = self._running()
         await self._in_thread(functools.partial(agent.engines[0].probe, address))
         for engine in list(agent.engines):
             if await self._reaches(engine, address):
                 return engine
+        owner, agent = self._running()
         engine = await owner.call(agent.add_engine)
         if await self._reaches(engine, address):
             return engine
