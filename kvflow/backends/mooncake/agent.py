@@ -130,7 +130,7 @@ class Agent:
             self._departed.clear()
             for engine in self.engines:
                 engine.close()
-            self._emit([PostEnded(post_id, "stopped by closing the endpoint") for post_id in stopped])
+            self._emit([PostEnded(post_id, "stopped by closing the endpoint", lingers=True) for post_id in stopped])
 
     def _start_engine(self) -> Engine:
         engine = Engine(self._library, self._settings, self.cell)

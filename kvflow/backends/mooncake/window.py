@@ -7,7 +7,7 @@ the library cannot stop them.
 What a failed descriptor means depends on how long it took. If it failed before the library's own timeouts can have
 passed, the peer refused it or closed the connection, and the bytes that were on their way are gone with the
 connection. After a timeout the bytes may still lie in the socket buffers of a peer that hangs, and land when it goes
-on: measured with a stopped process, they do. Such a post stays in doubt.
+on: measured with a stopped process, they do. Such a post lingers.
 """
 
 import time
@@ -24,6 +24,8 @@ __all__ = ["Line", "Post", "Writer"]
 RUNNING: Final = 0
 DONE: Final = 1
 FAILED: Final = -1
+EXPIRED: Final = -2
+"""The library has given up on it, but not said that it has ended."""
 
 LOOK_AHEAD: Final = 8
 """Running transfers seen before the rest is not asked about: they are carried out nearly in order, by four lanes."""
@@ -50,16 +52,16 @@ class Post:
     Attributes:
         num_running: Descriptors that were started and have not ended.
         error: What went wrong first.
-        is_doubtful: Bytes of it may land after everything has ended here.
-        is_announced: Its doubt has been told.
+        lingers: Bytes of it may land after everything has ended here.
+        is_doubted: Its doubt has been told.
     """
 
     def __init__(self, post_id: int, descriptors: Descriptors) -> None:
         self.post_id = post_id
         self.num_running = 0
         self.error: str | None = None
-        self.is_doubtful = False
-        self.is_announced = False
+        self.lingers = False
+        self.is_doubted = False
         self._src = descriptors.src
         self._dst = descriptors.dst
         self._next = 0
@@ -121,7 +123,7 @@ class Line:
 
     @property
     def unended(self) -> list[int]:
-        """Posts without an end, whether or not anything can still be learned about them."""
+        """Posts without an end; those that are not active have none before the engine ends."""
         return list(self._unended)
 
     def post(self, post: Post) -> None:
@@ -160,11 +162,12 @@ class Line:
 
     def _ended(self, transfer: _Transfer, status: int) -> None:
         post = transfer.post
-        post.num_running -= 1
+        if status != EXPIRED:
+            post.num_running -= 1
         if status != DONE:
             took_s = time.monotonic() - transfer.since
             is_timeout = status != FAILED or took_s >= self._timeout_s
-            post.is_doubtful = post.is_doubtful or is_timeout
+            post.lingers = post.lingers or is_timeout
             reason = "it timed out" if is_timeout else "the peer refused it or closed the connection"
             post.error = post.error or f"write failed after {took_s:.3f} s: {reason}"
             if post in self._posts:
@@ -174,9 +177,9 @@ class Line:
 
     def _settle(self, post: Post) -> None:
         """Say what is known of a post of which nothing more will be started."""
-        if post.error is not None and not post.is_announced and (post.num_running or post.is_doubtful):
-            post.is_announced = True
-            self._emit([PostInDoubt(post.post_id, post.error)])
-        if not post.num_running and not post.is_doubtful:
+        if not post.num_running:
             del self._unended[post.post_id]
-            self._emit([PostEnded(post.post_id, post.error)])
+            self._emit([PostEnded(post.post_id, post.error, post.lingers)])
+        elif post.error is not None and not post.is_doubted:
+            post.is_doubted = True
+            self._emit([PostInDoubt(post.post_id, post.error)])
