@@ -23,7 +23,8 @@ Protocol = Literal["tcp", "rdma"]
 PEER_TO_PEER: Final = "P2PHANDSHAKE"
 """Stands for "no metadata server": engines ask each other."""
 
-REGISTRATION_ERRORS: Final = {-7: "overlaps what is registered already", -1: "is not usable"}
+OVERLAP: Final = -7
+REGISTRATION_ERRORS: Final = {OVERLAP: "overlaps what is registered already", -1: "is not usable"}
 PROBE_ERRORS: Final = {-101: "its name cannot be resolved", -102: "nobody answers there"}
 
 READ_ATTEMPTS: Final = 2
@@ -67,12 +68,17 @@ class Engine:
         devices = ",".join(settings.devices)
         if native.initialize(name, settings.metadata_server, settings.protocol, devices) != 0:
             raise BackendUnavailable("Mooncake could not start an engine", **vars(settings))
-        if settings.protocol == "rdma":
-            _require_rdma(native, settings)
         self._native: Any = native
         self._port = int(native.get_rpc_port())
         self.session = f"{settings.host}:{self._port}" if is_peer_to_peer else name
-        self.register((MemoryRange(cell.address, cell.num_bytes),))
+        del native
+        try:
+            if settings.protocol == "rdma":
+                _require_rdma(self._native, settings)
+            self.register((MemoryRange(cell.address, cell.num_bytes),))
+        except BaseException:
+            self.close()
+            raise
 
     def register(self, ranges: Sequence[MemoryRange]) -> None:
         """Make memory readable and writable for peers.
