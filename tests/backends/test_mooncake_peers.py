@@ -1,5 +1,6 @@
 """Peers of a Mooncake endpoint that are real processes: they hang, die, and come back under an old address."""
 
+import functools
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -103,7 +104,7 @@ async def open_source() -> AsyncIterator[Endpoint]:
 
 async def write_everything(source: Endpoint, peer: Peer, post_id: int) -> None:
     source.backend.post(post_id, peer.name, peer.all_of(source), b"")
-    await source.take_until(lambda: any(end.post_id == post_id for end in source.ends()))
+    await source.take_until(functools.partial(has_ended, source, post_id))
     assert source.ends()[-1] == PostEnded(post_id, None)
     assert await peer.count(FILL) == SIZE
 
@@ -210,21 +211,59 @@ async def test_the_address_of_a_life_that_is_over_is_refused() -> None:
 
 async def test_a_wrong_life_is_refused_and_needs_no_engine() -> None:
     async with open_source() as source, open_peer() as peer:
-        for _ in range(agent.MAX_ENGINES + 1):
+        for _ in range(3):
             with pytest.raises(BackendError, match="somebody else"):
                 await source.backend.connect(peer.name, peer.metadata_with(life=bytes(LIFE_BYTES)))
         await source.backend.connect(peer.name, peer.metadata)
         await write_everything(source, peer, 1)
 
 
-async def test_memory_that_cannot_be_read_is_refused_and_costs_few_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "MAX_ENGINES", 2)
+async def test_memory_that_cannot_be_read_is_refused_and_costs_no_engine() -> None:
     async with open_source() as source, open_peer() as peer:
-        for reason in ("cannot be reached", "too many"):
-            with pytest.raises(BackendError, match=reason):
-                await source.backend.connect(peer.name, peer.metadata_with(life_address=4096))
+        await source.backend.connect(peer.name, peer.metadata)
+        num_threads = []
+        for _ in range(3):
+            with pytest.raises(BackendError, match="its memory cannot be reached"):
+                await source.backend.connect("liar", peer.metadata_with(agent="liar", life_address=4096))
+            num_threads.append(count("task"))
+        assert num_threads[1:] == [num_threads[0]] * 2
+        await write_everything(source, peer, 1)
+
+
+async def test_engines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "MAX_ENGINES", 1)
+    async with open_source() as source, open_peer() as peer:
+        with pytest.raises(BackendError, match="too many engines"):
+            await source.backend.connect(peer.name, peer.metadata_with(life_address=4096))
         await source.backend.connect(peer.name, peer.metadata)
         await write_everything(source, peer, 1)
+
+
+async def test_peers_that_have_left_leave_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library keeps those of an engine for ever; so the engine is replaced, but not under a peer that stays."""
+    monkeypatch.setattr(agent, "MAX_DEPARTED", 2)
+    async with open_backend(MooncakeBackend()) as source, open_backend(MooncakeBackend()) as staying:
+        await source.connect(staying)
+        num_files = []
+        for number in range(12):
+            async with open_backend(MooncakeBackend()) as leaving:
+                await source.connect(leaving)
+                for other, post_id in ((leaving, 2 * number), (staying, 2 * number + 1)):
+                    source.post(post_id, other, copies(source, other, range(0, 1024, 64)))
+                    await source.take_until(functools.partial(has_ended, source, post_id))
+                await source.backend.disconnect(leaving.name)
+            num_files.append(count("fd"))
+        assert max(num_files[6:]) <= max(num_files[:6]) + 2 * LANES  # and not six times that
+        assert {end.error for end in source.ends()} == {None}
+
+
+def count(kind: str) -> int:
+    """Threads ("task") or open files ("fd") of this process."""
+    return len(list(Path("/proc/self", kind).iterdir()))
+
+
+def has_ended(endpoint: Endpoint, post_id: int) -> bool:
+    return any(end.post_id == post_id for end in endpoint.ends())
 
 
 async def test_a_peer_that_accepts_and_says_nothing_holds_up_nobody() -> None:

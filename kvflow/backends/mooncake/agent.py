@@ -20,7 +20,10 @@ from kvflow.observe.logs import get_logger
 __all__ = ["Agent"]
 
 MAX_ENGINES: Final = 8
-"""An endpoint needs a second engine when a peer has come back under an address that it had before, and hardly more."""
+"""An engine stays until the last peer that was met through it has left."""
+
+MAX_DEPARTED: Final = 32
+"""Peers that have left before the next ones are met through a fresh engine; each costs four open files until then."""
 
 TIMEOUT_VARIABLES: Final = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
 TIMEOUT_DEFAULT_S: Final = 30.0
@@ -29,7 +32,14 @@ CLOSE_POLL_S: Final = 1e-3
 
 
 class Agent:
-    """What one endpoint has inside Mooncake.
+    """What one endpoint has inside Mooncake: an engine that peers write to, and one that writes to new peers.
+
+    They are the same at first. The one that writes is replaced when it is worn out: it knows a peer's address wrongly,
+    or many of its peers have left.
+
+    Attributes:
+        cell: What peers read to see whose memory this is.
+        session: What peers call this endpoint.
 
     Args:
         name: Agent name.
@@ -57,36 +67,54 @@ class Agent:
         self._log = get_logger(agent=name)
         self._timeout_s = _shortest_timeout_s() if settings.protocol == "tcp" else 0.0
         self._ranges: tuple[MemoryRange, ...] = ()
-        self._lines: dict[str, Line] = {}
-        self._departed: list[Line] = []
+        self._lines: dict[str, Line[Engine]] = {}
+        self._departed: list[Line[Engine]] = []
         self.cell = LifeCell()
-        self.engines = [self._start_engine()]
+        self._sender = self._start_engine()
+        self._engines = [self._sender]
+        self.session = self._sender.session
+        self._sender.num_users += 1  # it stays, because peers write to it
 
     def register(self, memory: RegisteredMemory) -> None:
-        """Register memory with every engine."""
-        for engine in self.engines:
+        """Register memory with every engine.
+
+        Raises:
+            RegistrationError: The library refused.
+        """
+        for engine in self._engines:
             engine.register(memory.ranges)
         self._ranges += memory.ranges
 
-    def add_engine(self) -> Engine:
-        """Start one more engine, which knows no peer yet.
+    def borrow_sender(self, worn_out: Engine | None = None) -> Engine:
+        """Give the engine to meet a peer through; `give_back` it.
+
+        Args:
+            worn_out: Not this one.
 
         Raises:
-            BackendError: There are too many, or it could not be started.
+            BackendError: There are too many in use, or none could be started.
         """
-        if len(self.engines) >= MAX_ENGINES:
-            raise BackendError(
-                "too many peers have come back under an address that they had before", engines=MAX_ENGINES
-            )
-        engine = self._start_engine()
-        self.engines.append(engine)
-        self._log.info("mooncake_engine_added", engines=len(self.engines))
-        return engine
+        is_crowded = sum(engine.num_users > 0 for engine in self._engines) >= MAX_ENGINES
+        if self._sender is worn_out or (self._sender.num_departed >= MAX_DEPARTED and not is_crowded):
+            if is_crowded:
+                raise BackendError("too many engines are in use by peers that have not left", engines=MAX_ENGINES)
+            self._sender = self._start_engine()
+            self._engines.append(self._sender)
+            self._log.info("mooncake_engine_replaced", engines=len(self._engines))
+            self._close_unused()
+        self._sender.num_users += 1
+        return self._sender
+
+    def give_back(self, engine: Engine) -> None:
+        """Say that a peer is not being met any more."""
+        engine.num_users -= 1
+        self._close_unused()
 
     def connect(self, peer: str, engine: Engine, session: str) -> None:
         """Open the line to a peer that was met on an engine."""
         line = self._lines.get(peer)
         if line is None:
+            engine.num_users += 1
             self._lines[peer] = Line(
                 engine, session, max_running=self._window, timeout_s=self._timeout_s, emit=self._emit
             )
@@ -128,7 +156,7 @@ class Agent:
             stopped = [post_id for line in [*self._lines.values(), *self._departed] for post_id in line.unended]
             self._lines.clear()
             self._departed.clear()
-            for engine in self.engines:
+            for engine in self._engines:
                 engine.close()
             self._emit([PostEnded(post_id, "stopped by closing the endpoint", lingers=True) for post_id in stopped])
 
@@ -145,8 +173,16 @@ class Agent:
         for peer, line in list(self._lines.items()):
             if line.is_leaving and not line.is_active:
                 del self._lines[peer]
+                line.engine.num_departed += 1
                 if line.unended:
                     self._departed.append(line)
+                else:
+                    self.give_back(line.engine)
+
+    def _close_unused(self) -> None:
+        for engine in [one for one in self._engines if one is not self._sender and not one.num_users]:
+            self._engines.remove(engine)
+            engine.close()
 
 
 def _complete(environment: Mapping[str, str], settings: EngineSettings) -> dict[str, str]:

@@ -19,7 +19,8 @@ measured: there, bytes of a post that failed may always linger.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Final, TypeVar, get_args
 
 import anyio
@@ -46,6 +47,9 @@ __all__ = ["MooncakeBackend"]
 Result = TypeVar("Result")
 
 CONNECTS_AT_ONCE: Final = 32
+ENGINES_TO_TRY: Final = 2
+"""The second is fresh, unless it was made meanwhile for another peer."""
+
 MAX_WINDOW: Final = 1024
 """The library's queue for one peer, if the environment does not make it longer."""
 
@@ -145,8 +149,9 @@ class MooncakeBackend(Backend):
         if self._memory is None or self._agent is None:
             raise BackendError("no memory is registered yet", backend=self.name)
         cell = self._agent.cell
-        session = self._agent.engines[0].session
-        address = EndpointAddress(self._agent_name, self._settings.protocol, session, cell.life, cell.address)
+        address = EndpointAddress(
+            self._agent_name, self._settings.protocol, self._agent.session, cell.life, cell.address
+        )
         return PeerMetadata(self.name, address.pack(), self._memory).pack()
 
     @override
@@ -164,13 +169,11 @@ class MooncakeBackend(Backend):
         address = EndpointAddress.unpack(theirs.agent, agent=peer, protocol=self._settings.protocol)
         try:
             with anyio.fail_after(self._connect_timeout_s):
-                engine = await self._meet(address)
+                await self._meet(peer, address)
         except TimeoutError as error:
             raise BackendError(
                 "peer does not answer", peer=peer, session=address.session, timeout_s=self._connect_timeout_s
             ) from error
-        owner, agent = self._running()  # not if it was closed meanwhile
-        await owner.call(functools.partial(agent.connect, peer, engine, address.session))
         self._peers[peer] = theirs
 
     @override
@@ -212,28 +215,35 @@ class MooncakeBackend(Backend):
         await owner.stop()
         return self._mailbox.take_nowait()
 
-    async def _meet(self, address: EndpointAddress) -> Engine:
-        """Find an engine that reaches the life of the peer that the address is of.
+    async def _meet(self, peer: str, address: EndpointAddress) -> None:
+        """Connect to a peer through an engine that reaches it.
 
         Raises:
             BackendError: The peer cannot be reached, or somebody else answers under its address.
         """
-        _, agent = self._running()
-        await self._in_thread(functools.partial(agent.engines[0].probe, address))
-        for engine in list(agent.engines):
-            if await self._reaches(engine, address):
-                return engine
-        owner, agent = self._running()
-        engine = await owner.call(agent.add_engine)
-        if await self._reaches(engine, address):
-            return engine
+        worn_out = None
+        for _ in range(ENGINES_TO_TRY):
+            async with self._borrowed_sender(worn_out) as engine:
+                await self._in_thread(functools.partial(engine.probe, address))
+                life = await self._in_thread(functools.partial(engine.read_life, address))
+                if life == address.life:
+                    owner, agent = self._running()  # not if it was closed meanwhile
+                    return await owner.call(functools.partial(agent.connect, peer, engine, address.session))
+                if life is not None:
+                    raise BackendError("somebody else answers under the peer's address", session=address.session)
+                worn_out = engine
         raise BackendError("peer answers, but its memory cannot be reached", session=address.session)
 
-    async def _reaches(self, engine: Engine, address: EndpointAddress) -> bool:
-        life = await self._in_thread(functools.partial(engine.read_life, address))
-        if life is not None and life != address.life:
-            raise BackendError("somebody else answers under the peer's address", session=address.session)
-        return life is not None
+    @asynccontextmanager
+    async def _borrowed_sender(self, worn_out: Engine | None) -> AsyncIterator[Engine]:
+        owner, agent = self._running()
+        with anyio.CancelScope(shield=True):  # what is borrowed has to be known
+            engine = await owner.call(functools.partial(agent.borrow_sender, worn_out))
+        try:
+            yield engine
+        finally:
+            if self._owner is owner:
+                owner.submit(functools.partial(agent.give_back, engine))
 
     async def _in_thread(self, function: Callable[[], Result]) -> Result:
         return await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=self._connecting)

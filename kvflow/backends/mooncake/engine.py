@@ -53,6 +53,8 @@ class Engine:
 
     Attributes:
         session: What peers call it.
+        num_users: Lines that write through it, and peers that are being met through it.
+        num_departed: Lines that did and are gone. The library keeps its connections to them open.
 
     Raises:
         BackendUnavailable: It could not be started.
@@ -62,6 +64,8 @@ class Engine:
         self._library = library
         self._cell = cell
         self._addresses: list[int] = []
+        self.num_users = 0
+        self.num_departed = 0
         is_peer_to_peer = settings.metadata_server == PEER_TO_PEER
         name = settings.host if is_peer_to_peer else f"kvflow-{secrets.token_hex(8)}"
         native = library.engine.TransferEngine()

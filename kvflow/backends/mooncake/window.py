@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Generic, Protocol, TypeVar
 
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
 from kvflow.geometry.plan import Descriptors
@@ -44,6 +44,9 @@ class Writer(Protocol):
 
     def check(self, transfer_id: int) -> int:
         """Ask about an id that runs."""
+
+
+AnyWriter = TypeVar("AnyWriter", bound=Writer)
 
 
 class Post:
@@ -86,11 +89,15 @@ class _Transfer:
     since: float
 
 
-class Line:
+class Line(Generic[AnyWriter]):
     """The way to one peer.
 
+    Attributes:
+        engine: What it writes through.
+        is_leaving: It is to be removed when it is not active.
+
     Args:
-        writer: Engine that writes to this peer.
+        engine: Writes to this peer.
         session: The peer's.
         max_running: Descriptors under way at once.
         timeout_s: A descriptor that fails sooner than this was not timed out.
@@ -99,7 +106,7 @@ class Line:
 
     def __init__(
         self,
-        writer: Writer,
+        engine: AnyWriter,
         session: str,
         *,
         max_running: int,
@@ -107,7 +114,7 @@ class Line:
         emit: Callable[[Sequence[BackendEvent]], None],
     ) -> None:
         self.is_leaving = False
-        self._writer = writer
+        self.engine = engine
         self._session = session
         self._max_running = max_running
         self._timeout_s = timeout_s
@@ -137,7 +144,7 @@ class Line:
         still_running: list[_Transfer] = []
         while self._running and len(still_running) < LOOK_AHEAD:
             transfer = self._running.popleft()
-            status = self._writer.check(transfer.transfer_id)
+            status = self.engine.check(transfer.transfer_id)
             if status == RUNNING:
                 still_running.append(transfer)
             else:
@@ -149,7 +156,7 @@ class Line:
         while self._posts and len(self._running) < self._max_running:
             post = self._posts.popleft()
             for row in post.take(min(TURN, self._max_running - len(self._running))):
-                transfer_id = self._writer.submit(self._session, *row)
+                transfer_id = self.engine.submit(self._session, *row)
                 if not transfer_id:
                     post.error = post.error or "the engine did not take the write"
                     break
