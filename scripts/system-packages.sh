@@ -6,11 +6,20 @@ set -eu
 python=${1:-python3}
 missing=""
 
+has_library() {
+    (PATH="$PATH:/usr/sbin:/sbin" && ldconfig -p 2>/dev/null) | grep -q "$1 "
+}
+
 if ! command -v "$python" >/dev/null; then
     missing="$missing python3 python3-venv"
 elif ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     missing="$missing python3-venv"
 fi
+
+# What Mooncake's wheel links to but does not bring.
+has_library libibverbs.so.1 || missing="$missing libibverbs1"
+has_library libnuma.so.1 || missing="$missing libnuma1"
+has_library libcurl.so.4 || missing="$missing libcurl4"
 
 if [ -n "$missing" ]; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

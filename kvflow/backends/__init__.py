@@ -11,6 +11,7 @@ __all__ = ["Backend", "create_backend"]
 
 BUILT_IN: Final = {
     "memory": ("kvflow.backends.memory", "MemoryBackend"),
+    "mooncake": ("kvflow.backends.mooncake", "MooncakeBackend"),
     "nixl": ("kvflow.backends.nixl", "NixlBackend"),
 }
 

@@ -37,11 +37,11 @@ class OwnerThread:
         name: Of the thread.
         on_crash: Called on the thread when polling or a command fails; the agent is not polled again.
         busy_interval_s: Between polls while the agent is busy.
-        idle_interval_s: Between polls while it is not.
+        idle_interval_s: Between polls while it is not; None for no polls.
     """
 
     def __init__(
-        self, name: str, on_crash: Callable[[Exception], None], *, busy_interval_s: float, idle_interval_s: float
+        self, name: str, on_crash: Callable[[Exception], None], *, busy_interval_s: float, idle_interval_s: float | None
     ) -> None:
         self._on_crash = on_crash
         self._busy_interval_s = busy_interval_s

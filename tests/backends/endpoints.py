@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
+import anyio
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,7 +16,7 @@ from kvflow.geometry.plan import Descriptors
 
 __all__ = ["BACKENDS", "Endpoint", "copies", "fresh_name", "make_layout", "open_backend", "open_endpoints", "same"]
 
-BACKENDS = ("memory", "nixl")
+BACKENDS = ("memory", "nixl", "mooncake")
 
 NO_OPTIONS: Mapping[str, object] = {}
 
@@ -37,25 +38,53 @@ def make_layout(address: int, num_bytes: int, *, memory_kind: str = "DRAM", devi
 
 @dataclass
 class Endpoint:
-    """An open backend with one registered buffer, and all its events so far."""
+    """An open backend with one registered buffer, and all its events so far.
+
+    Notices that do not travel in band are handed over when the write has ended, as the pipeline does it.
+    """
 
     name: str
     backend: Backend
     memory: NDArray[np.uint8]
     address: int
     events: list[BackendEvent] = field(default_factory=list)
+    outgoing: dict[int, tuple["Endpoint", bytes]] = field(default_factory=dict)
+    incoming: list[BackendEvent] = field(default_factory=list)
+    woken: anyio.Event = field(default_factory=anyio.Event)
 
     async def connect(self, *others: "Endpoint") -> None:
         for other in others:
             await self.backend.connect(other.name, other.backend.metadata())
 
     def post(self, post_id: int, other: "Endpoint", descriptors: Descriptors, notice: bytes = b"") -> None:
-        self.backend.post(post_id, other.name, descriptors, notice)
+        in_band = self.backend.capabilities.in_band_notices
+        self.backend.post(post_id, other.name, descriptors, notice if in_band else b"")
+        if notice and not in_band:
+            self.outgoing[post_id] = (other, notice)
+
+    async def take(self) -> list[BackendEvent]:
+        """Wait until something has happened here, or a notice was handed over, and take all of it."""
+        if self.backend.capabilities.in_band_notices:
+            return list(await self.backend.take_events())
+        taken: list[BackendEvent] = []
+        async with anyio.create_task_group() as tasks:
+
+            async def take_from_backend() -> None:
+                taken.extend(await self.backend.take_events())
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(take_from_backend)
+            if not self.incoming:
+                await self.woken.wait()
+            tasks.cancel_scope.cancel()
+        self._hand_over(taken)
+        taken, self.incoming, self.woken = taken + self.incoming, [], anyio.Event()
+        return taken
 
     async def take_until(self, condition: Callable[[], object]) -> None:
         """Take events until they fulfil a condition."""
         while not condition():
-            self.events += await self.backend.take_events()
+            self.events += await self.take()
 
     async def take_ends(self, count: int = 1) -> None:
         """Take events until so many posts have ended."""
@@ -67,7 +96,19 @@ class Endpoint:
 
     async def close(self) -> None:
         """Close the backend and keep its last events."""
-        self.events += await self.backend.aclose()
+        taken = await self.backend.aclose()
+        self._hand_over(taken)
+        self.events += [*taken, *self.incoming]
+        self.incoming = []
+
+    def _hand_over(self, taken: Sequence[BackendEvent]) -> None:
+        """Give the peer the notices of writes that have ended well."""
+        for event in taken:
+            if isinstance(event, PostEnded) and event.post_id in self.outgoing:
+                other, notice = self.outgoing.pop(event.post_id)
+                if event.error is None:
+                    other.incoming.append(NoticeArrived(notice))
+                    other.woken.set()
 
     def ends(self) -> list[PostEnded]:
         return [event for event in self.events if isinstance(event, PostEnded)]

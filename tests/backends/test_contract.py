@@ -17,7 +17,11 @@ pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("backend", BACKENDS)]
 SLOT = 64 * 1024
 NUM_SLOTS = 48
 
-IMPATIENT: dict[str, dict[str, object]] = {"memory": {}, "nixl": {"close_timeout_s": 0.2}}
+IMPATIENT: dict[str, dict[str, object]] = {
+    "memory": {},
+    "nixl": {"close_timeout_s": 0.2},
+    "mooncake": {"close_timeout_s": 0.2},
+}
 """Options with which closing does not wait long for posts that do not end."""
 
 
@@ -48,7 +52,7 @@ async def receive_and_check(target: Endpoint, source: Endpoint) -> None:
     """Take notices, each with the number of a slot that must already be filled."""
     target.backend.watch(active=True)
     while len(target.notices()) < NUM_SLOTS or len(target.ends()) < NUM_SLOTS:
-        taken = await target.backend.take_events()
+        taken = await target.take()
         for event in taken:
             if isinstance(event, NoticeArrived):
                 start = int(event.payload) * SLOT

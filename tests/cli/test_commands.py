@@ -19,7 +19,7 @@ from tests.support.instances import make_pool, prefill_config
 from tests.support.waiting import until
 
 
-@pytest.mark.parametrize("backend", ["memory", "nixl"])
+@pytest.mark.parametrize("backend", ["memory", "nixl", "mooncake"])
 def test_bench_idle_gives_one_row(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "idle", "--backend", backend, "--seconds", "0.1", "--pairs", "2", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)

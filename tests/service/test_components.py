@@ -85,7 +85,7 @@ async def bench(backend: str) -> AsyncIterator[Bench]:
             yield Bench(prefill, decode, source, target)
 
 
-@pytest.mark.parametrize("backend", ["memory", "nixl"])
+@pytest.mark.parametrize("backend", ["memory", "nixl", "mooncake"])
 @pytest.mark.parametrize("sent", [WANTED, EVERYTHING], ids=["only the window", "all there is"])
 async def test_window_and_state_come_with_the_last_chunk(backend: str, sent: dict[str, tuple[int, int]]) -> None:
     async with bench(backend) as ranks, anyio.create_task_group() as tasks:

@@ -23,7 +23,7 @@ __all__ = ["BACKENDS", "QUICK", "Deployment", "Request", "decode_config", "deplo
 Side = kvflow.PrefillRank | kvflow.DecodeRank
 AnyRank = TypeVar("AnyRank", kvflow.PrefillRank, kvflow.DecodeRank)
 
-BACKENDS = ("memory", "nixl")
+BACKENDS = ("memory", "nixl", "mooncake")
 
 NUM_HEADS = 6
 NUM_LAYERS = 2

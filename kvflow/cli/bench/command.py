@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     digest.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     digest.set_defaults(measure=_digest)
     failures = cases.add_parser("failures", help="processes that die, freeze or give up in the middle of a transfer")
-    failures.add_argument("--backend", default="nixl", choices=["nixl"], help="transport between processes")
+    failures.add_argument("--backend", default="nixl", choices=["nixl", "mooncake"], help="transport between processes")
     failures.add_argument("--rounds", type=_count, default=50, metavar="N", help="of each case (default: %(default)s)")
     failures.add_argument("--cases", default="all", metavar="NAME,...", help="some of them (default: %(default)s)")
     failures.add_argument("--lease", type=float, default=3.0, metavar="S", help="of the ranks (default: %(default)s)")

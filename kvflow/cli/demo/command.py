@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefill-tp", type=int, default=default.prefill_tp, metavar="N", help="prefill ranks")
     parser.add_argument("--decode-tp", type=int, default=default.decode_tp, metavar="N", help="decode ranks")
-    parser.add_argument("--backend", default=default.backend, choices=["nixl", "memory"], help="transport")
+    parser.add_argument("--backend", default=default.backend, choices=["nixl", "mooncake", "memory"], help="transport")
     parser.add_argument("--page-size", type=int, default=default.page_size, metavar="N", help="tokens of a page")
     parser.add_argument("--chunk", type=int, default=default.chunk_tokens, metavar="N", help="tokens of a chunk")
     parser.add_argument("--prompt", default=default.prompt, help="what the model is asked (default: %(default).60s...)")

@@ -1,0 +1,178 @@
+"""One native TransferEngine, in a form that cannot crash the process.
+
+The library ends the process when it is used before `initialize`, when an id is 0 or asked about twice, and when a name
+is None. Here an engine is initialised when it exists, 0 is an error, and only `window` keeps ids.
+"""
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from kvflow.backends.mooncake.address import LIFE_BYTES, EndpointAddress, LifeCell
+from kvflow.backends.mooncake.library import Library
+from kvflow.backends.mooncake.listener import stop_listening
+from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
+from kvflow.geometry.layout import MemoryRange
+
+__all__ = ["PEER_TO_PEER", "Engine", "EngineSettings", "Protocol"]
+
+Protocol = Literal["tcp", "rdma"]
+
+PEER_TO_PEER: Final = "P2PHANDSHAKE"
+"""Stands for "no metadata server": engines ask each other."""
+
+OVERLAP: Final = -7
+REGISTRATION_ERRORS: Final = {OVERLAP: "overlaps what is registered already", -1: "is not usable"}
+PROBE_ERRORS: Final = {-101: "its name cannot be resolved", -102: "nobody answers there"}
+
+READ_ATTEMPTS: Final = 2
+"""A connection that was closed after an error is opened again only by the second attempt."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How engines are made.
+
+    Attributes:
+        host: Under which peers reach this process.
+        protocol: "tcp" or "rdma".
+        devices: RDMA devices to use; all if empty.
+        metadata_server: URL, or `PEER_TO_PEER`.
+    """
+
+    host: str
+    protocol: Protocol
+    devices: tuple[str, ...]
+    metadata_server: str
+
+
+class Engine:
+    """A native engine that is ready. Only `probe` and `read_life` may be called on any thread.
+
+    Attributes:
+        session: What peers call it.
+        num_users: Lines that write through it, and peers that are being met through it.
+        num_departed: Lines that did and are gone. The library keeps its connections to them open.
+
+    Raises:
+        BackendUnavailable: It could not be started.
+    """
+
+    def __init__(self, library: Library, settings: EngineSettings, cell: LifeCell) -> None:
+        self._library = library
+        self._cell = cell
+        self._addresses: list[int] = []
+        self.num_users = 0
+        self.num_departed = 0
+        is_peer_to_peer = settings.metadata_server == PEER_TO_PEER
+        name = settings.host if is_peer_to_peer else f"kvflow-{secrets.token_hex(8)}"
+        native = library.engine.TransferEngine()
+        devices = ",".join(settings.devices)
+        if native.initialize(name, settings.metadata_server, settings.protocol, devices) != 0:
+            raise BackendUnavailable("Mooncake could not start an engine", **vars(settings))
+        self._native: Any = native
+        self._port = int(native.get_rpc_port())
+        self.session = f"{settings.host}:{self._port}" if is_peer_to_peer else name
+        del native
+        try:
+            if settings.protocol == "rdma":
+                _require_rdma(self._native, settings)
+            self.register((MemoryRange(cell.address, cell.num_bytes),))
+        except BaseException:
+            self.close()
+            raise
+
+    def register(self, ranges: Sequence[MemoryRange]) -> None:
+        """Make memory readable and writable for peers.
+
+        Raises:
+            RegistrationError: The library refused; nothing is registered.
+        """
+        addresses, lengths = [item.address for item in ranges], [item.length for item in ranges]
+        try:
+            code = self._native.batch_register_memory(addresses, lengths)
+        except Exception as error:
+            raise RegistrationError("Mooncake did not accept the memory ranges", detail=_text(error)) from error
+        if code != 0:
+            raise RegistrationError(
+                "Mooncake refused to register memory",
+                code=code,
+                detail=REGISTRATION_ERRORS.get(code, "unknown"),
+                ranges=[(hex(item.address), item.length) for item in ranges[:4]],
+            )
+        self._addresses += addresses
+
+    def probe(self, address: EndpointAddress) -> None:
+        """See whether somebody answers at a peer's address. May block for a minute.
+
+        Raises:
+            BackendError: Nobody does, or this engine is closed.
+        """
+        code = self._running().send_probe(address.session)
+        if code != 0:
+            detail = PROBE_ERRORS.get(code, "unknown")
+            raise BackendError("peer cannot be reached", session=address.session, code=code, detail=detail)
+
+    def read_life(self, address: EndpointAddress) -> bytes | None:
+        """Read the life of whoever answers for a peer's memory; None if nobody does. May block for seconds.
+
+        Raises:
+            BackendError: This engine is closed.
+        """
+        for _ in range(READ_ATTEMPTS):
+            slot = self._cell.take_slot()
+            try:
+                code = self._running().transfer_sync_read(address.session, slot, address.life_address, LIFE_BYTES)
+            finally:
+                found = self._cell.give_back(slot)
+            if code == 0:
+                return found
+        return None
+
+    def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
+        """Start to write; 0 if it was refused, else an id."""
+        try:
+            return int(self._native.transfer_submit_write(session, src, dst, num_bytes))
+        except Exception:  # noqa: BLE001 - what the binding cannot convert was not started
+            return 0
+
+    def check(self, transfer_id: int) -> int:
+        """Ask about an id: 0 while it runs, 1 if it is done, -1 if it failed. Never ask again after the last two."""
+        return int(self._native.transfer_check_status(transfer_id))
+
+    def close(self) -> None:
+        """Destroy the engine: afterwards it reads and writes nothing any more.
+
+        The library holds Python's lock meanwhile, for about a second if it waits for its listener.
+        """
+        native, self._native = self._native, None
+        if native is None:
+            return
+        with self._library.silence():
+            native.batch_unregister_memory(self._addresses)
+            if self._library.is_quiet:  # else it would fill the log until it ends
+                stop_listening(self._port)
+            del native
+
+    def _running(self) -> Any:
+        native = self._native
+        if native is None:
+            raise BackendError("backend is not open", session=self.session)
+        return native
+
+
+def _require_rdma(native: Any, settings: EngineSettings) -> None:
+    """Refuse to run without an RDMA device: the library would use TCP and say nothing.
+
+    Raises:
+        BackendUnavailable: There is none.
+    """
+    topology = json.loads(native.get_local_topology())
+    if not any(devices for places in topology.values() for devices in places):
+        raise BackendUnavailable("Mooncake finds no RDMA device; use protocol tcp", devices=settings.devices)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

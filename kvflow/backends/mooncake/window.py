@@ -1,0 +1,192 @@
+"""The writes under way to one peer: never more than the engine surely takes, shared fairly by the posts.
+
+Every descriptor is a transfer with an id of its own, which is asked about until it has ended. A post has ended when
+each of its descriptors has. After the first failure no more of them are started, but those that were started go on:
+the library cannot stop them.
+
+What a failed descriptor means depends on how long it took. If it failed before the library's own timeouts can have
+passed, the peer refused it or closed the connection, and the bytes that were on their way are gone with the
+connection. After a timeout the bytes may still lie in the socket buffers of a peer that hangs, and land when it goes
+on: measured with a stopped process, they do. Such a post lingers.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, Protocol, TypeVar
+
+from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
+from kvflow.geometry.plan import Descriptors
+
+__all__ = ["Line", "Post", "Writer"]
+
+RUNNING: Final = 0
+DONE: Final = 1
+FAILED: Final = -1
+EXPIRED: Final = -2
+"""The library has given up on it, but not said that it has ended."""
+
+LOOK_AHEAD: Final = 8
+"""Running transfers seen before the rest is not asked about: they are carried out nearly in order, by four lanes."""
+
+TURN: Final = 8
+"""Descriptors of one post before it is the next one's turn."""
+
+Row = tuple[int, int, int]
+
+
+class Writer(Protocol):
+    """What a line needs of an engine."""
+
+    def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
+        """Start to write; 0 if it was refused, else an id."""
+
+    def check(self, transfer_id: int) -> int:
+        """Ask about an id that runs."""
+
+
+AnyWriter = TypeVar("AnyWriter", bound=Writer)
+
+
+class Post:
+    """A post on its way.
+
+    Attributes:
+        num_running: Descriptors that were started and have not ended.
+        error: What went wrong first.
+        lingers: Bytes of it may land after everything has ended here.
+        is_doubted: Its doubt has been told.
+    """
+
+    def __init__(self, post_id: int, descriptors: Descriptors) -> None:
+        self.post_id = post_id
+        self.num_running = 0
+        self.error: str | None = None
+        self.lingers = False
+        self.is_doubted = False
+        self._src = descriptors.src
+        self._dst = descriptors.dst
+        self._next = 0
+
+    @property
+    def is_submitted(self) -> bool:
+        """Nothing of it is to be started any more."""
+        return self.error is not None or self._next >= len(self._src)
+
+    def take(self, count: int) -> list[Row]:
+        """The next descriptors to start, as (source address, destination address, length)."""
+        rows = slice(self._next, self._next + count)
+        self._next = rows.stop
+        src = self._src[rows]
+        return list(zip(src[:, 0].tolist(), self._dst[rows, 0].tolist(), src[:, 1].tolist(), strict=True))
+
+
+@dataclass(slots=True)
+class _Transfer:
+    transfer_id: int
+    post: Post
+    since: float
+
+
+class Line(Generic[AnyWriter]):
+    """The way to one peer.
+
+    Attributes:
+        engine: What it writes through.
+        is_leaving: It is to be removed when it is not active.
+
+    Args:
+        engine: Writes to this peer.
+        session: The peer's.
+        max_running: Descriptors under way at once.
+        timeout_s: A descriptor that fails sooner than this was not timed out.
+        emit: Takes what happens to posts.
+    """
+
+    def __init__(
+        self,
+        engine: AnyWriter,
+        session: str,
+        *,
+        max_running: int,
+        timeout_s: float,
+        emit: Callable[[Sequence[BackendEvent]], None],
+    ) -> None:
+        self.is_leaving = False
+        self.engine = engine
+        self._session = session
+        self._max_running = max_running
+        self._timeout_s = timeout_s
+        self._emit = emit
+        self._posts: deque[Post] = deque()
+        self._running: deque[_Transfer] = deque()
+        self._unended: dict[int, Post] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Something is to be started or asked about."""
+        return bool(self._posts or self._running)
+
+    @property
+    def unended(self) -> list[int]:
+        """Posts without an end; those that are not active have none before the engine ends."""
+        return list(self._unended)
+
+    def post(self, post: Post) -> None:
+        """Take on a post, and start it if there is room."""
+        self._unended[post.post_id] = post
+        self._posts.append(post)
+        self._fill()
+
+    def poll(self) -> None:
+        """See what has ended, and start what there is room for."""
+        still_running: list[_Transfer] = []
+        while self._running and len(still_running) < LOOK_AHEAD:
+            transfer = self._running.popleft()
+            status = self.engine.check(transfer.transfer_id)
+            if status == RUNNING:
+                still_running.append(transfer)
+            else:
+                self._ended(transfer, status)
+        self._running.extendleft(reversed(still_running))
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._posts and len(self._running) < self._max_running:
+            post = self._posts.popleft()
+            for row in post.take(min(TURN, self._max_running - len(self._running))):
+                transfer_id = self.engine.submit(self._session, *row)
+                if not transfer_id:
+                    post.error = post.error or "the engine did not take the write"
+                    break
+                post.num_running += 1
+                self._running.append(_Transfer(transfer_id, post, time.monotonic()))
+            if post.is_submitted:
+                self._settle(post)
+            else:
+                self._posts.append(post)
+
+    def _ended(self, transfer: _Transfer, status: int) -> None:
+        post = transfer.post
+        if status != EXPIRED:
+            post.num_running -= 1
+        if status != DONE:
+            took_s = time.monotonic() - transfer.since
+            is_timeout = status != FAILED or took_s >= self._timeout_s
+            post.lingers = post.lingers or is_timeout
+            reason = "it timed out" if is_timeout else "the peer refused it or closed the connection"
+            post.error = post.error or f"write failed after {took_s:.3f} s: {reason}"
+            if post in self._posts:
+                self._posts.remove(post)
+        if post.is_submitted:
+            self._settle(post)
+
+    def _settle(self, post: Post) -> None:
+        """Say what is known of a post of which nothing more will be started."""
+        if not post.num_running:
+            del self._unended[post.post_id]
+            self._emit([PostEnded(post.post_id, post.error, post.lingers)])
+        elif post.error is not None and not post.is_doubted:
+            post.is_doubted = True
+            self._emit([PostInDoubt(post.post_id, post.error)])

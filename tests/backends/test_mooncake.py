@@ -1,0 +1,310 @@
+"""What only Mooncake can do: be missing, be there twice, print, fall back to TCP, and leave something behind."""
+
+import gc
+import importlib.metadata
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from kvflow.backends import create_backend
+from kvflow.backends.metadata import PeerMetadata
+from kvflow.backends.mooncake import MooncakeBackend, engine, library
+from kvflow.backends.mooncake.address import EndpointAddress
+from kvflow.backends.mooncake.library import BUILDS
+from kvflow.errors import BackendError, BackendUnavailable, ConfigError, RegistrationError
+from tests.backends.endpoints import copies, fresh_name, make_layout, open_backend, open_endpoints, same
+from tests.backends.recording import record_waits
+from tests.support.ports import unused_port
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+ROOT = Path(__file__).parents[2]
+CPU_BUILD = "mooncake-transfer-engine-non-cuda"
+
+
+def pretend_installed(monkeypatch: pytest.MonkeyPatch, *builds: str) -> None:
+    monkeypatch.setattr(library, "installed_builds", lambda: list(builds))
+
+
+def has_thread(agent_name: str) -> bool:
+    return any(thread.name.endswith(f"-{agent_name}") for thread in threading.enumerate())
+
+
+async def unavailable(backend: MooncakeBackend) -> BackendUnavailable:
+    """Why a backend does not open; it leaves no thread, and can be closed."""
+    name = fresh_name()
+    async with backend:
+        with pytest.raises(BackendUnavailable) as caught:
+            await backend.open(name)
+        assert not has_thread(name)
+        with pytest.raises(BackendError):
+            await backend.register(make_layout(4096, 1))
+    return caught.value
+
+
+async def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_installed(monkeypatch)
+    error = await unavailable(MooncakeBackend())
+    for extra in ("mooncake-cpu", "mooncake", "mooncake-cuda13", "mooncake-npu"):
+        assert f"kvflow[{extra}]" in str(error)
+
+
+async def test_two_builds_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    builds = ["mooncake-transfer-engine", CPU_BUILD]
+    pretend_installed(monkeypatch, *builds)
+    error = await unavailable(MooncakeBackend())
+    assert error.values == {"installed": builds}
+
+
+async def test_a_library_that_does_not_load_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    error = await unavailable(MooncakeBackend())
+    assert "libibverbs1" in str(error)
+    assert "mooncake.engine" in str(error.values["detail"])
+
+
+def test_the_installed_build_is_found() -> None:
+    assert library.installed_builds() == [CPU_BUILD]
+    assert importlib.metadata.version(CPU_BUILD)
+
+
+@pytest.mark.parametrize("build", [*BUILDS, None])
+async def test_device_memory_is_registered_only_by_builds_that_can(
+    monkeypatch: pytest.MonkeyPatch, build: str | None
+) -> None:
+    pretend_installed(monkeypatch, *([build] if build else []))
+    kinds = MooncakeBackend().capabilities.memory_kinds
+    assert kinds == (BUILDS[build] if build else {"DRAM"})
+    assert ("VRAM" in kinds) == (build in {"mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"})
+
+
+async def test_device_memory_is_refused_by_the_build_for_hosts() -> None:
+    async with MooncakeBackend() as backend:
+        await backend.open(fresh_name())
+        with pytest.raises(RegistrationError) as caught:
+            await backend.register(make_layout(4096, 64, memory_kind="VRAM"))
+        assert caught.value.values["memory_kind"] == "VRAM"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"protocol": "pigeon"},
+        {"window": 0},
+        {"window": 1025},
+        {"host": ""},
+        {"host": "127.0.0.1:17000"},
+        {"metadata_server": ""},
+    ],
+    ids=str,
+)
+def test_unusable_options_are_named(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        create_backend("mooncake", options)
+    assert set(options) <= set(caught.value.values) | {"metadata_server"}
+
+
+async def test_a_directory_for_logs_is_refused_because_it_would_end_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MC_LOG_DIR", "/nowhere")
+    error = await unavailable(MooncakeBackend())
+    assert error.values == {"MC_LOG_DIR": "/nowhere"}
+
+
+async def test_rdma_is_refused_where_the_library_would_use_tcp_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+    assert "MC_FORCE_TCP" in str(await unavailable(MooncakeBackend(protocol="rdma")))
+    monkeypatch.delenv("MC_FORCE_TCP")
+    assert "no RDMA device" in str(await unavailable(MooncakeBackend(protocol="rdma", devices=["mlx5_0"])))
+
+
+async def test_peers_of_another_protocol_are_refused() -> None:
+    async with open_endpoints("mooncake") as (source, target):
+        await source.backend.disconnect(target.name)
+        metadata = PeerMetadata.unpack(target.backend.metadata(), backend="mooncake")
+        address = EndpointAddress.unpack(metadata.agent, agent=target.name, protocol="tcp")
+        other = msgspec.structs.replace(address, protocol="rdma").pack()
+        with pytest.raises(BackendError, match="protocol") as caught:
+            await source.backend.connect(target.name, msgspec.structs.replace(metadata, agent=other).pack())
+        assert caught.value.values == {"mine": "tcp", "theirs": "rdma"}
+
+
+async def test_the_environment_of_the_user_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLOW_TEST_SET", "mine")
+    monkeypatch.delenv("KVFLOW_TEST_UNSET", raising=False)
+    backend = create_backend("mooncake", {"environment": {"KVFLOW_TEST_SET": "x", "KVFLOW_TEST_UNSET": "y"}})
+    async with open_backend(backend):
+        assert (os.environ["KVFLOW_TEST_SET"], os.environ.pop("KVFLOW_TEST_UNSET")) == ("mine", "y")
+
+
+async def test_memory_that_is_registered_twice_is_refused() -> None:
+    async with open_endpoints("mooncake") as (source, target):
+        with pytest.raises(RegistrationError, match="overlaps") as caught:
+            await source.backend.register(make_layout(source.address + 100, 8))
+        assert caught.value.values["code"] == engine.OVERLAP
+        source.post(1, target, copies(source, target))
+        await source.take_ends()
+        assert same(source, target, 0, 64)
+
+
+async def test_opening_can_be_cancelled() -> None:
+    name = fresh_name()
+    async with MooncakeBackend() as backend:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await backend.open(name)
+        with pytest.raises(BackendError):
+            await backend.register(make_layout(4096, 1))
+    assert not has_thread(name)
+
+
+async def test_the_owner_sleeps_unless_a_write_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, status = record_waits(monkeypatch), [0]
+    check = engine.Engine.check
+    monkeypatch.setattr(engine.Engine, "check", lambda self, transfer_id: check(self, transfer_id) if status[0] else 0)
+    busy_s = 1.5e-4
+    async with (
+        open_endpoints("mooncake", count=1, options={"busy_interval_s": busy_s}) as (source,),
+        open_backend(MooncakeBackend()) as target,
+    ):
+        await source.connect(target)
+        assert busy_s not in waits
+        source.backend.watch(active=True)
+        source.post(1, target, copies(source, target))
+        await until(lambda: waits.count(busy_s) > 20)
+        status[0] = 1
+        await source.take_ends()
+        await until(lambda: waits[-1] is None)
+        num_waits = len(waits)
+        await target.close()
+        assert len(waits) <= num_waits + 8  # the target's last commands
+
+
+async def test_closing_while_a_peer_is_being_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that asks the peer is left alone with its engine."""
+    entered, leave = threading.Event(), threading.Event()
+    probe = engine.Engine.probe
+
+    def slow_probe(self: engine.Engine, address: EndpointAddress) -> None:
+        entered.set()
+        leave.wait()
+        probe(self, address)
+
+    async with open_backend(MooncakeBackend()) as source, open_backend(MooncakeBackend()) as target:
+        monkeypatch.setattr(engine.Engine, "probe", slow_probe)
+
+        async def connect() -> None:
+            with pytest.raises(BackendError, match="not open"):
+                await source.connect(target)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(connect)
+            await until(entered.is_set)
+            await source.close()
+            leave.set()
+
+
+async def open_and_close() -> None:
+    async with open_endpoints("mooncake") as (source, target):
+        source.post(1, target, copies(source, target), b"x")
+        await source.take_ends()
+        await target.take_notices()
+
+
+def held() -> tuple[set[str], int, int]:
+    """Threads of Python, all threads, and open files."""
+    gc.collect()
+    threads = {thread.name for thread in threading.enumerate()}
+    return threads, len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_nothing_is_left_after_close() -> None:
+    for _ in range(3):
+        await open_and_close()
+    before = held()
+    for _ in range(5):
+        await open_and_close()
+    await until(lambda: held()[0] == before[0] and held()[1] <= before[1] and held()[2] <= before[2])
+
+
+@asynccontextmanager
+async def metadata_server() -> AsyncIterator[str]:
+    port = unused_port()
+    command = [sys.executable, "-m", "mooncake.http_metadata_server", "--host", "127.0.0.1", "--port", str(port)]
+    async with await anyio.open_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while True:
+            try:
+                await (await anyio.connect_tcp("127.0.0.1", port)).aclose()
+                break
+            except OSError:
+                await anyio.sleep(0.01)
+        yield f"http://127.0.0.1:{port}/metadata"
+        process.kill()
+
+
+async def test_endpoints_find_each_other_through_a_metadata_server() -> None:
+    async with metadata_server() as url, open_endpoints("mooncake", options={"metadata_server": url}) as endpoints:
+        source, target = endpoints
+        source.post(1, target, copies(source, target))
+        await source.take_ends()
+        assert source.ends()[0].error is None
+        assert same(source, target, 0, 64)
+    assert os.environ.pop("MC_TCP_BIND_ADDRESS") == "127.0.0.1"
+
+
+async def test_a_metadata_server_that_is_not_there_is_named() -> None:
+    url = f"http://127.0.0.1:{unused_port()}/metadata"
+    error = await unavailable(MooncakeBackend(metadata_server=url))
+    assert error.values["metadata_server"] == url
+
+
+PROGRAM = """
+import anyio
+from tests.backends.endpoints import copies, open_endpoints
+
+async def main():
+    async with open_endpoints("mooncake") as (source, target):
+        source.post(1, target, copies(source, target), b"x")
+        await source.take_ends()
+        await target.close()
+        source.post(2, target, copies(source, target), b"x")
+        await source.take_ends(2)
+        {end}
+
+anyio.run(main)
+"""
+
+
+async def run_program(end: str, **variables: str) -> "subprocess.CompletedProcess[bytes]":
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
+    command = [sys.executable, "-c", PROGRAM.format(end=end)]
+    environment |= variables
+    return await anyio.run_process(command, cwd=ROOT, env=environment, check=False, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("pass", 0), ("raise SystemExit(3)", 3), ("import sys; sys.exit(0)", 0), ("import os; os._exit(4)", 4)],
+    ids=str,
+)
+async def test_a_process_that_used_mooncake_ends_as_it_wants_and_prints_nothing(end: str, code: int) -> None:
+    """Although the library has errors to tell: the second write goes to a peer that has left."""
+    ended = await run_program(end)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, b"", b"")
+
+
+async def test_the_library_logs_if_the_user_asks_for_it() -> None:
+    ended = await run_program("pass", MC_LOG_LEVEL="INFO")
+    assert (ended.returncode, ended.stdout) == (0, b"")
+    assert b"transfer_engine" in ended.stderr
+    assert b"accept()" not in ended.stderr

@@ -1,0 +1,290 @@
+"""Peers of a Mooncake endpoint that are real processes: they hang, die, and come back under an old address."""
+
+import functools
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import msgspec
+import numpy as np
+import pytest
+from anyio.streams.text import TextReceiveStream
+
+from kvflow.backends.base import PostEnded
+from kvflow.backends.metadata import PeerMetadata
+from kvflow.backends.mooncake import MooncakeBackend, agent
+from kvflow.backends.mooncake.address import LIFE_BYTES, EndpointAddress
+from kvflow.errors import BackendError
+from kvflow.geometry.plan import Descriptors
+from tests.backends.endpoints import Endpoint, copies, fresh_name, open_backend, open_endpoints, rows, same
+
+pytestmark = pytest.mark.anyio
+
+ROOT = Path(__file__).parents[2]
+SIZE = 16 * 2**20
+PIECE = 2**20
+LANES = 4
+"""Connections that the library opens to a peer; each carries one descriptor at a time."""
+
+FILL = 7
+
+
+class Peer:
+    """An endpoint in another process."""
+
+    def __init__(self, name: str, process: anyio.abc.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.name = name
+        self.process = process
+        self._stdin = process.stdin
+        self._stdout = TextReceiveStream(process.stdout)
+        self._text = ""
+        self.metadata = b""
+
+    @property
+    def address(self) -> EndpointAddress:
+        return EndpointAddress.unpack(unsealed(self.metadata).agent, agent=self.name, protocol="tcp")
+
+    def metadata_with(self, **changes: object) -> bytes:
+        """Its metadata with another address."""
+        address = msgspec.structs.replace(self.address, **changes)
+        return msgspec.structs.replace(unsealed(self.metadata), agent=address.pack()).pack()
+
+    async def read_line(self) -> str:
+        while "\n" not in self._text:
+            self._text += await self._stdout.receive()
+        line, _, self._text = self._text.partition("\n")
+        return line
+
+    async def count(self, value: int) -> int:
+        """How many of its bytes have a value."""
+        await self._stdin.send(b"%d\n" % value)
+        return int(await self.read_line())
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+    def all_of(self, source: Endpoint) -> Descriptors:
+        """Copies of everything the source has."""
+        (memory,) = unsealed(self.metadata).memory.ranges
+        src = rows(source, range(0, SIZE, PIECE), PIECE)
+        return Descriptors(src, src + np.array([memory.address - source.address, 0, 0], np.int64).astype(np.uint64))
+
+
+def unsealed(metadata: bytes) -> PeerMetadata:
+    return PeerMetadata.unpack(metadata, backend="mooncake")
+
+
+@asynccontextmanager
+async def open_peer() -> AsyncIterator[Peer]:
+    name = fresh_name("process")
+    command = [sys.executable, "-m", "tests.support.mooncake_process", name, str(SIZE)]
+    async with await anyio.open_process(command, cwd=ROOT, stderr=None) as process:
+        peer = Peer(name, process)
+        try:
+            peer.metadata = bytes.fromhex(await peer.read_line())
+            yield peer
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+
+@asynccontextmanager
+async def open_source() -> AsyncIterator[Endpoint]:
+    async with open_backend(MooncakeBackend(close_timeout_s=0.1), SIZE) as source:
+        source.memory[:] = FILL
+        yield source
+
+
+async def write_everything(source: Endpoint, peer: Peer, post_id: int) -> None:
+    source.backend.post(post_id, peer.name, peer.all_of(source), b"")
+    await source.take_until(functools.partial(has_ended, source, post_id))
+    assert source.ends()[-1] == PostEnded(post_id, None)
+    assert await peer.count(FILL) == SIZE
+
+
+async def test_bytes_go_to_another_process() -> None:
+    async with open_source() as source, open_peer() as peer:
+        await source.backend.connect(peer.name, peer.metadata)
+        await write_everything(source, peer, 1)
+
+
+async def test_posts_to_a_process_that_was_killed_end_by_themselves() -> None:
+    async with open_source() as source, open_peer() as peer, open_peer() as other:
+        await source.backend.connect(peer.name, peer.metadata)
+        await source.backend.connect(other.name, other.metadata)
+        peer.process.send_signal(signal.SIGSTOP)
+        for post_id in range(3):
+            source.backend.post(post_id, peer.name, peer.all_of(source), b"")
+        await peer.kill()
+        await source.take_ends(3)
+        assert {(end.error is None, end.lingers) for end in source.ends()} == {(False, False)}
+        await write_everything(source, other, 9)
+        with pytest.raises(BackendError, match="cannot be reached"):
+            await source.backend.connect("the next life", peer.metadata_with(agent="the next life"))
+
+
+async def test_what_was_written_to_a_process_that_hangs_lingers_and_lands_when_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """This is why a timeout is no proof: the post has ended here long before."""
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
+    async with open_source() as source, open_peer() as peer, open_peer() as other:
+        await source.backend.connect(peer.name, peer.metadata)
+        await source.backend.connect(other.name, other.metadata)
+        peer.process.send_signal(signal.SIGSTOP)
+        everything = peer.all_of(source)
+        source.backend.post(1, peer.name, Descriptors(everything.src[:LANES], everything.dst[:LANES]), b"")
+        await write_everything(source, other, 2)
+        await source.take_ends(2)
+        peer.process.send_signal(signal.SIGCONT)
+        while await peer.count(FILL) < LANES * PIECE:
+            pass
+        assert [(end.post_id, end.error is None, end.lingers) for end in source.ends()] == [
+            (2, True, False),
+            (1, False, True),
+        ]
+
+
+def port_of(listener: anyio.abc.Listener[anyio.abc.SocketStream]) -> int:
+    return listener.extra(anyio.abc.SocketAttribute.local_port)  # noqa: S610 - not Django's
+
+
+@asynccontextmanager
+async def forwarder(upstreams: list[tuple[str, int]]) -> AsyncIterator[int]:
+    """A port whose connections go on to the last of some addresses: a host on which processes come and go."""
+
+    async def serve(client: anyio.abc.SocketStream) -> None:
+        async with client, await anyio.connect_tcp(*upstreams[-1]) as upstream, anyio.create_task_group() as tasks:
+            tasks.start_soon(pump, upstream, client)
+            await pump(client, upstream)
+
+    async def pump(source: anyio.abc.SocketStream, target: anyio.abc.SocketStream) -> None:
+        try:
+            async for data in source:
+                await target.send(data)
+            await target.send_eof()
+        except (anyio.BrokenResourceError, OSError):
+            pass
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, serve)
+        yield port_of(listener)
+        tasks.cancel_scope.cancel()
+
+
+def endpoint_of(address: EndpointAddress) -> tuple[str, int]:
+    host, _, port = address.session.rpartition(":")
+    return host, int(port)
+
+
+async def test_a_process_that_comes_back_under_the_same_address_is_reached() -> None:
+    """The engine still has the data port of the first life, and would never ask again."""
+    upstreams: list[tuple[str, int]] = []
+    async with open_source() as source, forwarder(upstreams) as port:
+        for post_id in range(3):
+            async with open_peer() as peer:
+                upstreams.append(endpoint_of(peer.address))
+                await source.backend.connect(peer.name, peer.metadata_with(session=f"127.0.0.1:{port}"))
+                await write_everything(source, peer, post_id)
+                await peer.kill()
+
+
+async def test_the_address_of_a_life_that_is_over_is_refused() -> None:
+    """Another life listens there now; the old one's pages are nobody's."""
+    upstreams: list[tuple[str, int]] = []
+    async with open_source() as source, forwarder(upstreams) as port, open_peer() as first, open_peer() as second:
+        session = f"127.0.0.1:{port}"
+        upstreams += [endpoint_of(first.address), endpoint_of(second.address)]
+        with pytest.raises(BackendError):
+            await source.backend.connect(first.name, first.metadata_with(session=session))
+        await source.backend.connect(second.name, second.metadata_with(session=session))
+        await write_everything(source, second, 1)
+        assert await first.count(FILL) == 0
+
+
+async def test_a_wrong_life_is_refused_and_needs_no_engine() -> None:
+    async with open_source() as source, open_peer() as peer:
+        for _ in range(3):
+            with pytest.raises(BackendError, match="somebody else"):
+                await source.backend.connect(peer.name, peer.metadata_with(life=bytes(LIFE_BYTES)))
+        await source.backend.connect(peer.name, peer.metadata)
+        await write_everything(source, peer, 1)
+
+
+async def test_memory_that_cannot_be_read_is_refused_and_costs_no_engine() -> None:
+    async with open_source() as source, open_peer() as peer:
+        await source.backend.connect(peer.name, peer.metadata)
+        num_threads = []
+        for _ in range(3):
+            with pytest.raises(BackendError, match="its memory cannot be reached"):
+                await source.backend.connect("liar", peer.metadata_with(agent="liar", life_address=4096))
+            num_threads.append(count("task"))
+        assert num_threads[1:] == [num_threads[0]] * 2
+        await write_everything(source, peer, 1)
+
+
+async def test_engines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "MAX_ENGINES", 1)
+    async with open_source() as source, open_peer() as peer:
+        with pytest.raises(BackendError, match="too many engines"):
+            await source.backend.connect(peer.name, peer.metadata_with(life_address=4096))
+        await source.backend.connect(peer.name, peer.metadata)
+        await write_everything(source, peer, 1)
+
+
+async def test_peers_that_have_left_leave_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library keeps those of an engine for ever; so the engine is replaced, but not under a peer that stays."""
+    monkeypatch.setattr(agent, "MAX_DEPARTED", 2)
+    async with open_backend(MooncakeBackend()) as source, open_backend(MooncakeBackend()) as staying:
+        await source.connect(staying)
+        num_files = []
+        for number in range(12):
+            async with open_backend(MooncakeBackend()) as leaving:
+                await source.connect(leaving)
+                for other, post_id in ((leaving, 2 * number), (staying, 2 * number + 1)):
+                    source.post(post_id, other, copies(source, other, range(0, 1024, 64)))
+                    await source.take_until(functools.partial(has_ended, source, post_id))
+                await source.backend.disconnect(leaving.name)
+            num_files.append(count("fd"))
+        assert max(num_files[6:]) <= max(num_files[:6]) + 2 * LANES  # and not six times that
+        assert {end.error for end in source.ends()} == {None}
+
+
+def count(kind: str) -> int:
+    """Threads ("task") or open files ("fd") of this process."""
+    return len(list(Path("/proc/self", kind).iterdir()))
+
+
+def has_ended(endpoint: Endpoint, post_id: int) -> bool:
+    return any(end.post_id == post_id for end in endpoint.ends())
+
+
+async def test_a_peer_that_accepts_and_says_nothing_holds_up_nobody() -> None:
+    async with (
+        open_endpoints("mooncake", 4096, options={"connect_timeout_s": 0.3}) as (source, target),
+        await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
+    ):
+        port = port_of(listener)
+        theirs = EndpointAddress.unpack(unsealed(target.backend.metadata()).agent, agent=target.name, protocol="tcp")
+        silent = msgspec.structs.replace(theirs, agent="silent", session=f"127.0.0.1:{port}")
+        metadata = msgspec.structs.replace(unsealed(target.backend.metadata()), agent=silent.pack()).pack()
+
+        async def connect_to_silence() -> None:
+            with pytest.raises(BackendError, match="does not answer"):
+                await source.backend.connect("silent", metadata)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(connect_to_silence)
+            source.post(1, target, copies(source, target))
+            await source.take_ends()
+            assert same(source, target, 0, 64)
+        source.post(2, target, copies(source, target, (128,)))
+        await source.take_ends(2)
+        assert {end.error for end in source.ends()} == {None}
