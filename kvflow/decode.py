@@ -124,10 +124,8 @@ class DecodeRank(Rank["RoomReceiver"]):
             RankDraining: On entry: the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
         """
-        parts = self._wanted(tokens, pages)
+        parts = self._wanted(tokens, pages, digest=bool(digest))
         tables = check_parts(parts, self.layout, distinct=True)
-        if digest:
-            check_digestible(self.layout)
         timeout_s = self.config.timeouts.transfer_s if timeout_s is None else timeout_s
         check_duration("timeout_s", timeout_s)
         num_ranks = check_count("num_ranks", self.config.num_ranks if num_ranks is None else num_ranks)
@@ -145,7 +143,9 @@ class DecodeRank(Rank["RoomReceiver"]):
         )
         return RoomReceiver(self, wish, digest)
 
-    def _wanted(self, tokens: TokenRange, pages: Mapping[str, Pages]) -> dict[str, Part]:
+    def _wanted(self, tokens: TokenRange, pages: Mapping[str, Pages], *, digest: bool) -> dict[str, Part]:
+        if digest:
+            check_digestible(self.layout)
         unsaid = [component.name for component in self.layout.components if component.name not in pages]
         if unsaid:
             raise PlanError("pages must be given for each component, or None", missing=unsaid, given=sorted(pages))
