@@ -260,7 +260,7 @@ CASES: Final[dict[str, tuple[Disturb, SideName]]] = {
 def _note(pair: _Pair, ended: Report, disturbed_s: float) -> bool:
     """Note how long the survivor took to know; False if its transfer had ended before."""
     _check_bytes(pair, ended)
-    if not ended["reason"]:
+    if not ended["reason"] or ended["at_s"] < disturbed_s:
         return False
     pair.known_ms.append((ended["at_s"] - disturbed_s) * 1e3)
     return True

@@ -51,22 +51,26 @@ class PagePool:
         return pages
 
     def give_back(self, transfer: AnyTransfer, pages: list[int]) -> None:
-        """Give the pages of an ended transfer back, now or as soon as they are safe."""
+        """Give the pages of an ended transfer back; `take_back` says when they are safe."""
         self._held.remove(pages)
         self._ended.append((transfer, pages))
-        self.sweep()
 
-    def sweep(self) -> None:
-        """Take back what has become safe."""
-        quarantined = []
-        for transfer, pages in self._ended:
-            if transfer.memory is kvflow.Memory.SAFE:
-                for layer in self._layers:
-                    layer[pages] = UNTOUCHED
-                self._free += pages
-            else:
-                quarantined.append((transfer, pages))
-        self._ended = quarantined
+    def take_back(self) -> list[list[int]]:
+        """Give the pages that have become safe; they are held until they have been wiped and freed."""
+        safe = [entry for entry in self._ended if entry[0].memory is kvflow.Memory.SAFE]
+        self._ended = [entry for entry in self._ended if entry not in safe]
+        self._held += [pages for _, pages in safe]
+        return [pages for _, pages in safe]
+
+    def wipe(self, pages: list[int]) -> None:
+        """Make pages look like nobody had written to them. Takes long."""
+        for layer in self._layers:
+            layer[pages] = UNTOUCHED
+
+    def free(self, pages: list[int]) -> None:
+        """Let others have pages that were wiped."""
+        self._held.remove(pages)
+        self._free += pages
 
     def account(self) -> Account:
         """Where all pages are."""
@@ -74,19 +78,19 @@ class PagePool:
         return Account(len(self._free), held, sum(len(pages) for _, pages in self._ended), self._num_pages)
 
     def write(self, room: int, first: int, pages: Sequence[int]) -> None:
-        """Compute pages: each gets the name of its room, layer and token, all over."""
+        """Compute pages: each gets the name of its room, layer and token, all over. Takes long."""
         for number, layer in enumerate(self._layers):
             layer[pages] = _names(room, number, first, len(pages))[:, None]
 
     def is_written(self, room: int, pages: Sequence[int]) -> bool:
-        """Every byte of some pages is what `write` puts there from token 0 on."""
+        """Every byte of some pages is what `write` puts there from token 0 on. Takes long."""
         return all(
             bool((layer[pages] == _names(room, number, 0, len(pages))[:, None]).all())
             for number, layer in enumerate(self._layers)
         )
 
     def is_free_untouched(self) -> bool:
-        """Nobody has written to a free page."""
+        """Nobody has written to a free page. Takes long."""
         return all(bool((layer[self._free] == UNTOUCHED).all()) for layer in self._layers)
 
 

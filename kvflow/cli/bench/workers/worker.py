@@ -7,11 +7,12 @@ times on the machine's monotonic clock, which all processes of a machine share.
 import os
 import resource
 import sys
+import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -31,6 +32,8 @@ SETTLE_S = 20.0
 
 LOOK_S = 0.001
 
+Result = TypeVar("Result")
+
 
 class _Known(NamedTuple):
     """When the engine knew how a transfer ended, and on decode whether every byte is the one that was sent."""
@@ -47,6 +50,7 @@ class Worker:
         self._line = line
         self._pool = PagePool(options, seed=os.getpid())
         self._scopes: dict[int, anyio.CancelScope] = {}
+        self._limiter = anyio.CapacityLimiter(1)
         timeouts = kvflow.Timeouts(lease_s=options.lease_s)
         backend_options = {"ends_with_process": True} if options.same_host and options.backend == "nixl" else {}
         common: dict[str, Any] = {
@@ -111,6 +115,7 @@ class Worker:
         del self._scopes[room]
         left_at_s = time.monotonic()
         self._pool.give_back(transfer, pages)
+        await self._sweep()
         self._line.report(
             "ended",
             room=room,
@@ -130,7 +135,7 @@ class Worker:
             with _stamped():
                 for start in range(0, self._options.tokens, step):
                     stop = min(start + step, self._options.tokens)
-                    self._pool.write(room, start, pages[start:stop])
+                    await self._beside(self._pool.write, room, start, pages[start:stop])
                     chunk = {"kv": pages[start:stop]}
                     if stop == self._options.tokens:
                         await sender.finish((start, stop), chunk)
@@ -160,17 +165,28 @@ class Worker:
             with _stamped():
                 await receiver.done()
             at_s = time.monotonic()
-        return _Known(at_s, self._pool.is_written(room, pages))
+        return _Known(at_s, await self._beside(self._pool.is_written, room, pages))
 
     async def _settle(self) -> None:
         """Wait until nothing is open, held back or under way, and say how this worker is."""
         with anyio.move_on_after(SETTLE_S):
-            while not self._is_settled():  # noqa: ASYNC110 - what is waited for is counts, which tell nobody
+            while not self._is_settled():
+                await self._sweep()
                 await anyio.sleep(LOOK_S)
-        self._line.report("account", room=0, **self._account())
+        is_untouched = await self._beside(self._pool.is_free_untouched)
+        self._line.report("account", room=0, is_untouched=is_untouched, **self._account())
+
+    async def _sweep(self) -> None:
+        """Take back what has become safe."""
+        for pages in self._pool.take_back():
+            await self._beside(self._pool.wipe, pages)
+            self._pool.free(pages)
+
+    async def _beside(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Do what takes long beside the event loop: a rank whose loop is blocked is taken for dead."""
+        return await anyio.to_thread.run_sync(work, *arguments, limiter=self._limiter)
 
     def _is_settled(self) -> bool:
-        self._pool.sweep()
         statistics = self._rank.statistics()
         account = self._pool.account()
         is_open = statistics.rooms or statistics.queued_chunks or statistics.posted or statistics.waiting_grants
@@ -182,14 +198,19 @@ class Worker:
         return {
             "pages": account._asdict(),
             "is_settled": self._is_settled(),
-            "is_untouched": self._pool.is_free_untouched(),
             "peers": statistics.peers,
             "quarantined_pages": account.quarantined,
             "oddities": statistics.oddities,
             "fds": len(list(Path("/proc/self/fd").iterdir())),
-            "threads": len(list(Path("/proc/self/task").iterdir())),
+            "threads": _num_threads(),
             "rss_mb": _resident_bytes() / 1e6,
         }
+
+
+def _num_threads() -> int:
+    """Threads of this process, without those that anyio keeps for a while after each use."""
+    lent = [thread for thread in threading.enumerate() if thread.name == "AnyIO worker thread"]
+    return len(list(Path("/proc/self/task").iterdir())) - len(lent)
 
 
 def _resident_bytes() -> int:
