@@ -152,6 +152,22 @@ async def test_what_was_written_to_a_process_that_hangs_lingers_and_lands_when_i
         ]
 
 
+async def test_closing_stops_what_a_hung_process_holds_up_and_says_what_may_still_land() -> None:
+    async with open_source() as source, open_peer() as peer:
+        await source.backend.connect(peer.name, peer.metadata)
+        peer.process.send_signal(signal.SIGSTOP)
+        for post_id in range(6):  # the first four fill the window, the others do not begin
+            source.backend.post(post_id, peer.name, peer.all_of(source), b"")
+        await source.close()
+        after = {end.post_id: (end.error is None, end.lingers) for end in source.ends()}
+        assert after == dict.fromkeys(range(4), (False, True)) | dict.fromkeys((4, 5), (False, False))
+        source.memory[:] = FILL + 1
+        peer.process.send_signal(signal.SIGCONT)
+        while not await peer.count(FILL):
+            pass
+        assert await peer.count(FILL + 1) == 0
+
+
 def port_of(listener: anyio.abc.Listener[anyio.abc.SocketStream]) -> int:
     return listener.extra(anyio.abc.SocketAttribute.local_port)  # noqa: S610 - not Django's
 

@@ -148,12 +148,12 @@ class Agent:
                 self.poll()
                 time.sleep(CLOSE_POLL_S)
         finally:
-            stopped = [post_id for line in [*self._lines.values(), *self._departed] for post_id in line.unended]
+            stopped = [post for line in [*self._lines.values(), *self._departed] for post in line.unended]
             self._lines.clear()
             self._departed.clear()
             for engine in self._engines:
                 engine.close()
-            self._emit([PostEnded(post_id, "stopped by closing the endpoint", lingers=True) for post_id in stopped])
+            self._emit([_stopped(post) for post in stopped])
 
     def _start_engine(self) -> WritingEngine:
         engine = self._start(self.cell)
@@ -178,3 +178,9 @@ class Agent:
         for engine in [one for one in self._engines if one is not self._sender and not one.num_users]:
             self._engines.remove(engine)
             engine.close()
+
+
+def _stopped(post: Post) -> PostEnded:
+    """The end of a post whose engine was destroyed: what was under way may still lie in the peer's buffers."""
+    lingers = post.lingers or post.num_running > 0
+    return PostEnded(post.post_id, post.error or "stopped by closing the endpoint", lingers)
