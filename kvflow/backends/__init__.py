@@ -10,6 +10,7 @@ from kvflow.errors import ConfigError
 __all__ = ["Backend", "create_backend"]
 
 BUILT_IN: Final = {
+    "ascend": ("kvflow.backends.ascend", "AscendBackend"),
     "memory": ("kvflow.backends.memory", "MemoryBackend"),
     "mooncake": ("kvflow.backends.mooncake", "MooncakeBackend"),
     "nixl": ("kvflow.backends.nixl", "NixlBackend"),
