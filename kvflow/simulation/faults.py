@@ -20,6 +20,7 @@ class Faults:
         partitions: Times that a link carries nothing for a while, one way or both.
         slow_write: Chance that a write takes up to two seconds, landing in pieces.
         failed_write: Chance that a write fails after a part of it.
+        lingering_write: Chance that bytes of a write that has failed go on landing after its end.
         doubtful_write: Chance that a write is reported as doubtful while its bytes go on landing.
         refused_write: Chance that the transport does not take a write.
         corrupt_write: Chance that a bit of a write changes on the way, if there are digests that can tell.
@@ -47,6 +48,7 @@ class Faults:
     partitions: int = 0
     slow_write: float = 0.0
     failed_write: float = 0.0
+    lingering_write: float = 0.0
     doubtful_write: float = 0.0
     refused_write: float = 0.0
     corrupt_write: float = 0.0
@@ -78,6 +80,7 @@ CHANCES = {
     "reorder": 0.3,
     "slow_write": 0.5,
     "failed_write": 0.15,
+    "lingering_write": 1.0,
     "doubtful_write": 0.15,
     "refused_write": 0.05,
     "corrupt_write": 0.2,

@@ -211,6 +211,7 @@ class Host(abc.ABC):
     def _end(self) -> None:
         self.is_alive = False
         self.world.lives.pop(agent_name(self.me), None)
+        self.world.plane.process_ended(self)
         self._deferred.clear()
         self.is_stalling = False
         self._wake_waiting()

@@ -9,8 +9,9 @@ from kvflow.simulation.requests import Receiving, Request, Sending
 from kvflow.simulation.shapes import KV, STATE, routes_to
 from kvflow.stages.submit import agent_name
 from kvflow.state import effects as ef
+from kvflow.state.events import DeliveryId
 from kvflow.state.tables import Memory, Outcome
-from kvflow.wire.messages import RankId
+from kvflow.wire.messages import PeerId, RankId
 
 if TYPE_CHECKING:
     from kvflow.simulation.host import Host
@@ -185,11 +186,19 @@ class Oracle:
         self._check_agreement()
 
     def is_excused(self, transfer: Sending | Receiving) -> bool:
-        """Say whether pages may stay in quarantine: only if a process that could write to them is gone for good."""
-        if isinstance(transfer, Sending) or self._world.is_fenced:
+        """Say whether pages may stay in quarantine: only if nobody can prove any more that nothing lands in them."""
+        if isinstance(transfer, Sending):
             return False
         ranks = transfer.host.core.receivers.receivers[transfer.generation].ranks.values()
-        return any(not rank.state.is_quiet and agent_name(rank.peer) not in self._world.lives for rank in ranks)
+        return any(self._is_unprovable(transfer, rank.peer) for rank in ranks if not rank.state.is_quiet)
+
+    def _is_unprovable(self, receiving: Receiving, writer: PeerId) -> bool:
+        """Its process is gone and its transport proves nothing by that, or it lives and something of it lingered."""
+        host = self._world.lives.get(agent_name(writer))
+        if host is None:
+            return not self._world.is_fenced
+        delivery = DeliveryId(receiving.request.room, receiving.host.me, receiving.generation)
+        return delivery in self._world.plane.lingered
 
     def _check_agreement(self) -> None:
         """If all of decode has everything, prefill says so too, unless it has an excuse."""

@@ -259,7 +259,7 @@ class PrefillHost(Host):
             "page tables": len(self._planning._tables),
             "plans": len(self._submit._waiting),
             "posts": self._submit.num_posted,
-            "released posts": len(senders.unproved),
+            "released posts": sum(delivery.has_posts for delivery in senders.unproved),
         }
 
 

@@ -52,12 +52,13 @@ class Write:
         lease: Source pages.
         pieces: What has not landed.
         corrupts: A bit of it changes on the way.
-        captured: What has left the sender's memory, in case it died.
+        captured: What has left the sender's memory, in case it died or the write lingers.
+        has_ended: Its end has been told, though bytes of it may go on landing.
     """
 
     __slots__ = (
-        "captured", "corrupts", "delivery", "error", "fails_at", "has_doubt", "is_over", "lease", "notice", "number",
-        "pace_s", "peer", "pieces", "post_id", "sender",
+        "captured", "corrupts", "delivery", "error", "fails_at", "has_doubt", "has_ended", "is_over", "lease", "notice",
+        "number", "pace_s", "peer", "pieces", "post_id", "sender",
     )  # fmt: skip
 
     def __init__(self, sender: "Host", post_id: int, delivery: DeliveryId, lease: Lease) -> None:
@@ -74,6 +75,7 @@ class Write:
         self.fails_at = -1
         self.pace_s = QUICK_S
         self.has_doubt = False
+        self.has_ended = False
         self.corrupts = False
         self.is_over = False
 
@@ -189,6 +191,7 @@ class DataPlane:
 
     Attributes:
         is_prompt: Writes land at once and whole, unless a fault is drawn.
+        lingered: Deliveries of which bytes went on landing after the end of their writes.
     """
 
     def __init__(self, world: "World") -> None:
@@ -196,6 +199,7 @@ class DataPlane:
         self.is_prompt = False
         self._num_writes = 0
         self._active: dict[int, Write] = {}
+        self.lingered: dict[DeliveryId, None] = {}
         self.hold_write: Callable[[Write], bool] | None = None
         self.hold_notice: Callable[[Write, Host], bool] | None = None
         self.when_started: list[Callable[[Write], None]] = []
@@ -257,7 +261,7 @@ class DataPlane:
             stalled.when_awake.append(lambda: self.step(write))
             return
         if write.fails_at == 0:
-            self._end(write, "scripted failure")
+            self._fail(write)
             return
         target = world.lives.get(write.peer)
         if target is None:
@@ -302,6 +306,9 @@ class DataPlane:
         return [bytes(pool.memory[src - base : src - base + length]) for src, _, length in piece]
 
     def _complete(self, write: Write, target: "Host") -> None:
+        if write.has_ended:
+            self.stop(write)
+            return
         if write.notice and not (self.hold_notice is not None and self.hold_notice(write, target)):
             self._deliver_notice(write, target)
         self._end(write, None)
@@ -326,6 +333,27 @@ class DataPlane:
         write.pace_s = STUCK_S * self._world.rng.random() / (len(write.pieces) + 1)
         self._tell_sender(write, PostInDoubt(write.post_id, "scripted doubt"))
 
+    def _fail(self, write: Write) -> None:
+        """End a write that fails; what of it has left the sender's memory may go on landing."""
+        faults, rng = self._world.faults, self._world.rng
+        if not write.pieces or rng.random() >= faults.lingering_write:
+            self._end(write, "scripted failure")
+            return
+        self._world.count("lingering write")
+        self.lingered[write.delivery] = None
+        self._capture(write)
+        write.fails_at = -1
+        write.has_ended = True
+        write.sender.backend.writes.pop(write.post_id, None)
+        self._tell_sender(write, PostEnded(write.post_id, "scripted failure", lingers=True))
+        self._next(write)
+
+    def _capture(self, write: Write) -> None:
+        write.pace_s = SLOW_S * self._world.rng.random() / (len(write.pieces) + 1)
+        for piece in write.pieces:
+            self._world.oracle.check_source(write, piece)
+        write.captured = [self._read(write, piece) for piece in write.pieces]
+
     def _die_out(self, write: Write) -> None:
         """The target is gone, so nothing can land; the transport finds out late, perhaps after a doubt."""
         write.fails_at = 0
@@ -336,6 +364,8 @@ class DataPlane:
 
     def _end(self, write: Write, error: str | None) -> None:
         self.stop(write)
+        if write.has_ended:
+            return
         write.sender.backend.writes.pop(write.post_id, None)
         self._tell_sender(write, PostEnded(write.post_id, error))
 
@@ -364,10 +394,13 @@ class DataPlane:
             self.stop(write)
             return
         self._world.count("write of the dead")
-        write.pace_s = SLOW_S * rng.random() / (len(write.pieces) + 1)
-        for piece in write.pieces:
-            self._world.oracle.check_source(write, piece)
-        write.captured = [self._read(write, piece) for piece in write.pieces]
+        self._capture(write)
+
+    def process_ended(self, host: "Host") -> None:
+        """Stop what lingers, where nothing outlives its process."""
+        if self._world.is_fenced:
+            for write in [one for one in self._active.values() if one.sender is host and one.has_ended]:
+                self.stop(write)
 
 
 def cut(segments: list[Segment], where: float) -> list[list[Segment]]:

@@ -224,6 +224,10 @@ def credit_is_not_given_back(patch: Patch) -> None:
     patch.setattr(Submit, "drop", drop)
 
 
+def free_source_pages_are_a_proof_for_the_destination(patch: Patch) -> None:
+    patch.setattr(sender.Delivery, "is_proved", property(lambda self: not self._posted))
+
+
 def cancels_are_not_said(patch: Patch) -> None:
     patch.setattr(receiver.Receiver, "_cancel", lambda self, _: self._received()[0].message)
 
@@ -253,6 +257,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     receivers_have_no_deadline,
     senders_have_no_deadline,
     credit_is_not_given_back,
+    free_source_pages_are_a_proof_for_the_destination,
     cancels_are_not_said,
     digests_are_believed,
 )
