@@ -44,6 +44,8 @@ QUIET_ENVIRONMENT: Final = {
     # Without these, NIXL and UCX print, NIXL an error for each post to a peer that has died.
     "NIXL_LOG_LEVEL": "FATAL",
     "UCX_LOG_LEVEL": "fatal",
+    # UCX would take SIGHUP for itself, and print everything it does from then on.
+    "UCX_DEBUG_SIGNO": "0",
 }
 
 ENGINE_CONFIG: Final = "MM_ERROR_HANDLING=y,CMA_ERROR_HANDLING=y"

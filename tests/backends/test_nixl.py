@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -240,6 +241,8 @@ async def test_nothing_is_left_after_close() -> None:
     assert held()[1] <= num_files
 
 
+HANG_UP = "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"
+
 PROGRAM = """
 import anyio
 from tests.backends.endpoints import copies, open_endpoints
@@ -256,7 +259,9 @@ anyio.run(main)
 
 
 @pytest.mark.parametrize(
-    ("end", "code"), [("pass", 0), ("raise SystemExit(3)", 3), ("import sys; sys.exit(0)", 0)], ids=str
+    ("end", "code"),
+    [("pass", 0), ("raise SystemExit(3)", 3), ("import sys; sys.exit(0)", 0), (HANG_UP, -signal.SIGHUP)],
+    ids=str,
 )
 async def test_a_process_that_used_nixl_ends_as_it_wants_and_prints_nothing(end: str, code: int) -> None:
     root = Path(__file__).parents[2]
