@@ -40,8 +40,9 @@ ORDERS = list(itertools.permutations(["prefill", "decode", "registry"]))
 async def test_every_order_in_one_task(backend: str, order: tuple[str, ...]) -> None:
     registry = kvflow.Registry()
     await registry.__aenter__()
-    prefill = kvflow.PrefillRank(prefill_config(registry.endpoint, backend=backend), make_pool().layout)
-    decode = kvflow.DecodeRank(decode_config(registry.endpoint, backend=backend), make_pool().layout)
+    source, target = make_pool(), make_pool()  # whoever drops a pool frees memory that is written to
+    prefill = kvflow.PrefillRank(prefill_config(registry.endpoint, backend=backend), source.layout)
+    decode = kvflow.DecodeRank(decode_config(registry.endpoint, backend=backend), target.layout)
     await prefill.__aenter__()
     await decode.__aenter__()
     async with anyio.create_task_group() as tasks:

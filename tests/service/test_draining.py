@@ -168,9 +168,10 @@ async def test_only_an_open_rank_can_be_drained() -> None:
 
 
 async def test_a_process_that_is_told_to_end_finishes_its_transfer_first() -> None:
+    pool = make_pool()
     async with (
         kvflow.Registry() as registry,
-        kvflow.DecodeRank(decode_config(registry.endpoint, backend="nixl"), make_pool().layout) as decode,
+        kvflow.DecodeRank(decode_config(registry.endpoint, backend="nixl"), pool.layout) as decode,
         prefill_process(registry.endpoint, 0) as prefill,
         anyio.create_task_group() as tasks,
     ):

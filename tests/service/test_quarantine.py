@@ -1,0 +1,243 @@
+"""Pages in quarantine as engines and operators see them; peers that fail again and again, or are gone for good."""
+
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+import kvflow
+from kvflow.backends.base import Capabilities
+from kvflow.backends.nixl import NixlBackend
+from kvflow.config import Limits, Timeouts
+from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, TransferFailed
+from kvflow.state.tables import Memory
+from tests.support.failures import catch, undisturbed
+from tests.support.instances import Deployment, Request, decode_config, deploy, make_pool, prefill_config
+from tests.support.ports import unused_port
+from tests.support.prefill_client import hand_over, prefill_process
+from tests.support.prefill_process import PAGES, TOKENS
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+QUICK_DRAIN = Timeouts(drain_s=0.1, lease_s=2.0)
+
+
+async def doubt(deployment: Deployment, room: int, num_tokens: int = 8) -> Request:
+    """A transfer of which nobody can tell whether its write has ended."""
+    request = deployment.request(room, num_tokens)
+    deployment.faults[0].plan.append("doubt")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(catch, request.send)
+        tasks.start_soon(catch, request.receive)
+    return request
+
+
+async def test_a_full_quarantine_admits_nothing_until_an_operator_releases_it() -> None:
+    """Each transfer holds two pages of four tokens on either side."""
+    async with deploy(timeouts=QUICK_DRAIN, limits=Limits(quarantined_pages=4)) as deployment:
+        prefill, decode = deployment.prefill[0], deployment.decode[0]
+        for room in (1, 2):
+            await doubt(deployment, room)
+        assert sorted(transfer.room for transfer in prefill.quarantined()) == [1, 2]
+        assert sorted(transfer.room for transfer in decode.quarantined()) == [1, 2]
+        other = deployment.request(3, 8)
+        with pytest.raises(CapacityExceeded, match="quarantine") as on_prefill:
+            await other.send()
+        with pytest.raises(CapacityExceeded, match="quarantine") as on_decode:
+            await other.receive()
+        for refused in (on_prefill, on_decode):
+            assert refused.value.values == {"transfers": 2, "pages": 4, "num_bytes": 4 * 4 * 192}
+        for rank in (prefill, decode):
+            (first, _) = rank.quarantined()
+            rank.release(first)  # type: ignore[arg-type]
+            assert first.memory is Memory.SAFE
+            assert len(rank.quarantined()) == 1
+        await other.hand_over()
+        other.assert_arrived()
+
+
+async def test_bytes_fill_the_quarantine_as_well() -> None:
+    async with deploy(timeouts=QUICK_DRAIN, limits=Limits(quarantined_bytes=2 * 4 * 192)) as deployment:
+        await doubt(deployment, 1)
+        with pytest.raises(CapacityExceeded):
+            await deployment.request(2, 8).send()
+
+
+async def test_a_release_is_for_what_is_in_quarantine_and_happens_once() -> None:
+    async with deploy(timeouts=QUICK_DRAIN) as deployment:
+        decode = deployment.decode[0]
+        await doubt(deployment, 1)
+        (receiver,) = decode.quarantined()
+        decode.release(receiver)
+        with pytest.raises(LocalProtocolError, match="not in quarantine"):
+            decode.release(receiver)
+        async with deployment.request(2, 8).receiver() as held:
+            with pytest.raises(LocalProtocolError, match="not in quarantine"):
+                decode.release(held)
+        assert decode.statistics().quarantined == 0
+
+
+async def test_releasing_source_pages_proves_nothing_to_the_decode_rank() -> None:
+    async with deploy(timeouts=Timeouts(drain_s=0.1, lease_s=0.6)) as deployment:
+        request = deployment.request(1, 4)
+        faults, prefill, decode = deployment.faults[0], deployment.prefill[0], deployment.decode[0]
+        faults.hold()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(catch, request.send)
+            async with request.receiver() as receiver:
+                await until(lambda: faults.posted)
+        prefill.release(prefill.quarantined()[0])
+        await anyio.sleep(1.0)  # the decode rank asks again meanwhile; an answer would be wrong
+        assert decode.quarantined() == [receiver]
+        faults.release()
+        await until(lambda: receiver.memory is Memory.SAFE)
+        assert request.num_written() == 4 * 192
+        await undisturbed(deployment)
+
+
+async def test_the_end_of_a_write_in_doubt_frees_both_sides() -> None:
+    """Closing the prefill rank fences its transport."""
+    async with deploy(timeouts=QUICK_DRAIN) as deployment:
+        await doubt(deployment, 1)
+        await deployment.close(deployment.prefill[0])
+        assert deployment.prefill[0].quarantined() == []
+        await until(lambda: not deployment.decode[0].quarantined())
+
+
+async def test_what_is_in_quarantine_when_its_rank_is_closed_can_still_be_released() -> None:
+    async with deploy(timeouts=QUICK_DRAIN) as deployment:
+        decode = deployment.decode[0]
+        await doubt(deployment, 1)
+        (receiver,) = decode.quarantined()
+        await deployment.close(decode)
+        assert decode.quarantined() == [receiver]
+        decode.release(receiver)
+        assert (receiver.memory, decode.quarantined()) == (Memory.SAFE, [])
+
+
+# Peers that fail ---------------------------------------------------------------------------------------------------
+
+
+async def try_once(decode: kvflow.DecodeRank) -> FailureReason | None:
+    """Receive a room; say why it failed, if it did."""
+    try:
+        async with decode.receive(1, prefill="prefill", tokens=(0, 4), pages={"kv": [1]}) as receiver:
+            await receiver.done()
+    except TransferFailed as failed:
+        return failed.reason
+    return None
+
+
+async def test_an_instance_that_never_answers_is_avoided_and_heals() -> None:
+    source, target = make_pool(), make_pool()
+    timeouts = Timeouts(handshake_s=0.6, lease_s=2.0)
+    async with (
+        kvflow.Registry() as registry,
+        kvflow.DecodeRank(decode_config(registry.endpoint, timeouts=timeouts), target.layout) as decode,
+    ):
+        reasons = [await try_once(decode) for _ in range(5)]
+        assert reasons == [FailureReason.UNREACHABLE] * 3 + [FailureReason.PEER_FAILING] * 2
+        async with kvflow.PrefillRank(prefill_config(registry.endpoint), source.layout) as prefill:
+
+            async def send() -> None:
+                async with prefill.send(1) as sender:
+                    await sender.finish((0, 4), {"kv": [1]})
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(send)
+                reason: FailureReason | None = FailureReason.PEER_FAILING
+                while reason is FailureReason.PEER_FAILING:
+                    await anyio.sleep(0.05)
+                    reason = await try_once(decode)
+                assert reason is None, "the probe after the pause succeeds"
+
+
+async def test_a_decode_rank_to_which_writes_fail_greets_anew_and_the_next_transfer_passes() -> None:
+    async with deploy(timeouts=Timeouts(lease_s=2.0, drain_s=0.5)) as deployment:
+        prefill, decode = deployment.prefill[0], deployment.decode[0]
+        for room in (1, 2, 3):
+            request = deployment.request(room, 4)
+            deployment.faults[0].plan.append("fail")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(catch, request.send)
+                tasks.start_soon(catch, request.receive)
+            await anyio.sleep(0.55)  # failures at one moment count as one
+        await until(lambda: (prefill.statistics().peers, decode.statistics().peers) == (0, 0))
+        await anyio.sleep(1.0)  # the decode rank's own pause
+        await undisturbed(deployment)
+        assert prefill.statistics().peers == 1
+
+
+# Processes that are gone -------------------------------------------------------------------------------------------
+
+
+class EndsWithProcess(NixlBackend):
+    """As NIXL over shared memory or TCP of one host: a dead process writes no more."""
+
+    capabilities = Capabilities(
+        in_band_notices=NixlBackend.capabilities.in_band_notices,
+        memory_kinds=NixlBackend.capabilities.memory_kinds,
+        ends_with_process=True,
+    )
+
+
+@asynccontextmanager
+async def decode_rank(registry: str) -> AsyncIterator[kvflow.DecodeRank]:
+    pool = make_pool()
+    settings = decode_config(registry, backend="nixl", timeouts=Timeouts(lease_s=1.0, drain_s=0.3))
+    async with kvflow.DecodeRank(settings, pool.layout, EndsWithProcess()) as decode:
+        yield decode
+
+
+@pytest.mark.parametrize("is_port_fixed", [False, True], ids=["another port", "same port"])
+async def test_death_of_a_prefill_process_ends_the_quarantine_without_a_new_room(is_port_fixed: bool) -> None:
+    port = unused_port() if is_port_fixed else 0
+    async with kvflow.Registry() as registry, decode_rank(registry.endpoint) as decode:
+        async with prefill_process(registry.endpoint, port) as first:
+            receiver = decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
+
+            async def receive() -> None:
+                async with receiver:
+                    await receiver.done()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(catch, receive)
+                await first.send("1")
+                await first.expect("half")
+                await until(lambda: receiver._num_noted)
+                first.process.kill()
+            assert receiver.failure is not None
+            assert receiver.failure.reason is FailureReason.PEER_LOST
+        async with prefill_process(registry.endpoint, port) as second:
+            await until(lambda: receiver.memory is Memory.SAFE)
+            assert decode.quarantined() == []
+            await hand_over(decode, second, 2)
+
+
+async def test_a_process_that_hangs_is_not_taken_for_dead() -> None:
+    """Its port answers: its host does that. Only when it is killed the pages are free."""
+    async with (
+        kvflow.Registry() as registry,
+        decode_rank(registry.endpoint) as decode,
+        prefill_process(registry.endpoint, 0) as first,
+    ):
+        receiver = decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
+
+        async def receive() -> None:
+            async with receiver:
+                await receiver.done()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(catch, receive)
+            await first.send("1")
+            await first.expect("half")
+            await until(lambda: receiver._num_noted)
+            first.process.send_signal(signal.SIGSTOP)
+        hung = receiver.memory
+        await anyio.sleep(1.5)  # it is probed meanwhile
+        assert (hung, receiver.memory) == (Memory.QUARANTINED, Memory.QUARANTINED)
+        first.process.kill()
+        await until(lambda: receiver.memory is Memory.SAFE)

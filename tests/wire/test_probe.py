@@ -1,0 +1,118 @@
+"""Asking a host whether anybody listens: only a refusal says that nobody does."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
+import pytest
+
+from kvflow.wire.channel import Listener
+from kvflow.wire.probe import is_refused
+from tests.support.ports import unused_port
+
+pytestmark = pytest.mark.anyio
+
+ANSWERS_S = 5.0
+"""Time for a host that answers; no test waits for it to pass."""
+
+
+def has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as asked:
+        try:
+            asked.bind(("::1", 0))
+        except OSError:
+            return False
+        return True
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
+
+
+@contextmanager
+def listening(host: str = "127.0.0.1", family: int = socket.AF_INET, backlog: int = 16) -> Iterator[int]:
+    with socket.socket(family) as listener:
+        listener.bind((host, 0))
+        listener.listen(backlog)
+        port: int = listener.getsockname()[1]
+        yield port
+
+
+@contextmanager
+def full(port: int) -> Iterator[None]:
+    """Connections that nobody accepts, until the host takes no more: it says nothing then, as one that is cut off."""
+    waiting: list[socket.socket] = []
+    try:
+        while True:
+            line = socket.socket()
+            waiting.append(line)
+            line.settimeout(0.2)
+            line.connect(("127.0.0.1", port))
+    except TimeoutError:
+        yield
+    finally:
+        for line in waiting:
+            line.close()
+
+
+async def test_a_port_without_a_listener_is_refused() -> None:
+    assert await is_refused(f"tcp://127.0.0.1:{unused_port()}", ANSWERS_S)
+
+
+async def test_a_port_that_was_closed_just_now_is_refused() -> None:
+    with listening() as port:
+        assert not await is_refused(f"tcp://127.0.0.1:{port}", ANSWERS_S)
+    assert await is_refused(f"tcp://127.0.0.1:{port}", ANSWERS_S)
+
+
+async def test_a_bound_port_on_which_nobody_listens_is_refused(free_port: int) -> None:
+    assert await is_refused(f"tcp://127.0.0.1:{free_port}", ANSWERS_S)
+
+
+async def test_a_control_socket_is_not_refused_and_works_on() -> None:
+    listener = Listener("tcp://127.0.0.1:0")
+    for _ in range(3):
+        assert not await is_refused(listener.endpoint, ANSWERS_S)
+    listener.close()
+
+
+async def test_a_process_that_accepts_nothing_is_not_refused() -> None:
+    """A stopped process looks like that: the host still answers for it."""
+    with listening() as port:
+        assert not await is_refused(f"tcp://127.0.0.1:{port}", ANSWERS_S)
+
+
+async def test_silence_says_nothing() -> None:
+    with listening(backlog=0) as port, full(port):
+        assert not await is_refused(f"tcp://127.0.0.1:{port}", 0.1)
+
+
+@needs_ipv6
+async def test_addresses_of_both_kinds() -> None:
+    with listening("::1", socket.AF_INET6) as port:
+        assert not await is_refused(f"tcp://[::1]:{port}", ANSWERS_S)
+    assert await is_refused(f"tcp://[::1]:{port}", ANSWERS_S)
+
+
+@needs_ipv6
+async def test_a_name_is_refused_only_if_every_address_of_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def both(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        ends = [(socket.AF_INET6, ("::1", port)), (socket.AF_INET, ("127.0.0.1", port))]
+        return [(family, socket.SOCK_STREAM, 6, "", address) for family, address in ends]
+
+    monkeypatch.setattr("anyio._core._sockets.getaddrinfo", both)
+    with listening("::1", socket.AF_INET6) as port:
+        assert not await is_refused(f"tcp://prefill-host:{port}", ANSWERS_S)
+    assert await is_refused(f"tcp://prefill-host:{port}", ANSWERS_S)
+
+
+async def test_a_host_that_has_no_address_is_not_refused() -> None:
+    assert not await is_refused("tcp://nobody.invalid:7100", ANSWERS_S)
+
+
+async def test_an_address_that_cannot_be_reached_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise OSError("all connection attempts failed") from OSError("no route to host")
+
+    monkeypatch.setattr(anyio, "connect_tcp", fail)
+    assert not await is_refused("tcp://127.0.0.1:7100", ANSWERS_S)
