@@ -266,7 +266,7 @@ class Core:
         self.deadlines.clear(Oblivion(peer_id))
         self._breakers.pop(peer_id, None)
         effects = self._fail_all_with(peer_id, failure, now)
-        self.senders.acquaintances.forget(peer_id)
+        self.senders.acquaintances.forget(peer_id, failure)
         return [*effects, ForgetPeer(peer_id)]
 
     def _fail_all_with(self, peer: PeerId, failure: Failure, now: float) -> list[Effect]:

@@ -94,6 +94,7 @@ class Senders:
         No room will be opened any more if there is a reason for `leaving`.
         """
         delivery_id = DeliveryId(grant.room, peer, grant.generation)
+        self.acquaintances.asked(peer, grant.generation)
         delivery = self._find(delivery_id)[1] or self.unproved.find(delivery_id)
         if delivery is not None:
             return delivery.repeat()
@@ -317,7 +318,8 @@ class Senders:
         ending = self.acquaintances.ending(peer, grant.generation)
         is_owed = any(name in grant.ranges for name in self.acquaintances.owed(peer))
         if ending is None and is_owed:
-            failure = self._error(FailureReason.PROTOCOL, "the grant is older than what is remembered")
+            too_old = self._error(FailureReason.PROTOCOL, "the grant is older than what is remembered")
+            failure = self.acquaintances.parting(peer, grant.generation) or too_old
         elif ending is None or ending.failure is None:  # a rank that owes nothing may be asked long after its part
             return []
         else:
@@ -331,7 +333,9 @@ class Senders:
         for delivery in sender.deliveries.values():
             self.acquaintances.end(delivery.id, delivery.failure)
         if sender.failure is not None:
-            self._tombstones[sender.room] = _Tombstone(sender.failure, dict.fromkeys(sender.deliveries))
+            self._tombstones[sender.room] = _Tombstone(
+                sender.failure, dict.fromkeys(sender.deliveries)
+            )
         while len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
 
