@@ -15,7 +15,7 @@ from kvflow.state.sender import Delivery, Sender, drained, failed
 from kvflow.state.tables import Memory, Signal
 from kvflow.state.unproved import Unproved
 from kvflow.state.waiting import WaitingGrants
-from kvflow.wire.messages import Cancel, Failure, Grant, PeerId, Received
+from kvflow.wire.messages import Cancel, Failure, Grant, PeerId, RankId, Received
 
 __all__ = ["Senders"]
 
@@ -30,11 +30,11 @@ class _Tombstone(NamedTuple):
     """A room that has failed.
 
     Attributes:
-        told: Decode ranks that know; what they ask for next is another try.
+        told: Decode ranks that know, or whose former life did; what they ask for next is another try.
     """
 
     failure: Failure
-    told: dict[PeerId, None]
+    told: dict[RankId, None]
 
 
 class Senders:
@@ -114,8 +114,8 @@ class Senders:
         if kept is not None and kept.generation >= grant.generation:
             return []
         tombstone = self._tombstones.get(grant.room)
-        if tombstone is not None and peer not in tombstone.told:
-            tombstone.told[peer] = None
+        if tombstone is not None and peer.rank not in tombstone.told:
+            tombstone.told[peer.rank] = None
             return self.refuse(peer, grant, tombstone.failure)
         if len(self.waiting) >= self._limits.pending_grants:
             detail = f"{self._limits.pending_grants} grants wait for their rooms"
@@ -334,7 +334,7 @@ class Senders:
             self.acquaintances.end(delivery.id, delivery.failure)
         if sender.failure is not None:
             self._tombstones[sender.room] = _Tombstone(
-                sender.failure, dict.fromkeys(sender.deliveries)
+                sender.failure, dict.fromkeys(peer.rank for peer in sender.deliveries)
             )
         while len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]

@@ -210,6 +210,17 @@ def test_another_life_of_a_decode_rank_begins_with_its_first_generation(prefill:
     assert any(isinstance(effect, EnqueueChunk) for effect in prefill(WHOLE))
 
 
+def test_another_life_may_try_a_room_again_that_failed_with_the_former_one(prefill: CoreDriver) -> None:
+    prefill(ev.SendOpened(ROOM))
+    prefill.hear(DECODE, grant())
+    reborn = peer("decode", incarnation=2)
+    prefill.meet_decode(reborn)
+    assert prefill.core.is_idle, "the room has failed with the former life"
+    assert prefill.hear(reborn, grant()) == []
+    prefill(ev.SendOpened(ROOM))
+    assert any(isinstance(effect, EnqueueChunk) for effect in prefill(WHOLE))
+
+
 def test_endings_of_one_decode_rank_say_nothing_about_another(prefill: CoreDriver) -> None:
     other = peer("decode", 1)
     prefill.meet_decode(other)
