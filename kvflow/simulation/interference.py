@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvflow.simulation.script import ScenarioError
-from kvflow.simulation.transport import Write, cut
 from kvflow.simulation.world import World
+from kvflow.simulation.writes import Write, cut
 from kvflow.wire.codec import decode
 from kvflow.wire.messages import RankId
 

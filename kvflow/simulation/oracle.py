@@ -15,8 +15,8 @@ from kvflow.wire.messages import PeerId, RankId
 
 if TYPE_CHECKING:
     from kvflow.simulation.host import Host
-    from kvflow.simulation.transport import Segment, Write
     from kvflow.simulation.world import World
+    from kvflow.simulation.writes import Segment, Write
 
 __all__ = ["Oracle"]
 

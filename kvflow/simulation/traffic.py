@@ -6,8 +6,8 @@ from typing import Final
 from kvflow.errors import CapacityExceeded, LocalProtocolError, RankDraining
 from kvflow.simulation.faults import Faults
 from kvflow.simulation.requests import Receiving, Request, Sending
-from kvflow.simulation.transport import Write
 from kvflow.simulation.world import Instance, World
+from kvflow.simulation.writes import Write
 from kvflow.state.tables import Outcome
 from kvflow.wire.messages import RankId
 

@@ -17,7 +17,7 @@ from kvflow.simulation.prefill_host import PrefillHost
 from kvflow.simulation.requests import Receiving, Sending
 from kvflow.simulation.shapes import Model, Shape, layout_of
 from kvflow.simulation.story import is_chatter, tell_effect, tell_event
-from kvflow.simulation.transport import DataPlane
+from kvflow.simulation.writes import DataPlane
 from kvflow.stages.submit import agent_name
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
