@@ -184,6 +184,8 @@ class Senders:
 
     def is_doubted(self, delivery_id: DeliveryId) -> bool:
         """Say whether a post of a delivery was in doubt before it ended."""
+        if self.unproved.find(delivery_id) is not None:  # taken back by an operator, and it was in quarantine before
+            return True
         delivery = self._find(delivery_id)[1]
         return delivery is not None and delivery.state.memory is Memory.QUARANTINED
 
