@@ -207,7 +207,7 @@ class Senders:
                 effects += self._follow(sender, sender.stop(Signal.FAILED, failure), now)
         return effects
 
-    def release(self, room: int) -> list[Effect]:
+    def release(self, room: int, now: float) -> list[Effect]:
         """Take the pages of a room in quarantine back unproved.
 
         Raises:
@@ -216,7 +216,7 @@ class Senders:
         sender = self.rooms.get(room)
         if sender is None or sender.state.memory is not Memory.QUARANTINED:
             raise LocalProtocolError("room is not in quarantine", room=room)
-        return self._follow(sender, sender.release(), 0.0)
+        return self._follow(sender, sender.release(), now)
 
     def turn_away(self, failure: Failure) -> list[Effect]:
         """Tell everybody who waits for a room that none will come."""
