@@ -91,7 +91,7 @@ class Core:
             ev.SendOpened: self._send_opened,
             ev.ChunkOffered: lambda event, now: self.senders.offer(event.room, event.chunk, event.footprint, now),
             ev.SendAborted: lambda event, now: self.senders.abort(event.room, event.failure, now),
-            ev.PlanFinished: self._plan_finished,
+            ev.PlanFinished: self.senders.plan_finished,
             ev.PlanFailed: lambda event, now: self.senders.plan_failed(event.delivery, event.failure, now),
             ev.PostSettled: self._post_settled,
             ev.PostDoubted: self._post_doubted,
@@ -213,9 +213,6 @@ class Core:
     def _granted(self, peer: PeerId, grant: Grant, now: float) -> list[Effect]:
         return self.senders.grant(peer, grant, now, leaving=self._leaving)
 
-    def _plan_finished(self, event: ev.PlanFinished, now: float) -> list[Effect]:
-        return self.senders.plan_finished(event, now)
-
     def _post_settled(self, event: ev.PostSettled, now: float) -> list[Effect]:
         was_doubted = self.senders.is_doubted(event.delivery)
         effects = self.senders.post_settled(event, now)
@@ -251,10 +248,10 @@ class Core:
         fenced = self.receivers.gone(event.peer, failure, now) if self._ends_with_process else []
         return [*fenced, *self._left(event.peer, failure, now)]
 
-    def _quarantine_released(self, event: ev.QuarantineReleased, _: float) -> list[Effect]:
+    def _quarantine_released(self, event: ev.QuarantineReleased, now: float) -> list[Effect]:
         if event.key in self.receivers.receivers:
-            return self.receivers.release(event.key)
-        return self.senders.release(event.key)
+            return self.receivers.release(event.key, now)
+        return self.senders.release(event.key, now)
 
     def _left(self, peer_id: PeerId, failure: Failure, now: float) -> list[Effect]:
         peer = self.peers.pop(peer_id, None)
@@ -266,7 +263,7 @@ class Core:
         self.deadlines.clear(Oblivion(peer_id))
         self._breakers.pop(peer_id, None)
         effects = self._fail_all_with(peer_id, failure, now)
-        self.senders.acquaintances.forget(peer_id)
+        self.senders.acquaintances.forget(peer_id, failure)
         return [*effects, ForgetPeer(peer_id)]
 
     def _fail_all_with(self, peer: PeerId, failure: Failure, now: float) -> list[Effect]:

@@ -15,12 +15,13 @@ class Ledger(Generic[Ending]):
 
     Args:
         limit: Endings that are remembered.
+        floor: Every generation below it counts as over from the start.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, floor: int = 0) -> None:
         self._limit = limit
         self._endings: dict[int, Ending] = {}
-        self._floor = 0
+        self._floor = floor
 
     def __len__(self) -> int:
         return len(self._endings)

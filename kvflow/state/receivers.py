@@ -216,7 +216,7 @@ class Receivers:
             effects += receiver.remind(peer)
         return effects
 
-    def release(self, generation: int) -> list[Effect]:
+    def release(self, generation: int, now: float) -> list[Effect]:
         """Take the pages of a transfer in quarantine back unproved.
 
         Raises:
@@ -225,7 +225,7 @@ class Receivers:
         receiver = self.receivers.get(generation)
         if receiver is None or receiver.state.memory is not Memory.QUARANTINED:
             raise LocalProtocolError("transfer is not in quarantine", generation=generation)
-        return self._follow(receiver, receiver.release(), 0.0)
+        return self._follow(receiver, receiver.release(), now)
 
     def involve(self, peer: PeerId) -> bool:
         """Say whether a room, in quarantine or not, was granted to a prefill rank."""

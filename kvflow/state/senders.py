@@ -15,7 +15,7 @@ from kvflow.state.sender import Delivery, Sender, drained, failed
 from kvflow.state.tables import Memory, Signal
 from kvflow.state.unproved import Unproved
 from kvflow.state.waiting import WaitingGrants
-from kvflow.wire.messages import Cancel, Failure, Grant, PeerId, Received
+from kvflow.wire.messages import Cancel, Failure, Grant, PeerId, RankId, Received
 
 __all__ = ["Senders"]
 
@@ -30,11 +30,11 @@ class _Tombstone(NamedTuple):
     """A room that has failed.
 
     Attributes:
-        told: Decode ranks that know; what they ask for next is another try.
+        told: Decode ranks that know, or whose former life did; what they ask for next is another try.
     """
 
     failure: Failure
-    told: dict[PeerId, None]
+    told: dict[RankId, None]
 
 
 class Senders:
@@ -94,6 +94,7 @@ class Senders:
         No room will be opened any more if there is a reason for `leaving`.
         """
         delivery_id = DeliveryId(grant.room, peer, grant.generation)
+        self.acquaintances.asked(peer, grant.generation)
         delivery = self._find(delivery_id)[1] or self.unproved.find(delivery_id)
         if delivery is not None:
             return delivery.repeat()
@@ -113,8 +114,8 @@ class Senders:
         if kept is not None and kept.generation >= grant.generation:
             return []
         tombstone = self._tombstones.get(grant.room)
-        if tombstone is not None and peer not in tombstone.told:
-            tombstone.told[peer] = None
+        if tombstone is not None and peer.rank not in tombstone.told:
+            tombstone.told[peer.rank] = None
             return self.refuse(peer, grant, tombstone.failure)
         if len(self.waiting) >= self._limits.pending_grants:
             detail = f"{self._limits.pending_grants} grants wait for their rooms"
@@ -183,6 +184,8 @@ class Senders:
 
     def is_doubted(self, delivery_id: DeliveryId) -> bool:
         """Say whether a post of a delivery was in doubt before it ended."""
+        if self.unproved.find(delivery_id) is not None:  # taken back by an operator, and it was in quarantine before
+            return True
         delivery = self._find(delivery_id)[1]
         return delivery is not None and delivery.state.memory is Memory.QUARANTINED
 
@@ -204,7 +207,7 @@ class Senders:
                 effects += self._follow(sender, sender.stop(Signal.FAILED, failure), now)
         return effects
 
-    def release(self, room: int) -> list[Effect]:
+    def release(self, room: int, now: float) -> list[Effect]:
         """Take the pages of a room in quarantine back unproved.
 
         Raises:
@@ -213,7 +216,7 @@ class Senders:
         sender = self.rooms.get(room)
         if sender is None or sender.state.memory is not Memory.QUARANTINED:
             raise LocalProtocolError("room is not in quarantine", room=room)
-        return self._follow(sender, sender.release(), 0.0)
+        return self._follow(sender, sender.release(), now)
 
     def turn_away(self, failure: Failure) -> list[Effect]:
         """Tell everybody who waits for a room that none will come."""
@@ -317,7 +320,8 @@ class Senders:
         ending = self.acquaintances.ending(peer, grant.generation)
         is_owed = any(name in grant.ranges for name in self.acquaintances.owed(peer))
         if ending is None and is_owed:
-            failure = self._error(FailureReason.PROTOCOL, "the grant is older than what is remembered")
+            too_old = self._error(FailureReason.PROTOCOL, "the grant is older than what is remembered")
+            failure = self.acquaintances.parting(peer, grant.generation) or too_old
         elif ending is None or ending.failure is None:  # a rank that owes nothing may be asked long after its part
             return []
         else:
@@ -331,7 +335,9 @@ class Senders:
         for delivery in sender.deliveries.values():
             self.acquaintances.end(delivery.id, delivery.failure)
         if sender.failure is not None:
-            self._tombstones[sender.room] = _Tombstone(sender.failure, dict.fromkeys(sender.deliveries))
+            self._tombstones[sender.room] = _Tombstone(
+                sender.failure, dict.fromkeys(peer.rank for peer in sender.deliveries)
+            )
         while len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
 

@@ -16,7 +16,10 @@ __all__ = ["Unproved"]
 
 
 class Unproved:
-    """At most as many as writes have failed to decode ranks that live."""
+    """Kept until there is a proof, or until the decode rank says goodbye or another life of it says hello.
+
+    So of a decode rank that died and never returns, each delivery of which a write failed stays, without its pages.
+    """
 
     def __init__(self) -> None:
         self._deliveries: dict[DeliveryId, Delivery] = {}

@@ -174,10 +174,10 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Refuse(Message, frozen=True, tag="refuse"):
-    """Prefill -> decode: the answer to a Hello that does not fit, or to a message before any Hello.
+    """Prefill -> decode: the answer to a Hello that does not fit, or to a message before any Hello; or a parting.
 
     Attributes:
-        to: The incarnation that was refused; none if the sender is not known.
+        to: The life that is refused; none if the sender is not known, and then it is no answer to a Hello.
     """
 
     peer: PeerId
@@ -266,7 +266,10 @@ class Drained(Message, frozen=True, tag="drained"):
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """Prefill -> decode: this transfer will not succeed; a Drained follows unless `drained` says it already."""
+    """Prefill -> decode: this transfer will not succeed; a Drained follows unless `drained` says it already.
+
+    It follows when it is true, which is never if bytes of a failed write may land at any time.
+    """
 
     room: int
     generation: int

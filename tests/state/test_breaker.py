@@ -250,6 +250,20 @@ def test_a_decode_rank_that_has_greeted_anew_starts_with_a_clean_record(prefill:
         assert ForgetPeer(DECODE) not in send(prefill, room, BROKEN), "a write that went well has forgiven the others"
 
 
+def test_a_write_in_doubt_counts_once_also_if_its_pages_were_released_meanwhile(prefill: CoreDriver) -> None:
+    for room in (1, 2):
+        prefill(ev.SendOpened(room))
+        prefill.hear(DECODE, grant(room=room, generation=room))
+        prefill(chunk(0, 8, room=room, last=True))
+        post(prefill, 0, delivery=delivery(DECODE, room, room))
+        prefill(ev.PostDoubted(delivery(DECODE, room, room), 0, BROKEN))
+        prefill(ev.QuarantineReleased(room))
+        prefill.sleep(1.0)
+        prefill(ev.PostSettled(delivery(DECODE, room, room), 0, BROKEN))
+        prefill.sleep(1.0)
+    assert DECODE in prefill.core.peers
+
+
 def test_writes_that_fail_after_the_parting_change_nothing(prefill: CoreDriver) -> None:
     prefill(ev.SendOpened(8))
     prefill.hear(DECODE, grant(room=8, generation=8))

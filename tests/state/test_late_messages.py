@@ -16,6 +16,7 @@ from kvflow.wire.messages import (
     Message,
     Notice,
     PeerId,
+    Ping,
     Pong,
     Received,
 )
@@ -160,6 +161,64 @@ def test_greeting_again_forgets_no_ending(prefill: CoreDriver) -> None:
     prefill.meet_decode(owed=("kv", "aux"))
     prefill(ev.SendOpened(ROOM))
     assert answer(prefill, grant()) is not None
+
+
+def test_greeting_anew_after_a_parting_forgets_no_ending(prefill: CoreDriver) -> None:
+    """Its Drained has given the pages back, so that a grant that was overtaken must not be served."""
+    cancel(prefill, 1)
+    prefill.sleep(10.0)
+    assert DECODE not in prefill.core.peers
+    prefill.meet_decode()
+    prefill(ev.SendOpened(ROOM))
+    failed = answer(prefill, grant())
+    assert failed is not None
+    assert (failed.failure.reason, failed.drained) == (FailureReason.PEER_LOST, True)
+    assert prefill(WHOLE) == []
+
+
+def test_what_was_granted_before_a_parting_is_not_served_after_it(prefill: CoreDriver) -> None:
+    prefill.hear(DECODE, grant())
+    prefill.sleep(10.0)
+    prefill.meet_decode()
+    prefill(ev.SendOpened(ROOM))
+    failed = answer(prefill, grant())
+    assert failed is not None
+    assert failed.failure.reason is FailureReason.PEER_LOST
+    prefill.hear(DECODE, grant(generation=2))
+    assert any(isinstance(effect, EnqueueChunk) for effect in prefill(WHOLE))
+
+
+def test_a_rank_that_owes_nothing_fails_no_transfer_that_outlives_a_parting() -> None:
+    prefill = CoreDriver(PREFILL)
+    prefill.meet_decode(owed=())
+    prefill.hear(DECODE, grant())
+    prefill.sleep(10.0)
+    prefill.meet_decode(owed=())
+    assert prefill.hear(DECODE, grant()) == []
+    for _ in range(40):
+        assert messages(prefill.sleep(1.0), Failed) == []
+        prefill.hear(DECODE, Ping(peer=DECODE))
+
+
+def test_another_life_of_a_decode_rank_begins_with_its_first_generation(prefill: CoreDriver) -> None:
+    cancel(prefill, 1)
+    prefill.sleep(10.0)
+    reborn = peer("decode", incarnation=2)
+    prefill.meet_decode(reborn)
+    prefill(ev.SendOpened(ROOM))
+    prefill.hear(reborn, grant())
+    assert any(isinstance(effect, EnqueueChunk) for effect in prefill(WHOLE))
+
+
+def test_another_life_may_try_a_room_again_that_failed_with_the_former_one(prefill: CoreDriver) -> None:
+    prefill(ev.SendOpened(ROOM))
+    prefill.hear(DECODE, grant())
+    reborn = peer("decode", incarnation=2)
+    prefill.meet_decode(reborn)
+    assert prefill.core.is_idle, "the room has failed with the former life"
+    assert prefill.hear(reborn, grant()) == []
+    prefill(ev.SendOpened(ROOM))
+    assert any(isinstance(effect, EnqueueChunk) for effect in prefill(WHOLE))
 
 
 def test_endings_of_one_decode_rank_say_nothing_about_another(prefill: CoreDriver) -> None:
