@@ -97,7 +97,8 @@ class Timeouts:
         handshake_s: Finding an instance and shaking hands with all of its ranks, on first contact.
         transfer_s: A whole transfer as the decode rank sees it, queueing and computing on prefill included.
         open_s: How long a grant waits on prefill for an engine that has not opened its room.
-        grant_s: How long finished pages wait on prefill for a decode rank that has not asked for them.
+        grant_s: How long finished pages wait on prefill for a decode rank that has not asked for them, because it is
+            late or because it died before it could.
         first_bytes_s: How long a granted transfer may wait, queueing and computing on prefill included, until its first
             bytes have arrived.
         progress_s: How long nothing may arrive or leave, once something has, before a transfer is given up.

@@ -112,7 +112,7 @@ class DecodeRank(Rank["RoomReceiver"]):
             timeout_s: How long the whole transfer may take; from the settings by default.
             digest: Compare what has arrived with digests of what was sent before it counts as complete; a difference
                 fails the transfer with the reason `corrupt`. As the settings say (`digest_every`) by default.
-            priority: Class of the transfer on every prefill rank, 0 (first) to `NUM_PRIORITIES` - 1: where chunks wait
+            priority: Class of the transfer on every prefill rank, 0 (first) to 7 (last): where chunks wait
                 for this rank, those of a lower number go first. Waiting lifts a chunk by one class after each
                 `Timeouts.ageing_s` of the prefill rank.
 

@@ -149,7 +149,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         An event that comes up while another's effects are carried out waits until they are.
 
         Raises:
-            LocalProtocolError, CapacityExceeded: The engine asked for something that is not allowed now.
+            LocalProtocolError, CapacityExceeded, RankDraining: The engine asked for something that is not allowed now.
         """
         self._events.append(event)
         if self._is_dispatching:
@@ -227,7 +227,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
             timeout_s: How long to wait; without limit by default. What is open after that fails when the rank is left.
 
         Returns:
-            Whether everything has ended.
+            Whether every transfer has its outcome, and its pages are safe or in quarantine.
 
         Raises:
             LocalProtocolError, RankBroken: The rank is not open, or broken.

@@ -17,7 +17,7 @@ class Peer:
 
     def __init__(self, peer: PeerId) -> None:
         self.id = peer
-        self.state = PeerState.LOST
+        self.state = PeerState.LOST  # until `greeted`, which follows at once
         self.lease_s = 0.0
         self.expires = 0.0
         self.is_spared = False
