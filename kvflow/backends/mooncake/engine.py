@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from kvflow.backends.mooncake.address import LIFE_BYTES, EndpointAddress, LifeCell
 from kvflow.backends.mooncake.library import Library
-from kvflow.backends.mooncake.listener import stop_listening
 from kvflow.backends.mooncake.writing import WritingEngine
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.layout import MemoryRange
@@ -29,6 +28,8 @@ PEER_TO_PEER: Final = "P2PHANDSHAKE"
 OVERLAP: Final = -7
 REGISTRATION_ERRORS: Final = {OVERLAP: "overlaps what is registered already", -1: "is not usable"}
 PROBE_ERRORS: Final = {-101: "its name cannot be resolved", -102: "nobody answers there"}
+
+START_ATTEMPTS: Final = 8
 
 READ_ATTEMPTS: Final = 2
 """A connection that was closed after an error is opened again only by the second attempt."""
@@ -65,14 +66,8 @@ class Engine(WritingEngine):
         self._addresses: list[int] = []
         is_peer_to_peer = settings.metadata_server == PEER_TO_PEER
         name = settings.host if is_peer_to_peer else f"kvflow-{secrets.token_hex(8)}"
-        native = library.engine.TransferEngine()
-        devices = ",".join(settings.devices)
-        if native.initialize(name, settings.metadata_server, settings.protocol, devices) != 0:
-            raise BackendUnavailable("Mooncake could not start an engine", **vars(settings))
-        self._native: Any = native
-        self._port = int(native.get_rpc_port())
-        self.session = f"{settings.host}:{self._port}" if is_peer_to_peer else name
-        del native
+        self._native: Any = _start(library, name, settings)
+        self.session = f"{settings.host}:{int(self._native.get_rpc_port())}" if is_peer_to_peer else name
         try:
             if settings.protocol == "rdma":
                 _require_rdma(self._native, settings)
@@ -131,15 +126,13 @@ class Engine(WritingEngine):
     def close(self) -> None:
         """As the base class says.
 
-        The library holds Python's lock meanwhile, for about a second if it waits for its listener.
+        The library waits for its own listener, for up to a second, and holds Python's lock meanwhile.
         """
         native, self._native = self._native, None
         if native is None:
             return
         with self._library.silence():
             native.batch_unregister_memory(self._addresses)
-            if self._library.is_quiet:  # else it would fill the log until it ends
-                stop_listening(self._port)
             del native
 
     def _running(self) -> Any:
@@ -147,6 +140,20 @@ class Engine(WritingEngine):
         if native is None:
             raise BackendError("backend is not open", session=self.session)
         return native
+
+
+def _start(library: Library, name: str, settings: EngineSettings) -> Any:
+    """Start a native engine. It draws its ports by lot and fails if one is taken, so it is tried again.
+
+    Raises:
+        BackendUnavailable: It could not be started.
+    """
+    for _ in range(START_ATTEMPTS):
+        native = library.engine.TransferEngine()
+        code = native.initialize(name, settings.metadata_server, settings.protocol, ",".join(settings.devices))
+        if code == 0:
+            return native
+    raise BackendUnavailable("Mooncake could not start an engine", code=code, **vars(settings))
 
 
 def _require_rdma(native: Any, settings: EngineSettings) -> None:

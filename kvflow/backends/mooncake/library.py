@@ -79,7 +79,8 @@ class Library:
                 "Mooncake ends the process when MC_LOG_DIR is set; unset it", MC_LOG_DIR=os.environ["MC_LOG_DIR"]
             )
         self.engine: ModuleType = _import_engine()
-        self.is_quiet = os.environ.get("MC_LOG_LEVEL") == "ERROR" and _set_log_level(self.engine, FATAL)
+        if os.environ.get("MC_LOG_LEVEL") == "ERROR":
+            _set_log_level(self.engine, FATAL)
 
     @contextlib.contextmanager
     def silence(self) -> Iterator[None]:
@@ -140,9 +141,8 @@ def _log_level(engine: ModuleType) -> int | None:
     return None if variable is None else variable.value
 
 
-def _set_log_level(engine: ModuleType, level: int) -> bool:
-    """Set the least level that is logged; False if this build has no such variable."""
+def _set_log_level(engine: ModuleType, level: int) -> None:
+    """Set the least level that is logged, if this build has such a variable."""
     variable = _level_variable(str(engine.__file__))
     if variable is not None:
         variable.value = level
-    return variable is not None
