@@ -116,7 +116,8 @@ class _Pair:
     async def begin_and_wait_for_the_middle(self) -> int:
         """Start a transfer, and come back at a random moment while it runs."""
         room = await self.begin()
-        await self.prefill.expect_chunk(room, FIRST_CHUNKS - 1)
+        if not await self.prefill.expect_chunk(room, FIRST_CHUNKS - 1):
+            self.fault("failed before it was disturbed")
         await anyio.sleep(self.rng.uniform(0, SPREAD_S))
         return room
 

@@ -117,10 +117,15 @@ class WorkerProcess:
         """Wait until the worker's rank is open."""
         self.endpoint = (await self.expect("ready"))["endpoint"]
 
-    async def expect_chunk(self, room: int, index: int) -> None:
-        """Wait until the worker has offered a chunk."""
-        while (await self.expect("chunk", room))["index"] < index:
-            pass
+    async def expect_chunk(self, room: int, index: int) -> bool:
+        """Wait until the worker has offered a chunk; False if the transfer has ended before."""
+        with anyio.move_on_after(ANSWER_S):
+            while self._reports.get(("chunk", room), {"index": -1})["index"] < index:
+                if ("ended", room) in self._reports:
+                    return False
+                await self._changed.wait()
+            return True
+        raise WorkerFailed("worker did not report", side=self.options.side, event="chunk", room=room)
 
     async def _listen(self) -> None:
         async with anyio.create_task_group() as tasks:
