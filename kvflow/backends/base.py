@@ -97,8 +97,10 @@ class Backend(abc.ABC):
     async def register(self, layout: KVLayout) -> None:
         """Make the layout's allocations readable and writable for the transport, until `aclose`.
 
+        Once in the life of an endpoint, before anything is posted or told to peers.
+
         Raises:
-            RegistrationError: The memory kind is not supported, or the transport refused.
+            RegistrationError: The memory kind is not supported, the transport refused, or memory is registered already.
         """
 
     @abc.abstractmethod
@@ -147,7 +149,7 @@ class Backend(abc.ABC):
         Args:
             post_id: Chosen by the caller, never reused.
             peer: A connected peer.
-            descriptors: At least one row.
+            descriptors: At least one row; handed over, so the caller does not change the arrays any more.
             notice: Delivered to the peer after the last byte; empty for none. Only with `in_band_notices`.
 
         Raises:
