@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import MappingProxyType
 
+import anyio
 import numpy as np
 import pytest
 
@@ -26,6 +27,7 @@ class ContractBase:
         impatient: More options, with which closing does not wait long for posts that do not end.
         memory_kind: Of the memory that the tests write from and to.
         reaches_other_processes: False for a transport that works inside one process.
+        timeout_s: How long a test may take between opening and closing; one that waits in vain fails then.
     """
 
     backend: str
@@ -33,6 +35,7 @@ class ContractBase:
     impatient: Mapping[str, object] = MappingProxyType({})
     memory_kind: MemoryKind = "DRAM"
     reaches_other_processes: bool = True
+    timeout_s: float = 50.0
 
     pytestmark = pytest.mark.anyio
 
@@ -47,6 +50,8 @@ class ContractBase:
 
     def new_impatient_backend(self) -> Backend:
         """Make one whose `aclose` does not wait long."""
+        if not self.impatient:
+            return self.new_backend()
         return create_backend(self.backend, {**self.options, **self.impatient})
 
     def new_buffer(self, num_bytes: int) -> Buffer:
@@ -69,7 +74,8 @@ class ContractBase:
         """Open an endpoint; on leaving it is closed, and its events are checked."""
         backend = self.new_impatient_backend() if impatient else self.new_backend()
         async with open_endpoint(backend, self.new_buffer(num_bytes), seed=seed, name=name) as endpoint:
-            yield endpoint
+            with anyio.fail_after(self.timeout_s):
+                yield endpoint
             await endpoint.close()
             endpoint.check_ends()
 
