@@ -108,7 +108,7 @@ def test_what_is_loaded_can_be_seen() -> None:
 def test_ranks_do_not_load_torch_or_a_transport() -> None:
     loaded = modules_after("kvflow.prefill", "kvflow.decode", "kvflow.blocking", "kvflow.registry")
     roots = {module.partition(".")[0] for module in loaded}
-    assert not {root for root in roots if root.startswith(("torch", "nixl", "mooncake", "transformers"))}
+    assert not {root for root in roots if root.startswith(("torch", "nixl", "mooncake", "memfabric", "transformers"))}
 
 
 def test_public_names_are_sorted_and_listed() -> None:

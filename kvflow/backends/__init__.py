@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 BUILT_IN: Final = {
+    "ascend": ("kvflow.backends.ascend", "AscendBackend"),
     "memory": ("kvflow.backends.memory", "MemoryBackend"),
     "mooncake": ("kvflow.backends.mooncake", "MooncakeBackend"),
     "nixl": ("kvflow.backends.nixl", "NixlBackend"),

@@ -21,6 +21,7 @@ from kvflow.backends.mooncake.address import LIFE_BYTES, EndpointAddress
 from kvflow.errors import BackendError
 from kvflow.geometry.plan import Descriptors
 from tests.backends.endpoints import Endpoint, copies, fresh_name, open_backend, open_endpoints, rows, same
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -70,11 +71,22 @@ class Peer:
         self.process.kill()
         await self.process.wait()
 
+    async def stop(self) -> None:
+        """Stop all of its threads, which takes a moment."""
+        self.process.send_signal(signal.SIGSTOP)
+        await until(lambda: set(thread_states(self.process.pid)) == {"T"})
+
     def all_of(self, source: Endpoint) -> Descriptors:
         """Copies of everything the source has."""
         (memory,) = unsealed(self.metadata).memory.ranges
         src = rows(source, range(0, SIZE, PIECE), PIECE)
         return Descriptors(src, src + np.array([memory.address - source.address, 0, 0], np.int64).astype(np.uint64))
+
+
+def thread_states(pid: int) -> list[str]:
+    """One letter for each thread of a process: R, S, T, ..."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return [stat.rpartition(")")[2].split()[0] for stat in stats]
 
 
 def unsealed(metadata: bytes) -> PeerMetadata:
@@ -119,7 +131,7 @@ async def test_posts_to_a_process_that_was_killed_end_by_themselves() -> None:
     async with open_source() as source, open_peer() as peer, open_peer() as other:
         await source.backend.connect(peer.name, peer.metadata)
         await source.backend.connect(other.name, other.metadata)
-        peer.process.send_signal(signal.SIGSTOP)
+        await peer.stop()
         for post_id in range(3):
             source.backend.post(post_id, peer.name, peer.all_of(source), b"")
         await peer.kill()
@@ -138,7 +150,7 @@ async def test_what_was_written_to_a_process_that_hangs_lingers_and_lands_when_i
     async with open_source() as source, open_peer() as peer, open_peer() as other:
         await source.backend.connect(peer.name, peer.metadata)
         await source.backend.connect(other.name, other.metadata)
-        peer.process.send_signal(signal.SIGSTOP)
+        await peer.stop()
         everything = peer.all_of(source)
         source.backend.post(1, peer.name, Descriptors(everything.src[:LANES], everything.dst[:LANES]), b"")
         await write_everything(source, other, 2)
@@ -150,6 +162,22 @@ async def test_what_was_written_to_a_process_that_hangs_lingers_and_lands_when_i
             (2, True, False),
             (1, False, True),
         ]
+
+
+async def test_closing_stops_what_a_hung_process_holds_up_and_says_what_may_still_land() -> None:
+    async with open_source() as source, open_peer() as peer:
+        await source.backend.connect(peer.name, peer.metadata)
+        await peer.stop()
+        for post_id in range(6):  # the first four fill the window, the others do not begin
+            source.backend.post(post_id, peer.name, peer.all_of(source), b"")
+        await source.close()
+        after = {end.post_id: (end.error is None, end.lingers) for end in source.ends()}
+        assert after == dict.fromkeys(range(4), (False, True)) | dict.fromkeys((4, 5), (False, False))
+        source.memory[:] = FILL + 1
+        peer.process.send_signal(signal.SIGCONT)
+        while not await peer.count(FILL):
+            pass
+        assert await peer.count(FILL + 1) == 0
 
 
 def port_of(listener: anyio.abc.Listener[anyio.abc.SocketStream]) -> int:

@@ -109,7 +109,7 @@ def test_a_post_ends_when_its_last_descriptor_does_in_any_order() -> None:
         bench.engine.end(transfer_id)
         bench.poll()
         assert bench.events == []
-        assert bench.line.unended == [1]
+        assert [post.post_id for post in bench.line.unended] == [1]
     bench.engine.end(2)
     bench.poll()
     assert bench.events == [PostEnded(1, None)]
@@ -178,7 +178,7 @@ def test_what_the_library_gives_up_on_has_not_ended() -> None:
     bench.engine.end(2)
     bench.poll(3)
     assert [type(event) for event in bench.events] == [PostInDoubt]
-    assert bench.line.unended == [1]
+    assert [post.post_id for post in bench.line.unended] == [1]
     assert not bench.line.is_active
 
 

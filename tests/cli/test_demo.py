@@ -67,6 +67,14 @@ def test_tiny_model_over_nixl_between_two_processes(prefill_tp: int, decode_tp: 
 
 
 @pytest.mark.timeout(120)
+def test_tiny_model_over_mooncake_between_two_processes() -> None:
+    prompt = ("--prompt", "x" * TINY_PROMPT_TOKENS, "--tokens", "12")
+    code, out, err = run_demo("--model", "tiny", "--backend", "mooncake", "--json", *prompt)
+    assert (code, err) == (0, "")
+    check(out, identical=True, backend="mooncake", bytes=TINY_PROMPT_TOKENS * TINY_BYTES_PER_TOKEN)
+
+
+@pytest.mark.timeout(120)
 def test_smollm2_over_nixl_between_two_processes() -> None:
     code, out, err = run_demo("--json")
     assert (code, err) == (0, "")

@@ -8,6 +8,7 @@ from tests.simulation.faulty import FAULTS, Fault
 SEEDS = range(2_000)
 
 
+@pytest.mark.timeout(180)  # the rarest needs hundreds of seeds, on a machine that may be busy
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.replace("_", " "))
 def test_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)

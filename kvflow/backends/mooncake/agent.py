@@ -1,18 +1,16 @@
 """The engines of one endpoint and the lines to its peers. Every method runs on the owner thread."""
 
-import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Final
 
 from kvflow.aio.mailbox import Mailbox
 from kvflow.backends.base import BackendEvent, PostEnded
 from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.mooncake.address import LifeCell
-from kvflow.backends.mooncake.engine import PEER_TO_PEER, Engine, EngineSettings
-from kvflow.backends.mooncake.library import Library
 from kvflow.backends.mooncake.window import Line, Post
-from kvflow.errors import BackendError, BackendUnavailable
+from kvflow.backends.mooncake.writing import WritingEngine
+from kvflow.errors import BackendError
 from kvflow.geometry.layout import MemoryRange
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
@@ -25,9 +23,6 @@ MAX_ENGINES: Final = 8
 MAX_DEPARTED: Final = 32
 """Peers that have left before the next ones are met through a fresh engine; each costs four open files until then."""
 
-TIMEOUT_VARIABLES: Final = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
-TIMEOUT_DEFAULT_S: Final = 30.0
-TIMEOUT_MARGIN: Final = 0.9
 CLOSE_POLL_S: Final = 1e-3
 
 
@@ -43,32 +38,32 @@ class Agent:
 
     Args:
         name: Agent name.
-        settings: Of each engine.
-        environment: Variables to set before the library is loaded, unless they are set already.
+        start_engine: Starts one for a cell.
         window: Descriptors under way to one peer at once.
+        timeout_s: A descriptor that fails sooner than this was not timed out.
         mailbox: Takes what happens to posts.
 
     Raises:
-        BackendUnavailable: The library is missing or broken, or no engine could be started.
+        BackendUnavailable: No engine could be started.
     """
 
     def __init__(
         self,
         name: str,
-        settings: EngineSettings,
-        environment: Mapping[str, str],
-        window: int,
+        start_engine: Callable[[LifeCell], WritingEngine],
         mailbox: Mailbox[BackendEvent],
+        *,
+        window: int,
+        timeout_s: float,
     ) -> None:
-        self._library = Library(_complete(environment, settings))
-        self._settings = settings
+        self._start = start_engine
         self._window = window
         self._emit = mailbox.put
         self._log = get_logger(agent=name)
-        self._timeout_s = _shortest_timeout_s() if settings.protocol == "tcp" else 0.0
+        self._timeout_s = timeout_s
         self._ranges: tuple[MemoryRange, ...] = ()
-        self._lines: dict[str, Line[Engine]] = {}
-        self._departed: list[Line[Engine]] = []
+        self._lines: dict[str, Line[WritingEngine]] = {}
+        self._departed: list[Line[WritingEngine]] = []
         self.cell = LifeCell()
         self._sender = self._start_engine()
         self._engines = [self._sender]
@@ -85,7 +80,7 @@ class Agent:
             engine.register(memory.ranges)
         self._ranges += memory.ranges
 
-    def borrow_sender(self, worn_out: Engine | None = None) -> Engine:
+    def borrow_sender(self, worn_out: WritingEngine | None = None) -> WritingEngine:
         """Give the engine to meet a peer through; `give_back` it.
 
         Args:
@@ -105,12 +100,12 @@ class Agent:
         self._sender.num_users += 1
         return self._sender
 
-    def give_back(self, engine: Engine) -> None:
+    def give_back(self, engine: WritingEngine) -> None:
         """Say that a peer is not being met any more."""
         engine.num_users -= 1
         self._close_unused()
 
-    def connect(self, peer: str, engine: Engine, session: str) -> None:
+    def connect(self, peer: str, engine: WritingEngine, session: str) -> None:
         """Open the line to a peer that was met on an engine."""
         line = self._lines.get(peer)
         if line is None:
@@ -153,15 +148,15 @@ class Agent:
                 self.poll()
                 time.sleep(CLOSE_POLL_S)
         finally:
-            stopped = [post_id for line in [*self._lines.values(), *self._departed] for post_id in line.unended]
+            stopped = [post for line in [*self._lines.values(), *self._departed] for post in line.unended]
             self._lines.clear()
             self._departed.clear()
             for engine in self._engines:
                 engine.close()
-            self._emit([PostEnded(post_id, "stopped by closing the endpoint", lingers=True) for post_id in stopped])
+            self._emit([_stopped(post) for post in stopped])
 
-    def _start_engine(self) -> Engine:
-        engine = Engine(self._library, self._settings, self.cell)
+    def _start_engine(self) -> WritingEngine:
+        engine = self._start(self.cell)
         try:
             engine.register(self._ranges)
         except BaseException:
@@ -185,28 +180,7 @@ class Agent:
             engine.close()
 
 
-def _complete(environment: Mapping[str, str], settings: EngineSettings) -> dict[str, str]:
-    """Add what follows from the settings.
-
-    Raises:
-        BackendUnavailable: The process was told to use TCP only.
-    """
-    complete = dict(environment)
-    if settings.protocol == "tcp":
-        complete["MC_FORCE_TCP"] = "1"
-    elif "MC_FORCE_TCP" in os.environ:
-        raise BackendUnavailable(
-            "MC_FORCE_TCP is set, so Mooncake would use TCP; unset it, and open no backend with protocol tcp before"
-        )
-    if settings.metadata_server != PEER_TO_PEER:
-        complete["MC_TCP_BIND_ADDRESS"] = settings.host
-    return complete
-
-
-def _shortest_timeout_s() -> float:
-    """A write that fails sooner than this was not timed out by the library."""
-    return TIMEOUT_MARGIN * min(_seconds(os.environ.get(variable, "")) for variable in TIMEOUT_VARIABLES)
-
-
-def _seconds(text: str) -> float:
-    return float(text) if text.isdecimal() and int(text) > 0 else TIMEOUT_DEFAULT_S
+def _stopped(post: Post) -> PostEnded:
+    """The end of a post whose engine was destroyed: what was under way may still lie in the peer's buffers."""
+    lingers = post.lingers or post.num_running > 0
+    return PostEnded(post.post_id, post.error or "stopped by closing the endpoint", lingers)

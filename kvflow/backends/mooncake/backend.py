@@ -36,7 +36,9 @@ from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_unreg
 from kvflow.backends.mooncake.address import EndpointAddress
 from kvflow.backends.mooncake.agent import Agent
 from kvflow.backends.mooncake.engine import PEER_TO_PEER, Engine, EngineSettings, Protocol
-from kvflow.backends.mooncake.library import ENVIRONMENT, memory_kinds
+from kvflow.backends.mooncake.environment import environment_for, shortest_timeout_s
+from kvflow.backends.mooncake.library import ENVIRONMENT, Library, memory_kinds
+from kvflow.backends.mooncake.writing import WritingEngine
 from kvflow.backends.owner import OwnerThread
 from kvflow.errors import BackendError, ConfigError, RegistrationError
 from kvflow.geometry.layout import KVLayout, MemoryRange
@@ -123,9 +125,8 @@ class MooncakeBackend(Backend):
             busy_interval_s=self._busy_interval_s,
             idle_interval_s=None,
         )
-        create = functools.partial(Agent, agent_name, self._settings, self._environment, self._window, mailbox)
         try:
-            self._agent = await self._owner.call(create)
+            self._agent = await self._owner.call(functools.partial(self._make_agent, agent_name, mailbox))
         except BaseException:
             owner, self._owner = self._owner, None
             with anyio.CancelScope(shield=True):
@@ -216,6 +217,17 @@ class MooncakeBackend(Backend):
         await owner.stop()
         return self._mailbox.take_nowait()
 
+    def _make_agent(self, name: str, mailbox: Mailbox[BackendEvent]) -> Agent:
+        """Load the library and start an engine, on the owner thread.
+
+        Raises:
+            BackendUnavailable: The library is missing or broken, or no engine could be started.
+        """
+        library = Library(environment_for(self._settings, self._environment))
+        timeout_s = shortest_timeout_s() if self._settings.protocol == "tcp" else 0.0
+        start = functools.partial(Engine, library, self._settings)
+        return Agent(name, start, mailbox, window=self._window, timeout_s=timeout_s)
+
     async def _meet(self, peer: str, address: EndpointAddress) -> None:
         """Connect to a peer through an engine that reaches it.
 
@@ -236,7 +248,7 @@ class MooncakeBackend(Backend):
         raise BackendError("peer answers, but its memory cannot be reached", session=address.session)
 
     @asynccontextmanager
-    async def _borrowed_sender(self, worn_out: Engine | None) -> AsyncIterator[Engine]:
+    async def _borrowed_sender(self, worn_out: WritingEngine | None) -> AsyncIterator[WritingEngine]:
         owner, agent = self._running()
         with anyio.CancelScope(shield=True):  # what is borrowed has to be known
             engine = await owner.call(functools.partial(agent.borrow_sender, worn_out))

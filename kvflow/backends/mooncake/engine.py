@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from typing_extensions import override
+
 from kvflow.backends.mooncake.address import LIFE_BYTES, EndpointAddress, LifeCell
 from kvflow.backends.mooncake.library import Library
 from kvflow.backends.mooncake.listener import stop_listening
+from kvflow.backends.mooncake.writing import WritingEngine
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.layout import MemoryRange
 
@@ -48,24 +51,18 @@ class EngineSettings:
     metadata_server: str
 
 
-class Engine:
-    """A native engine that is ready. Only `probe` and `read_life` may be called on any thread.
-
-    Attributes:
-        session: What peers call it.
-        num_users: Lines that write through it, and peers that are being met through it.
-        num_departed: Lines that did and are gone. The library keeps its connections to them open.
+class Engine(WritingEngine):
+    """A TransferEngine of Mooncake. It keeps its connections to peers that have left open.
 
     Raises:
         BackendUnavailable: It could not be started.
     """
 
     def __init__(self, library: Library, settings: EngineSettings, cell: LifeCell) -> None:
+        super().__init__()
         self._library = library
         self._cell = cell
         self._addresses: list[int] = []
-        self.num_users = 0
-        self.num_departed = 0
         is_peer_to_peer = settings.metadata_server == PEER_TO_PEER
         name = settings.host if is_peer_to_peer else f"kvflow-{secrets.token_hex(8)}"
         native = library.engine.TransferEngine()
@@ -84,12 +81,8 @@ class Engine:
             self.close()
             raise
 
+    @override
     def register(self, ranges: Sequence[MemoryRange]) -> None:
-        """Make memory readable and writable for peers.
-
-        Raises:
-            RegistrationError: The library refused; nothing is registered.
-        """
         addresses, lengths = [item.address for item in ranges], [item.length for item in ranges]
         try:
             code = self._native.batch_register_memory(addresses, lengths)
@@ -104,23 +97,15 @@ class Engine:
             )
         self._addresses += addresses
 
+    @override
     def probe(self, address: EndpointAddress) -> None:
-        """See whether somebody answers at a peer's address. May block for a minute.
-
-        Raises:
-            BackendError: Nobody does, or this engine is closed.
-        """
         code = self._running().send_probe(address.session)
         if code != 0:
             detail = PROBE_ERRORS.get(code, "unknown")
             raise BackendError("peer cannot be reached", session=address.session, code=code, detail=detail)
 
+    @override
     def read_life(self, address: EndpointAddress) -> bytes | None:
-        """Read the life of whoever answers for a peer's memory; None if nobody does. May block for seconds.
-
-        Raises:
-            BackendError: This engine is closed.
-        """
         for _ in range(READ_ATTEMPTS):
             slot = self._cell.take_slot()
             try:
@@ -131,19 +116,20 @@ class Engine:
                 return found
         return None
 
+    @override
     def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
-        """Start to write; 0 if it was refused, else an id."""
         try:
             return int(self._native.transfer_submit_write(session, src, dst, num_bytes))
         except Exception:  # noqa: BLE001 - what the binding cannot convert was not started
             return 0
 
+    @override
     def check(self, transfer_id: int) -> int:
-        """Ask about an id: 0 while it runs, 1 if it is done, -1 if it failed. Never ask again after the last two."""
         return int(self._native.transfer_check_status(transfer_id))
 
+    @override
     def close(self) -> None:
-        """Destroy the engine: afterwards it reads and writes nothing any more.
+        """As the base class says.
 
         The library holds Python's lock meanwhile, for about a second if it waits for its listener.
         """

@@ -129,9 +129,9 @@ class Line(Generic[AnyWriter]):
         return bool(self._posts or self._running)
 
     @property
-    def unended(self) -> list[int]:
+    def unended(self) -> list[Post]:
         """Posts without an end; those that are not active have none before the engine ends."""
-        return list(self._unended)
+        return list(self._unended.values())
 
     def post(self, post: Post) -> None:
         """Take on a post, and start it if there is room."""

@@ -1,0 +1,264 @@
+"""[Experimental] Ascend NPUs over memfabric-hybrid, on the path of Mooncake.
+
+The library has Mooncake's batch calls under the same names, and little else: no transfers that can be asked about, no
+probe, and no way to read a peer's memory from the host. So a thread for each engine makes the batch calls, with what
+was submitted meanwhile, and what they leave behind is what the agent asks about. A batch that fails may still be
+written, and nothing tells when it is over: its posts are in doubt until the endpoint closes.
+
+Nothing here has run on an NPU: what is checked is the calls, against the library's own signatures, and what is made of
+their answers.
+
+Source: memfabric-hybrid 1.3.0 and how SGLang 0.5.23 uses it (srt/disaggregation/ascend/transfer_engine.py).
+"""
+
+import functools
+import importlib
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final, Literal, get_args
+
+from typing_extensions import override
+
+from kvflow.aio.mailbox import Mailbox
+from kvflow.backends.base import BackendEvent, Capabilities
+from kvflow.backends.mooncake.address import EndpointAddress, LifeCell
+from kvflow.backends.mooncake.agent import Agent
+from kvflow.backends.mooncake.backend import MooncakeBackend
+from kvflow.backends.mooncake.writing import WritingEngine
+from kvflow.errors import BackendUnavailable, ConfigError, RegistrationError
+from kvflow.geometry.layout import MemoryRange
+from kvflow.observe.logs import get_logger
+
+__all__ = ["AscendBackend", "AscendSettings", "Role", "Transport"]
+
+Role = Literal["Prefill", "Decode"]
+Transport = Literal["SDMA", "HOST_RDMA", "DEVICE_RDMA", "DEVICE_URMA", "DEVICE_UBOE"]
+
+ALIGNMENT: Final = 2 * 2**20
+"""The library registers whole pages of this size, in bytes."""
+
+JOIN_S: Final = 1.0
+
+QUIET: Final = ("MF_LOG_LEVEL", "4")
+"""Keeps off standard output what does not go through the logger that the library is given."""
+
+LOG_NAMES: Final = ("debug", "info", "warning", "error")
+"""The library's levels."""
+
+RUNNING: Final = 0
+DONE: Final = 1
+UNKNOWN: Final = -2
+
+Write = tuple[int, str, int, int, int]
+
+
+@dataclass(frozen=True)
+class AscendSettings:
+    """How engines are made; the names are the library's.
+
+    Attributes:
+        host: Under which peers reach this process.
+        store_url: Of the store in which all processes of a deployment find each other.
+        role: "Prefill" or "Decode".
+        npu_id: Device of this process.
+        transport: How bytes travel.
+    """
+
+    host: str
+    store_url: str
+    role: Role
+    npu_id: int
+    transport: Transport
+
+
+class AscendBackend(MooncakeBackend):
+    """Writes between Ascend NPUs.
+
+    Args:
+        store_url: Of the config store, as "tcp://host:port".
+        role: "Prefill" or "Decode".
+        host: Name or IPv4 address of this machine, to which peers connect.
+        npu_id: Device of this process.
+        transport: How bytes travel, in the library's words.
+        serve_store: Host the config store in this process; exactly one process of a deployment does.
+        window: Descriptors under way to one peer at once, and so the largest batch.
+        close_timeout_s: How long `aclose` waits for running posts before it destroys the engine.
+
+    Raises:
+        ConfigError: An option is unusable.
+    """
+
+    name = "ascend"
+    capabilities = Capabilities(in_band_notices=False, memory_kinds=frozenset({"VRAM"}))
+
+    def __init__(  # noqa: PLR0913 - options, all by name
+        self,
+        *,
+        store_url: str,
+        role: Role,
+        host: str = "127.0.0.1",
+        npu_id: int = 0,
+        transport: Transport = "SDMA",
+        serve_store: bool = False,
+        window: int = 1024,
+        close_timeout_s: float = 5.0,
+    ) -> None:
+        super().__init__(host=host, window=window, close_timeout_s=close_timeout_s)
+        if not store_url.startswith("tcp://"):
+            raise ConfigError("store must be given as tcp://host:port", store_url=store_url)
+        if role not in get_args(Role) or transport not in get_args(Transport):
+            raise ConfigError(
+                "unknown role or transport", role=role, transport=transport, known=(get_args(Role), get_args(Transport))
+            )
+        self.capabilities = AscendBackend.capabilities
+        self._ascend = AscendSettings(host, store_url, role, npu_id, transport)
+        self._serves_store = serve_store
+
+    @override
+    def _make_agent(self, name: str, mailbox: Mailbox[BackendEvent]) -> Agent:
+        library = _import_library()
+        if self._serves_store and library.create_config_store(self._ascend.store_url) != 0:
+            raise BackendUnavailable("the config store could not be started", store_url=self._ascend.store_url)
+        start = functools.partial(AscendEngine, library, self._ascend)
+        return Agent(name, start, mailbox, window=self._window, timeout_s=0.0)
+
+
+class AscendEngine(WritingEngine):
+    """An engine of memfabric-hybrid, and the thread that makes its blocking calls."""
+
+    def __init__(self, library: ModuleType, settings: AscendSettings, _cell: LifeCell) -> None:
+        super().__init__()
+        native = library.TransferEngine()
+        name = f"{settings.host}:0"  # the port is known only afterwards
+        how = getattr(library.TransferEngine.TransDataOpType, settings.transport)
+        if native.initialize(settings.store_url, name, settings.role, settings.npu_id, how) != 0:
+            raise BackendUnavailable(
+                "memfabric-hybrid could not start an engine; it needs an Ascend device with its driver",
+                **vars(settings),
+                detail=str(library.get_last_err_msg()),
+            )
+        self.session = f"{settings.host}:{native.get_rpc_port()}"
+        self._native: Any = native
+        self._registered: list[MemoryRange] = []
+        self._ids = itertools.count(1)
+        self._writes: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
+        self._states: dict[int, int] = {}
+        self._thread = threading.Thread(target=self._run, name=f"kvflow-ascend-{self.session}", daemon=True)
+        self._thread.start()
+
+    @override
+    def register(self, ranges: Sequence[MemoryRange]) -> None:
+        """As the base class says, in one call, so that the library merges what shares an aligned page."""
+        if not ranges:
+            return
+        old = [_aligned(item) for item in self._registered]
+        for new in map(_aligned, ranges):
+            if any(new.address < other.end and other.address < new.end for other in old):
+                raise RegistrationError(
+                    "memory shares an aligned page with what was registered before; register all of it at once",
+                    address=hex(new.address),
+                    length=new.length,
+                    alignment=ALIGNMENT,
+                )
+        code = self._native.batch_register_memory([item.address for item in ranges], [item.length for item in ranges])
+        if code != 0:
+            raise RegistrationError("memfabric-hybrid refused to register memory", code=code, ranges=len(ranges))
+        self._registered += ranges
+
+    @override
+    def probe(self, address: EndpointAddress) -> None:
+        """Nothing: the library cannot ask."""
+
+    @override
+    def read_life(self, address: EndpointAddress) -> bytes | None:
+        """Believe the address: a life is host memory, which the library does not read."""
+        return address.life
+
+    @override
+    def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
+        transfer_id = next(self._ids)
+        self._states[transfer_id] = RUNNING
+        self._writes.put((transfer_id, session, src, dst, num_bytes))
+        return transfer_id
+
+    @override
+    def check(self, transfer_id: int) -> int:
+        state = self._states[transfer_id]
+        if state != RUNNING:
+            del self._states[transfer_id]
+        return state
+
+    @override
+    def close(self) -> None:
+        native, self._native = self._native, None
+        if native is None:
+            return
+        self._writes.put(None)
+        self._thread.join(JOIN_S)  # a batch that hangs is stopped by what follows, or by nothing
+        for item in self._registered:
+            native.unregister_memory(item.address)
+        native.destroy()
+        native.unInitialize()
+
+    def _run(self) -> None:
+        native = self._native
+        while (writes := self._next_writes()) is not None:
+            for session, batch in _by_session(writes).items():
+                ids, sources, targets, lengths = (list(column) for column in zip(*batch, strict=True))
+                try:
+                    code = native.batch_transfer_sync_write(session, sources, targets, lengths)
+                except Exception:  # noqa: BLE001 - it may have begun before it failed
+                    code = -1
+                for transfer_id in ids:
+                    self._states[transfer_id] = DONE if code == 0 else UNKNOWN
+
+    def _next_writes(self) -> list[Write] | None:
+        """Wait for a write, and take all there are; None once the engine is closed."""
+        writes = []
+        item = self._writes.get()
+        while item is not None:
+            writes.append(item)
+            try:
+                item = self._writes.get_nowait()
+            except queue.Empty:
+                return writes
+        return None
+
+
+def _by_session(writes: Sequence[Write]) -> dict[str, list[tuple[int, int, int, int]]]:
+    found: dict[str, list[tuple[int, int, int, int]]] = {}
+    for transfer_id, session, src, dst, num_bytes in writes:
+        found.setdefault(session, []).append((transfer_id, src, dst, num_bytes))
+    return found
+
+
+def _aligned(memory: MemoryRange) -> MemoryRange:
+    """The whole pages that some memory lies in."""
+    start = memory.address // ALIGNMENT * ALIGNMENT
+    return MemoryRange(start, -(-memory.end // ALIGNMENT) * ALIGNMENT - start)
+
+
+def _import_library() -> ModuleType:
+    """Import memfabric-hybrid, and lead its log into ours.
+
+    Raises:
+        BackendUnavailable: It is missing or does not load.
+    """
+    os.environ.setdefault(*QUIET)
+    try:
+        library = importlib.import_module("memfabric_hybrid")
+    except (ImportError, OSError) as error:
+        raise BackendUnavailable(
+            "memfabric-hybrid is not installed or does not load; install kvflow[ascend]", detail=str(error)
+        ) from error
+    library.set_extern_logger(_log)
+    return library
+
+
+def _log(level: int, message: str) -> None:
+    get_logger().info("memfabric_said", level=LOG_NAMES[level], message=message.strip())
