@@ -2,6 +2,8 @@
 
 A backend belongs to one rank. It hides the library's threads and exceptions: every method is called on the event
 loop, none blocks it, and only `BackendError`s come out.
+
+`kvflow.testing.contract` holds a transport to this, and docs/backends.md explains it.
 """
 
 import abc
@@ -125,6 +127,8 @@ class Backend(abc.ABC):
     async def connect(self, peer: str, metadata: bytes) -> None:
         """Get ready to write to a peer. Connecting to a connected peer again does nothing.
 
+        A peer that was disconnected can be connected again, with other metadata if it has restarted.
+
         Args:
             peer: The peer's agent name.
             metadata: What its `metadata()` gave; not trusted.
@@ -165,7 +169,13 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def take_events(self) -> Sequence[BackendEvent]:
-        """Wait until something has happened, and take all of it. One caller at a time."""
+        """Wait until something has happened, and take all of it. One caller at a time.
+
+        Cancelling the wait loses no event.
+
+        Raises:
+            BackendError: The library broke down; nothing more will come but by `aclose`.
+        """
 
     @abc.abstractmethod
     async def aclose(self) -> Sequence[BackendEvent]:
