@@ -178,7 +178,7 @@ class RankConfig:
         engine_rank: This worker's number within its instance.
         num_ranks: Workers of the instance.
         registry: ZMQ address of the registry, e.g. "tcp://10.0.0.1:7100".
-        backend: Transport by name: "nixl", "mooncake" or "memory".
+        backend: Transport by name: "nixl", "mooncake", "memory", or one that another distribution brings.
         backend_options: Passed to the backend, see its class.
         timeouts: How long things may take.
         limits: How much there may be of things.

@@ -2,6 +2,8 @@
 
 A backend belongs to one rank. It hides the library's threads and exceptions: every method is called on the event
 loop, none blocks it, and only `BackendError`s come out.
+
+`kvflow.testing.contract` holds a transport to this, and docs/backends.md explains it.
 """
 
 import abc
@@ -97,8 +99,10 @@ class Backend(abc.ABC):
     async def register(self, layout: KVLayout) -> None:
         """Make the layout's allocations readable and writable for the transport, until `aclose`.
 
+        Once in the life of an endpoint, before anything is posted or told to peers.
+
         Raises:
-            RegistrationError: The memory kind is not supported, or the transport refused.
+            RegistrationError: The memory kind is not supported, the transport refused, or memory is registered already.
         """
 
     @abc.abstractmethod
@@ -122,6 +126,8 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     async def connect(self, peer: str, metadata: bytes) -> None:
         """Get ready to write to a peer. Connecting to a connected peer again does nothing.
+
+        A peer that was disconnected can be connected again, with other metadata if it has restarted.
 
         Args:
             peer: The peer's agent name.
@@ -147,7 +153,7 @@ class Backend(abc.ABC):
         Args:
             post_id: Chosen by the caller, never reused.
             peer: A connected peer.
-            descriptors: At least one row.
+            descriptors: At least one row; handed over, so the caller does not change the arrays any more.
             notice: Delivered to the peer after the last byte; empty for none. Only with `in_band_notices`.
 
         Raises:
@@ -163,7 +169,13 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def take_events(self) -> Sequence[BackendEvent]:
-        """Wait until something has happened, and take all of it. One caller at a time."""
+        """Wait until something has happened, and take all of it. One caller at a time.
+
+        Cancelling the wait loses no event.
+
+        Raises:
+            BackendError: The library broke down; nothing more will come but by `aclose`.
+        """
 
     @abc.abstractmethod
     async def aclose(self) -> Sequence[BackendEvent]:

@@ -19,7 +19,7 @@ from typing_extensions import override
 from kvflow.aio.mailbox import Mailbox
 from kvflow.backends.base import Backend, BackendEvent, Capabilities, NoticeArrived, PostEnded, PostInDoubt
 from kvflow.backends.host import host_view
-from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
+from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_unregistered
 from kvflow.errors import BackendError, RegistrationError
 from kvflow.geometry.layout import KVLayout, MemoryRange
 from kvflow.geometry.plan import Descriptors
@@ -159,6 +159,7 @@ class MemoryBackend(Backend):
             raise RegistrationError(
                 "backend cannot register this kind of memory", backend=self.name, memory_kind=layout.memory_kind
             )
+        check_unregistered(self._memory, self.name)
         self._memory = RegisteredMemory(layout.allocations, layout.memory_kind, layout.device_id)
 
     @override

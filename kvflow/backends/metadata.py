@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.errors import BackendError
+from kvflow.errors import BackendError, RegistrationError
 from kvflow.geometry.layout import ADDRESS_LIMIT, MemoryKind, MemoryRange
 
-__all__ = ["PeerMetadata", "RegisteredMemory"]
+__all__ = ["PeerMetadata", "RegisteredMemory", "check_unregistered"]
 
 Words = NDArray[np.uint64]
 
@@ -93,3 +93,13 @@ class PeerMetadata(msgspec.Struct, frozen=True):
         if not metadata.memory.ranges:
             raise BackendError("peer has registered no memory", backend=backend)
         return metadata
+
+
+def check_unregistered(memory: RegisteredMemory | None, backend: str) -> None:
+    """Refuse a second registration: peers would never hear of it.
+
+    Raises:
+        RegistrationError: There is memory already.
+    """
+    if memory is not None:
+        raise RegistrationError("memory is registered already, and only once", backend=backend)

@@ -30,7 +30,7 @@ from typing_extensions import override
 from kvflow.aio.mailbox import Mailbox
 from kvflow.backends.base import Backend, BackendEvent, Capabilities
 from kvflow.backends.host import host_view
-from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
+from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_unregistered
 from kvflow.backends.nixl_agent import NixlAgent
 from kvflow.backends.owner import OwnerThread
 from kvflow.errors import BackendError
@@ -114,6 +114,7 @@ class NixlBackend(Backend):
     @override
     async def register(self, layout: KVLayout) -> None:
         owner, agent = self._running()
+        check_unregistered(self._memory, self.name)
         memory = RegisteredMemory(layout.allocations, layout.memory_kind, layout.device_id)
         self._blob = await owner.call(functools.partial(agent.register, memory))
         self._memory = memory

@@ -9,19 +9,23 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar
 
 import anyio
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from kvflow.backends import create_backend
 from kvflow.backends.ascend import ALIGNMENT, AscendBackend
 from kvflow.backends.base import PostEnded
 from kvflow.errors import BackendError, BackendUnavailable, ConfigError, RegistrationError
 from kvflow.geometry.layout import MemoryRange
-from tests.backends.endpoints import Endpoint, copies, fresh_name, make_layout
+from kvflow.testing.buffers import HostBuffer
+from kvflow.testing.contract import BackendContract
+from kvflow.testing.endpoints import Endpoint, copies, fresh_name, open_endpoint
+from tests.backends.endpoints import make_layout
 
 pytestmark = pytest.mark.anyio
 
@@ -99,19 +103,37 @@ def library(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return fake
 
 
+class PretendedBuffer(HostBuffer):
+    """Host memory that is said to be a device's."""
+
+    memory_kind = "VRAM"
+
+
+@pytest.mark.usefixtures("library")
+class TestContract(BackendContract):
+    """With a library that copies memory, which no engine of it ever loses sight of."""
+
+    backend = "ascend"
+    options = MappingProxyType({**OPTIONS, "close_timeout_s": 0.2})
+    memory_kind = "VRAM"
+    reaches_other_processes = False
+
+    @override
+    def new_buffer(self, num_bytes: int) -> HostBuffer:
+        return PretendedBuffer(num_bytes)
+
+
 @asynccontextmanager
 async def open_pair(num_bytes: int = 4096) -> AsyncIterator[tuple[Endpoint, Endpoint]]:
     async with AsyncExitStack() as stack:
-        endpoints = []
-        for seed in range(2):
-            memory = np.random.default_rng(seed).integers(1, 255, num_bytes, np.uint8)
-            backend = await stack.enter_async_context(AscendBackend(**OPTIONS, close_timeout_s=0.1))
-            endpoint = Endpoint(fresh_name(), backend, memory, int(memory.ctypes.data))
-            await backend.open(endpoint.name)
-            await backend.register(make_layout(endpoint.address, num_bytes, memory_kind="VRAM", device_id=0))
-            endpoints.append(endpoint)
-        await endpoints[0].connect(endpoints[1])
-        yield endpoints[0], endpoints[1]
+        source, target = [
+            await stack.enter_async_context(
+                open_endpoint(AscendBackend(**OPTIONS, close_timeout_s=0.1), PretendedBuffer(num_bytes), seed=seed)
+            )
+            for seed in range(2)
+        ]
+        await source.connect(target)
+        yield source, target
 
 
 @pytest.mark.usefixtures("library")
@@ -144,18 +166,26 @@ async def test_a_batch_that_fails_is_in_doubt_until_the_endpoint_closes() -> Non
 async def test_all_memory_is_registered_in_one_call() -> None:
     async with AscendBackend(**OPTIONS) as backend:
         await backend.open(fresh_name())
-        layout = make_layout(4 * ALIGNMENT, ALIGNMENT, memory_kind="VRAM")
-        other = make_layout(5 * ALIGNMENT + 5, 10, memory_kind="VRAM")
-        await backend.register(layout)
-        with pytest.raises(BackendError, match="only host memory"):
-            backend.view(MemoryRange(4 * ALIGNMENT, 1))
-        await backend.register(other)
-        with pytest.raises(RegistrationError, match="aligned page") as caught:
-            await backend.register(make_layout(5 * ALIGNMENT + 100, 10, memory_kind="VRAM"))
-        assert caught.value.values["alignment"] == ALIGNMENT
-        assert FakeEngine.made[0].registered == [[(4 * ALIGNMENT, ALIGNMENT)], [(5 * ALIGNMENT + 5, 10)]]
         with pytest.raises(RegistrationError):
             await backend.register(make_layout(64 * ALIGNMENT, 10))
+        await backend.register(make_layout(4 * ALIGNMENT, ALIGNMENT, memory_kind="VRAM"))
+        with pytest.raises(BackendError, match="only host memory"):
+            backend.view(MemoryRange(4 * ALIGNMENT, 1))
+        assert FakeEngine.made[0].registered == [[(4 * ALIGNMENT, ALIGNMENT)]]
+
+
+@pytest.mark.usefixtures("library")
+async def test_memory_in_an_aligned_page_that_is_registered_already_is_refused() -> None:
+    async with AscendBackend(**OPTIONS) as backend:
+        await backend.open(fresh_name())
+        assert backend._agent is not None
+        engine = backend._agent.borrow_sender()
+        engine.register([MemoryRange(4 * ALIGNMENT, ALIGNMENT)])
+        engine.register([MemoryRange(5 * ALIGNMENT + 5, 10)])
+        with pytest.raises(RegistrationError, match="aligned page") as caught:
+            engine.register([MemoryRange(5 * ALIGNMENT + 100, 10)])
+        assert caught.value.values["alignment"] == ALIGNMENT
+        assert FakeEngine.made[0].registered == [[(4 * ALIGNMENT, ALIGNMENT)], [(5 * ALIGNMENT + 5, 10)]]
 
 
 async def test_one_process_serves_the_store(library: SimpleNamespace) -> None:

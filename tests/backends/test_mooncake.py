@@ -147,14 +147,15 @@ async def test_the_environment_of_the_user_wins(monkeypatch: pytest.MonkeyPatch)
         assert (os.environ["KVFLOW_TEST_SET"], os.environ.pop("KVFLOW_TEST_UNSET")) == ("mine", "y")
 
 
-async def test_memory_that_is_registered_twice_is_refused() -> None:
-    async with open_endpoints("mooncake") as (source, target):
+async def test_memory_that_the_engine_has_registered_itself_is_refused() -> None:
+    async with MooncakeBackend() as backend:
+        await backend.open(fresh_name())
+        assert backend._agent is not None
         with pytest.raises(RegistrationError, match="overlaps") as caught:
-            await source.backend.register(make_layout(source.address + 100, 8))
+            await backend.register(make_layout(backend._agent.cell.address, 8))
         assert caught.value.values["code"] == engine.OVERLAP
-        source.post(1, target, copies(source, target))
-        await source.take_ends()
-        assert same(source, target, 0, 64)
+        with pytest.raises(BackendError):
+            backend.metadata()
 
 
 async def test_opening_can_be_cancelled() -> None:

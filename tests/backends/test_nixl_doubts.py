@@ -18,8 +18,9 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from kvflow.backends.base import PostEnded
 from kvflow.backends.nixl import NixlBackend
 from kvflow.geometry.plan import Descriptors
-from tests.backends.endpoints import Endpoint, copies, make_layout, open_backend, open_endpoints, rows, same
+from tests.backends.endpoints import Endpoint, copies, fresh_name, make_layout, open_backend, open_endpoints, rows, same
 from tests.support.target_process import NUM_BYTES
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -227,7 +228,7 @@ async def test_a_peer_is_not_removed_while_it_is_in_doubt_whether_a_post_to_it_h
             await source.take_until(source.doubts)
         await source.backend.disconnect(target.name)
         await source.backend.disconnect(other.name)
-        await source.backend.register(make_layout(source.address, 64))  # comes after both
+        await until(lambda: other.name in removed)  # which comes after the first
         assert removed == [other.name]
         assert not source.ends()
         await source.close()
@@ -254,9 +255,12 @@ async def test_a_peer_whose_endpoint_has_failed_gets_a_new_one_when_it_is_connec
 
 async def test_memory_can_be_registered_while_the_endpoint_closes() -> None:
     """The one that comes first wins, and the other does not hang or break."""
-    async with open_endpoints("nixl") as (source, _), anyio.create_task_group() as tasks:
-        tasks.start_soon(source.backend.register, make_layout(source.address, 64))
-        tasks.start_soon(source.backend.aclose)
+    memory = np.zeros(64, np.uint8)
+    async with NixlBackend() as backend:
+        await backend.open(fresh_name())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(backend.register, make_layout(int(memory.ctypes.data), 64))
+            tasks.start_soon(backend.aclose)
 
 
 def test_who_runs_it_says_whether_writes_end_with_their_process() -> None:

@@ -32,7 +32,7 @@ from typing_extensions import override
 from kvflow.aio.mailbox import Mailbox
 from kvflow.backends.base import Backend, BackendEvent, Capabilities
 from kvflow.backends.host import host_view
-from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
+from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_unregistered
 from kvflow.backends.mooncake.address import EndpointAddress
 from kvflow.backends.mooncake.agent import Agent
 from kvflow.backends.mooncake.engine import PEER_TO_PEER, Engine, EngineSettings, Protocol
@@ -141,6 +141,7 @@ class MooncakeBackend(Backend):
             raise RegistrationError(
                 "backend cannot register this kind of memory", backend=self.name, memory_kind=layout.memory_kind
             )
+        check_unregistered(self._memory, self.name)
         memory = RegisteredMemory(layout.allocations, layout.memory_kind, layout.device_id)
         await owner.call(functools.partial(agent.register, memory))
         self._memory = memory

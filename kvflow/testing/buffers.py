@@ -1,0 +1,73 @@
+"""Memory to register, and how a test reads and writes it."""
+
+import abc
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from kvflow.geometry.layout import Component, KVLayout, MemoryKind, Region
+
+__all__ = ["Buffer", "Bytes", "HostBuffer"]
+
+Bytes = NDArray[np.uint8]
+
+
+class Buffer(abc.ABC):
+    """One allocation. Subclass it for memory that the processor cannot read as it is.
+
+    Attributes:
+        address: Of the first byte, as the transport is told, uint64.
+        num_bytes: How many there are.
+        memory_kind: As in `Capabilities.memory_kinds`.
+        device_id: Of its device, 0 for host memory.
+    """
+
+    address: int
+    num_bytes: int
+    memory_kind: MemoryKind = "DRAM"
+    device_id: int = 0
+
+    @abc.abstractmethod
+    def read(self, start: int = 0, stop: int | None = None) -> Bytes:
+        """Give a copy of some bytes; all that were there when it was called."""
+
+    @abc.abstractmethod
+    def write(self, start: int, data: Bytes) -> None:
+        """Change some bytes; they are there when it returns."""
+
+    def layout(self) -> KVLayout:
+        """All of it as a layout of one cell."""
+        region = Region("kv", 0, self.address, 1, 0, 1, 0, (0, 1), 0, self.num_bytes, "uint8")
+        components = (Component("kv", (region,)),)
+        return KVLayout(components, "test", memory_kind=self.memory_kind, device_id=self.device_id)
+
+
+class HostBuffer(Buffer):
+    """Host memory.
+
+    Args:
+        num_bytes: How many.
+        address: What the transport is told, if not where it really is.
+
+    Attributes:
+        memory: uint8[num_bytes], the bytes themselves.
+    """
+
+    def __init__(self, num_bytes: int, address: int | None = None) -> None:
+        self.memory: Bytes = np.zeros(num_bytes, np.uint8)
+        self.num_bytes = num_bytes
+        self.address = self.real_address if address is None else address
+
+    @property
+    def real_address(self) -> int:
+        """Where the first byte really is."""
+        return int(self.memory.ctypes.data)
+
+    @override
+    def read(self, start: int = 0, stop: int | None = None) -> Bytes:
+        return np.array(self.memory[start:stop])
+
+    @override
+    def write(self, start: int, data: Bytes) -> None:
+        self.memory[start : start + len(data)] = data

@@ -1,0 +1,117 @@
+"""What a suite says about its transport, and how its tests get endpoints."""
+
+import itertools
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import MappingProxyType
+
+import anyio
+import numpy as np
+import pytest
+
+from kvflow.backends import create_backend
+from kvflow.backends.base import Backend
+from kvflow.geometry.layout import MemoryKind
+from kvflow.testing.buffers import Buffer, HostBuffer
+from kvflow.testing.endpoints import Endpoint, copies, open_endpoint, random_bytes, same
+
+__all__ = ["ContractBase", "check_only_this_arrives", "write"]
+
+
+class ContractBase:
+    """Tells the tests which transport they are about; nothing here is a test.
+
+    Attributes:
+        backend: Its name, as in the settings.
+        options: Its options, as in the settings.
+        impatient: More options, with which closing does not wait long for posts that do not end.
+        memory_kind: Of the memory that the tests write from and to.
+        reaches_other_processes: False for a transport that works inside one process.
+        timeout_s: How long a test may take between opening and closing; one that waits in vain fails then.
+    """
+
+    backend: str
+    options: Mapping[str, object] = MappingProxyType({})
+    impatient: Mapping[str, object] = MappingProxyType({})
+    memory_kind: MemoryKind = "DRAM"
+    reaches_other_processes: bool = True
+    timeout_s: float = 50.0
+
+    pytestmark = pytest.mark.anyio
+
+    @pytest.fixture
+    def anyio_backend(self) -> str:
+        """Kvflow runs on asyncio only."""
+        return "asyncio"
+
+    def new_backend(self) -> Backend:
+        """Make another endpoint's backend, not open yet."""
+        return create_backend(self.backend, self.options)
+
+    def new_impatient_backend(self) -> Backend:
+        """Make one whose `aclose` does not wait long."""
+        if not self.impatient:
+            return self.new_backend()
+        return create_backend(self.backend, {**self.options, **self.impatient})
+
+    def new_buffer(self, num_bytes: int) -> Buffer:
+        """Allocate memory of `memory_kind`; override it for any but host memory."""
+        if self.memory_kind != "DRAM":
+            raise NotImplementedError("override new_buffer for memory that is not host memory")
+        return HostBuffer(num_bytes)
+
+    def new_backend_for(self, buffer: HostBuffer) -> Backend:
+        """Make a backend that finds a buffer's bytes although its address is not their real one.
+
+        Override it where that can be; it lets addresses with bit 63 be tested without such a device.
+        """
+        pytest.skip(f"nothing maps {buffer.address:#x} to other memory")
+
+    @asynccontextmanager
+    async def open_one(
+        self, num_bytes: int = 4096, *, seed: int = 0, name: str | None = None, impatient: bool = False
+    ) -> AsyncIterator[Endpoint]:
+        """Open an endpoint; on leaving it is closed, and its events are checked."""
+        backend = self.new_impatient_backend() if impatient else self.new_backend()
+        async with open_endpoint(backend, self.new_buffer(num_bytes), seed=seed, name=name) as endpoint:
+            with anyio.fail_after(self.timeout_s):
+                yield endpoint
+            await endpoint.close()
+            endpoint.check_ends()
+
+    @asynccontextmanager
+    async def open_some(
+        self, num_bytes: int = 4096, *, count: int = 2, impatient: bool = False
+    ) -> AsyncIterator[list[Endpoint]]:
+        """Open several endpoints, each connected to all others."""
+        async with AsyncExitStack() as stack:
+            endpoints = [
+                await stack.enter_async_context(self.open_one(num_bytes, seed=seed, impatient=impatient))
+                for seed in range(count)
+            ]
+            for one, other in itertools.permutations(endpoints, 2):
+                await one.connect(other)
+            yield endpoints
+
+
+async def write(source: Endpoint, target: Endpoint, post_id: int) -> None:
+    """Write 64 bytes that were not there before, and check that they arrived."""
+    source.buffer.write(0, random_bytes(64, seed=1000 + post_id))
+    source.post(post_id, target, copies(source, target))
+    await source.take_until(lambda: source.has_ended(post_id))
+    assert source.ends()[-1].error is None
+    assert same(source, target, 0, 64)
+
+
+async def check_only_this_arrives(source: Endpoint, target: Endpoint) -> None:
+    """After something was refused: both endpoints still work, and nothing of it was written or told."""
+    expected = target.buffer.read()
+    expected[:64] = source.buffer.read(0, 64)
+    source.post(1, target, copies(source, target), b"good")
+    await source.take_ends()
+    await target.take_notices()
+    await source.close()
+    await target.close()
+    assert [(end.post_id, end.error) for end in source.ends()] == [(1, None)]
+    assert target.notices() == [b"good"]
+    assert np.array_equal(target.buffer.read(), expected)

@@ -1,0 +1,23 @@
+"""The tests, by what they are about."""
+
+from kvflow.testing.contract.suite.closing import ClosingContract
+from kvflow.testing.contract.suite.memory import MemoryContract
+from kvflow.testing.contract.suite.metadata import MetadataContract
+from kvflow.testing.contract.suite.peers import PeerContract
+from kvflow.testing.contract.suite.processes import ProcessContract
+from kvflow.testing.contract.suite.ranges import RangeContract
+from kvflow.testing.contract.suite.writes import WriteContract
+
+__all__ = ["BackendContract"]
+
+
+class BackendContract(
+    WriteContract,
+    PeerContract,
+    MetadataContract,
+    RangeContract,
+    MemoryContract,
+    ClosingContract,
+    ProcessContract,
+):
+    """Everything that a transport has to do. Subclass it under a name that starts with "Test", and set `backend`."""

@@ -1,0 +1,38 @@
+"""Memory that torch allocates, wherever it can."""
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from kvflow.geometry.layout import MemoryKind
+from kvflow.testing.buffers import Buffer, Bytes
+
+__all__ = ["TorchBuffer", "device_of_nixl"]
+
+
+class TorchBuffer(Buffer):
+    """Memory of a device, read and written by copies."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.address = self.tensor.data_ptr() % 2**64
+        self.num_bytes = num_bytes
+        self.memory_kind: MemoryKind = "DRAM" if device.type == "cpu" else "VRAM"
+        self.device_id = self.tensor.device.index or 0
+
+    @override
+    def read(self, start: int = 0, stop: int | None = None) -> Bytes:
+        found: Bytes = self.tensor[start:stop].cpu().numpy()
+        return np.array(found)
+
+    @override
+    def write(self, start: int, data: Bytes) -> None:
+        self.tensor[start : start + len(data)] = torch.from_numpy(np.array(data)).to(self.tensor.device)
+        if self.memory_kind != "DRAM":
+            torch.accelerator.synchronize()
+
+
+def device_of_nixl() -> torch.device | None:
+    """A GPU that NIXL may know, if torch has one."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found if found is not None and found.type in ("cuda", "xpu") else None

@@ -1,0 +1,76 @@
+"""What the pages about platforms tell people to install, to set, and to type, exists."""
+
+import importlib
+import inspect
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvflow
+from kvflow.backends import BUILT_IN, create_backend
+from kvflow.cli import main as cli
+from tests.test_docs import DOCUMENTS
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs/platforms").glob("*.md"))
+
+BY_NAME = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def extras() -> set[str]:
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    return set(re.findall(r"^([\w-]+) = \[", section, re.MULTILINE))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_extras_exist(document: Path) -> None:
+    named = set(re.findall(r"kvflow\[([\w-]+)\]", document.read_text()))
+    assert named <= extras()
+
+
+@BY_NAME
+def test_settings_are_valid(page: Path) -> None:
+    for example in blocks(page, "python"):
+        scope: dict[str, Any] = {}
+        exec(example, scope)  # noqa: S102 - it is our own page
+        configs = [value for value in scope.values() if isinstance(value, kvflow.PrefillConfig | kvflow.DecodeConfig)]
+        assert configs
+        for config in configs:
+            create_backend(config.backend, config.backend_options)
+
+
+@BY_NAME
+def test_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command and option; what follows is the parser's help, because it is asked for last."""
+    for line in "".join(blocks(page, "console")).splitlines():
+        if line.startswith("kvflow "):
+            with pytest.raises(SystemExit) as left:
+                cli.main([*shlex.split(line)[1:], "--help"])
+            assert left.value.code == 0, line
+            capsys.readouterr()
+
+
+@BY_NAME
+def test_options_in_the_tables_are_options(page: Path) -> None:
+    """A name of the first column that is no environment variable is an option of a transport."""
+    cells = re.findall(r"^\| (`[^|]*?) \|", page.read_text(), re.MULTILINE)
+    names = {name for cell in cells for name in re.findall(r"`([a-z_]+)(?:=[^`]*)?`", cell)} - set(BUILT_IN)
+    assert names <= {option for module, backend in BUILT_IN.values() for option in options_of(module, backend)}
+
+
+def options_of(module: str, backend: str) -> set[str]:
+    return set(inspect.signature(getattr(importlib.import_module(module), backend)).parameters)
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs/platforms/README.md").read_text()
+    for page in PAGES:
+        assert page.stem == "README" or f"]({page.name})" in index
