@@ -32,6 +32,11 @@ __all__ = ["NixlAgent"]
 DISTRIBUTIONS: Final = ("nixl_cu12", "nixl_cu13")
 """Import names, in order of preference. The umbrella package `nixl` imports torch to choose between them."""
 
+CLOSE_POLL_S: Final = 1e-3
+
+PARTING_ROUNDS: Final = 20
+"""Rounds of progress between removing the last peer and destroying the agent; measured: none is too few."""
+
 MAX_UNTAKEN: Final = 1_000_000
 """Events kept for a rank that does not take them; notices beyond it are lost, as on a full receive queue."""
 
@@ -199,16 +204,28 @@ class NixlAgent:
         """Wait for running posts, then destroy the agent: the only thing that stops a post for certain."""
         give_up = time.monotonic() + timeout_s
         while self._running and time.monotonic() < give_up and self._clean_up(self.poll):
-            time.sleep(1e-3)
+            time.sleep(CLOSE_POLL_S)
         stopped = [*self._running, *self._doubtful, *self._failed]
         for posts in (self._running, self._doubtful, self._failed):
             posts.clear()
+        self._part_with_everybody()
         for registered in self._registered:
             self._clean_up(self._agent.deregister_memory, registered)
         self._registered.clear()
         self._agent = None
         # What was on its way goes on landing for about 100 ms, and nothing tells when it has stopped.
         self._emit([PostEnded(post_id, "stopped by closing the endpoint", lingers=True) for post_id in stopped])
+
+    def _part_with_everybody(self) -> None:
+        """Remove every peer, and let the library finish with it.
+
+        UCX aborts the process if an agent is destroyed while something is queued for a peer that has closed.
+        """
+        for peer in self._connections:
+            self._clean_up(self._agent.remove_remote_agent, peer)
+        for _ in range(PARTING_ROUNDS):
+            self._clean_up(self._agent.get_new_notifs)
+            time.sleep(CLOSE_POLL_S)
 
     def _add(self, peer: str, blob: bytes) -> None:
         try:
