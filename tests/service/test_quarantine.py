@@ -8,7 +8,6 @@ import anyio
 import pytest
 
 import kvflow
-from kvflow.backends.base import Capabilities
 from kvflow.backends.nixl import NixlBackend
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, TransferFailed
@@ -174,21 +173,11 @@ async def test_a_decode_rank_to_which_writes_fail_greets_anew_and_the_next_trans
 # Processes that are gone -------------------------------------------------------------------------------------------
 
 
-class EndsWithProcess(NixlBackend):
-    """As NIXL over shared memory or TCP of one host: a dead process writes no more."""
-
-    capabilities = Capabilities(
-        in_band_notices=NixlBackend.capabilities.in_band_notices,
-        memory_kinds=NixlBackend.capabilities.memory_kinds,
-        ends_with_process=True,
-    )
-
-
 @asynccontextmanager
 async def decode_rank(registry: str) -> AsyncIterator[kvflow.DecodeRank]:
     pool = make_pool()
     settings = decode_config(registry, backend="nixl", timeouts=Timeouts(lease_s=1.0, drain_s=0.3))
-    async with kvflow.DecodeRank(settings, pool.layout, EndsWithProcess()) as decode:
+    async with kvflow.DecodeRank(settings, pool.layout, NixlBackend(ends_with_process=True)) as decode:
         yield decode
 
 
