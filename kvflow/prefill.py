@@ -130,7 +130,7 @@ class PrefillRank(Rank["RoomSender"]):
     def _on_message(self, peer: PeerId, message: Message) -> None:
         self.dispatch(ev.MessageReceived(peer, message))
 
-    async def _take_backend_event(self, event: BackendEvent) -> None:
+    def _take_backend_event(self, event: BackendEvent) -> None:
         match event:
             case PostEnded():
                 self._submit.ended(event)
