@@ -40,6 +40,7 @@ class Delivery:
         self._posted: dict[int, Notice] = {}
         self._lingers = False
         self._noticed: list[Notice] = []
+        self.waits_for: tuple[bool, bool, bool] | None = None
 
     @property
     def is_unanswered(self) -> bool:
@@ -204,6 +205,7 @@ class Sender:
         self._me = me
         self._chunks: list[Chunk] = []
         self._num_decode_ranks: int | None = None
+        self.waits_for: tuple[bool, bool, Memory] | None = None
 
     @property
     def is_finished(self) -> bool:

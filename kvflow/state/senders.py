@@ -179,6 +179,7 @@ class Senders:
         if sender is None or delivery is None:
             return [CountOddity("settled_unknown_post", event.delivery.peer, event.delivery.room)]
         self._deadlines.clear(Stalled(event.delivery))
+        delivery.waits_for = None  # the next post has all its time, from now on
         effects = sender.post_settled(delivery, event.seq, event.failure, lingers=event.lingers)
         return self._follow(sender, effects, now)
 
@@ -277,7 +278,17 @@ class Senders:
     def _follow(self, sender: Sender, effects: list[Effect], now: float) -> list[Effect]:
         """Set and clear deadlines after a step of a room; bury it when it is over."""
         for delivery in sender.deliveries.values():
-            self._follow_delivery(delivery, now)
+            waits_for = (delivery.state.is_pending, delivery.has_posts, delivery.is_unanswered)
+            if delivery.waits_for != waits_for:
+                delivery.waits_for = waits_for
+                self._follow_delivery(delivery, now)
+        waits_for_room = (sender.state.is_pending, sender.lacks_grants, sender.state.memory)
+        if sender.waits_for != waits_for_room:
+            sender.waits_for = waits_for_room
+            self._follow_room(sender, now)
+        return effects
+
+    def _follow_room(self, sender: Sender, now: float) -> None:
         ungranted, undrained = Ungranted(sender.room), Undrained(sender.room)
         if sender.state.is_pending and sender.lacks_grants:
             self._deadlines.set_once(ungranted, now + self._timeouts.grant_s)
@@ -291,7 +302,6 @@ class Senders:
             self._quarantine.put(sender.room, sender.footprint)
         if sender.state.is_safe and not sender.state.is_pending:
             self._bury(sender)
-        return effects
 
     def _follow_delivery(self, delivery: Delivery, now: float) -> None:
         if not delivery.state.is_pending:
