@@ -7,6 +7,7 @@ import sys
 import anyio
 import msgspec
 
+from kvflow.cli.bench import comparisons
 from kvflow.config import check_duration
 from kvflow.errors import ConfigError
 
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     failures.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default: %(default)s)")
     failures.add_argument("--json", action="store_true", help="print one JSON object a case and nothing else")
     failures.set_defaults(measure=_failures)
+    comparisons.add_arguments(cases)
 
 
 def run(arguments: argparse.Namespace) -> int:
