@@ -125,7 +125,7 @@ class PairWorker:
     def _run_bare(self, load: Load, works: list[Any]) -> list[int]:
         """Play this side of a round without kvflow; gives no times on prefill if nothing is announced."""
         rooms = range(load.first_room, load.first_room + load.count)
-        napper = Napper(NAP_S if load.way == "bare-napping" else 0.0)
+        napper = Napper(0.0 if load.way == "bare" else NAP_S)
         if not self._is_prefill:
             return (receive_announced if load.is_announced else receive_lanes)(self._bare, rooms, napper)
         if load.is_announced:
