@@ -71,7 +71,7 @@ def shown(arguments: argparse.Namespace, measure: Callable[[Callable[["Row"], No
 
     def report(row: "Row") -> None:
         if not arguments.json:
-            print(f"{row.bench}: {row.case}, {row.quantity}", file=sys.stderr, flush=True)
+            print(f"{row.group}: {row.case}, {row.quantity}", file=sys.stderr, flush=True)
 
     rows = measure(report)
     if arguments.plot:

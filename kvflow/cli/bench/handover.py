@@ -98,7 +98,7 @@ def _time_row(settings: HandoverSettings, tokens: int, played: Mapping[Way, Sequ
         bare_p50=percentile(bare, 0.5),
         bare_p99=percentile(bare, 0.99),
     )
-    measured = _measured(settings, f"{tokens} tokens, one at a time", "time from last chunk ready to decode may run")
+    measured = _measured(settings, tokens, "one at a time", "time from last chunk ready to decode may run")
     measured = msgspec.structs.replace(measured, unit="us", better="lower")
     return compare(measured, times["kvflow"], times[way], tail=tail, facts={"bare_way": way, "requests": len(kvflow)})
 
@@ -106,14 +106,14 @@ def _time_row(settings: HandoverSettings, tokens: int, played: Mapping[Way, Sequ
 def _rate_rows(settings: HandoverSettings, load: Load, played: Mapping[Way, Sequence[Round]]) -> Iterator[Row]:
     rates = {way: [load.count / one.elapsed_s for one in rounds] for way, rounds in played.items()}
     costs = {way: [one.cpu_s / load.count * 1e3 for one in rounds] for way, rounds in played.items()}
-    case = f"{load.tokens} tokens, {load.lanes} in flight"
+    case = f"{load.lanes} in flight"
     way = _best(rates, "higher")
     facts: dict[str, float | str] = {"requests_per_round": load.count}
-    measured = msgspec.structs.replace(_measured(settings, case, "requests"), unit="1/s")
+    measured = msgspec.structs.replace(_measured(settings, load.tokens, case, "requests"), unit="1/s")
     yield compare(measured, rates["kvflow"], rates[way], facts={**facts, "bare_way": way})
     way = _best(costs, "lower")
     measured = msgspec.structs.replace(
-        _measured(settings, case, "CPU of both sides"), unit="ms per request", better="lower"
+        _measured(settings, load.tokens, case, "CPU of both sides"), unit="ms per request", better="lower"
     )
     yield compare(
         measured, costs["kvflow"], costs[way], facts={**facts, "bare_way": way, **_threads(load, played["kvflow"])}
@@ -128,10 +128,10 @@ def _threads(load: Load, rounds: Sequence[Round]) -> dict[str, float]:
     }
 
 
-def _measured(settings: HandoverSettings, case: str, quantity: str) -> Measured:
+def _measured(settings: HandoverSettings, tokens: int, case: str, quantity: str) -> Measured:
     return Measured(
         bench="handover",
-        group=f"{settings.shape} over {settings.backend}",
+        group=f"{settings.shape} over {settings.backend}, requests of {tokens} tokens",
         case=case,
         quantity=quantity,
         unit="",

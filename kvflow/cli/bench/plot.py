@@ -10,8 +10,8 @@ from kvflow.errors import ConfigError
 __all__ = ["draw"]
 
 BAR: Final = 0.36
-ROW_INCHES: Final = 0.42
-PANEL_INCHES: Final = 1.25
+ROW_INCHES: Final = 0.46
+PANEL_INCHES: Final = 1.35
 WIDTH_INCHES: Final = 10.0
 DOTS_PER_INCH: Final = 150
 
@@ -34,6 +34,7 @@ def draw(rows: Sequence[Row], path: str | Path) -> None:
     panels = grouped(rows)
     heights = [ROW_INCHES * len(panel) + PANEL_INCHES for panel in panels]
     figure: Any = Figure(figsize=(WIDTH_INCHES, sum(heights)), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.1)
     axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for axis, panel in zip(axes, panels, strict=True):
         _draw_panel(axis, panel)
@@ -50,23 +51,30 @@ def _draw_panel(axis: Any, rows: Sequence[Row]) -> None:
     if with_bare:
         heights, bars = zip(*with_bare, strict=True)
         _draw_bars(axis, heights, bars, BARE, "bare")
-    for (name, (marker, color)), _ in zip(_marks(rows), MARKS, strict=False):
+    others = dict.fromkeys(name for row in rows for name in row.others)
+    for name, (marker, color) in zip(others, MARKS, strict=False):
         points = [(row.others[name], place) for place, row in zip(places, rows, strict=True) if name in row.others]
-        axis.scatter(*zip(*points, strict=True), marker=marker, color=color, s=26, zorder=4, label=name)
+        axis.scatter(*zip(*points, strict=True), marker=marker, color=color, s=30, zorder=4, label=name)
+    _label(axis, rows)
     _write_ratios(axis, rows)
-    axis.set_yticks(list(places), [row.case for row in rows])
-    axis.invert_yaxis()
-    axis.set_xlabel(f"{rows[0].unit}   ({rows[0].better} is better)")
-    axis.set_title(f"{rows[0].group}: {rows[0].quantity}", loc="left", fontsize=11, fontweight="bold")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.xaxis.grid(visible=True, color="#e3e7ec", zorder=0)
+
+
+def _label(axis: Any, rows: Sequence[Row]) -> None:
+    first = rows[0]
+    axis.set_yticks(range(len(rows)), [row.case for row in rows])
+    axis.tick_params(axis="y", length=0)
+    axis.set_ylim(len(rows) - 0.45, -0.55)
+    axis.set_xlim(left=0)
+    axis.set_xlabel(f"{first.unit} ({first.better} is better)")
+    title = f"{first.quantity[:1].upper()}{first.quantity[1:]}: {first.group}"
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=26)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.xaxis.grid(visible=True, color="#e3e7ec")
     axis.set_axisbelow(True)
-    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False, fontsize=9)
-
-
-def _marks(rows: Sequence[Row]) -> list[tuple[str, tuple[str, str]]]:
-    names = dict.fromkeys(name for row in rows for name in row.others)
-    return list(zip(names, MARKS, strict=False))
+    bars = axis.get_legend_handles_labels()
+    order = sorted(range(len(bars[1])), key=lambda at: bars[1][at] not in ("kvflow", "bare"))
+    handles, labels = ([part[at] for at in order] for part in bars)
+    axis.legend(handles, labels, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=6, frameon=False, fontsize=9)
 
 
 def _bar(row: Row) -> tuple[float, float, float]:
@@ -89,9 +97,11 @@ def _draw_bars(
 
 
 def _write_ratios(axis: Any, rows: Sequence[Row]) -> None:
-    """Write each ratio to the right of its bars, in a column of its own."""
-    axis.margins(x=0.12)
+    """Write kvflow's share of bare to the right of the panel."""
+    if all(row.ratio is None for row in rows):
+        return
+    column = {"transform": axis.get_yaxis_transform(), "ha": "left", "va": "center", "fontsize": 9.5}
+    axis.text(1.015, -0.78, "kvflow / bare", color="#5a6472", **column)
     for place, row in enumerate(rows):
         if row.ratio is not None:
-            where = axis.get_yaxis_transform()
-            axis.text(0.995, place, f"{row.ratio:.2f}x", transform=where, ha="right", va="center", fontsize=9)
+            axis.text(1.015, place, f"{row.ratio:.2f}", fontweight="bold", **column)

@@ -77,12 +77,21 @@ class Pair:
         Raises:
             WrongBytes: One of them is wrong.
         """
+        await self.wipe()
+        await self.play(load)
+        if not await self.has_arrived(load):
+            raise WrongBytes("wrong bytes have arrived", **to_builtins(load))
+
+    async def wipe(self) -> None:
+        """Make all pages of decode look like nobody had written to them."""
         await self._decode.tell("wipe")
         await self._decode.expect("wiped")
-        await self.play(load)
+
+    async def has_arrived(self, load: Load) -> bool:
+        """Every byte of the requests of a round is in the pages of decode."""
         await self._decode.tell("check", load=to_builtins(load))
-        if not (await self._decode.expect("checked"))["is_right"]:
-            raise WrongBytes("wrong bytes have arrived", **to_builtins(load))
+        is_right: bool = (await self._decode.expect("checked"))["is_right"]
+        return is_right
 
 
 def _round(load: Load, prefill: Report, decode: Report) -> Round:
