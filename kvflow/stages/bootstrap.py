@@ -11,6 +11,7 @@ import anyio.to_thread
 
 from kvflow.backends.base import Backend
 from kvflow.errors import KvflowError, RemoteProtocolError, RouteError, Stage, Unreachable
+from kvflow.geometry.cutting import cutting_of
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.routes import BoundRoute, bind_route
 from kvflow.stages.context import StageContext
@@ -160,7 +161,8 @@ class PrefillBootstrap:
         self._peers[connection] = hello.peer
         self._lines[hello.peer] = connection
         self._geometry[hello.peer] = PeerGeometry(route, hello.layout, hello.route.pieces)
-        self._context.dispatch(PeerGreeted(hello.peer, hello.lease_s, tuple(route.debts)))
+        cutting = cutting_of(route, self._layout, hello.layout, self._context.config.limits.bytes_per_post)
+        self._context.dispatch(PeerGreeted(hello.peer, hello.lease_s, tuple(route.debts), cutting))
         self.send(hello.peer, Welcome(peer=self._context.me, version=PROTOCOL_VERSION))
 
     def _refuse(self, connection: bytes, to: PeerId | None, detail: str) -> None:

@@ -1,8 +1,9 @@
 """Second stage: granted chunks wait here for their data, their turn and their credit.
 
-A chunk becomes a job when the core says that a decode rank wants it. It waits until the device has computed it
-(`ready`), and then in the queue of `kvflow.state.queue` for its turn and for room in the peer's window. Full windows
-fill this queue, and when too much waits for one decode rank, the engine's `chunk()` waits for the rooms that go there.
+A chunk, or a piece of a large one, becomes a job when the core says that a decode rank wants it. It waits until the
+device has computed it (`ready`), and then in the queue of `kvflow.state.queue` for its turn and for room in the peer's
+window. Full windows fill this queue, and when too much waits for one decode rank, the engine's `chunk()` waits for the
+rooms that go there.
 """
 
 from collections import Counter, deque

@@ -213,7 +213,7 @@ class Grant(Message, frozen=True, tag="grant"):
 
 
 class Notice(Message, frozen=True, tag="notice"):
-    """Prefill -> decode: the bytes of one chunk are in your memory.
+    """Prefill -> decode: the bytes of one chunk, or of one piece of a large one, are in your memory.
 
     Attributes:
         seq: Counts the notices of this rank in this generation, from 0.
