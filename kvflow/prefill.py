@@ -22,12 +22,11 @@ from kvflow.registry import RegistryClient
 from kvflow.stages.bootstrap import PrefillBootstrap
 from kvflow.stages.digests import OwnMemory
 from kvflow.stages.enqueue import Enqueue
-from kvflow.stages.planning import PlannedChunk, Planning
+from kvflow.stages.planning import Planning
 from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.events import Chunk, LayersReady, ReadyEvent
-from kvflow.state.queue import ChunkJob
 from kvflow.state.tables import Memory, Outcome
 from kvflow.state.window import Cost
 from kvflow.transfer import Transfer
@@ -35,10 +34,6 @@ from kvflow.wire.channel import Listener
 from kvflow.wire.messages import Card, Failure, Message, PeerId
 
 __all__ = ["PrefillRank", "RoomSender"]
-
-PLANS_BETWEEN_STAGES = 16
-"""Finished plans that wait to be offered to the core; nothing waits before planning, so that whose turn it is gets
-decided as late as can be."""
 
 
 class PrefillRank(Rank["RoomSender"]):
@@ -82,19 +77,16 @@ class PrefillRank(Rank["RoomSender"]):
         return RoomSender(self, room)
 
     def _open(self) -> None:
-        job_in, job_out = anyio.create_memory_object_stream[ChunkJob](0)
-        planned_in, planned_out = anyio.create_memory_object_stream[PlannedChunk](PLANS_BETWEEN_STAGES)
-        for stream in (job_in, job_out, planned_in, planned_out):
-            self._resources.enter_context(stream)
         self._listener = self._resources.enter_context(closing(Listener(*self._bind)))
         self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
         self._resources.callback(self._registry.unregister, self.me)
         self._bootstrap = PrefillBootstrap(self._context, self.layout, self._backend, self._listener, self._on_message)
         geometry = self._bootstrap.geometry
-        self._enqueue = Enqueue(self._context, job_in, self._cost)
+        self._enqueue = Enqueue(self._context, self._cost, self._plan_next)
         memory = OwnMemory(self.layout, self._backend.view, self._backend.capabilities.max_descriptor_bytes)
-        self._planning = Planning(self._context, job_out, planned_in, geometry, self._enqueue.end, memory)
-        self._submit = Submit(self._context, self._backend, planned_out, self._enqueue.end, self._send)
+        end_job = self._enqueue.end
+        self._submit = Submit(self._context, self._backend, end_job, self._send)
+        self._planning = Planning(self._context, self._enqueue.next_job, self._submit.offer, geometry, end_job, memory)
 
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:
         card = Card(
@@ -106,9 +98,7 @@ class PrefillRank(Rank["RoomSender"]):
         )
         return [
             self._bootstrap.run,
-            self._enqueue.run,
             self._planning.run,
-            self._submit.run,
             self._registry.run,
             lambda: self._registry.keep_registered(card),
         ]
@@ -142,7 +132,7 @@ class PrefillRank(Rank["RoomSender"]):
     def _on_message(self, peer: PeerId, message: Message) -> None:
         self.dispatch(ev.MessageReceived(peer, message))
 
-    async def _take_backend_event(self, event: BackendEvent) -> None:
+    def _take_backend_event(self, event: BackendEvent) -> None:
         match event:
             case PostEnded():
                 self._submit.ended(event)
@@ -150,6 +140,13 @@ class PrefillRank(Rank["RoomSender"]):
                 self._submit.in_doubt(event)
             case _:
                 self._ignore("notice_on_prefill_rank")
+
+    def _after_dispatch(self) -> None:
+        self._planning.plan_next()
+
+    def _plan_next(self) -> None:
+        if not self._is_dispatching:  # what is carried out may still drop what it has brought
+            self._planning.plan_next()
 
     def _cost(self, effect: ef.EnqueueChunk) -> Cost:
         """What a part of a chunk takes of its peer's window; nothing if the peer is gone."""
@@ -164,6 +161,10 @@ class PrefillRank(Rank["RoomSender"]):
 
     def _num_posted(self) -> int:
         return self._submit.num_posted
+
+    def has_room(self, room: int) -> bool:
+        """Say whether a chunk of this room may be offered without waiting."""
+        return self._enqueue.has_room(self._peers(room))
 
     async def wait_for_room(self, room: int) -> None:
         """Wait while too many chunks wait for a decode rank that has asked for this room."""
@@ -251,11 +252,13 @@ class RoomSender(Transfer):
         limit = self._rank.config.limits.metadata_bytes
         if len(chunk.metadata) > limit:
             raise PlanError("metadata is too long", room=self.room, num_bytes=len(chunk.metadata), limit=limit)
-        await anyio.lowlevel.checkpoint()
-        await self._wait_for_room()
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        if not self._rank.has_room(self.room):
+            await self._wait_for_room()
         self._raise_if_failed()
         self._rank.dispatch(ev.ChunkOffered(self.room, chunk, self._rank.footprint(chunk.pages)))
         self._is_finished = chunk.last
+        await anyio.lowlevel.cancel_shielded_checkpoint()  # others get their turn, but the chunk is on its way before
 
     @override
     def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:

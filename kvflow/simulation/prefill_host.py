@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
-import anyio
 import numpy as np
 
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
@@ -41,11 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["PrefillHost"]
 
 PLANNING_S: Final = 0.002
-
-_JOB_IN, _JOB_OUT = anyio.create_memory_object_stream[ChunkJob](0)
-_PLANNED_IN, _PLANNED_OUT = anyio.create_memory_object_stream[PlannedChunk](0)
-for _stream in (_JOB_IN, _JOB_OUT, _PLANNED_IN, _PLANNED_OUT):
-    _stream.close()  # jobs are handed over by hand
 
 
 class SimListener:
@@ -82,11 +76,12 @@ class PrefillHost(Host):
         layout = self.pool.table.layout
         listener = cast("Listener", self._listener)
         self._bootstrap = PrefillBootstrap(self.context, layout, self.backend, listener, self._on_message)
-        self._enqueue = SimEnqueue(self.context, _JOB_IN, self._cost)
+        self._enqueue = SimEnqueue(self.context, self._cost, lambda: None)  # jobs are taken by hand
         geometry = self._bootstrap.geometry
         memory = OwnMemory(layout, self.backend.view)
-        self._planning = Planning(self.context, _JOB_OUT, _PLANNED_IN, geometry, self._enqueue.end, memory)
-        self._submit = Submit(self.context, self.backend, _PLANNED_OUT, self._enqueue.end, self.send)
+        take, end = self._enqueue.next_job, self._enqueue.end
+        self._submit = Submit(self.context, self.backend, end, self.send)
+        self._planning = Planning(self.context, take, self._submit.offer, geometry, end, memory)
 
     # The engine ------------------------------------------------------------------------------------------------------
 
