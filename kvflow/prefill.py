@@ -209,7 +209,8 @@ class RoomSender(Transfer):
             layers: Instead of `ready`, if layers are computed one after another: when what `pages` has of all global
                 layers below each `stop` is there, in ascending order. The last entry stands for all layers that remain,
                 whatever its `stop`. Groups are joined until they are worth a write (`Limits.bytes_per_layer_piece`), so
-                that a short chunk goes in one piece after its last event.
+                that a short chunk goes in one piece after its last event. A `torch.cuda.Event` that was never recorded
+                counts as done: offer the chunk when all layers are launched, or pass an object that waits for that too.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;

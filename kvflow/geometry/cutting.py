@@ -62,7 +62,7 @@ class Cutting(NamedTuple):
         Returns:
             Pieces, in order, which together cover all layers.
         """
-        highest = max((layer for name in ranges for layer in self.debts[name].layers[-1:]), default=0)
+        highest = max(self.debts[name].highest_layer for name in ranges)
         last = min(bisect_right(stops, highest), len(stops) - 1)
         pieces: list[LayerPiece] = []
         start = at = 0

@@ -28,9 +28,14 @@ class Debt(NamedTuple):
     layer_bytes: Mapping[int, LayerBytes] = _NO_LAYERS
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        """Layers that are owed, in ascending order; none if that is not known."""
-        return tuple(sorted({layer for costs in self.layer_bytes.values() for layer in costs.layers}))
+    def highest_layer(self) -> int:
+        """The last layer that is owed; 0 if that is not known."""
+        return max((costs.layers[-1] for costs in self.layer_bytes.values()), default=0)
+
+    @property
+    def max_layers(self) -> int:
+        """No more layers are owed than this, and at least one."""
+        return sum(len(costs.layers) for costs in self.layer_bytes.values()) or 1
 
     def of_layers(self, layers: LayerRange) -> "Debt":
         """What some layers cost."""

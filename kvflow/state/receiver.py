@@ -42,8 +42,9 @@ class RankProgress:
         self.metadata = b""
         self._debts = rank.debts
         self._wanted = {name: tokens for name, tokens in ranges.items() if name in rank.debts}
-        num_layers = {name: max(1, len(rank.debts[name].layers)) for name in self._wanted}
-        self._max_notices = sum((stop - start) * num_layers[name] for name, (start, stop) in self._wanted.items())
+        self._max_notices = sum(
+            (stop - start) * rank.debts[name].max_layers for name, (start, stop) in self._wanted.items()
+        )
         self._notices: dict[int, Notice] = {}
         self._num_expected: int | None = None
 

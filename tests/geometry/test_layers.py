@@ -102,6 +102,7 @@ def share(sides: tuple[Rank, Rank], name: str, tokens: tuple[int, int]) -> Share
 
 def test_layers_that_are_owed_are_known() -> None:
     debt = Debt(WHOLE, WHOLE, {1: 3, 2: 4}, {1: LayerBytes.of({3: 1, 5: 2}), 2: LayerBytes.of({4: 4})})
-    assert debt.layers == (3, 4, 5)
+    assert (debt.highest_layer, debt.max_layers) == (5, 3)
+    assert (Debt(WHOLE, WHOLE, {1: 3}).highest_layer, Debt(WHOLE, WHOLE, {1: 3}).max_layers) == (0, 1)
     assert debt.of_layers((4, 6)).cell_bytes == {1: 2, 2: 4}
     assert debt.of_layers(ALL_LAYERS) is debt
