@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvflow.observe.logs import configure_logging
     from kvflow.prefill import PrefillRank, RoomSender
     from kvflow.registry.server import Registry
+    from kvflow.state.events import LayersReady
     from kvflow.state.tables import Memory, Outcome
     from kvflow.statistics import RankStatistics
 
@@ -38,6 +39,7 @@ __all__ = [
     "Handover",
     "KVLayout",
     "KvflowError",
+    "LayersReady",
     "Limits",
     "LocalProtocolError",
     "Memory",
@@ -69,6 +71,7 @@ _HOMES: Final = {
     "Handover": "kvflow.decode",
     "KVLayout": "kvflow.geometry.layout",
     "KvflowError": "kvflow.errors",
+    "LayersReady": "kvflow.state.events",
     "Limits": "kvflow.config",
     "LocalProtocolError": "kvflow.errors",
     "Memory": "kvflow.state.tables",
