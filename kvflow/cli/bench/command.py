@@ -7,6 +7,7 @@ import sys
 import anyio
 import msgspec
 
+from kvflow.cli.transport import add_backend_option, check_backend
 from kvflow.config import check_duration
 from kvflow.errors import ConfigError
 
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the measurements and their options."""
     cases = parser.add_subparsers(dest="case", required=True, metavar="CASE")
     idle = cases.add_parser("idle", help="CPU of connected ranks with nothing to do")
-    idle.add_argument("--backend", default="nixl", metavar="NAME", help="transport (default: %(default)s)")
+    add_backend_option(idle)
     idle.add_argument("--pairs", type=int, default=1, metavar="N", help="prefill and decode ranks (default: 1 each)")
     idle.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long (default: %(default)s)")
     idle.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -30,13 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     plan.set_defaults(measure=_plan)
     digest = cases.add_parser("digest", help="speed of digests, and what they cost a transfer")
-    digest.add_argument("--backend", default="nixl", metavar="NAME", help="transport (default: %(default)s)")
+    add_backend_option(digest)
     digest.add_argument("--megabytes", type=_count, default=64, metavar="N", help="of a transfer (default: 64)")
     digest.add_argument("--rounds", type=_count, default=21, metavar="N", help="of each kind (default: 21)")
     digest.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     digest.set_defaults(measure=_digest)
     failures = cases.add_parser("failures", help="processes that die, freeze or give up in the middle of a transfer")
-    failures.add_argument("--backend", default="nixl", choices=["nixl", "mooncake"], help="transport between processes")
+    add_backend_option(failures)
     failures.add_argument("--rounds", type=_count, default=50, metavar="N", help="of each case (default: %(default)s)")
     failures.add_argument("--cases", default="all", metavar="NAME,...", help="some of them (default: %(default)s)")
     failures.add_argument("--lease", type=float, default=3.0, metavar="S", help="of the ranks (default: %(default)s)")
@@ -57,7 +58,7 @@ def _idle(arguments: argparse.Namespace) -> str:
         raise ConfigError("options must be positive", pairs=arguments.pairs, seconds=arguments.seconds)
     from kvflow.cli.bench.idle import measure_idle  # noqa: PLC0415 - `kvflow --help` works without torch
 
-    result = anyio.run(measure_idle, arguments.backend, arguments.pairs, arguments.seconds)
+    result = anyio.run(measure_idle, check_backend(arguments.backend), arguments.pairs, arguments.seconds)
     if arguments.json:
         return msgspec.json.encode(result).decode()
     return (
@@ -103,8 +104,9 @@ def _digest(arguments: argparse.Namespace) -> str:
     from kvflow.cli.bench.digest import measure_digests, measure_transfers  # noqa: PLC0415 - help works without torch
 
     megabytes = arguments.megabytes
+    backend = check_backend(arguments.backend)
     rows = list(measure_digests(megabytes))
-    transfer = anyio.run(measure_transfers, arguments.backend, megabytes, arguments.rounds)
+    transfer = anyio.run(measure_transfers, backend, megabytes, arguments.rounds)
     if arguments.json:
         return msgspec.json.encode({"transfer": transfer, "rows": rows}).decode()
     lines = [f"{'order':5} {'page':>5} {'heads':>6} {'table':10} {'GB/s':>6}"]
@@ -125,7 +127,8 @@ def _failures(arguments: argparse.Namespace) -> str:
     if unknown:
         raise ConfigError("no such case", unknown=unknown, cases=list(CASES))
     check_duration("--lease", arguments.lease)
-    worker = WorkerOptions(backend=arguments.backend, lease_s=arguments.lease)
+    backend = check_backend(arguments.backend, between_processes=True)
+    worker = WorkerOptions(backend=backend, lease_s=arguments.lease)
     settings = FailureSettings(cases=cases, rounds=arguments.rounds, worker=worker, seed=arguments.seed)
 
     def show(case: str, number: int) -> None:
