@@ -10,7 +10,7 @@ import pytest
 
 from kvflow.backends.base import Backend
 from kvflow.backends.memory import MemoryBackend
-from kvflow.backends.mooncake import MooncakeBackend
+from kvflow.backends.mooncake import MooncakeBackend, sockets
 from kvflow.backends.mooncake.sockets import Connections
 from kvflow.errors import ConfigError
 from tests.backends.endpoints import open_backend
@@ -137,6 +137,27 @@ async def test_the_living_are_dry_between_two_writes() -> None:
         read(second, 1_000)
         await until(connections.are_dry)
         assert not Connections().are_dry()
+
+
+@pytest.mark.parametrize(
+    ("state", "num_unread", "far", "is_wet"),
+    [
+        ("01", 0, 0, False),
+        ("01", 0, 1, True),
+        ("01", 0, None, True),  # it is on another host
+        ("01", 1, 0, True),
+        ("08", 0, 1, False),  # the end of the stream has come
+        ("08", 0, None, False),
+        ("08", 1, None, True),
+        ("06", 0, None, False),
+    ],
+)
+async def test_an_open_connection_counts_if_its_far_end_cannot_be_seen(
+    state: str, num_unread: int, far: int | None, is_wet: bool
+) -> None:
+    near = sockets.Row(("0100007F:0050", "0200007F:9C40"), state, 0, num_unread, 1)
+    seen = {} if far is None else {("0200007F:9C40", "0100007F:0050"): far}
+    assert sockets.is_wet(near, seen) is is_wet
 
 
 async def outlast(backend: Backend) -> bool:

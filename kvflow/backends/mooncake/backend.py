@@ -216,7 +216,7 @@ class MooncakeBackend(Backend):
 
     @override
     async def outlast(self) -> bool:
-        """As the contract says; what is on its way to device memory goes through the library's own memory first."""
+        """As the contract says; never for device memory, where what was read may still have to be copied."""
         if not self._same_host or self._memory is None or self._memory.memory_kind != "DRAM":
             return False
         try:

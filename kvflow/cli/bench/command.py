@@ -139,11 +139,11 @@ def _failures(arguments: argparse.Namespace) -> str:
     if arguments.json:
         return "\n".join(msgspec.json.encode(row).decode() for row in rows)
     heads = f"{'case':16} {'rounds':>6} {'ok':>4} {'next':>5} {'p50 ms':>9} {'p99 ms':>9} {'max ms':>9}"
-    lines = ["\r" + heads + f" {'quarantined':>11} {'MB':>13} {'fds':>4} {'threads':>7}"]
+    lines = ["\r" + heads + f" {'quarantined':>11} {'MB':>13} {'fds':>4} {'most':>4} {'threads':>7}"]
     lines += [
         f"{row.case:16} {row.rounds:6} {row.ok:4} {row.next_transfer_ok:5} {row.known_ms_p50:9.2f} "
         f"{row.known_ms_p99:9.2f} {row.known_ms_max:9.2f} {row.quarantined_pages:11} "
-        f"{row.rss_start_mb:6.1f}-{row.rss_end_mb:6.1f} {row.fds:+4} {row.threads:+7}"
+        f"{row.rss_start_mb:6.1f}-{row.rss_end_mb:6.1f} {row.fds:+4} {row.fds_max:+4} {row.threads:+7}"
         + "".join(f"\n  {count} x {fault}" for fault, count in row.faults.items())
         for row in rows
     ]
