@@ -1,7 +1,9 @@
 """The service that an engine's prefill worker embeds."""
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping
+import itertools
+import operator
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
 
@@ -24,7 +26,7 @@ from kvflow.stages.planning import Planning
 from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
-from kvflow.state.events import Chunk, ReadyEvent
+from kvflow.state.events import Chunk, LayersReady, ReadyEvent
 from kvflow.state.tables import Memory, Outcome
 from kvflow.state.window import Cost
 from kvflow.transfer import Transfer
@@ -155,7 +157,8 @@ class PrefillRank(Rank["RoomSender"]):
         geometry = self._bootstrap.geometry(effect.delivery.peer)
         if geometry is None:
             return Cost(0, 0)
-        return geometry.cost(effect.ranges, effect.grant.ranges, self._backend.capabilities.max_descriptor_bytes)
+        max_bytes = self._backend.capabilities.max_descriptor_bytes
+        return geometry.cost(effect.ranges, effect.grant.ranges, max_bytes, effect.layers)
 
     def _num_queued(self) -> int:
         return self._enqueue.num_queued
@@ -185,8 +188,15 @@ class RoomSender(Transfer):
         self._is_finished = False
         self._waits: list[anyio.CancelScope] = []
 
-    async def chunk(self, tokens: TokenRange, pages: Mapping[str, Pages], *, ready: ReadyEvent | None = None) -> None:
-        """Send tokens that are computed, or will be when `ready` is.
+    async def chunk(
+        self,
+        tokens: TokenRange,
+        pages: Mapping[str, Pages],
+        *,
+        ready: ReadyEvent | None = None,
+        layers: Sequence[LayersReady] = (),
+    ) -> None:
+        """Send tokens that are computed, or will be when `ready` is, or layer by layer as `layers` says.
 
         Returns at once unless too many chunks wait already for a decode rank of this room (`Limits.queued_chunks`);
         cancelled while it waits, it has offered nothing. The pages must stay as they are until the block is left.
@@ -200,13 +210,19 @@ class RoomSender(Transfer):
                 ignored.
             ready: What to wait for first: its `synchronize` is called in a worker thread. A `torch.cuda.Event` that
                 was recorded after the last kernel that writes the pages.
+            layers: Instead of `ready`, if layers are computed one after another: when what `pages` has of all global
+                layers below each `stop` is there, in ascending order. The last entry stands for all layers that remain,
+                whatever its `stop`. Groups are joined until they are worth a write (`Limits.bytes_per_layer_piece`), so
+                that a short chunk goes in one piece after its last event. A `torch.cuda.Event` that was never recorded
+                counts as done: offer the chunk when all layers are launched, or pass an object that waits for that too.
 
         Raises:
-            PlanError: A page table does not fit the pool or the tokens. Nothing was sent; the room stays open.
+            PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;
+                the room stays open.
             LocalProtocolError: The tokens do not continue the chunk before, or the room is not open.
             TransferFailed: The transfer has failed in the meantime; there is no need to compute the rest.
         """
-        await self.offer(make_chunk(self._rank.layout, tokens, pages, ready=ready))
+        await self.offer(make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers))
 
     async def finish(
         self,
@@ -215,6 +231,7 @@ class RoomSender(Transfer):
         *,
         metadata: bytes = b"",
         ready: ReadyEvent | None = None,
+        layers: Sequence[LayersReady] = (),
     ) -> None:
         """Send the last tokens, which may be none, and what the decode engine needs to go on.
 
@@ -223,11 +240,12 @@ class RoomSender(Transfer):
             pages: As in `chunk`.
             metadata: Opaque: first token, logprobs, ... The decode side takes that of the lowest rank that sent any.
             ready: As in `chunk`.
+            layers: As in `chunk`.
 
         Raises:
             As in `chunk`; and PlanError if the metadata is too long.
         """
-        chunk = make_chunk(self._rank.layout, tokens, pages, ready=ready)
+        chunk = make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers)
         await self.offer(finish_chunk(chunk, metadata))
 
     async def offer(self, chunk: Chunk) -> None:
@@ -310,14 +328,40 @@ def finish_chunk(chunk: Chunk, metadata: bytes) -> Chunk:
 
 
 def make_chunk(
-    layout: KVLayout, tokens: TokenRange, pages: Mapping[str, Pages], *, ready: ReadyEvent | None = None
+    layout: KVLayout,
+    tokens: TokenRange,
+    pages: Mapping[str, Pages],
+    *,
+    ready: ReadyEvent | None = None,
+    layers: Sequence[LayersReady] = (),
 ) -> Chunk:
     """Check what an engine says about a chunk; `RoomSender.chunk` has the meaning of the arguments.
 
     Raises:
-        PlanError: A page table does not fit the pool or the tokens.
+        PlanError: A page table does not fit the pool or the tokens, or layers are out of order.
     """
     tokens = check_range(tokens)
     parts = spell_out(pages, layout, tokens)
     tables = check_parts(parts, layout)
-    return Chunk(tokens=tokens, ranges={name: part.tokens for name, part in parts.items()}, pages=tables, ready=ready)
+    ranges = {name: part.tokens for name, part in parts.items()}
+    return Chunk(tokens, ranges, tables, ready=ready, layers=check_layers(layers, ready))
+
+
+def check_layers(layers: Sequence[LayersReady], ready: ReadyEvent | None) -> tuple[LayersReady, ...]:
+    """Check the groups of layers in which a chunk gets ready.
+
+    Raises:
+        PlanError: They are no such groups, are not in ascending order, or there is an event for the whole chunk too.
+    """
+    if not layers:
+        return ()
+    if ready is not None:
+        raise PlanError("a chunk gets ready as a whole or by layers, not both", groups=len(layers))
+    try:
+        groups = tuple(LayersReady(operator.index(stop), event) for stop, event in layers)
+    except (TypeError, ValueError):
+        raise PlanError("layers must be given as LayersReady", layers=layers) from None
+    stops = [0, *(group.stop for group in groups)]
+    if any(stop <= start for start, stop in itertools.pairwise(stops)):
+        raise PlanError("layers must be given in ascending order", stops=stops[1:])
+    return groups

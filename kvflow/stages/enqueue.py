@@ -1,8 +1,9 @@
 """Second stage: granted chunks wait here for their data, their turn and their credit.
 
-A chunk becomes a job when the core says that a decode rank wants it. It waits until the device has computed it
-(`ready`), and then in the queue of `kvflow.state.queue` for its turn and for room in the peer's window. Full windows
-fill this queue, and when too much waits for one decode rank, the engine's `chunk()` waits for the rooms that go there.
+A chunk, or a piece of a large one, becomes a job when the core says that a decode rank wants it. It waits until the
+device has computed it (`ready`), and then in the queue of `kvflow.state.queue` for its turn and for room in the peer's
+window. Full windows fill this queue, and when too much waits for one decode rank, the engine's `chunk()` waits for the
+rooms that go there.
 """
 
 from collections import Counter, deque
@@ -148,17 +149,20 @@ class Enqueue:
     async def _wait_for_devices(self, delivery: DeliveryId, line: deque[EnqueueChunk]) -> None:
         """Push the chunks of a delivery one after another as they get ready, unless it is dropped meanwhile."""
         while self._not_ready.get(delivery) is line:
-            failure = await self._wait_for_device(line[0].chunk.ready)
-            if self._not_ready.get(delivery) is not line:
-                return
-            effect = line.popleft()
-            if not line:
-                del self._not_ready[delivery]
-            if failure is None:
-                self._push(effect)
-            else:
-                self._leave(delivery.peer, 1)
-                self._context.dispatch(PlanFailed(delivery, effect.seq, failure))
+            self._device_answered(delivery, line, await self._wait_for_device(line[0].chunk.ready))
+
+    def _device_answered(self, delivery: DeliveryId, line: deque[EnqueueChunk], failure: Failure | None) -> None:
+        """Take the first of a line that is ready, or will never be, unless its delivery was dropped meanwhile."""
+        if self._not_ready.get(delivery) is not line:
+            return
+        effect = line.popleft()
+        if not line:
+            del self._not_ready[delivery]
+        if failure is None:
+            self._push(effect)
+        else:
+            self._leave(delivery.peer, 1)
+            self._context.dispatch(PlanFailed(delivery, effect.seq, failure))
 
     async def _wait_for_device(self, ready: ReadyEvent | None) -> Failure | None:
         if ready is None:
@@ -176,6 +180,7 @@ class Enqueue:
             delivery=effect.delivery,
             seq=effect.seq,
             ranges=effect.ranges,
+            layers=effect.layers,
             pages=effect.chunk.pages,
             grant=effect.grant,
             cost=self._cost(effect),

@@ -14,6 +14,7 @@ import anyio.to_thread
 import numpy as np
 
 from kvflow.errors import FailureReason, PlanError, Stage
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import PageTable, Part, check_parts
 from kvflow.geometry.plan import Descriptors, Share, plan
@@ -49,16 +50,23 @@ class PeerGeometry:
     layout: KVLayout
     pieces: tuple[RoutePiece, ...]
 
-    def cost(self, ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange], max_bytes: int | None) -> Cost:
+    def cost(
+        self,
+        ranges: Mapping[str, TokenRange],
+        wanted: Mapping[str, TokenRange],
+        max_bytes: int | None,
+        layers: LayerRange = ALL_LAYERS,
+    ) -> Cost:
         """Say what a part of a transfer takes of this rank's window, without planning it.
 
         Args:
             ranges: By component, the tokens of the part.
             wanted: For the same components, all tokens of the transfer.
             max_bytes: Longest descriptor that the transport takes; no limit if None.
+            layers: Of the part.
         """
-        num_bytes = bytes_owed(self.route.debts, ranges, wanted)
-        num_rows = sum(self.route.max_rows(name, stop - start) for name, (start, stop) in ranges.items())
+        num_bytes = bytes_owed(self.route.debts, ranges, wanted, layers)
+        num_rows = sum(self.route.max_rows(name, stop - start, layers) for name, (start, stop) in ranges.items())
         num_splits = num_bytes // max_bytes if max_bytes else 0
         return Cost(num_bytes, num_rows + num_splits)
 
@@ -78,12 +86,14 @@ class PlanWork:
 
     Attributes:
         digests: What the grant asks for besides.
+        layers: To move.
     """
 
     route: BoundRoute
     shares: Mapping[str, Share]
     max_bytes: int | None
     digests: DigestWork | None
+    layers: LayerRange = ALL_LAYERS
 
     def plan(self) -> Descriptors:
         """Make it.
@@ -91,7 +101,7 @@ class PlanWork:
         Raises:
             PlanError: Page tables do not reach over their tokens, or there are too many descriptors.
         """
-        return plan(self.route, self.shares, max_bytes=self.max_bytes)
+        return plan(self.route, self.shares, layers=self.layers, max_bytes=self.max_bytes)
 
 
 class Planning:
@@ -215,13 +225,14 @@ class Planning:
         digests = None
         if job.grant.digest:
             check_digestible(self._memory.layout)
-            digests = DigestWork(self._memory, geometry.pieces, geometry.route.debts, job.pages, job.grant.ranges)
+            debts, wanted = geometry.route.debts, job.grant.ranges
+            digests = DigestWork(self._memory, geometry.pieces, debts, job.pages, wanted, job.layers)
         granted = self._granted(job, geometry.layout)
         shares = {
             name: Share(tokens, job.pages[name], granted[name], closing=closes(tokens, job.grant.ranges[name]))
             for name, tokens in job.ranges.items()
         }
-        return PlanWork(geometry.route, shares, self._memory.max_bytes, digests)
+        return PlanWork(geometry.route, shares, self._memory.max_bytes, digests, job.layers)
 
     def fail(self, job: ChunkJob, error: PlanError | MemoryError) -> None:
         """Give up a job that cannot be planned."""

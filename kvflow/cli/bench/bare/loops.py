@@ -10,7 +10,7 @@ from kvflow.errors import BackendError
 
 __all__ = ["Napper", "receive_announced", "receive_lanes", "send_announced", "send_lanes"]
 
-PATIENCE_NS: Final = 60_000_000_000
+PATIENCE_NS: Final = 240_000_000_000
 
 
 class Napper:

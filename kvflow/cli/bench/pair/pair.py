@@ -21,6 +21,9 @@ __all__ = ["Pair", "Round", "WrongBytes", "open_pair", "rounds_in_turn"]
 
 MODULE: Final = "kvflow.cli.bench.pair.worker"
 
+ANSWER_S: Final = 300.0
+"""How long a round may take, or filling gigabytes with a pattern on a busy machine."""
+
 
 class WrongBytes(KvflowError):
     """What has arrived is not what was sent: nothing that was measured is worth anything."""
@@ -119,7 +122,7 @@ async def open_pair(options: PairOptions) -> AsyncIterator[Pair]:
             workers = []
             for side in (PREFILL, DECODE):
                 own = structs.replace(options, side=side, registry=registry.endpoint)
-                workers.append(await stack.enter_async_context(WorkerProcess(own, tasks, MODULE)))
+                workers.append(await stack.enter_async_context(WorkerProcess(own, tasks, MODULE, ANSWER_S)))
             for worker in workers:
                 await worker.expect_ready()
             pair = Pair(*workers)

@@ -15,6 +15,9 @@ PATTERN_STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 
 WORD_BYTES: Final = 8
 
+BLOCK_WORDS: Final = 2**16
+"""Patterns are worked out in pieces that fit into a cache."""
+
 SPARE_PAGES: Final = 1
 """Pages at the end of each tensor that no request has, so that no piece reaches over two tensors."""
 
@@ -73,8 +76,9 @@ class PairPool:
 
     def fill(self) -> None:
         """Write the pattern of a source everywhere. Takes long."""
-        for number in range(self.shape.num_tensors):
-            self._tensor(number)[:] = self._pattern(number, np.arange(self.slots))
+        for start in range(0, self._words.size, BLOCK_WORDS):
+            stop = min(start + BLOCK_WORDS, self._words.size)
+            self._words[start:stop] = _names(start, stop)
 
     def wipe(self) -> None:
         """Write something that is no pattern everywhere. Takes long."""
@@ -90,11 +94,8 @@ class PairPool:
     def has_arrived_whole(self, num_bytes: int) -> bool:
         """The same of so many bytes from the beginning."""
         count = num_bytes // WORD_BYTES
-        step = 2**22
-        return all(
-            bool((self._words[at : min(at + step, count)] == _names(at, min(at + step, count))).all())
-            for at in range(0, count, step)
-        )
+        blocks = [(start, min(start + BLOCK_WORDS, count)) for start in range(0, count, BLOCK_WORDS)]
+        return all(bool((self._words[start:stop] == _names(start, stop)).all()) for start, stop in blocks)
 
     def _tensor(self, number: int) -> NDArray[np.uint64]:
         """One tensor, uint64[slots, words of a page]; a view."""

@@ -28,6 +28,9 @@ __all__ = ["main"]
 NAP_S: Final = 50e-6
 """As long as kvflow's own threads rest between polls."""
 
+LEASE_S: Final = 30.0
+"""Nobody dies here, but on a busy machine an event loop may not run for a while."""
+
 MAX_SCRATCH_BYTES: Final = 2**30
 
 Result = TypeVar("Result")
@@ -43,7 +46,12 @@ class PairWorker:
         self._is_prefill = options.side == PREFILL
         self._thread = anyio.CapacityLimiter(1)
         self._scratch = np.zeros(0, np.uint8)
-        common: dict[str, Any] = {"instance": options.side, "registry": options.registry, "backend": options.backend}
+        common: dict[str, Any] = {
+            "instance": options.side,
+            "registry": options.registry,
+            "backend": options.backend,
+            "timeouts": kvflow.Timeouts(lease_s=LEASE_S),
+        }
         self._rank: kvflow.PrefillRank | kvflow.DecodeRank
         if self._is_prefill:
             self._rank = kvflow.PrefillRank(kvflow.PrefillConfig(**common), self._pool.layout)

@@ -24,7 +24,6 @@ __all__ = ["Report", "WorkerFailed", "WorkerProcess"]
 
 MAX_LINE_BYTES = 2**20
 ANSWER_S = 60.0
-"""How long a worker may take to say what is expected of it."""
 
 Report = dict[str, Any]
 
@@ -42,15 +41,23 @@ class WorkerProcess(Generic[AnyOptions]):
         options: What the worker is told.
         tasks: Where what it says is read; it must outlive the process.
         module: What the process runs.
+        answer_s: How long it may take to say what is expected of it.
 
     Raises:
         WorkerFailed: On exit: it ended with another code than 0, or printed to standard error without being told to.
     """
 
-    def __init__(self, options: AnyOptions, tasks: TaskGroup, module: str = "kvflow.cli.bench.workers.worker") -> None:
+    def __init__(
+        self,
+        options: AnyOptions,
+        tasks: TaskGroup,
+        module: str = "kvflow.cli.bench.workers.worker",
+        answer_s: float = ANSWER_S,
+    ) -> None:
         self.options: AnyOptions = options
         self._tasks = tasks
         self._module = module
+        self._answer_s = answer_s
         self.endpoint = ""
         self._reports: dict[tuple[str, int], Report] = {}
         self._changed = anyio.Event()
@@ -77,7 +84,7 @@ class WorkerProcess(Generic[AnyOptions]):
         with anyio.CancelScope(shield=True):
             if exc is None and not self._is_killed:
                 await self.tell("leave")
-                with anyio.move_on_after(ANSWER_S):
+                with anyio.move_on_after(self._answer_s):
                     await self._process.wait()
             if not self._is_killed and self._process.returncode is None:
                 with suppress(ProcessLookupError):
@@ -106,7 +113,7 @@ class WorkerProcess(Generic[AnyOptions]):
         Raises:
             WorkerFailed: It has not within its time, or has ended without it.
         """
-        with anyio.move_on_after(ANSWER_S):
+        with anyio.move_on_after(self._answer_s):
             while (event, room) not in self._reports:
                 if self._process.returncode is not None:
                     await self._heard.wait()
@@ -124,7 +131,7 @@ class WorkerProcess(Generic[AnyOptions]):
 
     async def expect_chunk(self, room: int, index: int) -> bool:
         """Wait until the worker has offered a chunk; False if the transfer has ended before."""
-        with anyio.move_on_after(ANSWER_S):
+        with anyio.move_on_after(self._answer_s):
             while self._reports.get(("chunk", room), {"index": -1})["index"] < index:
                 if ("ended", room) in self._reports:
                     return False
