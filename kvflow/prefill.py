@@ -53,6 +53,7 @@ class PrefillRank(Rank["RoomSender"]):
     def __init__(self, config: PrefillConfig, layout: KVLayout, backend: Backend | None = None) -> None:
         super().__init__(config, layout, backend)
         self._bind = (config.bind, config.advertise)
+        self._is_turn = False
 
     @property
     def endpoint(self) -> str:
@@ -142,9 +143,12 @@ class PrefillRank(Rank["RoomSender"]):
                 self._ignore("notice_on_prefill_rank")
 
     def _after_dispatch(self) -> None:
-        self._planning.plan_next()
+        if self._is_turn:
+            self._is_turn = False
+            self._planning.plan_next()
 
     def _plan_next(self) -> None:
+        self._is_turn = self._is_dispatching
         if not self._is_dispatching:  # what is carried out may still drop what it has brought
             self._planning.plan_next()
 

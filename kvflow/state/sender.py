@@ -7,6 +7,7 @@ Whatever ends one delivery badly ends the whole room: decode ranks of one reques
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,7 +22,21 @@ from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
 from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, PeerId
 
-__all__ = ["Delivery", "Sender"]
+__all__ = ["Delivery", "Pending", "Sender"]
+
+
+class Pending(NamedTuple):
+    """What a delivery waits for; each has a deadline.
+
+    Attributes:
+        outcome: To be decided.
+        post: To end.
+        answer: That the decode rank knows that everything is written.
+    """
+
+    outcome: bool = True
+    post: bool = False
+    answer: bool = False
 
 
 class Delivery:
@@ -45,6 +60,13 @@ class Delivery:
         self._posted: dict[int, Notice] = {}
         self._lingers = False
         self._noticed: list[Notice] = []
+        self.watched = Pending()
+
+    @property
+    def pending(self) -> Pending:
+        """What has not come yet."""
+        is_pending = self.state.is_pending
+        return Pending(is_pending, is_pending and bool(self._posted), self.is_unanswered)
 
     @property
     def is_unanswered(self) -> bool:
@@ -218,6 +240,7 @@ class Sender:
         self._me = me
         self._chunks: list[Chunk] = []
         self._num_decode_ranks: int | None = None
+        self.watched: tuple[bool, Memory, bool] | None = None
 
     @property
     def is_finished(self) -> bool:
