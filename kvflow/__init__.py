@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvflow.observe.logs import configure_logging
     from kvflow.prefill import PrefillRank, RoomSender
     from kvflow.registry.server import Registry
+    from kvflow.state.events import LayersReady
     from kvflow.state.tables import Memory, Outcome
     from kvflow.statistics import RankStatistics
 
@@ -52,6 +53,7 @@ __all__ = [
     "Handover",
     "KVLayout",
     "KvflowError",
+    "LayersReady",
     "LayoutError",
     "Limits",
     "LocalProtocolError",
@@ -95,6 +97,7 @@ _HOMES: Final = {
     "KVLayout": "kvflow.geometry.layout",
     "KvflowError": "kvflow.errors",
     "LayoutError": "kvflow.errors",
+    "LayersReady": "kvflow.state.events",
     "Limits": "kvflow.config",
     "LocalProtocolError": "kvflow.errors",
     "Memory": "kvflow.state.tables",

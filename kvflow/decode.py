@@ -1,6 +1,8 @@
 """The service that an engine's decode worker embeds."""
 
+import asyncio
 import dataclasses
+import hashlib
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
@@ -8,9 +10,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
 
-import anyio
 from typing_extensions import Self
 
+from kvflow.aio.clock import now
 from kvflow.backends.base import Backend, BackendEvent, NoticeArrived
 from kvflow.config import DecodeConfig, check_count, check_duration, check_priority
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, Stage
@@ -29,11 +31,9 @@ from kvflow.state import events as ev
 from kvflow.state.effects import Handed
 from kvflow.state.tables import Outcome
 from kvflow.transfer import Transfer, check_instance, check_room
-from kvflow.wire.messages import Message, Notice, PeerId
+from kvflow.wire.messages import Message, Notice, PeerId, Received
 
 __all__ = ["DecodeRank", "Handover", "RoomReceiver"]
-
-NOTICES_BETWEEN_STAGES = 256
 
 SECRET_BYTES = 16
 
@@ -81,6 +81,8 @@ class DecodeRank(Rank["RoomReceiver"]):
         super().__init__(config, layout, backend)
         self._digest_every = config.digest_every
         self._generations = itertools.count(1)
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._put_off: list[tuple[PeerId, Message]] = []
         self._is_watching = False
 
     def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
@@ -137,7 +139,7 @@ class DecodeRank(Rank["RoomReceiver"]):
             pages={name: table.pages.astype(WIRE_PAGES).tobytes() for name, table in tables.items()},
             num_decode_ranks=num_ranks,
             timeout_s=timeout_s,
-            secret=secrets.token_bytes(SECRET_BYTES),
+            secret=b"",
             footprint=self.footprint(tables),
             priority=check_priority("priority", priority),
         )
@@ -158,23 +160,24 @@ class DecodeRank(Rank["RoomReceiver"]):
         """A number that no transfer of this life has had."""
         return next(self._generations)
 
+    def secret(self, generation: int) -> bytes:
+        """Derive the secret of a transfer; asking the system for random bytes each time takes many times as long."""
+        return hashlib.blake2b(generation.to_bytes(8, "little"), key=self._secret, digest_size=SECRET_BYTES).digest()
+
     def is_sampled(self, generation: int) -> bool:
         """Say whether the settings want digests for a transfer."""
         return bool(self._digest_every) and generation % self._digest_every == 0
 
     def _open(self) -> None:
-        self._payload_in, payload_out = anyio.create_memory_object_stream[bytes](NOTICES_BETWEEN_STAGES)
-        for stream in (self._payload_in, payload_out):
-            self._resources.enter_context(stream)
         self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
         self._bootstrap = DecodeBootstrap(
             self._context, self.layout, self._backend, self._registry.lookup, self._on_message
         )
-        self._aggregate = Aggregate(self._context, payload_out, self._note)
+        self._aggregate = Aggregate(self._context, self._note)
         self._verify = Verify(self._context, OwnMemory(self.layout, self._backend.view))
 
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:
-        return [self._aggregate.run, self._registry.run]
+        return [self._registry.run]
 
     def _carry_out(self, effect: ef.Effect) -> None:
         match effect:
@@ -197,7 +200,19 @@ class DecodeRank(Rank["RoomReceiver"]):
         self._report(effect.generation, effect)
 
     def _send(self, peer: PeerId, message: Message) -> None:
+        """Send at once; but the engine, which has just been told of a success, goes on before Received is sent."""
+        if isinstance(message, Received):
+            if not self._put_off:
+                asyncio.get_running_loop().call_soon(self._send_put_off)
+            self._put_off.append((peer, message))
+            return
+        self._send_put_off()
         self._bootstrap.send(peer, message)
+
+    def _send_put_off(self) -> None:
+        put_off, self._put_off = self._put_off, []
+        for peer, message in put_off:
+            self._bootstrap.send(peer, message)
 
     def _forget(self, peer: PeerId) -> None:
         self._bootstrap.forget(peer)
@@ -219,9 +234,9 @@ class DecodeRank(Rank["RoomReceiver"]):
             self._is_watching = is_watching
             self._backend.watch(active=is_watching)
 
-    async def _take_backend_event(self, event: BackendEvent) -> None:
+    def _take_backend_event(self, event: BackendEvent) -> None:
         if isinstance(event, NoticeArrived):
-            await self._payload_in.send(event.payload)
+            self._aggregate.take(event.payload)
         else:
             self._ignore("post_on_decode_rank")
 
@@ -261,8 +276,8 @@ class RoomReceiver(Transfer):
 
     def note_notice(self) -> None:
         """Remember when notices came."""
-        now = anyio.current_time()
-        self._notices_at = (self._notices_at[0] if self._num_noted else now, now)
+        at = now()
+        self._notices_at = (self._notices_at[0] if self._num_noted else at, at)
         self._num_noted += 1
 
     def hand(self, handed: Handed) -> None:
@@ -273,15 +288,16 @@ class RoomReceiver(Transfer):
             metadata_by_rank=handed.metadata,
             num_bytes=handed.num_bytes,
             num_notices=handed.num_notices,
-            elapsed_s=anyio.current_time() - self._opened_at,
+            elapsed_s=now() - self._opened_at,
             first_notice_s=self._notices_at[0] - self._opened_at,
         )
 
     async def __aenter__(self) -> Self:
-        self._opened_at = anyio.current_time()
+        self._opened_at = now()
         generation = self._rank.next_generation()
         digest = self._rank.is_sampled(generation) if self._digest is None else self._digest
-        wish = dataclasses.replace(self._wish, generation=generation, digest=digest)
+        secret = self._rank.secret(generation)
+        wish = dataclasses.replace(self._wish, generation=generation, digest=digest, secret=secret)
         self._rank.open_transfer(generation, self, wish)
         return self
 

@@ -1,7 +1,9 @@
 """The service that an engine's prefill worker embeds."""
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping
+import itertools
+import operator
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
 
@@ -20,12 +22,11 @@ from kvflow.registry import RegistryClient
 from kvflow.stages.bootstrap import PrefillBootstrap
 from kvflow.stages.digests import OwnMemory
 from kvflow.stages.enqueue import Enqueue
-from kvflow.stages.planning import PlannedChunk, Planning
+from kvflow.stages.planning import Planning
 from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
-from kvflow.state.events import Chunk, ReadyEvent
-from kvflow.state.queue import ChunkJob
+from kvflow.state.events import Chunk, LayersReady, ReadyEvent
 from kvflow.state.tables import Memory, Outcome
 from kvflow.state.window import Cost
 from kvflow.transfer import Transfer
@@ -33,10 +34,6 @@ from kvflow.wire.channel import Listener
 from kvflow.wire.messages import Card, Failure, Message, PeerId
 
 __all__ = ["PrefillRank", "RoomSender"]
-
-PLANS_BETWEEN_STAGES = 16
-"""Finished plans that wait to be offered to the core; nothing waits before planning, so that whose turn it is gets
-decided as late as can be."""
 
 
 class PrefillRank(Rank["RoomSender"]):
@@ -56,6 +53,7 @@ class PrefillRank(Rank["RoomSender"]):
     def __init__(self, config: PrefillConfig, layout: KVLayout, backend: Backend | None = None) -> None:
         super().__init__(config, layout, backend)
         self._bind = (config.bind, config.advertise)
+        self._is_turn = False
 
     @property
     def endpoint(self) -> str:
@@ -80,19 +78,16 @@ class PrefillRank(Rank["RoomSender"]):
         return RoomSender(self, room)
 
     def _open(self) -> None:
-        job_in, job_out = anyio.create_memory_object_stream[ChunkJob](0)
-        planned_in, planned_out = anyio.create_memory_object_stream[PlannedChunk](PLANS_BETWEEN_STAGES)
-        for stream in (job_in, job_out, planned_in, planned_out):
-            self._resources.enter_context(stream)
         self._listener = self._resources.enter_context(closing(Listener(*self._bind)))
         self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
         self._resources.callback(self._registry.unregister, self.me)
         self._bootstrap = PrefillBootstrap(self._context, self.layout, self._backend, self._listener, self._on_message)
         geometry = self._bootstrap.geometry
-        self._enqueue = Enqueue(self._context, job_in, self._cost)
+        self._enqueue = Enqueue(self._context, self._cost, self._plan_next)
         memory = OwnMemory(self.layout, self._backend.view, self._backend.capabilities.max_descriptor_bytes)
-        self._planning = Planning(self._context, job_out, planned_in, geometry, self._enqueue.end, memory)
-        self._submit = Submit(self._context, self._backend, planned_out, self._enqueue.end, self._send)
+        end_job = self._enqueue.end
+        self._submit = Submit(self._context, self._backend, end_job, self._send)
+        self._planning = Planning(self._context, self._enqueue.next_job, self._submit.offer, geometry, end_job, memory)
 
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:
         card = Card(
@@ -104,9 +99,7 @@ class PrefillRank(Rank["RoomSender"]):
         )
         return [
             self._bootstrap.run,
-            self._enqueue.run,
             self._planning.run,
-            self._submit.run,
             self._registry.run,
             lambda: self._registry.keep_registered(card),
         ]
@@ -140,7 +133,7 @@ class PrefillRank(Rank["RoomSender"]):
     def _on_message(self, peer: PeerId, message: Message) -> None:
         self.dispatch(ev.MessageReceived(peer, message))
 
-    async def _take_backend_event(self, event: BackendEvent) -> None:
+    def _take_backend_event(self, event: BackendEvent) -> None:
         match event:
             case PostEnded():
                 self._submit.ended(event)
@@ -149,18 +142,33 @@ class PrefillRank(Rank["RoomSender"]):
             case _:
                 self._ignore("notice_on_prefill_rank")
 
+    def _after_dispatch(self) -> None:
+        if self._is_turn:
+            self._is_turn = False
+            self._planning.plan_next()
+
+    def _plan_next(self) -> None:
+        self._is_turn = self._is_dispatching
+        if not self._is_dispatching:  # what is carried out may still drop what it has brought
+            self._planning.plan_next()
+
     def _cost(self, effect: ef.EnqueueChunk) -> Cost:
         """What a part of a chunk takes of its peer's window; nothing if the peer is gone."""
         geometry = self._bootstrap.geometry(effect.delivery.peer)
         if geometry is None:
             return Cost(0, 0)
-        return geometry.cost(effect.ranges, effect.grant.ranges, self._backend.capabilities.max_descriptor_bytes)
+        max_bytes = self._backend.capabilities.max_descriptor_bytes
+        return geometry.cost(effect.ranges, effect.grant.ranges, max_bytes, effect.layers)
 
     def _num_queued(self) -> int:
         return self._enqueue.num_queued
 
     def _num_posted(self) -> int:
         return self._submit.num_posted
+
+    def has_room(self, room: int) -> bool:
+        """Say whether a chunk of this room may be offered without waiting."""
+        return self._enqueue.has_room(self._peers(room))
 
     async def wait_for_room(self, room: int) -> None:
         """Wait while too many chunks wait for a decode rank that has asked for this room."""
@@ -180,8 +188,15 @@ class RoomSender(Transfer):
         self._is_finished = False
         self._waits: list[anyio.CancelScope] = []
 
-    async def chunk(self, tokens: TokenRange, pages: Mapping[str, Pages], *, ready: ReadyEvent | None = None) -> None:
-        """Send tokens that are computed, or will be when `ready` is.
+    async def chunk(
+        self,
+        tokens: TokenRange,
+        pages: Mapping[str, Pages],
+        *,
+        ready: ReadyEvent | None = None,
+        layers: Sequence[LayersReady] = (),
+    ) -> None:
+        """Send tokens that are computed, or will be when `ready` is, or layer by layer as `layers` says.
 
         Returns at once unless too many chunks wait already for a decode rank of this room (`Limits.queued_chunks`);
         cancelled while it waits, it has offered nothing. The pages must stay as they are until the block is left.
@@ -195,13 +210,19 @@ class RoomSender(Transfer):
                 ignored.
             ready: What to wait for first: its `synchronize` is called in a worker thread. A `torch.cuda.Event` that
                 was recorded after the last kernel that writes the pages.
+            layers: Instead of `ready`, if layers are computed one after another: when what `pages` has of all global
+                layers below each `stop` is there, in ascending order. The last entry stands for all layers that remain,
+                whatever its `stop`. Groups are joined until they are worth a write (`Limits.bytes_per_layer_piece`), so
+                that a short chunk goes in one piece after its last event. A `torch.cuda.Event` that was never recorded
+                counts as done: offer the chunk when all layers are launched, or pass an object that waits for that too.
 
         Raises:
-            PlanError: A page table does not fit the pool or the tokens. Nothing was sent; the room stays open.
+            PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;
+                the room stays open.
             LocalProtocolError: The tokens do not continue the chunk before, or the room is not open.
             TransferFailed: The transfer has failed in the meantime; there is no need to compute the rest.
         """
-        await self.offer(make_chunk(self._rank.layout, tokens, pages, ready=ready))
+        await self.offer(make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers))
 
     async def finish(
         self,
@@ -210,6 +231,7 @@ class RoomSender(Transfer):
         *,
         metadata: bytes = b"",
         ready: ReadyEvent | None = None,
+        layers: Sequence[LayersReady] = (),
     ) -> None:
         """Send the last tokens, which may be none, and what the decode engine needs to go on.
 
@@ -218,11 +240,12 @@ class RoomSender(Transfer):
             pages: As in `chunk`.
             metadata: Opaque: first token, logprobs, ... The decode side takes that of the lowest rank that sent any.
             ready: As in `chunk`.
+            layers: As in `chunk`.
 
         Raises:
             As in `chunk`; and PlanError if the metadata is too long.
         """
-        chunk = make_chunk(self._rank.layout, tokens, pages, ready=ready)
+        chunk = make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers)
         await self.offer(finish_chunk(chunk, metadata))
 
     async def offer(self, chunk: Chunk) -> None:
@@ -234,11 +257,13 @@ class RoomSender(Transfer):
         limit = self._rank.config.limits.metadata_bytes
         if len(chunk.metadata) > limit:
             raise PlanError("metadata is too long", room=self.room, num_bytes=len(chunk.metadata), limit=limit)
-        await anyio.lowlevel.checkpoint()
-        await self._wait_for_room()
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        if not self._rank.has_room(self.room):
+            await self._wait_for_room()
         self._raise_if_failed()
         self._rank.dispatch(ev.ChunkOffered(self.room, chunk, self._rank.footprint(chunk.pages)))
         self._is_finished = chunk.last
+        await anyio.lowlevel.cancel_shielded_checkpoint()  # others get their turn, but the chunk is on its way before
 
     @override
     def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
@@ -303,14 +328,40 @@ def finish_chunk(chunk: Chunk, metadata: bytes) -> Chunk:
 
 
 def make_chunk(
-    layout: KVLayout, tokens: TokenRange, pages: Mapping[str, Pages], *, ready: ReadyEvent | None = None
+    layout: KVLayout,
+    tokens: TokenRange,
+    pages: Mapping[str, Pages],
+    *,
+    ready: ReadyEvent | None = None,
+    layers: Sequence[LayersReady] = (),
 ) -> Chunk:
     """Check what an engine says about a chunk; `RoomSender.chunk` has the meaning of the arguments.
 
     Raises:
-        PlanError: A page table does not fit the pool or the tokens.
+        PlanError: A page table does not fit the pool or the tokens, or layers are out of order.
     """
     tokens = check_range(tokens)
     parts = spell_out(pages, layout, tokens)
     tables = check_parts(parts, layout)
-    return Chunk(tokens=tokens, ranges={name: part.tokens for name, part in parts.items()}, pages=tables, ready=ready)
+    ranges = {name: part.tokens for name, part in parts.items()}
+    return Chunk(tokens, ranges, tables, ready=ready, layers=check_layers(layers, ready))
+
+
+def check_layers(layers: Sequence[LayersReady], ready: ReadyEvent | None) -> tuple[LayersReady, ...]:
+    """Check the groups of layers in which a chunk gets ready.
+
+    Raises:
+        PlanError: They are no such groups, are not in ascending order, or there is an event for the whole chunk too.
+    """
+    if not layers:
+        return ()
+    if ready is not None:
+        raise PlanError("a chunk gets ready as a whole or by layers, not both", groups=len(layers))
+    try:
+        groups = tuple(LayersReady(operator.index(stop), event) for stop, event in layers)
+    except (TypeError, ValueError):
+        raise PlanError("layers must be given as LayersReady", layers=layers) from None
+    stops = [0, *(group.stop for group in groups)]
+    if any(stop <= start for start, stop in itertools.pairwise(stops)):
+        raise PlanError("layers must be given in ascending order", stops=stops[1:])
+    return groups

@@ -204,14 +204,16 @@ class NixlAgent:
         """Something is expected soon."""
         return bool(self._running or self._failed) or self._is_watching
 
-    def poll(self) -> None:
-        """Let the library make progress, and tell what has happened."""
+    def poll(self) -> bool:
+        """Let the library make progress, and tell what has happened; say whether anything has."""
+        num_running = len(self._running)
         self._poll_posts()
         notices = self._agent.get_new_notifs()
         if notices and len(self._mailbox) < MAX_UNTAKEN:
             self._emit([NoticeArrived(payload) for payloads in notices.values() for payload in payloads])
         self._end_failed()
         self._remove_leaving()
+        return bool(notices) or len(self._running) != num_running
 
     def close(self, timeout_s: float) -> None:
         """Wait for running posts, then destroy the agent: the only thing that stops a post for certain."""

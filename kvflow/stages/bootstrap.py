@@ -11,6 +11,7 @@ import anyio.to_thread
 
 from kvflow.backends.base import Backend
 from kvflow.errors import KvflowError, RemoteProtocolError, RouteError, Stage, Unreachable
+from kvflow.geometry.cutting import cutting_of
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.routes import BoundRoute, bind_route
 from kvflow.stages.context import StageContext
@@ -19,7 +20,17 @@ from kvflow.stages.submit import agent_name
 from kvflow.state.events import PeerGreeted
 from kvflow.wire.channel import Listener
 from kvflow.wire.codec import decode_frames, encode
-from kvflow.wire.messages import PROTOCOL_VERSION, Goodbye, Hello, Message, PeerId, Refuse, Welcome
+from kvflow.wire.messages import (
+    LAYERS_SINCE,
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    Goodbye,
+    Hello,
+    Message,
+    PeerId,
+    Refuse,
+    Welcome,
+)
 
 __all__ = ["PrefillBootstrap"]
 
@@ -139,8 +150,9 @@ class PrefillBootstrap:
         """
         if hello.to != self._context.me:
             raise RouteError("hello is for another rank or another life of it", to=str(hello.to))
-        if not hello.versions[0] <= PROTOCOL_VERSION <= hello.versions[1]:
-            raise RouteError("no protocol version in common", theirs=hello.versions, mine=PROTOCOL_VERSION)
+        mine = (OLDEST_VERSION, PROTOCOL_VERSION)
+        if hello.versions[0] > mine[1] or hello.versions[1] < mine[0] or hello.versions[0] > hello.versions[1]:
+            raise RouteError("no protocol version in common", theirs=hello.versions, mine=mine)
         if hello.backend != self._backend.name:
             raise RouteError("transports differ", theirs=hello.backend, mine=self._backend.name)
         if hello.layout.fingerprint != self._layout.fingerprint:
@@ -160,8 +172,12 @@ class PrefillBootstrap:
         self._peers[connection] = hello.peer
         self._lines[hello.peer] = connection
         self._geometry[hello.peer] = PeerGeometry(route, hello.layout, hello.route.pieces)
-        self._context.dispatch(PeerGreeted(hello.peer, hello.lease_s, tuple(route.debts)))
-        self.send(hello.peer, Welcome(peer=self._context.me, version=PROTOCOL_VERSION))
+        limits = self._context.config.limits
+        version = min(PROTOCOL_VERSION, hello.versions[1])
+        layer_piece_bytes = limits.bytes_per_layer_piece if version >= LAYERS_SINCE else None
+        cutting = cutting_of(route, self._layout, hello.layout, limits.bytes_per_post, layer_piece_bytes)
+        self._context.dispatch(PeerGreeted(hello.peer, hello.lease_s, tuple(route.debts), cutting))
+        self.send(hello.peer, Welcome(peer=self._context.me, version=version))
 
     def _refuse(self, connection: bytes, to: PeerId | None, detail: str) -> None:
         try:

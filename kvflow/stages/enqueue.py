@@ -1,8 +1,9 @@
 """Second stage: granted chunks wait here for their data, their turn and their credit.
 
-A chunk becomes a job when the core says that a decode rank wants it. It waits until the device has computed it
-(`ready`), and then in the queue of `kvflow.state.queue` for its turn and for room in the peer's window. Full windows
-fill this queue, and when too much waits for one decode rank, the engine's `chunk()` waits for the rooms that go there.
+A chunk, or a piece of a large one, becomes a job when the core says that a decode rank wants it. It waits until the
+device has computed it (`ready`), and then in the queue of `kvflow.state.queue` for its turn and for room in the peer's
+window. Full windows fill this queue, and when too much waits for one decode rank, the engine's `chunk()` waits for the
+rooms that go there.
 """
 
 from collections import Counter, deque
@@ -11,7 +12,6 @@ from dataclasses import dataclass, field
 
 import anyio
 import anyio.to_thread
-from anyio.streams.memory import MemoryObjectSendStream
 
 from kvflow.errors import FailureReason, Stage
 from kvflow.stages.context import StageContext
@@ -41,21 +41,20 @@ class Enqueue:
 
     Args:
         context: Of this rank.
-        jobs: Where jobs go when their turn has come.
         cost: What a part of a chunk takes of its peer's window.
+        on_change: Called when it may be somebody's turn: `next_job` says whose.
     """
 
     def __init__(
         self,
         context: StageContext,
-        jobs: MemoryObjectSendStream[ChunkJob],
         cost: Callable[[EnqueueChunk], Cost],
+        on_change: Callable[[], None],
     ) -> None:
         self.queue = ChunkQueue(context.config.limits, context.config.timeouts.ageing_s)
         self._context = context
-        self._jobs = jobs
         self._cost = cost
-        self._changed = anyio.Event()
+        self._on_change = on_change
         self._num_queued: Counter[PeerId] = Counter()
         self._gates: dict[PeerId, _Gate] = {}
         self._device_waits = anyio.CapacityLimiter(DEVICE_WAITS_AT_ONCE)
@@ -90,12 +89,16 @@ class Enqueue:
         """Forget what waits for a delivery that has ended."""
         num_dropped = self.queue.drop(delivery) + len(self._not_ready.pop(delivery, ()))
         self._leave(delivery.peer, num_dropped)
-        self._changed.set()
+        self._on_change()
 
     def end(self, job: ChunkJob) -> None:
         """Give a job's credit back: its post has ended, or it will never be posted."""
         self.queue.end(job)
-        self._changed.set()
+        self._on_change()
+
+    def has_room(self, peers: Iterable[PeerId]) -> bool:
+        """Say whether `wait_for_room` would not wait."""
+        return not any(peer in self._gates or self.is_full(peer) for peer in peers)
 
     async def wait_for_room(self, peers: Callable[[], Iterable[PeerId]]) -> None:
         """Wait while too many chunks wait for some peer: the pressure that reaches the engine.
@@ -112,16 +115,6 @@ class Enqueue:
                 return
             await self._stand_in_line(closed[0])
             passed.append(closed[0])
-
-    async def run(self) -> None:
-        """Pass jobs on, for ever."""
-        while True:
-            self._changed = anyio.Event()
-            job = self.next_job()
-            if job is None:
-                await self._changed.wait()
-            else:
-                await self._jobs.send(job)
 
     def next_job(self) -> ChunkJob | None:
         """Take the job whose turn it is; None if every one waits for its device or its credit."""
@@ -156,17 +149,20 @@ class Enqueue:
     async def _wait_for_devices(self, delivery: DeliveryId, line: deque[EnqueueChunk]) -> None:
         """Push the chunks of a delivery one after another as they get ready, unless it is dropped meanwhile."""
         while self._not_ready.get(delivery) is line:
-            failure = await self._wait_for_device(line[0].chunk.ready)
-            if self._not_ready.get(delivery) is not line:
-                return
-            effect = line.popleft()
-            if not line:
-                del self._not_ready[delivery]
-            if failure is None:
-                self._push(effect)
-            else:
-                self._leave(delivery.peer, 1)
-                self._context.dispatch(PlanFailed(delivery, effect.seq, failure))
+            self._device_answered(delivery, line, await self._wait_for_device(line[0].chunk.ready))
+
+    def _device_answered(self, delivery: DeliveryId, line: deque[EnqueueChunk], failure: Failure | None) -> None:
+        """Take the first of a line that is ready, or will never be, unless its delivery was dropped meanwhile."""
+        if self._not_ready.get(delivery) is not line:
+            return
+        effect = line.popleft()
+        if not line:
+            del self._not_ready[delivery]
+        if failure is None:
+            self._push(effect)
+        else:
+            self._leave(delivery.peer, 1)
+            self._context.dispatch(PlanFailed(delivery, effect.seq, failure))
 
     async def _wait_for_device(self, ready: ReadyEvent | None) -> Failure | None:
         if ready is None:
@@ -184,6 +180,7 @@ class Enqueue:
             delivery=effect.delivery,
             seq=effect.seq,
             ranges=effect.ranges,
+            layers=effect.layers,
             pages=effect.chunk.pages,
             grant=effect.grant,
             cost=self._cost(effect),
@@ -191,4 +188,4 @@ class Enqueue:
             enqueued_at=self._context.now(),
         )
         self.queue.push(job)
-        self._changed.set()
+        self._on_change()

@@ -20,7 +20,17 @@ from kvflow.stages.context import StageContext
 from kvflow.state.events import GreetedRank, InstanceGreeted, InstanceUnreachable, PeerGone, PeerLeft
 from kvflow.wire.channel import Dialer
 from kvflow.wire.codec import decode_frames, encode
-from kvflow.wire.messages import PROTOCOL_VERSION, Card, Goodbye, Hello, Message, PeerId, Refuse, Welcome
+from kvflow.wire.messages import (
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    Card,
+    Goodbye,
+    Hello,
+    Message,
+    PeerId,
+    Refuse,
+    Welcome,
+)
 from kvflow.wire.probe import is_refused
 
 __all__ = ["DecodeBootstrap"]
@@ -273,7 +283,7 @@ class DecodeBootstrap:
             peer=self._context.me,
             to=card.peer,
             attempt=next(self._attempts),
-            versions=(PROTOCOL_VERSION, PROTOCOL_VERSION),
+            versions=(OLDEST_VERSION, PROTOCOL_VERSION),
             lease_s=self._context.config.timeouts.lease_s,
             backend=self._backend.name,
             backend_metadata=self._backend.metadata(),

@@ -1,18 +1,20 @@
 """Third stage: page tables become descriptors.
 
-Small plans are worked out on the event loop, which is quicker than handing them over; large ones in a worker thread,
-so that the loop stays prompt. Digests, which a decode rank may ask for, always are; transfers without them pass by.
+Small plans are worked out on the event loop as soon as it is their turn, which is quicker than handing them over; large
+ones in a worker thread, so that the loop stays prompt. Digests, which a decode rank may ask for, always are; transfers
+without them pass by.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import numpy as np
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from kvflow.errors import FailureReason, PlanError, Stage
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import PageTable, Part, check_parts
 from kvflow.geometry.plan import Descriptors, Share, plan
@@ -30,6 +32,9 @@ __all__ = ["PeerGeometry", "PlanWork", "PlannedChunk", "Planning", "granted_page
 WIRE_PAGES = np.dtype("<u4")
 """How page indices travel in a Grant."""
 
+PLANS_AT_ONCE = 4
+"""Small plans made before the event loop gets its turn."""
+
 
 @dataclass(frozen=True, slots=True)
 class PeerGeometry:
@@ -45,16 +50,23 @@ class PeerGeometry:
     layout: KVLayout
     pieces: tuple[RoutePiece, ...]
 
-    def cost(self, ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange], max_bytes: int | None) -> Cost:
+    def cost(
+        self,
+        ranges: Mapping[str, TokenRange],
+        wanted: Mapping[str, TokenRange],
+        max_bytes: int | None,
+        layers: LayerRange = ALL_LAYERS,
+    ) -> Cost:
         """Say what a part of a transfer takes of this rank's window, without planning it.
 
         Args:
             ranges: By component, the tokens of the part.
             wanted: For the same components, all tokens of the transfer.
             max_bytes: Longest descriptor that the transport takes; no limit if None.
+            layers: Of the part.
         """
-        num_bytes = bytes_owed(self.route.debts, ranges, wanted)
-        num_rows = sum(self.route.max_rows(name, stop - start) for name, (start, stop) in ranges.items())
+        num_bytes = bytes_owed(self.route.debts, ranges, wanted, layers)
+        num_rows = sum(self.route.max_rows(name, stop - start, layers) for name, (start, stop) in ranges.items())
         num_splits = num_bytes // max_bytes if max_bytes else 0
         return Cost(num_bytes, num_rows + num_splits)
 
@@ -74,12 +86,14 @@ class PlanWork:
 
     Attributes:
         digests: What the grant asks for besides.
+        layers: To move.
     """
 
     route: BoundRoute
     shares: Mapping[str, Share]
     max_bytes: int | None
     digests: DigestWork | None
+    layers: LayerRange = ALL_LAYERS
 
     def plan(self) -> Descriptors:
         """Make it.
@@ -87,7 +101,7 @@ class PlanWork:
         Raises:
             PlanError: Page tables do not reach over their tokens, or there are too many descriptors.
         """
-        return plan(self.route, self.shares, max_bytes=self.max_bytes)
+        return plan(self.route, self.shares, layers=self.layers, max_bytes=self.max_bytes)
 
 
 class Planning:
@@ -95,8 +109,9 @@ class Planning:
 
     Args:
         context: Of this rank.
-        jobs: Where jobs come from.
-        planned: Where they go.
+        next_job: Gives the job whose turn it is, or None. It is asked when a plan can begin at once, so that whose turn
+            it is gets decided as late as can be.
+        offer: Takes what is planned.
         geometry: What is known about a peer; None if it is gone.
         end_job: Gives a job's credit back.
         memory: Of this rank.
@@ -105,19 +120,22 @@ class Planning:
     def __init__(
         self,
         context: StageContext,
-        jobs: MemoryObjectReceiveStream[ChunkJob],
-        planned: MemoryObjectSendStream[PlannedChunk],
+        next_job: Callable[[], ChunkJob | None],
+        offer: Callable[[PlannedChunk], None],
         geometry: Callable[[PeerId], PeerGeometry | None],
         end_job: Callable[[ChunkJob], None],
         memory: OwnMemory,
     ) -> None:
         self._context = context
         self._memory = memory
-        self._jobs = jobs
-        self._planned = planned
+        self._next_job = next_job
+        self._offer = offer
         self._geometry = geometry
         self._end_job = end_job
         self._large_plans = anyio.CapacityLimiter(1)
+        self._put_off: ChunkJob | None = None
+        self._is_planning = False
+        self._is_due = anyio.Event()
         self._digests = anyio.CapacityLimiter(1)
         self._tables: dict[int, dict[DeliveryId, Mapping[str, PageTable]]] = {}
 
@@ -132,25 +150,68 @@ class Planning:
         """Forget what is kept for every delivery of a room."""
         self._tables.pop(room, None)
 
+    def plan_next(self) -> None:
+        """Plan the jobs whose turn it is, as far as that is quick; `run` sees to the rest.
+
+        To be called whenever it may be somebody's turn.
+        """
+        if self._is_planning:
+            return
+        self._is_planning = True
+        rows_left = self._context.config.limits.rows_planned_inline
+        for _ in range(PLANS_AT_ONCE):
+            job = self._next_job()
+            if job is None:
+                self._is_planning = False
+                return
+            if job.cost.num_rows > rows_left:
+                self._put_off = job
+                break
+            rows_left -= job.cost.num_rows
+            self._plan(job)
+        self._is_due.set()
+
     async def run(self) -> None:
-        """Plan jobs, for ever."""
-        async for job in self._jobs:
-            began = self._context.now()
-            try:
-                work = self.prepare(job)
-                if job.cost.num_rows <= self._context.config.limits.rows_planned_inline:
-                    descriptors = work.plan()
-                else:
-                    descriptors = await anyio.to_thread.run_sync(work.plan, limiter=self._large_plans)
-            except (PlanError, MemoryError) as error:
-                self.fail(job, error)
-                continue
-            self._context.times.add(Stage.PLANNING, self._context.now() - began)
-            chunk = PlannedChunk(job, descriptors)
-            if work.digests is None:
-                await self._planned.send(chunk)
-            else:
-                self._context.start_task(self._add_digests, chunk, work.digests)
+        """Make the plans that are not made at once, for ever."""
+        while True:
+            await self._is_due.wait()
+            self._is_due = anyio.Event()
+            job, self._put_off = self._put_off, None
+            await anyio.lowlevel.checkpoint()
+            if job is not None and job.cost.num_rows > self._context.config.limits.rows_planned_inline:
+                await self._plan_in_thread(job)
+            elif job is not None:
+                self._plan(job)
+            self._is_planning = False
+            self.plan_next()
+
+    def _plan(self, job: ChunkJob) -> None:
+        began = self._context.now()
+        try:
+            work = self.prepare(job)
+            descriptors = work.plan()
+        except (PlanError, MemoryError) as error:
+            self.fail(job, error)
+        else:
+            self._pass_on(job, work, descriptors, began)
+
+    async def _plan_in_thread(self, job: ChunkJob) -> None:
+        began = self._context.now()
+        try:
+            work = self.prepare(job)
+            descriptors = await anyio.to_thread.run_sync(work.plan, limiter=self._large_plans)
+        except (PlanError, MemoryError) as error:
+            self.fail(job, error)
+        else:
+            self._pass_on(job, work, descriptors, began)
+
+    def _pass_on(self, job: ChunkJob, work: "PlanWork", descriptors: Descriptors, began: float) -> None:
+        self._context.times.add(Stage.PLANNING, self._context.now() - began)
+        chunk = PlannedChunk(job, descriptors)
+        if work.digests is None:
+            self._offer(chunk)
+        else:
+            self._context.start_task(self._add_digests, chunk, work.digests)
 
     def prepare(self, job: ChunkJob) -> "PlanWork":
         """Bring together what the plan of a job needs.
@@ -164,13 +225,14 @@ class Planning:
         digests = None
         if job.grant.digest:
             check_digestible(self._memory.layout)
-            digests = DigestWork(self._memory, geometry.pieces, geometry.route.debts, job.pages, job.grant.ranges)
+            debts, wanted = geometry.route.debts, job.grant.ranges
+            digests = DigestWork(self._memory, geometry.pieces, debts, job.pages, wanted, job.layers)
         granted = self._granted(job, geometry.layout)
         shares = {
             name: Share(tokens, job.pages[name], granted[name], closing=closes(tokens, job.grant.ranges[name]))
             for name, tokens in job.ranges.items()
         }
-        return PlanWork(geometry.route, shares, self._memory.max_bytes, digests)
+        return PlanWork(geometry.route, shares, self._memory.max_bytes, digests, job.layers)
 
     def fail(self, job: ChunkJob, error: PlanError | MemoryError) -> None:
         """Give up a job that cannot be planned."""
@@ -181,7 +243,7 @@ class Planning:
 
     async def _add_digests(self, chunk: PlannedChunk, work: DigestWork) -> None:
         digests = await anyio.to_thread.run_sync(work.digests, chunk.job.ranges, limiter=self._digests)
-        await self._planned.send(replace(chunk, digests=digests))
+        self._offer(replace(chunk, digests=digests))
 
     def _granted(self, job: ChunkJob, layout: KVLayout) -> Mapping[str, PageTable]:
         """The decode rank's page tables, checked when the first chunk of a delivery needs them."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from kvflow.geometry.cutting import Cutting
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.routes import Debt, RoutePiece
 from kvflow.geometry.tokens import TokenRange
@@ -21,6 +22,7 @@ __all__ = [
     "GreetedRank",
     "InstanceGreeted",
     "InstanceUnreachable",
+    "LayersReady",
     "MessageReceived",
     "NoticeDelivered",
     "PeerGone",
@@ -56,6 +58,18 @@ class ReadyEvent(Protocol):
         """Block the calling thread until the device is done."""
 
 
+class LayersReady(NamedTuple):
+    """When some layers of a chunk are ready.
+
+    Attributes:
+        stop: Global layer below which every layer is ready; the last group of a chunk has all that remain.
+        ready: What to wait for before they may be read, or None.
+    """
+
+    stop: int
+    ready: ReadyEvent | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens that a prefill engine has ready to send. The core looks at the ranges only.
@@ -65,6 +79,7 @@ class Chunk:
         ranges: For each component that comes with the chunk, its tokens; those of a window may reach back.
         pages: For the same components, the source pages.
         ready: What to wait for before the pages may be read, or None.
+        layers: Instead of `ready`: groups of layers that get ready one after another, in ascending order.
         last: No chunk follows.
         metadata: On the last chunk: from the prefill engine to the decode engine.
     """
@@ -73,6 +88,7 @@ class Chunk:
     ranges: Mapping[str, TokenRange] = field(default_factory=dict)
     pages: Mapping[str, PageTable] = field(default_factory=dict)
     ready: ReadyEvent | None = None
+    layers: tuple[LayersReady, ...] = ()
     last: bool = False
     metadata: bytes = b""
 
@@ -110,12 +126,17 @@ class SendAborted:
 
 @dataclass(frozen=True, slots=True)
 class PeerGreeted:
-    """A decode rank said hello and fits."""
+    """A decode rank said hello and fits.
+
+    Attributes:
+        owed: Components of which this rank holds cells that the decode rank wants.
+        cutting: How chunks for it are cut into pieces; they go whole if None.
+    """
 
     peer: PeerId
     lease_s: float
     owed: tuple[str, ...]
-    """Components of which this rank holds cells that the decode rank wants."""
+    cutting: Cutting | None = None
 
 
 @dataclass(frozen=True, slots=True)

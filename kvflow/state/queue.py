@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvflow.config import NUM_PRIORITIES, Limits
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.events import DeliveryId
@@ -39,6 +40,7 @@ class ChunkJob:
         cost: What it takes of the peer's window.
         is_last: No job of this delivery follows.
         enqueued_at: In seconds on a monotonic clock.
+        layers: Of the model, that go with it.
     """
 
     delivery: DeliveryId
@@ -49,6 +51,7 @@ class ChunkJob:
     cost: Cost
     is_last: bool
     enqueued_at: float
+    layers: LayerRange = ALL_LAYERS
 
 
 class ChunkQueue:

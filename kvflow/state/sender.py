@@ -1,33 +1,53 @@
 """The sending machine: one room on one prefill rank.
 
 A `Sender` holds the chunks that the engine offered. Each decode rank that grants its pages gets a `Delivery`, which
-cuts the chunks down to the tokens that were asked for, numbers them, and follows them until every write has ended.
+cuts the chunks down to the tokens that were asked for, and large ones into pieces, numbers these, and follows them
+until every write has ended.
 Whatever ends one delivery badly ends the whole room: decode ranks of one request are of no use without each other.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
+from kvflow.geometry.cutting import Cutting
+from kvflow.geometry.layers import ALL_LAYERS
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.effects import DropChunks, DropPlan, Effect, EnqueueChunk, PostPlan, ReportSender, SendMessage
 from kvflow.state.events import Chunk, DeliveryId, PlanFinished
+from kvflow.state.pieces import Piece, pieces_of
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
 from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, PeerId
 
-__all__ = ["Delivery", "Sender"]
+__all__ = ["Delivery", "Pending", "Sender"]
+
+
+class Pending(NamedTuple):
+    """What a delivery waits for; each has a deadline.
+
+    Attributes:
+        outcome: To be decided.
+        post: To end.
+        answer: That the decode rank knows that everything is written.
+    """
+
+    outcome: bool = True
+    post: bool = False
+    answer: bool = False
 
 
 class Delivery:
     """What one prefill rank sends to one decode rank for one grant."""
 
-    def __init__(self, me: PeerId, peer: PeerId, grant: Grant, *, owed: Sequence[str]) -> None:
+    def __init__(self, me: PeerId, peer: PeerId, grant: Grant, *, owed: Sequence[str], cutting: Cutting | None) -> None:
         self.id = DeliveryId(grant.room, peer, grant.generation)
         self.grant = grant
         self._wanted = {name: tokens for name, tokens in grant.ranges.items() if name in owed}
         self._positions = {name: start for name, (start, _) in self._wanted.items()}
+        self._cutting = cutting
         self.state = TransferState()
         self.failure: Failure | None = None
         self.num_repeats = 0
@@ -40,6 +60,13 @@ class Delivery:
         self._posted: dict[int, Notice] = {}
         self._lingers = False
         self._noticed: list[Notice] = []
+        self.watched = Pending()
+
+    @property
+    def pending(self) -> Pending:
+        """What has not come yet."""
+        is_pending = self.state.is_pending
+        return Pending(is_pending, is_pending and bool(self._posted), self.is_unanswered)
 
     @property
     def is_unanswered(self) -> bool:
@@ -57,7 +84,7 @@ class Delivery:
         return bool(self._posted)
 
     def offer(self, chunk: Chunk) -> list[Effect]:
-        """Take the part of a chunk that this decode rank wants."""
+        """Take the part of a chunk that this decode rank wants, in as many pieces as it takes."""
         self._ended = chunk.last
         if not self._wanted:
             return self._settle()
@@ -65,6 +92,14 @@ class Delivery:
         if not ranges and not chunk.last:
             return []
         self._positions.update({name: stop for name, (_, stop) in ranges.items()})
+        effects: list[Effect] = []
+        for piece in pieces_of(chunk, ranges, self._wanted, self._cutting):
+            effects += self._send(piece)
+        return effects
+
+    def _send(self, piece: Piece) -> list[Effect]:
+        """Number a piece and put it on its way."""
+        ranges, chunk, layers = piece
         seq = self._next_seq
         self._next_seq += 1
         notice = Notice(
@@ -73,15 +108,16 @@ class Delivery:
             token=self.grant.token,
             engine_rank=self._me.rank.engine_rank,
             seq=seq,
-            ranges=ranges,
+            ranges=dict(ranges),
             num_bytes=0,
             last=chunk.last,
             metadata=chunk.metadata,
+            layers=None if layers == ALL_LAYERS else layers,
         )
         if not ranges:
             return self._tell(notice)
         self._planned[seq] = notice
-        return [EnqueueChunk(self.id, seq, ranges, chunk, self.grant)]
+        return [EnqueueChunk(self.id, seq, ranges, chunk, self.grant, layers)]
 
     def missing(self, chunk: Chunk) -> str | None:
         """Say which wanted tokens can never be served any more if this chunk comes next."""
@@ -204,6 +240,7 @@ class Sender:
         self._me = me
         self._chunks: list[Chunk] = []
         self._num_decode_ranks: int | None = None
+        self.watched: tuple[bool, Memory, bool] | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -231,9 +268,9 @@ class Sender:
             effects += self._feed(delivery, [chunk])
         return [*effects, *self._review()]
 
-    def grant(self, peer: PeerId, grant: Grant, *, owed: Sequence[str]) -> list[Effect]:
+    def grant(self, peer: PeerId, grant: Grant, *, owed: Sequence[str], cutting: Cutting | None) -> list[Effect]:
         """Start a delivery, which nothing speaks against, and give it every chunk there is so far."""
-        delivery = Delivery(self._me, peer, grant, owed=owed)
+        delivery = Delivery(self._me, peer, grant, owed=owed, cutting=cutting)
         self._num_decode_ranks = grant.num_decode_ranks
         self.deliveries[peer] = delivery
         return [*self._feed(delivery, self._chunks), *self._review()]

@@ -105,7 +105,9 @@ async def test_memory_that_is_refused(monkeypatch: pytest.MonkeyPatch, agent_cla
 async def test_an_agent_is_polled_sharply_only_while_something_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = record_waits(monkeypatch)
     idle_s, busy_s = 3600.0, 1e-4
-    async with open_backend(NixlBackend(idle_interval_s=idle_s, busy_interval_s=busy_s)) as endpoint:
+    async with open_backend(
+        NixlBackend(idle_interval_s=idle_s, busy_interval_s=busy_s, quiet_interval_s=busy_s)
+    ) as endpoint:
         assert busy_s not in waits
         await until(lambda: waits[-1] == idle_s)
         endpoint.backend.watch(active=True)
@@ -118,7 +120,7 @@ async def test_the_sender_is_busy_until_its_posts_have_ended(monkeypatch: pytest
     waits, states = record_waits(monkeypatch), ["PROC"]
     monkeypatch.setattr(agent_class, "transfer", lambda *_: "PROC")
     monkeypatch.setattr(agent_class, "check_xfer_state", lambda *_: states[0])
-    options = {"idle_interval_s": 3600.0, "busy_interval_s": 1e-4}
+    options = {"idle_interval_s": 3600.0, "busy_interval_s": 1e-4, "quiet_interval_s": 1e-4}
     async with open_endpoints("nixl", count=1, options=options) as (source,), open_backend(NixlBackend()) as target:
         await source.connect(target)
         source.post(1, target, copies(source, target))

@@ -129,6 +129,8 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         num_bytes=signed,
         last=st.booleans(),
         metadata=blobs,
+        digests=st.dictionaries(names, counts, max_size=3),
+        layers=st.none() | st.tuples(counts, st.none() | counts),
         **transfer_ids,
     ),
     wm.Cancel: st.builds(wm.Cancel, failure=failures, **transfer_ids),

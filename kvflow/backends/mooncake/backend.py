@@ -136,6 +136,7 @@ class MooncakeBackend(Backend):
             f"kvflow-mooncake-{agent_name}",
             self._break_down,
             busy_interval_s=self._busy_interval_s,
+            quiet_interval_s=self._busy_interval_s,
             idle_interval_s=None,
         )
         try:

@@ -7,6 +7,8 @@ import sys
 import anyio
 import msgspec
 
+from kvflow.cli.bench import comparisons
+from kvflow.cli.bench.comparisons import counts
 from kvflow.cli.transport import add_backend_option, check_backend
 from kvflow.config import check_duration
 from kvflow.errors import ConfigError
@@ -24,9 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     idle.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     idle.set_defaults(measure=_idle)
     plan = cases.add_parser("plan", help="time and memory of planning, and of compiling routes")
-    plan.add_argument("--layers", type=_counts, default=(32, 64, 80), metavar="N,...", help="default: 32,64,80")
+    plan.add_argument("--layers", type=counts, default=(32, 64, 80), metavar="N,...", help="default: 32,64,80")
     plan.add_argument(
-        "--tokens", type=_counts, default=(1_024, 8_192, 32_768, 131_072), metavar="N,...", help="default: 1k to 128k"
+        "--tokens",
+        type=counts,
+        default=(1_024, 8_192, 32_768, 131_072),
+        metavar="N,...",
+        help="default: 1k to 128k",
     )
     plan.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     plan.set_defaults(measure=_plan)
@@ -44,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     failures.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default: %(default)s)")
     failures.add_argument("--json", action="store_true", help="print one JSON object a case and nothing else")
     failures.set_defaults(measure=_failures)
+    comparisons.add_arguments(cases)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,15 +74,8 @@ def _idle(arguments: argparse.Namespace) -> str:
     )
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(int(part) for part in text.split(","))
-    if min(counts) < 1:
-        raise ValueError(text)
-    return counts
-
-
 def _count(text: str) -> int:
-    (count,) = _counts(text)
+    (count,) = counts(text)
     return count
 
 

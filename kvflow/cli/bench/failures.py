@@ -95,8 +95,8 @@ class FailureSettings(msgspec.Struct, frozen=True, kw_only=True):
 class _Pair:
     """Both workers of a case. The survivor lives through all of it."""
 
-    survivor: WorkerProcess
-    victim: WorkerProcess
+    survivor: WorkerProcess[WorkerOptions]
+    victim: WorkerProcess[WorkerOptions]
     victims: AsyncExitStack
     tasks: TaskGroup
     rng: random.Random
@@ -105,7 +105,7 @@ class _Pair:
     faults: dict[str, int] = field(default_factory=dict)
 
     @property
-    def prefill(self) -> WorkerProcess:
+    def prefill(self) -> WorkerProcess[WorkerOptions]:
         return self.survivor if self.survivor.options.side == PREFILL else self.victim
 
     async def begin(self) -> int:
@@ -287,7 +287,7 @@ def _check_bytes(pair: _Pair, ended: Report) -> None:
         pair.fault("wrong bytes")
 
 
-async def _settle(worker: WorkerProcess) -> Report:
+async def _settle(worker: WorkerProcess[WorkerOptions]) -> Report:
     await worker.tell("settle")
     return await worker.expect("account")
 
