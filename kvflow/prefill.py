@@ -182,6 +182,8 @@ class PrefillRank(Rank["RoomSender"]):
 class RoomSender(Transfer):
     """One room, as the prefill engine sends it. Made by `PrefillRank.send`."""
 
+    __slots__ = ("_is_finished", "_rank", "_waits")
+
     def __init__(self, rank: PrefillRank, room: int) -> None:
         super().__init__(room)
         self._rank = rank

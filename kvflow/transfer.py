@@ -5,6 +5,7 @@ import operator
 
 import anyio
 
+from kvflow.aio.flag import Flag
 from kvflow.errors import LocalProtocolError, TransferFailed
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure
@@ -48,13 +49,15 @@ class Transfer(abc.ABC):
         room: The router's id of the request.
     """
 
+    __slots__ = ("_decided", "_failure", "_has_begun", "_memory", "_outcome", "_settled", "room")
+
     def __init__(self, room: int) -> None:
         self.room = check_room(room)
         self._outcome = Outcome.PENDING
         self._memory = Memory.SAFE
         self._failure: Failure | None = None
-        self._decided = anyio.Event()
-        self._settled = anyio.Event()
+        self._decided = Flag()
+        self._settled = Flag()
         self._has_begun = False
 
     @property
@@ -124,7 +127,7 @@ class Transfer(abc.ABC):
         Args:
             error: What the engine's block raised; if it is about this transfer, it learns what became of the pages.
         """
-        if not self._decided.is_set():
+        if not self._decided.is_set:
             self._abort()
         if not self._settled.is_set():
             with anyio.CancelScope(shield=True):
