@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
 
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from kvflow.aio.clock import now
 from kvflow.backends.base import Backend, BackendEvent, NoticeArrived
@@ -294,13 +294,22 @@ class RoomReceiver(Transfer):
             first_notice_s=self._notices_at[0] - self._opened_at,
         )
 
-    async def __aenter__(self) -> Self:
+    @property
+    def handover(self) -> Handover | None:
+        """What it has brought, once it is a success."""
+        return self._handover
+
+    @override
+    def open(self) -> None:
         self._opened_at = now()
         generation = self._rank.next_generation()
         digest = self._rank.is_sampled(generation) if self._digest is None else self._digest
         secret = self._rank.secret(generation)
         self._wish = dataclasses.replace(self._wish, generation=generation, digest=digest, secret=secret)
         self._rank.open_transfer(generation, self, self._wish)
+
+    async def __aenter__(self) -> Self:
+        self.open()
         return self
 
     async def __aexit__(

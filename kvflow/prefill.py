@@ -297,8 +297,12 @@ class RoomSender(Transfer):
         await self._decided.wait()
         self._raise_if_failed()
 
-    async def __aenter__(self) -> Self:
+    @override
+    def open(self) -> None:
         self._rank.open_transfer(self.room, self, ev.SendOpened(self.room))
+
+    async def __aenter__(self) -> Self:
+        self.open()
         return self
 
     async def __aexit__(

@@ -28,8 +28,8 @@ MAX_BACKOFF = 8
 """Words are repeated less and less often, down to this many times the first pause."""
 
 GRANTS_PER_PAUSE = 500
-"""Where more rooms than this are open, each says its grant again later than after the first pause. A lost grant is rare;
-to repeat thousands for every second that prefill lets them wait costs more than to move them."""
+"""Where more rooms than this are open, each says its grant again later than after the first pause. Grants are rarely
+lost, and repeating thousands of them for as long as prefill lets them wait costs more than moving them."""
 
 MAX_BREAKERS = 1_024
 """Instances whose failures are remembered."""
@@ -285,9 +285,10 @@ class Receivers:
 
         Who has failed asks for the proof that its pages are quiet, and does not wait for others with that.
         """
-        times = min(2**receiver.num_repeats, MAX_BACKOFF)
-        crowd = len(self.receivers) / GRANTS_PER_PAUSE if receiver.failure is None else 0
-        return self._timeouts.repeat_s * max(times, crowd)
+        times: float = min(2**receiver.num_repeats, MAX_BACKOFF)
+        if receiver.failure is None:
+            times = max(times, len(self.receivers) / GRANTS_PER_PAUSE)
+        return self._timeouts.repeat_s * times
 
     def _time_left(self, receiver: Receiver, now: float) -> float:
         return max(receiver.gives_up - now, MIN_TIMEOUT_S)

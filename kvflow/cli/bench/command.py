@@ -8,6 +8,7 @@ import anyio
 import msgspec
 
 from kvflow.cli.bench import comparisons
+from kvflow.cli.bench.scale import command as scale
 from kvflow.cli.bench.comparisons import counts
 from kvflow.config import check_duration
 from kvflow.errors import ConfigError
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     failures.add_argument("--json", action="store_true", help="print one JSON object a case and nothing else")
     failures.set_defaults(measure=_failures)
     comparisons.add_arguments(cases)
+    scale.add_arguments(cases)
 
 
 def run(arguments: argparse.Namespace) -> int:

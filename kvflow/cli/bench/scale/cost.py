@@ -25,8 +25,7 @@ class CostSettings(NamedTuple):
         rounds: Of each case; all cases take turns.
         transfers: Measured in a round.
         in_flight_with_peers: In flight over all peers.
-        settle_s: How long rooms wait before it is measured what waiting costs.
-        standing_s: For how long that is measured.
+        standing_s: For how long it is measured what waiting costs, after rooms have waited for so long already.
     """
 
     in_flight: Sequence[int] = (10, 100, 1_000, 10_000)
@@ -34,7 +33,6 @@ class CostSettings(NamedTuple):
     rounds: int = 3
     transfers: int = 1_000
     in_flight_with_peers: int = 256
-    settle_s: float = 30.0
     standing_s: float = 20.0
 
 
@@ -78,7 +76,7 @@ async def measure_standing(settings: CostSettings, report: Callable[[Row], None]
     async with deploy() as pairs:
         rooms = Rooms(pairs)
         await rooms.fill(count)
-        await anyio.sleep(settings.settle_s)
+        await anyio.sleep(settings.standing_s)
         began, cpu = time.monotonic(), time.process_time()
         await anyio.sleep(settings.standing_s)
         share = 100 * (time.process_time() - cpu) / (time.monotonic() - began)
@@ -134,7 +132,7 @@ def _rows(
             )  # fmt: skip
             held = compare(measured, own, values[base])
             row = structs.replace(
-                compare(measured, own, others={cases[base].name: values[base]}),
+                compare(measured, own, others={"reference": values[base]}),
                 ratio=held.ratio,
                 paired_ratio=held.paired_ratio,
             )

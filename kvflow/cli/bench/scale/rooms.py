@@ -138,6 +138,8 @@ async def deploy(num_prefill: int = 1, num_decode: int = 1) -> AsyncIterator[lis
             kvflow.DecodeRank(kvflow.DecodeConfig(instance=f"decode-{index}", **common), target[1])
             for index in range(num_decode)
         ]
-        for rank in (*prefill, *decode):
-            await stack.enter_async_context(rank)
+        for sender in prefill:
+            await stack.enter_async_context(sender)
+        for receiver in decode:
+            await stack.enter_async_context(receiver)
         yield [Pair(left, right) for left in prefill for right in decode]
