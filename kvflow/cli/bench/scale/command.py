@@ -14,6 +14,9 @@ def add_arguments(cases: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Declare the measurement and its options."""
     scale = cases.add_parser("scale", help="cost and memory of a transfer among many, and with many peers")
     scale.add_argument(
+        "--cases", default="memory,in-flight,peers,waiting", metavar="NAME,...", help="some of them (default: all)"
+    )
+    scale.add_argument(
         "--in-flight", type=counts, default=(10, 100, 1_000, 10_000), metavar="N,...", help="default: 10 to 10000"
     )
     scale.add_argument("--peers", type=counts, default=(1, 4, 16, 64), metavar="N,...", help="default: 1 to 64")
@@ -42,4 +45,5 @@ def _scale(arguments: argparse.Namespace) -> str:
         transfers=arguments.transfers,
         standing_s=arguments.seconds,
     )
-    return shown(arguments, lambda report: anyio.run(measure_scale, settings, arguments.waiting, report))
+    cases = arguments.cases.split(",")
+    return shown(arguments, lambda report: anyio.run(measure_scale, settings, arguments.waiting, cases, report))

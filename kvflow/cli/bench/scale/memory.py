@@ -32,7 +32,7 @@ from kvflow.cli.bench.scale.rooms import (
     make_pool,
 )
 
-__all__ = ["LIMIT_BYTES", "measure_memory"]
+__all__ = ["CASES", "LIMIT_BYTES", "METHODS", "Held", "main", "measure_in_process", "measure_memory"]
 
 LIMIT_BYTES: Final = 4_096
 """What a waiting transfer may hold on each side."""
@@ -68,7 +68,7 @@ async def measure_memory(count: int, report: Callable[[Row], None]) -> list[Row]
     """
     rows = []
     for name, (case, sides) in CASES.items():
-        held = {method: await _measure_in_process(name, method, count) for method in METHODS}
+        held = {method: await measure_in_process(name, method, count) for method in METHODS}
         facts: dict[str, float | str] = {"rss of both sides": round(sum(held["rss"])), "limit": LIMIT_BYTES}
         for side, value in zip(sides, held["tracemalloc"], strict=True):
             if side:
@@ -85,7 +85,8 @@ async def measure_memory(count: int, report: Callable[[Row], None]) -> list[Row]
     return rows
 
 
-async def _measure_in_process(case: str, method: str, count: int) -> Held:
+async def measure_in_process(case: str, method: str, count: int) -> Held:
+    """Measure a case of `CASES` by one of `METHODS`, in a process of its own."""
     command = [sys.executable, "-m", "kvflow.cli.bench.scale.memory", case, method, str(count)]
     ended = await anyio.run_process(command)
     return msgspec.json.decode(ended.stdout, type=Held)
@@ -100,7 +101,7 @@ async def _measure(case: str, count: int, in_use: Callable[[], int]) -> Held:
         before = in_use()
         for number in range(count):
             held.append(await _begin(case, pair, 1_000_000 + number, tasks))
-            if number % BATCH == BATCH - 1:
+            if number % BATCH == BATCH - 1 or number == count - 1:
                 opened = in_use()
                 await _settle(case, pair, number + 1)
                 settled = in_use()
