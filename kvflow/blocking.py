@@ -4,7 +4,6 @@ The event loop runs in a thread of its own. Nothing here waits for a transfer: a
 steps, and asks `poll()` in between. Only opening and closing a rank wait.
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +14,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from typing_extensions import Self
 
 from kvflow import decode, prefill
-from kvflow.aio.mailbox import Mailbox
+from kvflow.aio.calls import Calls
 from kvflow.backends.base import Backend
 from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import Handover
@@ -48,33 +47,12 @@ class LoopThread:
         self._stack.close()
 
 
-class _Calls:
-    """What engines' threads want done on the event loop, and the transfers' ends that they want to hear of.
-
-    Made on the event loop. It serves all transfers of a rank, so that one that waits needs no task of its own.
-    """
-
-    def __init__(self) -> None:
-        self.has_ended = threading.Condition()
-        self._calls: Mailbox[Callable[[], None]] = Mailbox()
-
-    def put(self, call: Callable[[], None]) -> None:
-        """Have something done on the event loop. Callable from any thread."""
-        self._calls.put([call])
-
-    async def run(self) -> None:
-        """Do it, for ever."""
-        while True:
-            for call in await self._calls.take():
-                call()
-
-
 class _BlockingTransfer:
     """One room: what the engine's thread may do and ask. Made on the event loop."""
 
     __slots__ = ("_calls", "_error", "_has_ended", "_transfer", "room")
 
-    def __init__(self, calls: _Calls, transfer: Transfer) -> None:
+    def __init__(self, calls: Calls, transfer: Transfer) -> None:
         self.room = transfer.room
         self._calls = calls
         self._transfer = transfer
@@ -106,8 +84,8 @@ class _BlockingTransfer:
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
         """Wait until `poll` no longer says PENDING, or the time is up. For scripts and tests, not for schedulers."""
-        with self._calls.has_ended:
-            self._calls.has_ended.wait_for(lambda: self._has_ended, timeout_s)
+        with self._calls.done:
+            self._calls.done.wait_for(lambda: self._has_ended, timeout_s)
         return self.poll()
 
     def abort(self) -> None:
@@ -117,9 +95,9 @@ class _BlockingTransfer:
 
     def _end(self) -> None:
         self._transfer.on_settled = None
-        with self._calls.has_ended:
+        with self._calls.done:
             self._has_ended = True
-            self._calls.has_ended.notify_all()
+            self._calls.done.notify_all()
 
     def _check_success(self) -> None:
         if not self._has_ended:
@@ -135,7 +113,7 @@ class BlockingSender(_BlockingTransfer):
 
     __slots__ = ("_chunks", "_is_feeding", "_rank", "_sender")
 
-    def __init__(self, calls: _Calls, rank: prefill.PrefillRank, sender: prefill.RoomSender) -> None:
+    def __init__(self, calls: Calls, rank: prefill.PrefillRank, sender: prefill.RoomSender) -> None:
         self._rank = rank
         self._sender = sender
         self._chunks: deque[Chunk] = deque()
@@ -213,7 +191,7 @@ class BlockingReceiver(_BlockingTransfer):
 
     __slots__ = ("_receiver",)
 
-    def __init__(self, calls: _Calls, receiver: decode.RoomReceiver) -> None:
+    def __init__(self, calls: Calls, receiver: decode.RoomReceiver) -> None:
         self._receiver = receiver
         super().__init__(calls, receiver)
 
@@ -255,8 +233,8 @@ class _BlockingRank(Generic[AnyRank]):
         self._is_open = True
         return self
 
-    def _start_calls(self) -> _Calls:
-        calls = _Calls()
+    def _start_calls(self) -> Calls:
+        calls = Calls()
         self._rank.start_task(calls.run)
         return calls
 
