@@ -245,7 +245,8 @@ class Core:
 
     def _peer_gone(self, event: ev.PeerGone, now: float) -> list[Effect]:
         failure = self._failure(FailureReason.PEER_LOST, f"the process of {event.peer.rank} has ended")
-        fenced = self.receivers.gone(event.peer, failure, now) if self._ends_with_process else []
+        is_quiet = event.is_quiet or self._ends_with_process
+        fenced = self.receivers.gone(event.peer, failure, now) if is_quiet else []
         return [*fenced, *self._left(event.peer, failure, now)]
 
     def _quarantine_released(self, event: ev.QuarantineReleased, now: float) -> list[Effect]:

@@ -295,9 +295,14 @@ class PeerLeft:
 
 @dataclass(frozen=True, slots=True)
 class PeerGone:
-    """It is proved that the process of a peer's life has ended: somebody else answers where it did, or nobody can."""
+    """It is proved that the process of a peer's life has ended: somebody else answers where it did, or nobody can.
+
+    Attributes:
+        is_quiet: The transport has seen to it that nothing lands any more of what that process had written.
+    """
 
     peer: PeerId
+    is_quiet: bool = False
 
 
 @dataclass(frozen=True, slots=True)
