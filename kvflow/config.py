@@ -161,7 +161,7 @@ class Limits:
     transfers: int = 16_384
     pending_grants: int = 16_384
     queued_chunks: int = 1_024
-    bytes_per_post: int = 16 * 2**20
+    bytes_per_post: int = 32 * 2**20
     bytes_per_layer_piece: int = 4 * 2**20
     posts_per_peer: int = 16
     bytes_per_peer: int = 2**30
