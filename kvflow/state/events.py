@@ -8,7 +8,7 @@ from kvflow.geometry.pages import PageTable
 from kvflow.geometry.routes import Debt, RoutePiece
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.quarantine import NO_MEMORY, Footprint
-from kvflow.wire.messages import Failure, Message, Notice, PeerId
+from kvflow.wire.messages import Failure, Message, Notice, PeerId, Staged, StagingWindow
 
 __all__ = [
     "Chunk",
@@ -34,6 +34,7 @@ __all__ = [
     "ReadyEvent",
     "ReceiveAborted",
     "ReceiveOpened",
+    "Scattered",
     "SendAborted",
     "SendOpened",
     "TimePassed",
@@ -116,6 +117,8 @@ class PeerGreeted:
     lease_s: float
     owed: tuple[str, ...]
     """Components of which this rank holds cells that the decode rank wants."""
+    staging: StagingWindow | None = None
+    """Where it takes packed pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +127,14 @@ class PlanFinished:
 
     Attributes:
         digests: By component, if the grant asks for them.
+        staged: Where the bytes will be, if they are packed.
     """
 
     delivery: DeliveryId
     seq: int
     num_bytes: int
     digests: Mapping[str, int] = field(default_factory=dict)
+    staged: Staged | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +216,13 @@ class GreetedRank:
     Attributes:
         debts: What it owes, by component.
         pieces: The same as cells. The core does not look at them.
+        staging: Where it may write packed pieces.
     """
 
     peer: PeerId
     debts: Mapping[str, Debt]
     pieces: tuple[RoutePiece, ...] = ()
+    staging: StagingWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +257,19 @@ class DigestsVerified:
     """
 
     generation: int
+    failure: Failure | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """What a notice brought is in the pages, see `ScatterStaged`; or it is not, and nothing touches them any more.
+
+    Attributes:
+        failure: None if it is there.
+    """
+
+    generation: int
+    notice: Notice
     failure: Failure | None
 
 
@@ -324,6 +344,7 @@ Event = (
     | InstanceUnreachable
     | NoticeDelivered
     | DigestsVerified
+    | Scattered
     | MessageReceived
     | PeerLeft
     | PeerGone
