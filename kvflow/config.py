@@ -148,10 +148,13 @@ class Limits:
     Attributes:
         transfers: Rooms open at once on a rank.
         pending_grants: Grants kept for rooms that the prefill engine has not opened yet.
-        queued_chunks: Granted chunks that wait for one peer, for their data, turn or credit; beyond it `chunk()` waits
-            for rooms that go to that peer, and for no others.
+        queued_chunks: Pieces of granted chunks that wait for one peer, for their data, turn or credit; beyond it
+            `chunk()` waits for rooms that go to that peer, and for no others. A chunk comes in with all of its pieces,
+            or not at all.
+        bytes_per_post: Size above which a chunk is cut into pieces, each a write of its own. Cuts fall between pages,
+            so a single page that is larger, over all layers, still goes.
         posts_per_peer: Writes posted to one peer and not yet ended.
-        bytes_per_peer: Bytes of such writes; a single larger chunk still goes, alone.
+        bytes_per_peer: Bytes of such writes; a single larger piece still goes, alone.
         rows_per_peer: Descriptors of such writes, counted before they are planned: as many as there can be; as above.
         quarantined_pages: Pages in quarantine beyond which nothing new is admitted.
         quarantined_bytes: Bytes of such pages, as above.
@@ -162,6 +165,7 @@ class Limits:
     transfers: int = 16_384
     pending_grants: int = 16_384
     queued_chunks: int = 1_024
+    bytes_per_post: int = 16 * 2**20
     posts_per_peer: int = 16
     bytes_per_peer: int = 2**30
     rows_per_peer: int = 2**21

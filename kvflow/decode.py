@@ -23,10 +23,12 @@ from kvflow.stages.aggregate import Aggregate
 from kvflow.stages.digests import OwnMemory, check_digestible
 from kvflow.stages.greeting import DecodeBootstrap
 from kvflow.stages.planning import WIRE_PAGES
+from kvflow.stages.scatter import Scatter
 from kvflow.stages.verify import Verify
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.effects import Handed
+from kvflow.state.staging import StagingArea
 from kvflow.state.tables import Outcome
 from kvflow.transfer import Transfer, check_instance, check_room
 from kvflow.wire.messages import Message, Notice, PeerId
@@ -78,6 +80,7 @@ class DecodeRank(Rank["RoomReceiver"]):
             raise ConfigError(
                 "digests need host memory", digest_every=config.digest_every, memory_kind=layout.memory_kind
             )
+        self._staging_slots = config.staging_slots
         super().__init__(config, layout, backend)
         self._digest_every = config.digest_every
         self._generations = itertools.count(1)
@@ -168,10 +171,23 @@ class DecodeRank(Rank["RoomReceiver"]):
             self._resources.enter_context(stream)
         self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
         self._bootstrap = DecodeBootstrap(
-            self._context, self.layout, self._backend, self._registry.lookup, self._on_message
+            self._context,
+            self.layout,
+            self._backend,
+            self._registry.lookup,
+            self._on_message,
+            staging=self._core.staging,
         )
         self._aggregate = Aggregate(self._context, payload_out, self._note)
+        self._scatter = Scatter(self._context, self.layout, self._backend.view)
         self._verify = Verify(self._context, OwnMemory(self.layout, self._backend.view))
+
+    def _staging_area(self) -> StagingArea | None:
+        if self._staging is None:
+            return None
+        memory = self._staging.range
+        slot_bytes, num_slots = self.config.staging_slot_bytes, self._staging_slots
+        return StagingArea(memory.address, memory.length, slot_bytes=slot_bytes, num_slots=num_slots)
 
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:
         return [self._aggregate.run, self._registry.run]
@@ -182,6 +198,8 @@ class DecodeRank(Rank["RoomReceiver"]):
                 self._bootstrap.greet(instance)
             case ef.ProbePeer(peer):
                 self._bootstrap.probe(peer)
+            case ef.ScatterStaged():
+                self._scatter.start(effect)
             case ef.VerifyDigests():
                 self._verify.start(effect)
             case ef.ReportReceiver():

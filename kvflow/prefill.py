@@ -19,8 +19,10 @@ from kvflow.rank import Rank
 from kvflow.registry import RegistryClient
 from kvflow.stages.bootstrap import PrefillBootstrap
 from kvflow.stages.digests import OwnMemory
-from kvflow.stages.enqueue import Enqueue
+from kvflow.stages.enqueue import Enqueue, Slots
+from kvflow.stages.packing import HostMemory
 from kvflow.stages.planning import PlannedChunk, Planning
+from kvflow.stages.staging import LocalStaging
 from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
@@ -56,6 +58,7 @@ class PrefillRank(Rank["RoomSender"]):
     def __init__(self, config: PrefillConfig, layout: KVLayout, backend: Backend | None = None) -> None:
         super().__init__(config, layout, backend)
         self._bind = (config.bind, config.advertise)
+        self._packing = config.packing
 
     @property
     def endpoint(self) -> str:
@@ -87,12 +90,41 @@ class PrefillRank(Rank["RoomSender"]):
         self._listener = self._resources.enter_context(closing(Listener(*self._bind)))
         self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
         self._resources.callback(self._registry.unregister, self.me)
-        self._bootstrap = PrefillBootstrap(self._context, self.layout, self._backend, self._listener, self._on_message)
+        staging = self._local_staging()
+        self._bootstrap = PrefillBootstrap(
+            self._context, self.layout, self._backend, self._listener, self._on_message, staging=staging
+        )
         geometry = self._bootstrap.geometry
-        self._enqueue = Enqueue(self._context, job_in, self._cost)
+        self._enqueue = Enqueue(self._context, job_in, self._cost, self._slots(staging))
         memory = OwnMemory(self.layout, self._backend.view, self._backend.capabilities.max_descriptor_bytes)
-        self._planning = Planning(self._context, job_out, planned_in, geometry, self._enqueue.end, memory)
+        self._planning = Planning(
+            self._context,
+            job_out,
+            planned_in,
+            geometry,
+            self._enqueue.end,
+            memory,
+            staging=staging,
+            without_slots=self._enqueue.without_slots,
+        )
         self._submit = Submit(self._context, self._backend, planned_out, self._enqueue.end, self._send)
+
+    def _local_staging(self) -> LocalStaging | None:
+        if self._staging is None or self._packing == "never":
+            return None
+        return LocalStaging(
+            self._staging.range,
+            self.config.staging_slot_bytes,
+            lambda: HostMemory(self.layout, self._backend.view),
+            row_overhead_s=self._backend.capabilities.row_overhead_s,
+            packing=self._packing,
+        )
+
+    def _slots(self, staging: LocalStaging | None) -> Slots | None:
+        if staging is None:
+            return None
+        slots = self._core.slots
+        return Slots(staging.slots, slots.pool, lambda peer, cost: staging.wants(cost, slots.window(peer)))
 
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:
         card = Card(
@@ -115,6 +147,8 @@ class PrefillRank(Rank["RoomSender"]):
         match effect:
             case ef.EnqueueChunk():
                 self._enqueue.put(effect)
+            case ef.OfferSlots(peer):
+                self._enqueue.offer_slots(peer)
             case ef.PostPlan():
                 self._submit.post(effect)
             case ef.DropPlan(delivery):

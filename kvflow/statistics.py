@@ -16,7 +16,7 @@ class RankStatistics(NamedTuple):
         quarantined_pages: Their pages.
         quarantined_bytes: Bytes of those.
         waiting_grants: Grants for rooms that are not open (prefill).
-        queued_chunks: Granted chunks that wait for their data, turn or credit (prefill).
+        queued_chunks: Granted chunks, or pieces of them, that wait for their data, turn or credit (prefill).
         posted: Writes that have begun and not ended (prefill).
         deadlines: Deadlines that are set; each known peer has one or two.
         peers: Peers that are known.

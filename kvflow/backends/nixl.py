@@ -69,7 +69,7 @@ class NixlBackend(Backend):
     """
 
     name = "nixl"
-    capabilities = Capabilities(in_band_notices=True, memory_kinds=frozenset({"DRAM", "VRAM"}))
+    capabilities = Capabilities(in_band_notices=True, memory_kinds=frozenset({"DRAM", "VRAM"}), row_overhead_s=2.3e-6)
 
     def __init__(  # noqa: PLR0913 - options by keyword, each with a default
         self,

@@ -106,7 +106,12 @@ def _draw_world(seed: int, rng: random.Random, *, tells: bool) -> World:
         drain_s=0.6,
         lease_s=rng.choice((1.0, 2.0)),
     )
-    limits = Limits(posts_per_peer=rng.choice((1, 2, 16)), bytes_per_peer=rng.choice((64, 2**20)), queued_chunks=4)
+    limits = Limits(
+        bytes_per_post=rng.choice((1, 64, 200, 2**20)),
+        posts_per_peer=rng.choice((1, 2, 16)),
+        bytes_per_peer=rng.choice((64, 2**20)),
+        queued_chunks=4,
+    )
     return World(seed, rng.choice(MODELS), instances, timeouts=timeouts, limits=limits, tells=tells)
 
 

@@ -1,13 +1,15 @@
 """Second stage: granted chunks wait here for their data, their turn and their credit.
 
-A chunk becomes a job when the core says that a decode rank wants it. It waits until the device has computed it
-(`ready`), and then in the queue of `kvflow.state.queue` for its turn and for room in the peer's window. Full windows
-fill this queue, and when too much waits for one decode rank, the engine's `chunk()` waits for the rooms that go there.
+A chunk, or a piece of a large one, becomes a job when the core says that a decode rank wants it. It waits until the
+device has computed it (`ready`), and then in the queue of `kvflow.state.queue` for its turn and for room in the peer's
+window. Full windows fill this queue, and when too much waits for one decode rank, the engine's `chunk()` waits for the
+rooms that go there.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 import anyio
 import anyio.to_thread
@@ -17,14 +19,33 @@ from kvflow.errors import FailureReason, Stage
 from kvflow.stages.context import StageContext
 from kvflow.state.effects import EnqueueChunk
 from kvflow.state.events import DeliveryId, PlanFailed, ReadyEvent
-from kvflow.state.queue import ChunkJob, ChunkQueue
+from kvflow.state.queue import ChunkJob, ChunkQueue, JobEnd
+from kvflow.state.slots import SlotPool
 from kvflow.state.window import Cost
 from kvflow.wire.messages import Failure, PeerId
 
-__all__ = ["Enqueue"]
+__all__ = ["Enqueue", "Slots"]
 
 DEVICE_WAITS_AT_ONCE = 64
 """Threads that wait for devices; they have a bound of their own, so that nothing else has to wait for them."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """How packed jobs get their slots.
+
+    Attributes:
+        local: This rank's.
+        remote: Gives those of a peer; None if it has none.
+        wants: Says whether a job is to be packed.
+    """
+
+    local: SlotPool
+    remote: Callable[[PeerId], SlotPool | None]
+    wants: Callable[[PeerId, Cost], bool]
+
+
+NO_SLOTS: Final = Slots(SlotPool(0), lambda _: None, lambda _, __: False)
 
 
 @dataclass
@@ -43,6 +64,7 @@ class Enqueue:
         context: Of this rank.
         jobs: Where jobs go when their turn has come.
         cost: What a part of a chunk takes of its peer's window.
+        slots: How packed jobs get their slots; none are packed by default.
     """
 
     def __init__(
@@ -50,8 +72,11 @@ class Enqueue:
         context: StageContext,
         jobs: MemoryObjectSendStream[ChunkJob],
         cost: Callable[[EnqueueChunk], Cost],
+        slots: "Slots | None" = None,
     ) -> None:
-        self.queue = ChunkQueue(context.config.limits, context.config.timeouts.ageing_s)
+        self._slots = slots or NO_SLOTS
+        limits, ageing_s = context.config.limits, context.config.timeouts.ageing_s
+        self.queue = ChunkQueue(limits, ageing_s, self._slots.local, self._slots.remote)
         self._context = context
         self._jobs = jobs
         self._cost = cost
@@ -92,10 +117,20 @@ class Enqueue:
         self._leave(delivery.peer, num_dropped)
         self._changed.set()
 
-    def end(self, job: ChunkJob) -> None:
+    def end(self, job: ChunkJob, how: JobEnd = JobEnd.DROPPED) -> None:
         """Give a job's credit back: its post has ended, or it will never be posted."""
-        self.queue.end(job)
+        self.queue.end(job, how)
         self._changed.set()
+
+    def offer_slots(self, peer: PeerId) -> None:
+        """Look at what waits for a staging slot of a peer: one is free again."""
+        self.queue.offer_slots(peer)
+        self._changed.set()
+
+    def without_slots(self, job: ChunkJob) -> ChunkJob:
+        """Give the slots of a job back that is not packed after all."""
+        self._changed.set()
+        return self.queue.without_slots(job)
 
     async def wait_for_room(self, peers: Callable[[], Iterable[PeerId]]) -> None:
         """Wait while too many chunks wait for some peer: the pressure that reaches the engine.
@@ -180,15 +215,17 @@ class Enqueue:
         return None
 
     def _push(self, effect: EnqueueChunk) -> None:
+        cost = self._cost(effect)
         job = ChunkJob(
             delivery=effect.delivery,
             seq=effect.seq,
             ranges=effect.ranges,
             pages=effect.chunk.pages,
             grant=effect.grant,
-            cost=self._cost(effect),
+            cost=cost,
             is_last=effect.chunk.last,
             enqueued_at=self._context.now(),
+            wants_slot=self._slots.wants(effect.delivery.peer, cost),
         )
         self.queue.push(job)
         self._changed.set()

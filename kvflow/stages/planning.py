@@ -6,6 +6,7 @@ so that the loop stays prompt. Digests, which a decode rank may ask for, always 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import anyio
 import anyio.to_thread
@@ -14,18 +15,24 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from kvflow.errors import FailureReason, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.pack import PackedPieces, Payload, is_head_major
 from kvflow.geometry.pages import PageTable, Part, check_parts
-from kvflow.geometry.plan import Descriptors, Share, plan
+from kvflow.geometry.plan import Descriptors, Share, count_rows, plan
 from kvflow.geometry.routes import BoundRoute, RoutePiece, bytes_owed
 from kvflow.geometry.tokens import TokenRange, closes
 from kvflow.stages.context import StageContext
 from kvflow.stages.digests import DigestWork, OwnMemory, check_digestible
+from kvflow.stages.packing import PackWork
+from kvflow.stages.staging import LocalStaging, PackPlan
 from kvflow.state.events import DeliveryId, PlanFailed, ReceiveOpened
 from kvflow.state.queue import ChunkJob
 from kvflow.state.window import Cost
-from kvflow.wire.messages import Grant, PeerId
+from kvflow.wire.messages import Grant, PeerId, Staged, StagingWindow
 
 __all__ = ["PeerGeometry", "PlanWork", "PlannedChunk", "Planning", "granted_pages"]
+
+BYTES_GATHERED_INLINE: Final = 2**18
+"""More than this is gathered beside the event loop."""
 
 WIRE_PAGES = np.dtype("<u4")
 """How page indices travel in a Grant."""
@@ -39,11 +46,15 @@ class PeerGeometry:
         route: What it wants from here.
         layout: Where it keeps it.
         pieces: What it wants from here, as it said it.
+        staging: Where it takes packed pieces; nowhere if None.
+        packed: The pieces, where this rank has them, if any of them may be packed.
     """
 
     route: BoundRoute
     layout: KVLayout
     pieces: tuple[RoutePiece, ...]
+    staging: StagingWindow | None = None
+    packed: Mapping[str, PackedPieces] = field(default_factory=dict)
 
     def cost(self, ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange], max_bytes: int | None) -> Cost:
         """Say what a part of a transfer takes of this rank's window, without planning it.
@@ -61,10 +72,15 @@ class PeerGeometry:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChunk:
-    """A job with its descriptors, and with the digest of each component if the grant asks for them."""
+    """A job with its descriptors, and with the digest of each component if the grant asks for them.
+
+    Attributes:
+        staged: Where it will be, if it is packed: gathered already.
+    """
 
     job: ChunkJob
     descriptors: Descriptors
+    staged: Staged | None = None
     digests: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -74,20 +90,33 @@ class PlanWork:
 
     Attributes:
         digests: What the grant asks for besides.
+        packing: How the job is packed, if it is.
     """
 
     route: BoundRoute
     shares: Mapping[str, Share]
     max_bytes: int | None
     digests: DigestWork | None
+    packing: PackPlan | None = None
 
     def plan(self) -> Descriptors:
-        """Make it.
+        """Make it; what is packed is gathered on the way.
 
         Raises:
             PlanError: Page tables do not reach over their tokens, or there are too many descriptors.
         """
+        if self.packing is not None:
+            return self.packing.gather(self.route, self.max_bytes)
         return plan(self.route, self.shares, max_bytes=self.max_bytes)
+
+    @property
+    def num_rows(self) -> int:
+        """Descriptors of the direct way, exactly.
+
+        Raises:
+            PlanError: Page tables do not reach over their tokens.
+        """
+        return count_rows(self.route, self.shares, max_bytes=self.max_bytes)
 
 
 class Planning:
@@ -100,9 +129,11 @@ class Planning:
         geometry: What is known about a peer; None if it is gone.
         end_job: Gives a job's credit back.
         memory: Of this rank.
+        staging: Where packed jobs are gathered; none are if None.
+        without_slots: Gives the slots of a job back that is not packed after all.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a stage is connected to
         self,
         context: StageContext,
         jobs: MemoryObjectReceiveStream[ChunkJob],
@@ -110,7 +141,12 @@ class Planning:
         geometry: Callable[[PeerId], PeerGeometry | None],
         end_job: Callable[[ChunkJob], None],
         memory: OwnMemory,
+        *,
+        staging: LocalStaging | None = None,
+        without_slots: Callable[[ChunkJob], ChunkJob] = lambda job: job,
     ) -> None:
+        self._staging = staging
+        self._without_slots = without_slots
         self._context = context
         self._memory = memory
         self._jobs = jobs
@@ -134,11 +170,12 @@ class Planning:
 
     async def run(self) -> None:
         """Plan jobs, for ever."""
-        async for job in self._jobs:
+        async for taken in self._jobs:
             began = self._context.now()
+            job = taken
             try:
-                work = self.prepare(job)
-                if job.cost.num_rows <= self._context.config.limits.rows_planned_inline:
+                job, work = self.choose(taken)
+                if self._is_quick(job):
                     descriptors = work.plan()
                 else:
                     descriptors = await anyio.to_thread.run_sync(work.plan, limiter=self._large_plans)
@@ -146,11 +183,29 @@ class Planning:
                 self.fail(job, error)
                 continue
             self._context.times.add(Stage.PLANNING, self._context.now() - began)
-            chunk = PlannedChunk(job, descriptors)
+            chunk = PlannedChunk(job, descriptors, work.packing.staged if work.packing is not None else None)
             if work.digests is None:
                 await self._planned.send(chunk)
             else:
                 self._context.start_task(self._add_digests, chunk, work.digests)
+
+    def _is_quick(self, job: ChunkJob) -> bool:
+        """Say whether a plan may be made on the event loop."""
+        if job.slots is not None:
+            return job.cost.num_bytes <= BYTES_GATHERED_INLINE
+        return job.cost.num_rows <= self._context.config.limits.rows_planned_inline
+
+    def choose(self, job: ChunkJob) -> tuple[ChunkJob, PlanWork]:
+        """Look a job's page tables up; one that got slots gives them back if the direct way turns out to be quicker.
+
+        Raises:
+            PlanError: As `prepare`.
+        """
+        work = self.prepare(job)
+        staging = self._staging
+        if work.packing is None or staging is None or staging.pays_off(job.cost.num_bytes, work.num_rows):
+            return job, work
+        return self._without_slots(job), replace(work, packing=None)
 
     def prepare(self, job: ChunkJob) -> "PlanWork":
         """Bring together what the plan of a job needs.
@@ -170,7 +225,16 @@ class Planning:
             name: Share(tokens, job.pages[name], granted[name], closing=closes(tokens, job.grant.ranges[name]))
             for name, tokens in job.ranges.items()
         }
-        return PlanWork(geometry.route, shares, self._memory.max_bytes, digests)
+        work = PlanWork(geometry.route, shares, self._memory.max_bytes, digests)
+        return replace(work, packing=self._packing(job, geometry))
+
+    def _packing(self, job: ChunkJob, geometry: PeerGeometry) -> PackPlan | None:
+        if job.slots is None or self._staging is None or geometry.staging is None:
+            return None
+        staged = Staged(job.slots.remote, is_head_major(geometry.route))
+        payload = Payload(geometry.route.debts, job.ranges, job.grant.ranges, staged.head_major)
+        work = PackWork(payload, geometry.packed, job.pages, self._staging.slot(job.slots.local))
+        return PackPlan(work, job.cost.num_bytes, geometry.staging.slot_address(staged.slot), staged)
 
     def fail(self, job: ChunkJob, error: PlanError | MemoryError) -> None:
         """Give up a job that cannot be planned."""

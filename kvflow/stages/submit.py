@@ -15,7 +15,7 @@ from kvflow.stages.context import StageContext
 from kvflow.stages.planning import PlannedChunk
 from kvflow.state.effects import DropPlan, PostPlan
 from kvflow.state.events import DeliveryId, PlanFinished, PostDoubted, PostSettled
-from kvflow.state.queue import ChunkJob
+from kvflow.state.queue import ChunkJob, JobEnd
 from kvflow.wire.codec import encode
 from kvflow.wire.messages import Notice, PeerId
 
@@ -36,7 +36,7 @@ class Submit:
         context: Of this rank.
         backend: Where to post.
         planned: Where planned chunks come from.
-        end_job: Gives a job's credit back.
+        end_job: Gives a job's credit back, and says how it ended.
         send_notice: Delivers a notice over the control channel, for transports without notices of their own.
     """
 
@@ -45,7 +45,7 @@ class Submit:
         context: StageContext,
         backend: Backend,
         planned: MemoryObjectReceiveStream[PlannedChunk],
-        end_job: Callable[[ChunkJob], None],
+        end_job: Callable[[ChunkJob, JobEnd], None],
         send_notice: Callable[[PeerId, Notice], None],
     ) -> None:
         self._context = context
@@ -72,7 +72,7 @@ class Submit:
         """Ask the core whether a planned chunk may still be posted; it answers with `post` or `drop`."""
         job = chunk.job
         self._waiting[job.delivery, job.seq] = chunk
-        self._context.dispatch(PlanFinished(job.delivery, job.seq, job.cost.num_bytes, chunk.digests))
+        self._context.dispatch(PlanFinished(job.delivery, job.seq, job.cost.num_bytes, chunk.digests, chunk.staged))
 
     def post(self, effect: PostPlan) -> None:
         """Post a planned chunk, as the core said."""
@@ -89,15 +89,16 @@ class Submit:
     def drop(self, effect: DropPlan) -> None:
         """Forget a planned chunk, as the core said."""
         chunk = self._waiting.pop((effect.delivery, effect.seq))
-        self._end_job(chunk.job)
+        self._end_job(chunk.job, JobEnd.DROPPED)
 
     def ended(self, event: PostEnded) -> None:
         """Take in that a post has ended."""
         post = self._posts.pop(event.post_id)
         if event.post_id in self._doubtful:
             self._doubtful.remove(event.post_id)
+            self._end_job(post.job, JobEnd.ENDED_AFTER_DOUBT)
         else:
-            self._end_job(post.job)
+            self._end_job(post.job, JobEnd.ENDED)
         self._context.times.add(Stage.SUBMIT, self._context.now() - post.began)
         failure = None
         if event.error is not None:
@@ -111,7 +112,7 @@ class Submit:
         job = self._posts[event.post_id].job
         if event.post_id not in self._doubtful:  # it may never end, and must not hold up others until then
             self._doubtful.add(event.post_id)
-            self._end_job(job)
+            self._end_job(job, JobEnd.DOUBTED)
         failure = self._context.failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, event.error)
         self._context.dispatch(PostDoubted(job.delivery, job.seq, failure))
 

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvflow.geometry.cutting import Cutting
 from kvflow.state.events import DeliveryId
 from kvflow.state.ledger import Ledger
 from kvflow.wire.messages import Failure, PeerId, RankId
@@ -34,6 +35,7 @@ class _Parting(NamedTuple):
 @dataclass(slots=True)
 class _Acquaintance:
     owed: tuple[str, ...]
+    cutting: Cutting | None
     endings: Ledger[Ending]
     floor: int
     parting: _Parting | None
@@ -49,20 +51,20 @@ class Acquaintances:
     def __contains__(self, peer: PeerId) -> bool:
         return peer in self._peers
 
-    def greeted(self, peer: PeerId, owed: tuple[str, ...]) -> None:
-        """Remember of which components there is something for a decode rank; what it asked for before stays known.
+    def greeted(self, peer: PeerId, owed: tuple[str, ...], cutting: Cutting | None = None) -> None:
+        """Remember what there is for a decode rank and how it is cut; what it asked for before stays known.
 
         That holds also for a life that was parted with and says hello again: it grants nothing anew under a generation
         that it has used.
         """
         if peer in self._peers:
-            self._peers[peer].owed = owed
+            self._peers[peer].owed, self._peers[peer].cutting = owed, cutting
             return
         parting = self._partings.pop(peer.rank, None)
         if parting is not None and parting.peer != peer:
             parting = None
         floor = parting.floor if parting else 0
-        self._peers[peer] = _Acquaintance(owed, Ledger(MAX_ENDINGS, floor), floor, parting)
+        self._peers[peer] = _Acquaintance(owed, cutting, Ledger(MAX_ENDINGS, floor), floor, parting)
 
     def forget(self, peer: PeerId, failure: Failure) -> None:
         """Drop a decode rank; whatever it asked for is over, for this reason."""
@@ -81,6 +83,10 @@ class Acquaintances:
     def owed(self, peer: PeerId) -> tuple[str, ...]:
         """Components of which there is something for a decode rank."""
         return self._peers[peer].owed
+
+    def cutting(self, peer: PeerId) -> Cutting | None:
+        """How chunks for a decode rank are cut."""
+        return self._peers[peer].cutting
 
     def end(self, delivery_id: DeliveryId, failure: Failure | None) -> None:
         """Note how a delivery ended; the first word counts."""

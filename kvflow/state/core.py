@@ -189,7 +189,7 @@ class Core:
 
     def _peer_greeted(self, event: ev.PeerGreeted, now: float) -> list[Effect]:
         effects = self._acquaint(event.peer, event.lease_s, now)
-        self.senders.acquaintances.greeted(event.peer, event.owed)
+        self.senders.acquaintances.greeted(event.peer, event.owed, event.cutting)
         self.slots.greeted(event.peer, event.staging, now)
         self.senders.unproved.outlived(event.peer)
         return effects

@@ -44,10 +44,11 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True)
 class EnqueueChunk:
-    """Put a part of a chunk on its way: plan it when its turn comes, then say PlanFinished.
+    """Put a piece of a chunk on its way: plan it when its turn comes, then say PlanFinished.
 
     Attributes:
-        ranges: For each component, the tokens of the chunk that this decode rank wants; none is empty.
+        ranges: For each component of the piece, its tokens, all of which this decode rank wants; none is empty.
+        chunk: What it was cut from, with all of its pages; `ready`, `last` and `metadata` are those of the piece.
     """
 
     delivery: DeliveryId

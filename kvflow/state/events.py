@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from kvflow.geometry.cutting import Cutting
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.routes import Debt, RoutePiece
 from kvflow.geometry.tokens import TokenRange
@@ -111,14 +112,19 @@ class SendAborted:
 
 @dataclass(frozen=True, slots=True)
 class PeerGreeted:
-    """A decode rank said hello and fits."""
+    """A decode rank said hello and fits.
+
+    Attributes:
+        owed: Components of which this rank holds cells that the decode rank wants.
+        cutting: How chunks for it are cut into pieces; they go whole if None.
+        staging: Where it takes packed pieces; nowhere if None.
+    """
 
     peer: PeerId
     lease_s: float
     owed: tuple[str, ...]
-    """Components of which this rank holds cells that the decode rank wants."""
+    cutting: Cutting | None = None
     staging: StagingWindow | None = None
-    """Where it takes packed pieces."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,18 @@
 """The sending machine: one room on one prefill rank.
 
 A `Sender` holds the chunks that the engine offered. Each decode rank that grants its pages gets a `Delivery`, which
-cuts the chunks down to the tokens that were asked for, numbers them, and follows them until every write has ended.
+cuts the chunks down to the tokens that were asked for, and large ones into pieces, numbers these, and follows them
+until every write has ended.
 Whatever ends one delivery badly ends the whole room: decode ranks of one request are of no use without each other.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
+from kvflow.geometry.cutting import Cutting
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.effects import DropChunks, DropPlan, Effect, EnqueueChunk, PostPlan, ReportSender, SendMessage
 from kvflow.state.events import Chunk, DeliveryId, PlanFinished
@@ -23,11 +26,12 @@ __all__ = ["Delivery", "Sender"]
 class Delivery:
     """What one prefill rank sends to one decode rank for one grant."""
 
-    def __init__(self, me: PeerId, peer: PeerId, grant: Grant, *, owed: Sequence[str]) -> None:
+    def __init__(self, me: PeerId, peer: PeerId, grant: Grant, *, owed: Sequence[str], cutting: Cutting | None) -> None:
         self.id = DeliveryId(grant.room, peer, grant.generation)
         self.grant = grant
         self._wanted = {name: tokens for name, tokens in grant.ranges.items() if name in owed}
         self._positions = {name: start for name, (start, _) in self._wanted.items()}
+        self._cutting = cutting
         self.state = TransferState()
         self.failure: Failure | None = None
         self.num_repeats = 0
@@ -57,7 +61,7 @@ class Delivery:
         return bool(self._posted)
 
     def offer(self, chunk: Chunk) -> list[Effect]:
-        """Take the part of a chunk that this decode rank wants."""
+        """Take the part of a chunk that this decode rank wants, in as many pieces as it takes."""
         self._ended = chunk.last
         if not self._wanted:
             return self._settle()
@@ -65,6 +69,17 @@ class Delivery:
         if not ranges and not chunk.last:
             return []
         self._positions.update({name: stop for name, (_, stop) in ranges.items()})
+        if not ranges or self._cutting is None:
+            return self._send(ranges, chunk)
+        pieces = self._cutting.cut(ranges, self._wanted)
+        effects: list[Effect] = []
+        for number, piece in enumerate(pieces):
+            is_first, is_last = number == 0, number == len(pieces) - 1
+            effects += self._send(piece, chunk if len(pieces) == 1 else _piece(chunk, first=is_first, last=is_last))
+        return effects
+
+    def _send(self, ranges: Mapping[str, TokenRange], chunk: Chunk) -> list[Effect]:
+        """Number a piece and put it on its way."""
         seq = self._next_seq
         self._next_seq += 1
         notice = Notice(
@@ -73,7 +88,7 @@ class Delivery:
             token=self.grant.token,
             engine_rank=self._me.rank.engine_rank,
             seq=seq,
-            ranges=ranges,
+            ranges=dict(ranges),
             num_bytes=0,
             last=chunk.last,
             metadata=chunk.metadata,
@@ -233,9 +248,9 @@ class Sender:
             effects += self._feed(delivery, [chunk])
         return [*effects, *self._review()]
 
-    def grant(self, peer: PeerId, grant: Grant, *, owed: Sequence[str]) -> list[Effect]:
+    def grant(self, peer: PeerId, grant: Grant, *, owed: Sequence[str], cutting: Cutting | None) -> list[Effect]:
         """Start a delivery, which nothing speaks against, and give it every chunk there is so far."""
-        delivery = Delivery(self._me, peer, grant, owed=owed)
+        delivery = Delivery(self._me, peer, grant, owed=owed, cutting=cutting)
         self._num_decode_ranks = grant.num_decode_ranks
         self.deliveries[peer] = delivery
         return [*self._feed(delivery, self._chunks), *self._review()]
@@ -353,6 +368,13 @@ class Sender:
 
     def _error(self, reason: FailureReason, detail: str) -> Failure:
         return Failure(reason, Stage.ENQUEUE, str(self._me.rank), detail)
+
+
+def _piece(chunk: Chunk, *, first: bool, last: bool) -> Chunk:
+    """Say of a piece what is said of a chunk: the first waits for the device, the others behind it."""
+    is_last = chunk.last and last
+    ready = chunk.ready if first else None
+    return replace(chunk, ready=ready, last=is_last, metadata=chunk.metadata if is_last else b"")
 
 
 def drained(delivery: DeliveryId, me: PeerId, failure: Failure | None) -> Drained:

@@ -268,7 +268,9 @@ class Senders:
         refusal = sender.refusal(peer, grant)
         if refusal is not None:
             return self.refuse(peer, grant, refusal)
-        effects = sender.grant(peer, grant, owed=self.acquaintances.owed(peer))
+        effects = sender.grant(
+            peer, grant, owed=self.acquaintances.owed(peer), cutting=self.acquaintances.cutting(peer)
+        )
         delivery = sender.deliveries[peer]
         if delivery.state.is_pending:
             self._deadlines.set(Undelivered(delivery.id), now + grant.timeout_s)

@@ -249,7 +249,7 @@ class Staged(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Notice(Message, frozen=True, tag="notice"):
-    """Prefill -> decode: the bytes of one chunk are in your memory.
+    """Prefill -> decode: the bytes of one chunk, or of one piece of a large one, are in your memory.
 
     Attributes:
         seq: Counts the notices of this rank in this generation, from 0.

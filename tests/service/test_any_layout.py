@@ -7,10 +7,12 @@ import anyio
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 import kvflow
 from kvflow.backends.base import Backend
 from kvflow.backends.memory import MappedRange, MemoryBackend
+from kvflow.config import Limits
 from kvflow.geometry.pages import Part
 from tests.support.instances import decode_config, prefill_config
 from tests.support.worlds import Rank, World, worlds
@@ -18,34 +20,39 @@ from tests.support.worlds import Rank, World, worlds
 pytestmark = pytest.mark.anyio
 
 MAX_RANKS = 8
+
+posts = st.sampled_from([1, 50, 300, 2**20])
+"""Most bytes of a write: a page each, a few pages, everything."""
+
 ROOM = 1
 
 
 @pytest.mark.timeout(120)
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
-@given(world=worlds())
-async def test_over_memory_at_any_address(world: World) -> None:
+@given(world=worlds(), post=posts)
+async def test_over_memory_at_any_address(world: World, post: int) -> None:
     assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
-    await hand_over(world, "memory")
+    await hand_over(world, "memory", bytes_per_post=post)
 
 
 @pytest.mark.timeout(180)
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
-@given(world=worlds())
-async def test_over_nixl_at_real_addresses(world: World) -> None:
+@given(world=worlds(), post=posts)
+async def test_over_nixl_at_real_addresses(world: World, post: int) -> None:
     assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
     for rank in (*world.prefill.values(), *world.decode.values()):
         rank.move(rank.memory.ctypes.data)
-    await hand_over(world, "nixl")
+    await hand_over(world, "nixl", bytes_per_post=post)
 
 
-async def hand_over(world: World, backend: str, *, digest_every: int = 0) -> None:
+async def hand_over(world: World, backend: str, *, digest_every: int = 0, bytes_per_post: int = 2**20) -> None:
     """Open every rank, send and receive the request, and compare all memory with the model."""
     world.compute()
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
         senders, receivers = [], []
         for number, (_, rank) in enumerate(sorted(world.prefill.items())):
-            config = prefill_config(registry.endpoint, number, len(world.prefill), backend=backend)
+            limits = Limits(bytes_per_post=bytes_per_post)
+            config = prefill_config(registry.endpoint, number, len(world.prefill), backend=backend, limits=limits)
             opened = kvflow.PrefillRank(config, rank.layout, transport(backend, rank))
             senders.append((await stack.enter_async_context(opened), rank))
         for number, (_, rank) in enumerate(sorted(world.decode.items())):

@@ -11,7 +11,16 @@ from kvflow.backends.memory import MemoryBackend
 from kvflow.config import Limits
 from kvflow.geometry import Descriptors
 from kvflow.state.tables import Memory, Outcome
-from tests.support.instances import BACKENDS, HEAD_BYTES, NUM_HEADS, NUM_LAYERS, deploy, is_settled, prefill_config
+from tests.support.instances import (
+    BACKENDS,
+    HEAD_BYTES,
+    NUM_HEADS,
+    NUM_LAYERS,
+    PAGE_SIZE,
+    deploy,
+    is_settled,
+    prefill_config,
+)
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -45,6 +54,22 @@ async def test_any_tensor_parallel_size_to_any(backend: str, prefill_tp: int, de
         request.assert_arrived()
         heads_held = max(NUM_HEADS, decode_tp)  # beyond one rank a head, heads are replicated
         assert sum(handover.num_bytes for handover in handovers) == 21 * BYTES_PER_TOKEN * heads_held // NUM_HEADS
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("chunk", [None, 11], ids=["one chunk", "odd chunks"])
+async def test_large_chunks_go_in_pieces(backend: str, chunk: int | None) -> None:
+    limits = Limits(bytes_per_post=2 * PAGE_SIZE * BYTES_PER_TOKEN // 2)
+    async with deploy(backend, prefill_tp=2, decode_tp=1, limits=limits, digest_every=1) as deployment:
+        request = deployment.request(7, 29)
+        (handover,) = await request.hand_over(chunk=chunk, start=2)
+        request.assert_arrived(2)
+        request.assert_untouched(0, 2)
+        assert handover.metadata == b"from 0"
+        assert handover.num_bytes == 27 * BYTES_PER_TOKEN
+        pieces = 4 if chunk is None else 2 + 2 + 1
+        assert handover.num_notices == 2 * pieces
+        await deployment.settle()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

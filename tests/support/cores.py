@@ -2,6 +2,7 @@
 
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import FailureReason, Stage
+from kvflow.geometry.cutting import Cutting
 from kvflow.geometry.routes import Debt
 from kvflow.geometry.tokens import WHOLE
 from kvflow.state import events as ev
@@ -72,8 +73,10 @@ class CoreDriver:
         self.now = end
         return effects
 
-    def meet_decode(self, other: PeerId = DECODE, *, owed: tuple[str, ...] = ("kv",)) -> None:
-        self(ev.PeerGreeted(other, LEASE_S, owed))
+    def meet_decode(
+        self, other: PeerId = DECODE, *, owed: tuple[str, ...] = ("kv",), cutting: Cutting | None = None
+    ) -> None:
+        self(ev.PeerGreeted(other, LEASE_S, owed, cutting))
 
     def meet_prefill(self, *others: PeerId, bytes_per_token: int = 2, instance: str = "prefill") -> list[Effect]:
         ranks = tuple(ev.GreetedRank(other, debts(bytes_per_token)) for other in others)

@@ -134,6 +134,8 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
     wm.Cancel: st.builds(wm.Cancel, failure=failures, **transfer_ids),
     wm.Drained: st.builds(wm.Drained, engine_rank=signed, failure=st.none() | failures, **transfer_ids),
     wm.Received: st.builds(wm.Received, **transfer_ids),
+    wm.Unstage: st.builds(wm.Unstage, **transfer_ids),
+    wm.Unstaged: st.builds(wm.Unstaged, **transfer_ids),
     wm.Failed: st.builds(wm.Failed, engine_rank=signed, failure=failures, drained=st.booleans(), **transfer_ids),
     wm.Ping: st.builds(wm.Ping, peer=peers),
     wm.Pong: st.builds(wm.Pong, peer=peers),

@@ -1,0 +1,114 @@
+"""Where a large chunk is cut, so that several writes share it and none of them keeps the others waiting for long.
+
+A chunk is cut along its tokens. Its components follow each other: a piece takes of the first one as many pages as fit,
+then of the next one what still fits, and so on. Cuts fall on page boundaries, and a component that is addressed by
+request (a slot) is never cut. So a piece is larger than the limit only if it is a single page, over all layers, or a
+single slot.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvflow.geometry.layout import Component, KVLayout
+from kvflow.geometry.routes import BoundRoute, Debt, bytes_owed
+from kvflow.geometry.tokens import TokenRange, closes
+
+__all__ = ["Cutting", "cutting_of"]
+
+
+class Cutting(NamedTuple):
+    """How chunks for one peer are cut.
+
+    Attributes:
+        debts: What it is owed, by component.
+        page_tokens: For each component that can be cut, the tokens of a page, of the side whose pages have more.
+        piece_bytes: Most bytes of a piece.
+    """
+
+    debts: Mapping[str, Debt]
+    page_tokens: Mapping[str, int]
+    piece_bytes: int
+
+    def cut(self, ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange]) -> list[dict[str, TokenRange]]:
+        """Cut a chunk.
+
+        Args:
+            ranges: By component, its tokens.
+            wanted: For the same components, all tokens of the transfer.
+
+        Returns:
+            Pieces, which together cover what the chunk covers; for each component in order of its tokens.
+        """
+        if bytes_owed(self.debts, ranges, wanted) <= self.piece_bytes:
+            return [dict(ranges)]
+        pieces: list[dict[str, TokenRange]] = [{}]
+        room = self.piece_bytes
+        for name, (start, stop) in ranges.items():
+            at = start
+            while at < stop:
+                end = self._end(name, (at, stop), wanted[name], room)
+                if end == at and pieces[-1]:
+                    pieces.append({})
+                    room = self.piece_bytes
+                    continue
+                end = max(end, self._least(name, (at, stop)))
+                pieces[-1][name] = (at, end)
+                room = max(0, room - self._num_bytes(name, (at, end), wanted[name]))
+                at = end
+                if at < stop:
+                    pieces.append({})
+                    room = self.piece_bytes
+        return pieces
+
+    def within_pages(self) -> "Cutting":
+        """The same, but cut within pages where a page is larger than a piece: for pieces that are packed."""
+        return self._replace(page_tokens={name: self._fitting(name) for name in self.page_tokens})
+
+    def _fitting(self, name: str) -> int:
+        """Tokens of a page, halved until they fit."""
+        debt, size = self.debts[name], self.page_tokens[name]
+        grain = math.lcm(*debt.cell_bytes)
+        while debt.num_bytes((0, size), closing=True) > self.piece_bytes and size % (2 * grain) == 0:
+            size //= 2
+        return size
+
+    def _end(self, name: str, tokens: TokenRange, wanted: TokenRange, room: int) -> int:
+        """The last place to cut of what fits; the start if not even a page does."""
+        start, stop = tokens
+        if self._num_bytes(name, tokens, wanted) <= room:
+            return stop
+        cuts = range(self._least(name, tokens), stop, self.page_tokens[name]) if name in self.page_tokens else range(0)
+        num_fitting = bisect_right(cuts, room, key=lambda end: self._num_bytes(name, (start, end), wanted))
+        return cuts[num_fitting - 1] if num_fitting else start
+
+    def _least(self, name: str, tokens: TokenRange) -> int:
+        """The first place to cut, or the end if there is none."""
+        start, stop = tokens
+        size = self.page_tokens.get(name, stop)
+        return min(start - start % size + size, stop)
+
+    def _num_bytes(self, name: str, tokens: TokenRange, wanted: TokenRange) -> int:
+        return self.debts[name].num_bytes(tokens, closing=closes(tokens, wanted))
+
+
+def cutting_of(route: BoundRoute, src: KVLayout, dst: KVLayout, piece_bytes: int) -> Cutting:
+    """Say how chunks are cut that go along a route.
+
+    Args:
+        route: Bound to both layouts.
+        src: Layout of the sending side.
+        dst: Layout of the receiving side.
+        piece_bytes: Most bytes of a piece.
+    """
+    sides = {name: (src.component(name), dst.component(name)) for name in route.debts}
+    page_tokens = {
+        name: max(_page_tokens(side) for side in pair) for name, pair in sides.items() if pair[0].kind == "paged"
+    }
+    return Cutting(route.debts, page_tokens, piece_bytes)
+
+
+def _page_tokens(component: Component) -> int:
+    """Tokens of the request that pass until a page is full; a rank that holds a shard of them fills it more slowly."""
+    return component.tokens_per_slot * component.shard.size

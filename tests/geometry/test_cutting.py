@@ -1,0 +1,106 @@
+"""Where chunks are cut: pieces cover exactly what the chunk covers, and are as large as they may be."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvflow.geometry import BoundRoute, Share, TokenRange, TokenShard, bind_route, check_part, compile_routes, plan
+from kvflow.geometry.cutting import Cutting, cutting_of
+from kvflow.geometry.pages import Part
+from kvflow.geometry.routes import Debt, bytes_owed
+from kvflow.geometry.tokens import WHOLE, closes
+from tests.support.worlds import Rank, World, execute, worlds
+
+
+def cutting(piece_bytes: int, *, page: int = 4, token_bytes: int = 10) -> Cutting:
+    """Two components that can be cut, of which the second has larger pages, and a slot that cannot."""
+    debts = {name: Debt(WHOLE, WHOLE, {1: token_bytes}) for name in ("kv", "swa", "state")}
+    return Cutting(debts, {"kv": page, "swa": 2 * page}, piece_bytes)
+
+
+def cut(rule: Cutting, **ranges: TokenRange) -> list[dict[str, TokenRange]]:
+    return rule.cut(ranges, ranges)
+
+
+def test_a_chunk_that_is_small_enough_stays_whole() -> None:
+    assert cut(cutting(100), kv=(3, 13)) == [{"kv": (3, 13)}]
+    assert cut(cutting(100), kv=(3, 5), state=(0, 1)) == [{"kv": (3, 5), "state": (0, 1)}]
+
+
+def test_cuts_fall_on_page_boundaries() -> None:
+    assert cut(cutting(100), kv=(3, 31)) == [{"kv": (3, 12)}, {"kv": (12, 20)}, {"kv": (20, 28)}, {"kv": (28, 31)}]
+
+
+def test_no_piece_is_smaller_than_a_page() -> None:
+    assert cut(cutting(1), kv=(3, 13)) == [{"kv": (3, 4)}, {"kv": (4, 8)}, {"kv": (8, 12)}, {"kv": (12, 13)}]
+
+
+def test_what_follows_fills_the_last_piece_up() -> None:
+    pieces = cut(cutting(160), kv=(0, 20), swa=(8, 28), state=(0, 2))
+    assert pieces == [{"kv": (0, 16)}, {"kv": (16, 20), "swa": (8, 16)}, {"swa": (16, 28), "state": (0, 2)}]
+
+
+def test_a_slot_goes_whole_even_if_it_is_too_large() -> None:
+    assert cut(cutting(40), kv=(0, 6), state=(0, 9)) == [{"kv": (0, 4)}, {"kv": (4, 6)}, {"state": (0, 9)}]
+
+
+def test_pages_of_a_rank_that_holds_every_third_token_reach_over_three_times_the_tokens() -> None:
+    shard = TokenShard(3, 1, 1)
+    rule = Cutting({"kv": Debt(shard, WHOLE, {1: 10})}, {"kv": 12}, 80)
+    assert cut(rule, kv=(0, 60)) == [{"kv": (0, 24)}, {"kv": (24, 48)}, {"kv": (48, 60)}]
+
+
+@pytest.mark.timeout(0)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(worlds(), st.integers(1, 400))
+def test_pieces_of_any_chunk_bring_every_wanted_cell_and_nothing_else(world: World, piece_bytes: int) -> None:
+    world.compute()
+    layouts = {engine_rank: rank.layout for engine_rank, rank in world.prefill.items()}
+    for decode_rank, target in world.decode.items():
+        for route in compile_routes(layouts, target.layout, decode_rank=decode_rank):
+            source = world.prefill[route.engine_rank]
+            send_in_pieces(world, bind_route(route, source.layout, target.layout), (source, target), piece_bytes)
+        np.testing.assert_array_equal(target.memory, world.expected(target, world.held()))
+
+
+def send_in_pieces(world: World, bound: BoundRoute, sides: tuple[Rank, Rank], piece_bytes: int) -> None:
+    """Send everything as one chunk, cut; each piece is planned with the page tables of the whole."""
+    rule = cutting_of(bound, sides[0].layout, sides[1].layout, piece_bytes)
+    wanted = {name: world.wanted[name] for name in bound.debts if world.wanted[name][0] < world.wanted[name][1]}
+    positions = {name: start for name, (start, _) in wanted.items()}
+    total = 0
+    for piece in rule.cut(wanted, wanted):
+        shares = {}
+        for name, tokens in piece.items():
+            assert positions[name] == tokens[0] < tokens[1]
+            positions[name] = tokens[1]
+            tables = [
+                check_part(side.layout.component(name), Part(wanted[name], side.pages(name, wanted[name])))
+                for side in sides
+            ]
+            shares[name] = Share(tokens, tables[0], tables[1], closes(tokens, wanted[name]))
+        descriptors = plan(bound, shares)
+        assert descriptors.num_bytes == bytes_owed(bound.debts, piece, wanted)
+        assert descriptors.num_bytes <= piece_bytes or is_indivisible(rule, piece, wanted)
+        total += descriptors.num_bytes
+        execute(descriptors, *sides)
+    assert positions == {name: stop for name, (_, stop) in wanted.items()}
+    assert total == bytes_owed(bound.debts, wanted, wanted)
+
+
+@given(st.integers(0, 40), st.integers(1, 200), st.integers(1, 400), st.sampled_from([1, 4, 16]))
+def test_a_piece_ends_only_where_another_page_would_not_fit(start: int, length: int, limit: int, page: int) -> None:
+    rule = cutting(limit, page=page)
+    pieces = [piece["kv"] for piece in cut(rule, kv=(start, start + length))]
+    for first, stop in pieces[:-1]:
+        assert stop % page == 0
+        next_stop = min(stop + page, start + length)
+        assert (next_stop - first) * 10 > limit
+
+
+def is_indivisible(rule: Cutting, piece: dict[str, TokenRange], wanted: dict[str, TokenRange]) -> bool:
+    """All bytes of a piece belong to one page of one component, or to a slot."""
+    costly = [name for name in piece if bytes_owed(rule.debts, {name: piece[name]}, wanted)]
+    (start, stop), size = piece[costly[0]], rule.page_tokens.get(costly[0])
+    return len(costly) == 1 and (size is None or start // size == (stop - 1) // size)
