@@ -36,9 +36,13 @@ class StagingMemory:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._memory = np.empty(num_bytes + PAGE_BYTES, np.uint8)
+        self._memory = np.zeros(num_bytes + PAGE_BYTES, np.uint8)
         start = int(self._memory.ctypes.data)
         self.range = MemoryRange(start + -start % PAGE_BYTES, num_bytes)
+
+    def holds(self, address: int) -> bool:
+        """Say whether an address is in this memory."""
+        return self.range.address <= address < self.range.end
 
     def added_to(self, layout: KVLayout) -> KVLayout:
         """The layout with this memory among what is to be registered."""

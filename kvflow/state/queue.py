@@ -192,7 +192,8 @@ class ChunkQueue:
             job = replace(job, slots=JobSlots(*(pool.take() for pool in pools)))
         charge = job.cost.packed if pools else job.cost
         self._charges[job.delivery, job.seq] = charge
-        self._window(peer).begin(charge)
+        window = self._windows[peer] = self._window(peer)
+        window.begin(charge)
         self._num_jobs -= 1
         self._candidates.move_to_end(peer)
         self._forget_if_empty(peer)
@@ -204,10 +205,8 @@ class ChunkQueue:
             del self._candidates[peer]
 
     def _window(self, peer: PeerId) -> Window:
-        if peer not in self._windows:
-            limits = self._limits
-            self._windows[peer] = Window(limits.posts_per_peer, limits.bytes_per_peer, limits.rows_per_peer)
-        return self._windows[peer]
+        limits = self._limits
+        return self._windows.get(peer) or Window(limits.posts_per_peer, limits.bytes_per_peer, limits.rows_per_peer)
 
 
 @dataclass(slots=True)

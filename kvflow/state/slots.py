@@ -126,6 +126,11 @@ class RemoteSlots:
         return sum(len(window.uses) for window in self._windows.values())
 
     @property
+    def num_awaited(self) -> int:
+        """Slots that decode ranks who can be reached have yet to give back."""
+        return sum(len(window.uses) for window in self._windows.values() if window.is_connected)
+
+    @property
     def num_lost(self) -> int:
         """Slots that are out of use."""
         return sum(window.pool.num_lost for window in self._windows.values())

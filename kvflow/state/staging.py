@@ -45,6 +45,11 @@ class StagingArea:
         start = self._address + self._owners[peer] * self._slot_bytes * self._num_slots
         return StagingWindow(start, self._slot_bytes, self._num_slots)
 
+    def owner(self, address: int) -> PeerId | None:
+        """Whose window an address is in."""
+        window = (address - self._address) // (self._slot_bytes * self._num_slots)
+        return next((peer for peer, number in self._owners.items() if number == window), None)
+
     def gone(self, peer: PeerId) -> None:
         """Note the proof that nothing of a life can land any more."""
         if peer in self._owners:
