@@ -22,8 +22,8 @@ from kvflow.wire.messages import Notice, PeerId, StagingWindow, Unstage, Unstage
 
 __all__ = ["RemoteSlots", "SlotPool", "Unreturned"]
 
-MAX_BACKOFF = 8
-"""A slot is asked for less and less often, down to this many times the first pause."""
+MAX_BACKOFF = 2
+"""A slot is asked for less often after the first time, but transfers may wait for it: this many times the first pause."""
 
 
 class SlotPool:
@@ -157,6 +157,7 @@ class RemoteSlots:
         known.is_connected = known.window == window
         for (delivery, seq), use in known.uses.items():
             if use.has_ended:
+                use.num_asked = 0
                 self._deadlines.set(Unreturned(delivery, seq), now)
 
     def left(self, peer: PeerId) -> None:
@@ -225,7 +226,7 @@ class RemoteSlots:
         if use is None:
             return []
         use.num_asked += 1
-        pause_s = self._timeouts.repeat_s * min(2**use.num_asked, MAX_BACKOFF)
+        pause_s = self._timeouts.repeat_s * min(use.num_asked, MAX_BACKOFF)
         self._deadlines.set(key, now + pause_s)
         word = Unstage(room=delivery.room, generation=delivery.generation, engine_rank=use.notice.engine_rank, seq=seq)
         notices = [SendMessage(delivery.peer, use.notice)] if use.is_written else []
