@@ -8,9 +8,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
 
-import anyio
 from typing_extensions import Self
 
+from kvflow.aio.clock import now
 from kvflow.backends.base import Backend, BackendEvent, NoticeArrived
 from kvflow.config import DecodeConfig, check_count, check_duration, check_priority
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, Stage
@@ -34,8 +34,6 @@ from kvflow.transfer import Transfer, check_instance, check_room
 from kvflow.wire.messages import Message, Notice, PeerId
 
 __all__ = ["DecodeRank", "Handover", "RoomReceiver"]
-
-NOTICES_BETWEEN_STAGES = 256
 
 SECRET_BYTES = 16
 
@@ -166,9 +164,6 @@ class DecodeRank(Rank["RoomReceiver"]):
         return bool(self._digest_every) and generation % self._digest_every == 0
 
     def _open(self) -> None:
-        self._payload_in, payload_out = anyio.create_memory_object_stream[bytes](NOTICES_BETWEEN_STAGES)
-        for stream in (self._payload_in, payload_out):
-            self._resources.enter_context(stream)
         self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
         self._bootstrap = DecodeBootstrap(
             self._context,
@@ -178,7 +173,7 @@ class DecodeRank(Rank["RoomReceiver"]):
             self._on_message,
             staging=self._core.staging,
         )
-        self._aggregate = Aggregate(self._context, payload_out, self._note)
+        self._aggregate = Aggregate(self._context, self._note)
         self._scatter = Scatter(self._context, self.layout, self._backend.view)
         self._verify = Verify(self._context, OwnMemory(self.layout, self._backend.view))
 
@@ -190,7 +185,7 @@ class DecodeRank(Rank["RoomReceiver"]):
         return StagingArea(memory.address, memory.length, slot_bytes=slot_bytes, num_slots=num_slots)
 
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:
-        return [self._aggregate.run, self._registry.run]
+        return [self._registry.run]
 
     def _carry_out(self, effect: ef.Effect) -> None:
         match effect:
@@ -237,9 +232,9 @@ class DecodeRank(Rank["RoomReceiver"]):
             self._is_watching = is_watching
             self._backend.watch(active=is_watching)
 
-    async def _take_backend_event(self, event: BackendEvent) -> None:
+    def _take_backend_event(self, event: BackendEvent) -> None:
         if isinstance(event, NoticeArrived):
-            await self._payload_in.send(event.payload)
+            self._aggregate.take(event.payload)
         else:
             self._ignore("post_on_decode_rank")
 
@@ -279,8 +274,8 @@ class RoomReceiver(Transfer):
 
     def note_notice(self) -> None:
         """Remember when notices came."""
-        now = anyio.current_time()
-        self._notices_at = (self._notices_at[0] if self._num_noted else now, now)
+        at = now()
+        self._notices_at = (self._notices_at[0] if self._num_noted else at, at)
         self._num_noted += 1
 
     def hand(self, handed: Handed) -> None:
@@ -291,12 +286,12 @@ class RoomReceiver(Transfer):
             metadata_by_rank=handed.metadata,
             num_bytes=handed.num_bytes,
             num_notices=handed.num_notices,
-            elapsed_s=anyio.current_time() - self._opened_at,
+            elapsed_s=now() - self._opened_at,
             first_notice_s=self._notices_at[0] - self._opened_at,
         )
 
     async def __aenter__(self) -> Self:
-        self._opened_at = anyio.current_time()
+        self._opened_at = now()
         generation = self._rank.next_generation()
         digest = self._rank.is_sampled(generation) if self._digest is None else self._digest
         wish = dataclasses.replace(self._wish, generation=generation, digest=digest)

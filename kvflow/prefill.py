@@ -21,13 +21,12 @@ from kvflow.stages.bootstrap import PrefillBootstrap
 from kvflow.stages.digests import OwnMemory
 from kvflow.stages.enqueue import Enqueue, Slots
 from kvflow.stages.packing import HostMemory
-from kvflow.stages.planning import PlannedChunk, Planning
+from kvflow.stages.planning import Planning
 from kvflow.stages.staging import LocalStaging
 from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.events import Chunk, ReadyEvent
-from kvflow.state.queue import ChunkJob
 from kvflow.state.tables import Memory, Outcome
 from kvflow.state.window import Cost
 from kvflow.transfer import Transfer
@@ -35,10 +34,6 @@ from kvflow.wire.channel import Listener
 from kvflow.wire.messages import Card, Failure, Message, PeerId
 
 __all__ = ["PrefillRank", "RoomSender"]
-
-PLANS_BETWEEN_STAGES = 16
-"""Finished plans that wait to be offered to the core; nothing waits before planning, so that whose turn it is gets
-decided as late as can be."""
 
 
 class PrefillRank(Rank["RoomSender"]):
@@ -83,10 +78,6 @@ class PrefillRank(Rank["RoomSender"]):
         return RoomSender(self, room)
 
     def _open(self) -> None:
-        job_in, job_out = anyio.create_memory_object_stream[ChunkJob](0)
-        planned_in, planned_out = anyio.create_memory_object_stream[PlannedChunk](PLANS_BETWEEN_STAGES)
-        for stream in (job_in, job_out, planned_in, planned_out):
-            self._resources.enter_context(stream)
         self._listener = self._resources.enter_context(closing(Listener(*self._bind)))
         self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
         self._resources.callback(self._registry.unregister, self.me)
@@ -95,19 +86,20 @@ class PrefillRank(Rank["RoomSender"]):
             self._context, self.layout, self._backend, self._listener, self._on_message, staging=staging
         )
         geometry = self._bootstrap.geometry
-        self._enqueue = Enqueue(self._context, job_in, self._cost, self._slots(staging))
+        self._enqueue = Enqueue(self._context, self._cost, self._plan_next, self._slots(staging))
         memory = OwnMemory(self.layout, self._backend.view, self._backend.capabilities.max_descriptor_bytes)
+        end_job = self._enqueue.end
+        self._submit = Submit(self._context, self._backend, end_job, self._send)
         self._planning = Planning(
             self._context,
-            job_out,
-            planned_in,
+            self._enqueue.next_job,
+            self._submit.offer,
             geometry,
-            self._enqueue.end,
+            end_job,
             memory,
             staging=staging,
             without_slots=self._enqueue.without_slots,
         )
-        self._submit = Submit(self._context, self._backend, planned_out, self._enqueue.end, self._send)
 
     def _local_staging(self) -> LocalStaging | None:
         if self._staging is None or self._packing == "never":
@@ -136,9 +128,7 @@ class PrefillRank(Rank["RoomSender"]):
         )
         return [
             self._bootstrap.run,
-            self._enqueue.run,
             self._planning.run,
-            self._submit.run,
             self._registry.run,
             lambda: self._registry.keep_registered(card),
         ]
@@ -174,7 +164,7 @@ class PrefillRank(Rank["RoomSender"]):
     def _on_message(self, peer: PeerId, message: Message) -> None:
         self.dispatch(ev.MessageReceived(peer, message))
 
-    async def _take_backend_event(self, event: BackendEvent) -> None:
+    def _take_backend_event(self, event: BackendEvent) -> None:
         match event:
             case PostEnded():
                 self._submit.ended(event)
@@ -182,6 +172,13 @@ class PrefillRank(Rank["RoomSender"]):
                 self._submit.in_doubt(event)
             case _:
                 self._ignore("notice_on_prefill_rank")
+
+    def _after_dispatch(self) -> None:
+        self._planning.plan_next()
+
+    def _plan_next(self) -> None:
+        if not self._is_dispatching:  # what is carried out may still drop what it has brought
+            self._planning.plan_next()
 
     def _cost(self, effect: ef.EnqueueChunk) -> Cost:
         """What a part of a chunk takes of its peer's window; nothing if the peer is gone."""
@@ -195,6 +192,10 @@ class PrefillRank(Rank["RoomSender"]):
 
     def _num_posted(self) -> int:
         return self._submit.num_posted
+
+    def has_room(self, room: int) -> bool:
+        """Say whether a chunk of this room may be offered without waiting."""
+        return self._enqueue.has_room(self._peers(room))
 
     async def wait_for_room(self, room: int) -> None:
         """Wait while too many chunks wait for a decode rank that has asked for this room."""
@@ -268,11 +269,13 @@ class RoomSender(Transfer):
         limit = self._rank.config.limits.metadata_bytes
         if len(chunk.metadata) > limit:
             raise PlanError("metadata is too long", room=self.room, num_bytes=len(chunk.metadata), limit=limit)
-        await anyio.lowlevel.checkpoint()
-        await self._wait_for_room()
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        if not self._rank.has_room(self.room):
+            await self._wait_for_room()
         self._raise_if_failed()
         self._rank.dispatch(ev.ChunkOffered(self.room, chunk, self._rank.footprint(chunk.pages)))
         self._is_finished = chunk.last
+        await anyio.lowlevel.cancel_shielded_checkpoint()  # others get their turn, but the chunk is on its way before
 
     @override
     def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:

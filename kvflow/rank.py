@@ -15,9 +15,10 @@ from types import TracebackType
 from typing import Generic, TypeVar
 
 import anyio
+import anyio.lowlevel
 from typing_extensions import Self
 
-from kvflow.aio.clock import Clock
+from kvflow.aio.clock import Clock, now
 from kvflow.aio.tasks import OwnedTasks
 from kvflow.backends import create_backend
 from kvflow.backends.base import Backend, BackendEvent
@@ -46,6 +47,8 @@ __all__ = ["Rank"]
 CLOSE_MARGIN_S = 1.0
 """How much longer than the drain timeout closing may wait for the last transfers."""
 
+EVENTS_AT_ONCE = 16
+"""Events of the transport taken in before the event loop gets its turn."""
 
 AnyTransfer = TypeVar("AnyTransfer", bound=Transfer)
 
@@ -78,14 +81,14 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self._clock = Clock(self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()))
         self._times = StageTimes()
         self._log = get_logger(instance=config.instance, engine_rank=config.engine_rank)
-        self._oddities = OddityLog(self._log, anyio.current_time)
+        self._oddities = OddityLog(self._log, now)
         self._tasks = OwnedTasks(self._abandon)
         self._context = StageContext(
             me=self.me,
             config=config,
             dispatch=self.dispatch,
             start_task=self._tasks.start,
-            now=anyio.current_time,
+            now=now,
             times=self._times,
             log=self._log,
             oddities=self._oddities,
@@ -168,7 +171,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         try:
             while self._events:
                 current = self._events.popleft()
-                effects = self._core.handle(current, anyio.current_time())
+                effects = self._core.handle(current, now())
                 self._trace(current, effects)
                 for effect in effects:
                     self._perform(effect)
@@ -282,7 +285,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         """Drop what is held for a peer that has left."""
 
     @abc.abstractmethod
-    async def _take_backend_event(self, event: BackendEvent) -> None:
+    def _take_backend_event(self, event: BackendEvent) -> None:
         """Take in what the transport says."""
 
     def _staging_area(self) -> StagingArea | None:
@@ -329,19 +332,22 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
             self._settled.set()
 
     def _trace(self, event: ev.Event, effects: list[ef.Effect]) -> None:
-        reports = [effect for effect in effects if isinstance(effect, (ef.ReportSender, ef.ReportReceiver))]
-        for effect in reports:
-            name, values = describe(effect)
-            level = logging.INFO if effect.failure is None else logging.WARNING
-            self._log.log(level, name, **values)
+        for effect in effects:
+            if isinstance(effect, (ef.ReportSender, ef.ReportReceiver)):
+                level = logging.INFO if effect.failure is None else logging.WARNING
+                if LOGGER.isEnabledFor(level):  # most often it is not, and values cost more than the question
+                    name, values = describe(effect)
+                    self._log.log(level, name, **values)
         if LOGGER.isEnabledFor(logging.DEBUG):
             name, values = describe(event)
             self._log.debug(name, **values, effects=[type(effect).__name__ for effect in effects])
 
     async def _take_events(self) -> None:
         while True:
-            for event in await self._backend.take_events():
-                await self._take_backend_event(event)
+            for number, event in enumerate(await self._backend.take_events(), 1):
+                self._take_backend_event(event)
+                if number % EVENTS_AT_ONCE == 0:
+                    await anyio.lowlevel.checkpoint()
 
     def _abandon(self, error: Exception) -> None:
         """A task has failed, so nobody will report any more: what is open cannot be proved quiet."""
@@ -381,7 +387,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self.dispatch(ev.ClosingStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is closing")))
         await self._wait_until_settled(self.config.timeouts.drain_s + CLOSE_MARGIN_S)
         for event in await self._backend.aclose():
-            await self._take_backend_event(event)
+            self._take_backend_event(event)
         if self._error is None:  # a broken rank has said it already, and why
             for peer in self._core.connected_peers():
                 self._send(peer, Goodbye(peer=self.me))

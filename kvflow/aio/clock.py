@@ -1,11 +1,17 @@
 """A task that wakes when the earliest of changing deadlines is reached."""
 
+import asyncio
 import math
 from collections.abc import Callable
 
 import anyio
 
-__all__ = ["Clock"]
+__all__ = ["Clock", "now"]
+
+
+def now() -> float:
+    """Give monotonic seconds on the event loop's clock: `anyio.current_time` without looking for the kind of loop."""
+    return asyncio.get_running_loop().time()
 
 
 class Clock:

@@ -4,6 +4,7 @@ The libraries crash or write to the wrong place when they are given a range that
 checked here first, on both sides. A damaged blob can poison a peer's name inside NIXL, so blobs carry a checksum.
 """
 
+import functools
 import zlib
 
 import msgspec
@@ -18,7 +19,7 @@ __all__ = ["PeerMetadata", "RegisteredMemory", "check_unregistered"]
 Words = NDArray[np.uint64]
 
 
-class RegisteredMemory(msgspec.Struct, frozen=True):
+class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
     """Ranges that one side has registered; sorted, disjoint, all of one kind and device."""
 
     ranges: tuple[MemoryRange, ...]
@@ -47,8 +48,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True):
         Raises:
             BackendError: Naming the first row that does not fit.
         """
-        starts = np.array([memory.address for memory in self.ranges], np.uint64)
-        lengths = np.array([memory.length for memory in self.ranges], np.uint64)
+        starts, lengths = self._bounds
         owner = np.searchsorted(starts, rows[:, 0], side="right") - 1
         offset = rows[:, 0] - starts[owner]  # wraps where owner is -1; such rows are refused by that alone
         inside = (owner >= 0) & (offset <= lengths[owner]) & (rows[:, 1] <= lengths[owner] - offset)
@@ -56,6 +56,12 @@ class RegisteredMemory(msgspec.Struct, frozen=True):
         if not inside.all():
             address, length, device = (int(word) for word in rows[np.flatnonzero(~inside)[0]])
             raise BackendError("range is not registered", side=side, address=hex(address), length=length, device=device)
+
+    @functools.cached_property
+    def _bounds(self) -> tuple[Words, Words]:
+        """Where the ranges start, and how long they are."""
+        starts = np.array([memory.address for memory in self.ranges], np.uint64)
+        return starts, np.array([memory.length for memory in self.ranges], np.uint64)
 
 
 class PeerMetadata(msgspec.Struct, frozen=True):

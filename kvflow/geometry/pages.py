@@ -152,9 +152,9 @@ def _as_integers(component: Component, pages: PageIndices) -> NDArray[Any]:
 
 
 def _check_inside(component: Component, array: NDArray[Any]) -> None:
-    outside = np.flatnonzero((array < 0) | (array >= component.slots))
-    if outside.size:
-        position = int(outside[0])
+    outside = (array < 0) | (array >= component.slots)
+    if outside.any():
+        position = int(np.argmax(outside))
         raise PlanError(
             "page is outside the pool",
             component=component.name,
@@ -165,10 +165,10 @@ def _check_inside(component: Component, array: NDArray[Any]) -> None:
 
 
 def _check_distinct(component: Component, array: NDArray[Any]) -> None:
-    values, counts = np.unique(array, return_counts=True)
-    repeated = values[counts > 1]
-    if repeated.size:
-        page = int(repeated[0])
+    values = np.sort(array)
+    repeats = values[1:] == values[:-1]
+    if repeats.any():
+        page = int(values[np.argmax(repeats)])
         raise PlanError(
             "page is listed twice",
             component=component.name,
@@ -247,9 +247,11 @@ def _joined_runs(tokens: TokenRange, src: PageTable, dst: PageTable) -> SharedRu
     src_pages = src.pages[first - src.first_token // size : last - src.first_token // size]
     dst_pages = dst.pages[first - dst.first_token // size : last - dst.first_token // size]
     breaks = (src_pages[1:] - src_pages[:-1] != 1) | (dst_pages[1:] - dst_pages[:-1] != 1)
-    starts = (np.flatnonzero(breaks).astype(np.uint64) + np.uint64(first + 1)) * np.uint64(size)
-    starts = np.insert(starts, 0, np.uint64(start))
-    return SharedRuns(starts, np.diff(np.append(starts, np.uint64(stop))))
+    inner = np.flatnonzero(breaks)
+    edges = np.empty(len(inner) + 2, np.uint64)
+    edges[0], edges[-1] = start, stop
+    edges[1:-1] = (inner.astype(np.uint64) + np.uint64(first + 1)) * np.uint64(size)
+    return SharedRuns(edges[:-1], edges[1:] - edges[:-1])
 
 
 def locate(starts: NDArray[np.uint64], table: PageTable) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:

@@ -5,7 +5,6 @@ import functools
 from collections import deque
 from typing import TYPE_CHECKING, Final, cast
 
-import anyio
 import numpy as np
 
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
@@ -43,11 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["PrefillHost"]
 
 PLANNING_S: Final = 0.002
-
-_JOB_IN, _JOB_OUT = anyio.create_memory_object_stream[ChunkJob](0)
-_PLANNED_IN, _PLANNED_OUT = anyio.create_memory_object_stream[PlannedChunk](0)
-for _stream in (_JOB_IN, _JOB_OUT, _PLANNED_IN, _PLANNED_OUT):
-    _stream.close()  # jobs are handed over by hand
 
 
 class SimListener:
@@ -88,20 +82,22 @@ class PrefillHost(Host):
         self._bootstrap = PrefillBootstrap(
             self.context, layout, self.backend, listener, self._on_message, staging=staging
         )
-        self._enqueue = Enqueue(self.context, _JOB_IN, self._cost, self._slots(staging))
+        slots = self._slots(staging)
+        self._enqueue = Enqueue(self.context, self._cost, lambda: None, slots)  # jobs are taken by hand
         geometry = self._bootstrap.geometry
         memory = OwnMemory(layout, self.backend.view)
+        take, end = self._enqueue.next_job, self._enqueue.end
+        self._submit = Submit(self.context, self.backend, end, self.send)
         self._planning = Planning(
             self.context,
-            _JOB_OUT,
-            _PLANNED_IN,
+            take,
+            self._submit.offer,
             geometry,
-            self._enqueue.end,
+            end,
             memory,
             staging=staging,
             without_slots=self._enqueue.without_slots,
         )
-        self._submit = Submit(self.context, self.backend, _PLANNED_OUT, self._enqueue.end, self.send)
 
     def _local_staging(self, layout: KVLayout) -> LocalStaging | None:
         shape = self.world.staging

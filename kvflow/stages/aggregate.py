@@ -6,8 +6,6 @@ by engine rank.
 
 from collections.abc import Callable
 
-from anyio.streams.memory import MemoryObjectReceiveStream
-
 from kvflow.errors import RemoteProtocolError, Stage
 from kvflow.stages.context import StageContext
 from kvflow.state.events import NoticeDelivered
@@ -22,30 +20,26 @@ class Aggregate:
 
     Args:
         context: Of this rank.
-        payloads: What the transport delivered; anybody can have sent it.
         on_notice: Sees each notice before the core does.
     """
 
     def __init__(
         self,
         context: StageContext,
-        payloads: MemoryObjectReceiveStream[bytes],
         on_notice: Callable[[Notice], None],
     ) -> None:
         self._context = context
-        self._payloads = payloads
         self._on_notice = on_notice
 
-    async def run(self) -> None:
-        """Count notices, for ever."""
-        async for payload in self._payloads:
-            try:
-                notice = _decode_notice(payload)
-            except RemoteProtocolError as error:
-                self._context.oddities.count("notice_rejected", stage=Stage.AGGREGATE.value, detail=str(error))
-                continue
-            self._on_notice(notice)
-            self._context.dispatch(NoticeDelivered(notice))
+    def take(self, payload: bytes) -> None:
+        """Count a notice that the transport has delivered; anybody can have sent it."""
+        try:
+            notice = _decode_notice(payload)
+        except RemoteProtocolError as error:
+            self._context.oddities.count("notice_rejected", stage=Stage.AGGREGATE.value, detail=str(error))
+            return
+        self._on_notice(notice)
+        self._context.dispatch(NoticeDelivered(notice))
 
 
 def _decode_notice(payload: bytes) -> Notice:

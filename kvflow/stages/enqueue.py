@@ -13,7 +13,6 @@ from typing import Final
 
 import anyio
 import anyio.to_thread
-from anyio.streams.memory import MemoryObjectSendStream
 
 from kvflow.errors import FailureReason, Stage
 from kvflow.stages.context import StageContext
@@ -62,25 +61,24 @@ class Enqueue:
 
     Args:
         context: Of this rank.
-        jobs: Where jobs go when their turn has come.
         cost: What a part of a chunk takes of its peer's window.
+        on_change: Called when it may be somebody's turn: `next_job` says whose.
         slots: How packed jobs get their slots; none are packed by default.
     """
 
     def __init__(
         self,
         context: StageContext,
-        jobs: MemoryObjectSendStream[ChunkJob],
         cost: Callable[[EnqueueChunk], Cost],
+        on_change: Callable[[], None],
         slots: "Slots | None" = None,
     ) -> None:
         self._slots = slots or NO_SLOTS
         limits, ageing_s = context.config.limits, context.config.timeouts.ageing_s
         self.queue = ChunkQueue(limits, ageing_s, self._slots.local, self._slots.remote)
         self._context = context
-        self._jobs = jobs
         self._cost = cost
-        self._changed = anyio.Event()
+        self._on_change = on_change
         self._num_queued: Counter[PeerId] = Counter()
         self._gates: dict[PeerId, _Gate] = {}
         self._device_waits = anyio.CapacityLimiter(DEVICE_WAITS_AT_ONCE)
@@ -115,22 +113,27 @@ class Enqueue:
         """Forget what waits for a delivery that has ended."""
         num_dropped = self.queue.drop(delivery) + len(self._not_ready.pop(delivery, ()))
         self._leave(delivery.peer, num_dropped)
-        self._changed.set()
+        self._on_change()
 
     def end(self, job: ChunkJob, how: JobEnd = JobEnd.DROPPED) -> None:
         """Give a job's credit back: its post has ended, or it will never be posted."""
         self.queue.end(job, how)
-        self._changed.set()
+        self._on_change()
+
+    def has_room(self, peers: Iterable[PeerId]) -> bool:
+        """Say whether `wait_for_room` would not wait."""
+        return not any(peer in self._gates or self.is_full(peer) for peer in peers)
 
     def offer_slots(self, peer: PeerId) -> None:
         """Look at what waits for a staging slot of a peer: one is free again."""
         self.queue.offer_slots(peer)
-        self._changed.set()
+        self._on_change()
 
     def without_slots(self, job: ChunkJob) -> ChunkJob:
         """Give the slots of a job back that is not packed after all."""
-        self._changed.set()
-        return self.queue.without_slots(job)
+        rest = self.queue.without_slots(job)
+        self._on_change()
+        return rest
 
     async def wait_for_room(self, peers: Callable[[], Iterable[PeerId]]) -> None:
         """Wait while too many chunks wait for some peer: the pressure that reaches the engine.
@@ -147,16 +150,6 @@ class Enqueue:
                 return
             await self._stand_in_line(closed[0])
             passed.append(closed[0])
-
-    async def run(self) -> None:
-        """Pass jobs on, for ever."""
-        while True:
-            self._changed = anyio.Event()
-            job = self.next_job()
-            if job is None:
-                await self._changed.wait()
-            else:
-                await self._jobs.send(job)
 
     def next_job(self) -> ChunkJob | None:
         """Take the job whose turn it is; None if every one waits for its device or its credit."""
@@ -228,4 +221,4 @@ class Enqueue:
             wants_slot=self._slots.wants(effect.delivery.peer, cost),
         )
         self.queue.push(job)
-        self._changed.set()
+        self._on_change()

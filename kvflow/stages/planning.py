@@ -1,7 +1,8 @@
 """Third stage: page tables become descriptors.
 
-Small plans are worked out on the event loop, which is quicker than handing them over; large ones in a worker thread,
-so that the loop stays prompt. Digests, which a decode rank may ask for, always are; transfers without them pass by.
+Small plans are worked out on the event loop as soon as it is their turn, which is quicker than handing them over; large
+ones in a worker thread, so that the loop stays prompt. Digests, which a decode rank may ask for, always are; transfers
+without them pass by.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import numpy as np
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from kvflow.errors import FailureReason, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
@@ -36,6 +37,9 @@ BYTES_GATHERED_INLINE: Final = 2**18
 
 WIRE_PAGES = np.dtype("<u4")
 """How page indices travel in a Grant."""
+
+PLANS_AT_ONCE = 4
+"""Small plans made before the event loop gets its turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +128,9 @@ class Planning:
 
     Args:
         context: Of this rank.
-        jobs: Where jobs come from.
-        planned: Where they go.
+        next_job: Gives the job whose turn it is, or None. It is asked when a plan can begin at once, so that whose turn
+            it is gets decided as late as can be.
+        offer: Takes what is planned.
         geometry: What is known about a peer; None if it is gone.
         end_job: Gives a job's credit back.
         memory: Of this rank.
@@ -136,8 +141,8 @@ class Planning:
     def __init__(  # noqa: PLR0913 - what a stage is connected to
         self,
         context: StageContext,
-        jobs: MemoryObjectReceiveStream[ChunkJob],
-        planned: MemoryObjectSendStream[PlannedChunk],
+        next_job: Callable[[], ChunkJob | None],
+        offer: Callable[[PlannedChunk], None],
         geometry: Callable[[PeerId], PeerGeometry | None],
         end_job: Callable[[ChunkJob], None],
         memory: OwnMemory,
@@ -149,11 +154,14 @@ class Planning:
         self._without_slots = without_slots
         self._context = context
         self._memory = memory
-        self._jobs = jobs
-        self._planned = planned
+        self._next_job = next_job
+        self._offer = offer
         self._geometry = geometry
         self._end_job = end_job
         self._large_plans = anyio.CapacityLimiter(1)
+        self._put_off: ChunkJob | None = None
+        self._is_planning = False
+        self._is_due = anyio.Event()
         self._digests = anyio.CapacityLimiter(1)
         self._tables: dict[int, dict[DeliveryId, Mapping[str, PageTable]]] = {}
 
@@ -168,32 +176,75 @@ class Planning:
         """Forget what is kept for every delivery of a room."""
         self._tables.pop(room, None)
 
-    async def run(self) -> None:
-        """Plan jobs, for ever."""
-        async for taken in self._jobs:
-            began = self._context.now()
-            job = taken
-            try:
-                job, work = self.choose(taken)
-                if self._is_quick(job):
-                    descriptors = work.plan()
-                else:
-                    descriptors = await anyio.to_thread.run_sync(work.plan, limiter=self._large_plans)
-            except (PlanError, MemoryError) as error:
-                self.fail(job, error)
-                continue
-            self._context.times.add(Stage.PLANNING, self._context.now() - began)
-            chunk = PlannedChunk(job, descriptors, work.packing.staged if work.packing is not None else None)
-            if work.digests is None:
-                await self._planned.send(chunk)
-            else:
-                self._context.start_task(self._add_digests, chunk, work.digests)
+    def plan_next(self) -> None:
+        """Plan the jobs whose turn it is, as far as that is quick; `run` sees to the rest.
 
-    def _is_quick(self, job: ChunkJob) -> bool:
-        """Say whether a plan may be made on the event loop."""
-        if job.slots is not None:
-            return job.cost.num_bytes <= BYTES_GATHERED_INLINE
-        return job.cost.num_rows <= self._context.config.limits.rows_planned_inline
+        To be called whenever it may be somebody's turn.
+        """
+        if self._is_planning:
+            return
+        self._is_planning = True
+        rows_left = self._context.config.limits.rows_planned_inline
+        for _ in range(PLANS_AT_ONCE):
+            job = self._next_job()
+            if job is None:
+                self._is_planning = False
+                return
+            effort = self._effort(job)
+            if effort > rows_left:
+                self._put_off = job
+                break
+            rows_left -= effort
+            self._plan(job)
+        self._is_due.set()
+
+    async def run(self) -> None:
+        """Make the plans that are not made at once, for ever."""
+        while True:
+            await self._is_due.wait()
+            self._is_due = anyio.Event()
+            job, self._put_off = self._put_off, None
+            await anyio.lowlevel.checkpoint()
+            if job is not None and self._effort(job) > self._context.config.limits.rows_planned_inline:
+                await self._plan_in_thread(job)
+            elif job is not None:
+                self._plan(job)
+            self._is_planning = False
+            self.plan_next()
+
+    def _plan(self, job: ChunkJob) -> None:
+        began = self._context.now()
+        try:
+            job, work = self.choose(job)
+            descriptors = work.plan()
+        except (PlanError, MemoryError) as error:
+            self.fail(job, error)
+        else:
+            self._pass_on(job, work, descriptors, began)
+
+    async def _plan_in_thread(self, job: ChunkJob) -> None:
+        began = self._context.now()
+        try:
+            job, work = self.choose(job)
+            descriptors = await anyio.to_thread.run_sync(work.plan, limiter=self._large_plans)
+        except (PlanError, MemoryError) as error:
+            self.fail(job, error)
+        else:
+            self._pass_on(job, work, descriptors, began)
+
+    def _pass_on(self, job: ChunkJob, work: "PlanWork", descriptors: Descriptors, began: float) -> None:
+        self._context.times.add(Stage.PLANNING, self._context.now() - began)
+        chunk = PlannedChunk(job, descriptors, work.packing.staged if work.packing is not None else None)
+        if work.digests is None:
+            self._offer(chunk)
+        else:
+            self._context.start_task(self._add_digests, chunk, work.digests)
+
+    def _effort(self, job: ChunkJob) -> int:
+        """What planning a job takes: its descriptors, or as many as can be planned while it is gathered."""
+        if job.slots is None:
+            return job.cost.num_rows
+        return job.cost.num_bytes * self._context.config.limits.rows_planned_inline // BYTES_GATHERED_INLINE
 
     def choose(self, job: ChunkJob) -> tuple[ChunkJob, PlanWork]:
         """Look a job's page tables up; one that got slots gives them back if the direct way turns out to be quicker.
@@ -245,7 +296,7 @@ class Planning:
 
     async def _add_digests(self, chunk: PlannedChunk, work: DigestWork) -> None:
         digests = await anyio.to_thread.run_sync(work.digests, chunk.job.ranges, limiter=self._digests)
-        await self._planned.send(replace(chunk, digests=digests))
+        self._offer(replace(chunk, digests=digests))
 
     def _granted(self, job: ChunkJob, layout: KVLayout) -> Mapping[str, PageTable]:
         """The decode rank's page tables, checked when the first chunk of a delivery needs them."""

@@ -7,8 +7,6 @@ transfer that has ended in the meantime.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from anyio.streams.memory import MemoryObjectReceiveStream
-
 from kvflow.backends.base import Backend, PostEnded, PostInDoubt
 from kvflow.errors import BackendError, FailureReason, Stage
 from kvflow.stages.context import StageContext
@@ -35,7 +33,6 @@ class Submit:
     Args:
         context: Of this rank.
         backend: Where to post.
-        planned: Where planned chunks come from.
         end_job: Gives a job's credit back, and says how it ended.
         send_notice: Delivers a notice over the control channel, for transports without notices of their own.
     """
@@ -44,13 +41,11 @@ class Submit:
         self,
         context: StageContext,
         backend: Backend,
-        planned: MemoryObjectReceiveStream[PlannedChunk],
         end_job: Callable[[ChunkJob, JobEnd], None],
         send_notice: Callable[[PeerId, Notice], None],
     ) -> None:
         self._context = context
         self._backend = backend
-        self._planned = planned
         self._end_job = end_job
         self._send_notice = send_notice
         self._waiting: dict[tuple[DeliveryId, int], PlannedChunk] = {}
@@ -62,11 +57,6 @@ class Submit:
     def num_posted(self) -> int:
         """Posts that have begun and are not known to have ended."""
         return len(self._posts)
-
-    async def run(self) -> None:
-        """Offer planned chunks to the core, for ever."""
-        async for chunk in self._planned:
-            self.offer(chunk)
 
     def offer(self, chunk: PlannedChunk) -> None:
         """Ask the core whether a planned chunk may still be posted; it answers with `post` or `drop`."""

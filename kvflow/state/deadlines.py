@@ -37,9 +37,11 @@ class Deadlines(Generic[Key]):
 
     def clear(self, key: Key) -> bool:
         """Make `key` never due; say whether it was."""
-        was_due = self._due.pop(key, None) is not None
+        if key not in self._due:
+            return False
+        del self._due[key]
         self._prune()
-        return was_due
+        return True
 
     def next(self) -> float | None:
         """When the earliest deadline is due, or None."""

@@ -23,7 +23,7 @@ from kvflow.wire.messages import Notice, PeerId, StagingWindow, Unstage, Unstage
 __all__ = ["RemoteSlots", "SlotPool", "Unreturned"]
 
 MAX_BACKOFF = 2
-"""A slot is asked for less often after the first time, but transfers may wait for it: this many times the first pause."""
+"""A slot is asked for less often after the first time, but transfers may wait for it: so many times the first pause."""
 
 
 class SlotPool:

@@ -2,6 +2,10 @@
 
 A `Listener` is bound and speaks to many; a `Dialer` is connected to one. Sending never waits: a peer that does not
 take its messages fills its queue, and the send that finds it full fails, so that it cannot hold up anybody else.
+
+Sockets are plain ones that never block. Messages that are there are taken without going through the event loop, and
+sending is a plain call; `zmq.asyncio` makes futures for both, which costs several times as much. ZMQ's file descriptor
+tells of changes, not of messages, so whoever has used the socket looks whether there are messages by now.
 """
 
 import asyncio
@@ -9,7 +13,6 @@ import secrets
 from typing import Final
 
 import zmq
-import zmq.asyncio
 
 from kvflow.config import check_address
 from kvflow.errors import ConfigError, Unreachable
@@ -23,10 +26,17 @@ QUEUE_MESSAGES: Final = 10_000
 LINGER_MS: Final = 500
 """How long the last messages may take to leave after a socket was closed."""
 
+MESSAGES_AT_ONCE: Final = 16
+"""Messages taken before the event loop gets its turn."""
+
 
 class _Socket:
     def __init__(self, kind: int, address: str) -> None:
-        self._socket = zmq.asyncio.Context.instance().socket(kind)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket, self._look)
+        self._has_messages: asyncio.Future[None] | None = None
+        self._num_at_once = 0
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
@@ -34,15 +44,51 @@ class _Socket:
         self._socket.setsockopt(zmq.IPV6, "[" in address)
 
     def _send(self, frames: list[bytes], **values: object) -> None:
-        sent = asyncio.ensure_future(self._socket.send_multipart(frames, flags=zmq.NOBLOCK))
-        error = sent.exception()  # with NOBLOCK the future is done already
-        if isinstance(error, zmq.Again):
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again as error:
             raise Unreachable("peer does not take its messages", **values) from error
-        if error is not None:
+        except zmq.ZMQError as error:
             raise Unreachable("peer is not connected", **values) from error
+        finally:
+            if self._has_messages is not None:
+                self._look()
+
+    async def _receive(self) -> list[bytes]:
+        """Wait for a message; one caller at a time. Cancelling the wait loses nothing."""
+        while True:
+            if self._num_at_once >= MESSAGES_AT_ONCE:
+                self._num_at_once = 0
+                await asyncio.sleep(0)
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                self._num_at_once = 0
+                await self._wait()
+            else:
+                self._num_at_once += 1
+                return frames
+
+    async def _wait(self) -> None:
+        self._has_messages = self._loop.create_future()
+        try:
+            self._look()  # what came while nobody waited
+            await self._has_messages
+        finally:
+            self._has_messages = None
+
+    def _look(self) -> None:
+        """Wake whoever waits if there are messages; looking also makes the file descriptor quiet again."""
+        has_messages = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        if has_messages and self._has_messages is not None and not self._has_messages.done():
+            self._has_messages.set_result(None)
 
     def close(self) -> None:
         """Stop; messages that were sent still leave within a bound."""
+        if self._has_messages is not None:
+            self._has_messages.cancel()
+        if not self._socket.closed and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket)
         self._socket.close()
 
 
@@ -80,7 +126,7 @@ class Listener(_Socket):
         Returns:
             Who sent it (an opaque name of the connection), and its frames; a well-formed message has one.
         """
-        frames = await self._socket.recv_multipart()
+        frames = await self._receive()
         return frames[0], frames[1:]
 
     def send(self, to: bytes, payload: bytes) -> None:
@@ -113,8 +159,7 @@ class Dialer(_Socket):
 
     async def receive(self) -> list[bytes]:
         """Wait for a message; a well-formed one has a single frame."""
-        frames: list[bytes] = await self._socket.recv_multipart()
-        return frames
+        return await self._receive()
 
     def send(self, payload: bytes) -> None:
         """Queue a message, also while there is no connection.

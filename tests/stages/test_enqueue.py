@@ -65,8 +65,15 @@ async def running(limits: Limits | None = None, cost: Cost = SMALL) -> AsyncIter
     into, out = anyio.create_memory_object_stream[ChunkJob](16)
     async with into, out, anyio.create_task_group() as tasks:
         here = context(events, tasks, limits=limits)
-        bench = Bench(Enqueue(here, into, lambda _: cost), out, events)
-        tasks.start_soon(bench.stage.run)
+
+        async def pass_on() -> None:
+            while (passed := bench.stage.next_job()) is not None:
+                into.send_nowait(passed)
+
+        def on_change() -> None:
+            tasks.start_soon(pass_on)
+
+        bench = Bench(Enqueue(here, lambda _: cost, on_change), out, events)
         try:
             yield bench
         finally:
