@@ -30,6 +30,7 @@ from kvflow.state import events as ev
 from kvflow.state.effects import Handed
 from kvflow.state.staging import StagingArea
 from kvflow.state.tables import Outcome
+from kvflow.statistics import StagingStatistics
 from kvflow.transfer import Transfer, check_instance, check_room
 from kvflow.wire.messages import Message, Notice, PeerId
 
@@ -176,6 +177,12 @@ class DecodeRank(Rank["RoomReceiver"]):
         self._aggregate = Aggregate(self._context, self._note)
         self._scatter = Scatter(self._context, self.layout, self._backend.view)
         self._verify = Verify(self._context, OwnMemory(self.layout, self._backend.view))
+
+    def _staging_statistics(self) -> StagingStatistics:
+        area = self._core.staging
+        if area is None:
+            return StagingStatistics()
+        return StagingStatistics(windows_taken=area.num_taken, windows_free=area.num_windows - area.num_taken)
 
     def _staging_area(self) -> StagingArea | None:
         if self._staging is None:

@@ -27,8 +27,10 @@ from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.events import Chunk, ReadyEvent
+from kvflow.state.slots import SlotPool
 from kvflow.state.tables import Memory, Outcome
 from kvflow.state.window import Cost
+from kvflow.statistics import StagingStatistics
 from kvflow.transfer import Transfer
 from kvflow.wire.channel import Listener
 from kvflow.wire.messages import Card, Failure, Message, PeerId
@@ -82,6 +84,7 @@ class PrefillRank(Rank["RoomSender"]):
         self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
         self._resources.callback(self._registry.unregister, self.me)
         staging = self._local_staging()
+        self._own_slots = staging.slots if staging is not None else SlotPool(0)
         self._bootstrap = PrefillBootstrap(
             self._context, self.layout, self._backend, self._listener, self._on_message, staging=staging
         )
@@ -186,6 +189,17 @@ class PrefillRank(Rank["RoomSender"]):
         if geometry is None:
             return Cost(0, 0)
         return geometry.cost(effect.ranges, effect.grant.ranges, self._backend.capabilities.max_descriptor_bytes)
+
+    def _staging_statistics(self) -> StagingStatistics:
+        packed, direct, own = self._submit.packed, self._submit.direct, self._own_slots
+        return StagingStatistics(
+            packed_posts=packed.num_posts,
+            packed_bytes=packed.num_bytes,
+            direct_posts=direct.num_posts,
+            direct_bytes=direct.num_bytes,
+            slots_taken=own.num_slots - own.num_free - own.num_lost,
+            slots_lost=own.num_lost + self._core.slots.num_lost,
+        )
 
     def _num_queued(self) -> int:
         return self._enqueue.num_queued

@@ -38,7 +38,7 @@ from kvflow.state.core import Core
 from kvflow.state.quarantine import Footprint
 from kvflow.state.staging import StagingArea
 from kvflow.state.tables import Memory, Outcome
-from kvflow.statistics import RankStatistics
+from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer
 from kvflow.wire.messages import Failure, Goodbye, Message, PeerId, RankId
 
@@ -154,6 +154,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
             peers=len(self._core.peers),
             oddities=dict(self._oddities.counts),
             times=self._times,
+            staging=self._staging_statistics(),
         )
 
     def dispatch(self, event: ev.Event) -> None:
@@ -291,6 +292,9 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
     def _staging_area(self) -> StagingArea | None:
         """Whose the parts of this rank's staging memory are, if peers write into it."""
         return None
+
+    def _staging_statistics(self) -> StagingStatistics:
+        return StagingStatistics()
 
     def _withdraw(self) -> None:
         """Let nobody find this rank any more."""

@@ -94,7 +94,8 @@ class LocalStaging:
         num_rows = sum(route.max_rows(name, SAMPLE_TOKENS) for name in route.debts)
         if not num_bytes or not self.pays_off(most, num_rows * most // num_bytes):
             return cutting
-        return cutting._replace(piece_bytes=min(most, cutting.piece_bytes)).within_pages()
+        fitting = cutting._replace(piece_bytes=most).within_pages()
+        return fitting._replace(piece_bytes=min(most, cutting.piece_bytes))
 
     def wants(self, cost: Cost, window: StagingWindow | None) -> bool:
         """Say whether a piece is to be packed, by what is known before it is planned."""

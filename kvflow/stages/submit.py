@@ -27,6 +27,19 @@ class _Post:
     began: float
 
 
+@dataclass(slots=True)
+class PathTotals:
+    """What has gone one way so far."""
+
+    num_posts: int = 0
+    num_bytes: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count a post."""
+        self.num_posts += 1
+        self.num_bytes += num_bytes
+
+
 class Submit:
     """Posts planned chunks.
 
@@ -35,6 +48,10 @@ class Submit:
         backend: Where to post.
         end_job: Gives a job's credit back, and says how it ended.
         send_notice: Delivers a notice over the control channel, for transports without notices of their own.
+
+    Attributes:
+        direct: What was posted to pages.
+        packed: What was posted to staging slots.
     """
 
     def __init__(
@@ -52,6 +69,7 @@ class Submit:
         self._posts: dict[int, _Post] = {}
         self._doubtful: set[int] = set()
         self._num_posts = 0
+        self.direct, self.packed = PathTotals(), PathTotals()
 
     @property
     def num_posted(self) -> int:
@@ -69,6 +87,7 @@ class Submit:
         chunk = self._waiting.pop((effect.delivery, effect.seq))
         post_id = self._num_posts
         self._num_posts += 1
+        (self.direct if effect.notice.staged is None else self.packed).add(effect.notice.num_bytes)
         self._posts[post_id] = _Post(chunk.job, effect.notice, self._context.now())
         payload = encode(effect.notice) if self._backend.capabilities.in_band_notices else b""
         try:
