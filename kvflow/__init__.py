@@ -8,17 +8,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from kvflow.backends import known_backends
     from kvflow.config import DecodeConfig, Limits, PrefillConfig, Timeouts
     from kvflow.decode import DecodeRank, Handover, RoomReceiver
     from kvflow.errors import (
+        BackendError,
+        BackendUnavailable,
         CapacityExceeded,
+        ConfigError,
         FailureReason,
         KvflowError,
+        LayoutError,
         LocalProtocolError,
         PlanError,
+        ProtocolError,
         RankBroken,
         RankDraining,
+        RegistrationError,
+        RemoteProtocolError,
+        RouteError,
+        Stage,
         TransferFailed,
+        Unreachable,
     )
     from kvflow.geometry.layout import KVLayout
     from kvflow.geometry.pages import Part
@@ -27,17 +38,23 @@ if TYPE_CHECKING:
     from kvflow.observe.logs import configure_logging
     from kvflow.prefill import PrefillRank, RoomSender
     from kvflow.registry.server import Registry
+    from kvflow.state.events import LayersReady
     from kvflow.state.tables import Memory, Outcome
     from kvflow.statistics import RankStatistics
 
 __all__ = [
+    "BackendError",
+    "BackendUnavailable",
     "CapacityExceeded",
+    "ConfigError",
     "DecodeConfig",
     "DecodeRank",
     "FailureReason",
     "Handover",
     "KVLayout",
     "KvflowError",
+    "LayersReady",
+    "LayoutError",
     "Limits",
     "LocalProtocolError",
     "Memory",
@@ -46,29 +63,41 @@ __all__ = [
     "PlanError",
     "PrefillConfig",
     "PrefillRank",
+    "ProtocolError",
     "RankBroken",
     "RankDraining",
     "RankStatistics",
+    "RegistrationError",
     "Registry",
+    "RemoteProtocolError",
     "RoomReceiver",
     "RoomSender",
+    "RouteError",
+    "Stage",
     "Timeouts",
     "TransferFailed",
+    "Unreachable",
     "configure_logging",
     "head_range",
+    "known_backends",
     "layout_from_tensors",
 ]
 
 __version__ = "0.1.0"
 
 _HOMES: Final = {
+    "BackendError": "kvflow.errors",
+    "BackendUnavailable": "kvflow.errors",
     "CapacityExceeded": "kvflow.errors",
+    "ConfigError": "kvflow.errors",
     "DecodeConfig": "kvflow.config",
     "DecodeRank": "kvflow.decode",
     "FailureReason": "kvflow.errors",
     "Handover": "kvflow.decode",
     "KVLayout": "kvflow.geometry.layout",
     "KvflowError": "kvflow.errors",
+    "LayersReady": "kvflow.state.events",
+    "LayoutError": "kvflow.errors",
     "Limits": "kvflow.config",
     "LocalProtocolError": "kvflow.errors",
     "Memory": "kvflow.state.tables",
@@ -77,16 +106,23 @@ _HOMES: Final = {
     "PlanError": "kvflow.errors",
     "PrefillConfig": "kvflow.config",
     "PrefillRank": "kvflow.prefill",
+    "ProtocolError": "kvflow.errors",
     "RankBroken": "kvflow.errors",
     "RankDraining": "kvflow.errors",
     "RankStatistics": "kvflow.statistics",
+    "RegistrationError": "kvflow.errors",
     "Registry": "kvflow.registry.server",
+    "RemoteProtocolError": "kvflow.errors",
     "RoomReceiver": "kvflow.decode",
     "RoomSender": "kvflow.prefill",
+    "RouteError": "kvflow.errors",
+    "Stage": "kvflow.errors",
     "Timeouts": "kvflow.config",
     "TransferFailed": "kvflow.errors",
+    "Unreachable": "kvflow.errors",
     "configure_logging": "kvflow.observe.logs",
     "head_range": "kvflow.geometry.shards",
+    "known_backends": "kvflow.backends",
     "layout_from_tensors": "kvflow.geometry.tensors",
 }
 

@@ -6,7 +6,7 @@ steps, and asks `poll()` in between. Only opening and closing a rank wait.
 
 import abc
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -24,7 +24,7 @@ from kvflow.errors import KvflowError, LocalProtocolError, TransferFailed
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.tokens import TokenRange
-from kvflow.state.events import Chunk, ReadyEvent
+from kvflow.state.events import Chunk, LayersReady, ReadyEvent
 from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import RankStatistics
 from kvflow.transfer import Transfer
@@ -124,13 +124,21 @@ class BlockingSender(_BlockingTransfer):
         self._sender = sender
         self._chunks: Mailbox[Chunk] = Mailbox()
 
-    def chunk(self, tokens: TokenRange, pages: Mapping[str, Pages], *, ready: ReadyEvent | None = None) -> None:
-        """Send tokens that are computed, or will be when `ready` is; see `kvflow.RoomSender.chunk`.
+    def chunk(
+        self,
+        tokens: TokenRange,
+        pages: Mapping[str, Pages],
+        *,
+        ready: ReadyEvent | None = None,
+        layers: Sequence[LayersReady] = (),
+    ) -> None:
+        """Send tokens that are computed, or will be when `ready` is, or layer by layer; see `kvflow.RoomSender.chunk`.
 
         Raises:
-            PlanError: A page table does not fit the pool or the tokens. Nothing was sent; the room stays open.
+            PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;
+                the room stays open.
         """
-        self._chunks.put([prefill.make_chunk(self._layout, tokens, pages, ready=ready)])
+        self._chunks.put([prefill.make_chunk(self._layout, tokens, pages, ready=ready, layers=layers)])
 
     def finish(
         self,
@@ -139,13 +147,15 @@ class BlockingSender(_BlockingTransfer):
         *,
         metadata: bytes = b"",
         ready: ReadyEvent | None = None,
+        layers: Sequence[LayersReady] = (),
     ) -> None:
         """Send the last tokens and the metadata; see `kvflow.RoomSender.finish`.
 
         Raises:
-            PlanError: A page table does not fit the pool or the tokens. Nothing was sent; the room stays open.
+            PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;
+                the room stays open.
         """
-        chunk = prefill.make_chunk(self._layout, tokens, pages, ready=ready)
+        chunk = prefill.make_chunk(self._layout, tokens, pages, ready=ready, layers=layers)
         self._chunks.put([prefill.finish_chunk(chunk, metadata)])
 
     def result(self) -> None:

@@ -153,6 +153,8 @@ class Limits:
             or not at all.
         bytes_per_post: Size above which a chunk is cut into pieces, each a write of its own. Cuts fall between pages,
             so a single page that is larger, over all layers, still goes.
+        bytes_per_layer_piece: Bytes up to which layers that get ready apart are joined into one piece; more make pieces
+            of their own, so that the first layers are on their way while the others are computed.
         posts_per_peer: Writes posted to one peer and not yet ended.
         bytes_per_peer: Bytes of such writes; a single larger piece still goes, alone.
         rows_per_peer: Descriptors of such writes, counted before they are planned: as many as there can be; as above.
@@ -166,6 +168,7 @@ class Limits:
     pending_grants: int = 16_384
     queued_chunks: int = 1_024
     bytes_per_post: int = 16 * 2**20
+    bytes_per_layer_piece: int = 4 * 2**20
     posts_per_peer: int = 16
     bytes_per_peer: int = 2**30
     rows_per_peer: int = 2**21

@@ -1,6 +1,8 @@
 """The service that an engine's decode worker embeds."""
 
+import asyncio
 import dataclasses
+import hashlib
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
@@ -32,7 +34,7 @@ from kvflow.state.staging import StagingArea
 from kvflow.state.tables import Outcome
 from kvflow.statistics import StagingStatistics
 from kvflow.transfer import Transfer, check_instance, check_room
-from kvflow.wire.messages import Message, Notice, PeerId
+from kvflow.wire.messages import Message, Notice, PeerId, Received
 
 __all__ = ["DecodeRank", "Handover", "RoomReceiver"]
 
@@ -83,6 +85,8 @@ class DecodeRank(Rank["RoomReceiver"]):
         super().__init__(config, layout, backend)
         self._digest_every = config.digest_every
         self._generations = itertools.count(1)
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._put_off: list[tuple[PeerId, Message]] = []
         self._is_watching = False
 
     def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
@@ -139,7 +143,7 @@ class DecodeRank(Rank["RoomReceiver"]):
             pages={name: table.pages.astype(WIRE_PAGES).tobytes() for name, table in tables.items()},
             num_decode_ranks=num_ranks,
             timeout_s=timeout_s,
-            secret=secrets.token_bytes(SECRET_BYTES),
+            secret=b"",
             footprint=self.footprint(tables),
             priority=check_priority("priority", priority),
         )
@@ -159,6 +163,10 @@ class DecodeRank(Rank["RoomReceiver"]):
     def next_generation(self) -> int:
         """A number that no transfer of this life has had."""
         return next(self._generations)
+
+    def secret(self, generation: int) -> bytes:
+        """Derive the secret of a transfer; asking the system for random bytes each time takes many times as long."""
+        return hashlib.blake2b(generation.to_bytes(8, "little"), key=self._secret, digest_size=SECRET_BYTES).digest()
 
     def is_sampled(self, generation: int) -> bool:
         """Say whether the settings want digests for a transfer."""
@@ -217,7 +225,19 @@ class DecodeRank(Rank["RoomReceiver"]):
         self._report(effect.generation, effect)
 
     def _send(self, peer: PeerId, message: Message) -> None:
+        """Send at once; but the engine, which has just been told of a success, goes on before Received is sent."""
+        if isinstance(message, Received):
+            if not self._put_off:
+                asyncio.get_running_loop().call_soon(self._send_put_off)
+            self._put_off.append((peer, message))
+            return
+        self._send_put_off()
         self._bootstrap.send(peer, message)
+
+    def _send_put_off(self) -> None:
+        put_off, self._put_off = self._put_off, []
+        for peer, message in put_off:
+            self._bootstrap.send(peer, message)
 
     def _forget(self, peer: PeerId) -> None:
         self._bootstrap.forget(peer)
@@ -301,7 +321,8 @@ class RoomReceiver(Transfer):
         self._opened_at = now()
         generation = self._rank.next_generation()
         digest = self._rank.is_sampled(generation) if self._digest is None else self._digest
-        wish = dataclasses.replace(self._wish, generation=generation, digest=digest)
+        secret = self._rank.secret(generation)
+        wish = dataclasses.replace(self._wish, generation=generation, digest=digest, secret=secret)
         self._rank.open_transfer(generation, self, wish)
         return self
 

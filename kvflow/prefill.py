@@ -1,7 +1,9 @@
 """The service that an engine's prefill worker embeds."""
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping
+import itertools
+import operator
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
 
@@ -19,15 +21,14 @@ from kvflow.rank import Rank
 from kvflow.registry import RegistryClient
 from kvflow.stages.bootstrap import PrefillBootstrap
 from kvflow.stages.digests import OwnMemory
-from kvflow.stages.enqueue import Enqueue, Slots
+from kvflow.stages.enqueue import Enqueue
 from kvflow.stages.packing import HostMemory
 from kvflow.stages.planning import Planning
-from kvflow.stages.staging import LocalStaging
+from kvflow.stages.staging import LocalStaging, slots_of
 from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
-from kvflow.state.events import Chunk, ReadyEvent
-from kvflow.state.slots import SlotPool
+from kvflow.state.events import Chunk, LayersReady, ReadyEvent
 from kvflow.state.tables import Memory, Outcome
 from kvflow.state.window import Cost
 from kvflow.statistics import StagingStatistics
@@ -56,6 +57,7 @@ class PrefillRank(Rank["RoomSender"]):
         super().__init__(config, layout, backend)
         self._bind = (config.bind, config.advertise)
         self._packing = config.packing
+        self._is_turn = False
 
     @property
     def endpoint(self) -> str:
@@ -84,12 +86,12 @@ class PrefillRank(Rank["RoomSender"]):
         self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
         self._resources.callback(self._registry.unregister, self.me)
         staging = self._local_staging()
-        self._own_slots = staging.slots if staging is not None else SlotPool(0)
+        self._slots = slots_of(staging, self._core.slots)
         self._bootstrap = PrefillBootstrap(
             self._context, self.layout, self._backend, self._listener, self._on_message, staging=staging
         )
         geometry = self._bootstrap.geometry
-        self._enqueue = Enqueue(self._context, self._cost, self._plan_next, self._slots(staging))
+        self._enqueue = Enqueue(self._context, self._cost, self._plan_next, self._slots)
         memory = OwnMemory(self.layout, self._backend.view, self._backend.capabilities.max_descriptor_bytes)
         end_job = self._enqueue.end
         self._submit = Submit(self._context, self._backend, end_job, self._send)
@@ -114,12 +116,6 @@ class PrefillRank(Rank["RoomSender"]):
             row_overhead_s=self._backend.capabilities.row_overhead_s,
             packing=self._packing,
         )
-
-    def _slots(self, staging: LocalStaging | None) -> Slots | None:
-        if staging is None:
-            return None
-        slots = self._core.slots
-        return Slots(staging.slots, slots.pool, lambda peer, cost: staging.wants(cost, slots.window(peer)))
 
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:
         card = Card(
@@ -177,9 +173,12 @@ class PrefillRank(Rank["RoomSender"]):
                 self._ignore("notice_on_prefill_rank")
 
     def _after_dispatch(self) -> None:
-        self._planning.plan_next()
+        if self._is_turn:
+            self._is_turn = False
+            self._planning.plan_next()
 
     def _plan_next(self) -> None:
+        self._is_turn = self._is_dispatching
         if not self._is_dispatching:  # what is carried out may still drop what it has brought
             self._planning.plan_next()
 
@@ -188,18 +187,11 @@ class PrefillRank(Rank["RoomSender"]):
         geometry = self._bootstrap.geometry(effect.delivery.peer)
         if geometry is None:
             return Cost(0, 0)
-        return geometry.cost(effect.ranges, effect.grant.ranges, self._backend.capabilities.max_descriptor_bytes)
+        max_bytes = self._backend.capabilities.max_descriptor_bytes
+        return geometry.cost(effect.ranges, effect.grant.ranges, max_bytes, effect.layers)
 
     def _staging_statistics(self) -> StagingStatistics:
-        packed, direct, own = self._submit.packed, self._submit.direct, self._own_slots
-        return StagingStatistics(
-            packed_posts=packed.num_posts,
-            packed_bytes=packed.num_bytes,
-            direct_posts=direct.num_posts,
-            direct_bytes=direct.num_bytes,
-            slots_taken=own.num_slots - own.num_free - own.num_lost,
-            slots_lost=own.num_lost + self._core.slots.num_lost,
-        )
+        return self._submit.statistics(self._slots.local, self._core.slots)
 
     def _num_queued(self) -> int:
         return self._enqueue.num_queued
@@ -229,8 +221,15 @@ class RoomSender(Transfer):
         self._is_finished = False
         self._waits: list[anyio.CancelScope] = []
 
-    async def chunk(self, tokens: TokenRange, pages: Mapping[str, Pages], *, ready: ReadyEvent | None = None) -> None:
-        """Send tokens that are computed, or will be when `ready` is.
+    async def chunk(
+        self,
+        tokens: TokenRange,
+        pages: Mapping[str, Pages],
+        *,
+        ready: ReadyEvent | None = None,
+        layers: Sequence[LayersReady] = (),
+    ) -> None:
+        """Send tokens that are computed, or will be when `ready` is, or layer by layer as `layers` says.
 
         Returns at once unless too many chunks wait already for a decode rank of this room (`Limits.queued_chunks`);
         cancelled while it waits, it has offered nothing. The pages must stay as they are until the block is left.
@@ -244,13 +243,19 @@ class RoomSender(Transfer):
                 ignored.
             ready: What to wait for first: its `synchronize` is called in a worker thread. A `torch.cuda.Event` that
                 was recorded after the last kernel that writes the pages.
+            layers: Instead of `ready`, if layers are computed one after another: when what `pages` has of all global
+                layers below each `stop` is there, in ascending order. The last entry stands for all layers that remain,
+                whatever its `stop`. Groups are joined until they are worth a write (`Limits.bytes_per_layer_piece`), so
+                that a short chunk goes in one piece after its last event. A `torch.cuda.Event` that was never recorded
+                counts as done: offer the chunk when all layers are launched, or pass an object that waits for that too.
 
         Raises:
-            PlanError: A page table does not fit the pool or the tokens. Nothing was sent; the room stays open.
+            PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;
+                the room stays open.
             LocalProtocolError: The tokens do not continue the chunk before, or the room is not open.
             TransferFailed: The transfer has failed in the meantime; there is no need to compute the rest.
         """
-        await self.offer(make_chunk(self._rank.layout, tokens, pages, ready=ready))
+        await self.offer(make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers))
 
     async def finish(
         self,
@@ -259,6 +264,7 @@ class RoomSender(Transfer):
         *,
         metadata: bytes = b"",
         ready: ReadyEvent | None = None,
+        layers: Sequence[LayersReady] = (),
     ) -> None:
         """Send the last tokens, which may be none, and what the decode engine needs to go on.
 
@@ -267,11 +273,12 @@ class RoomSender(Transfer):
             pages: As in `chunk`.
             metadata: Opaque: first token, logprobs, ... The decode side takes that of the lowest rank that sent any.
             ready: As in `chunk`.
+            layers: As in `chunk`.
 
         Raises:
             As in `chunk`; and PlanError if the metadata is too long.
         """
-        chunk = make_chunk(self._rank.layout, tokens, pages, ready=ready)
+        chunk = make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers)
         await self.offer(finish_chunk(chunk, metadata))
 
     async def offer(self, chunk: Chunk) -> None:
@@ -354,14 +361,40 @@ def finish_chunk(chunk: Chunk, metadata: bytes) -> Chunk:
 
 
 def make_chunk(
-    layout: KVLayout, tokens: TokenRange, pages: Mapping[str, Pages], *, ready: ReadyEvent | None = None
+    layout: KVLayout,
+    tokens: TokenRange,
+    pages: Mapping[str, Pages],
+    *,
+    ready: ReadyEvent | None = None,
+    layers: Sequence[LayersReady] = (),
 ) -> Chunk:
     """Check what an engine says about a chunk; `RoomSender.chunk` has the meaning of the arguments.
 
     Raises:
-        PlanError: A page table does not fit the pool or the tokens.
+        PlanError: A page table does not fit the pool or the tokens, or layers are out of order.
     """
     tokens = check_range(tokens)
     parts = spell_out(pages, layout, tokens)
     tables = check_parts(parts, layout)
-    return Chunk(tokens=tokens, ranges={name: part.tokens for name, part in parts.items()}, pages=tables, ready=ready)
+    ranges = {name: part.tokens for name, part in parts.items()}
+    return Chunk(tokens, ranges, tables, ready=ready, layers=check_layers(layers, ready))
+
+
+def check_layers(layers: Sequence[LayersReady], ready: ReadyEvent | None) -> tuple[LayersReady, ...]:
+    """Check the groups of layers in which a chunk gets ready.
+
+    Raises:
+        PlanError: They are no such groups, are not in ascending order, or there is an event for the whole chunk too.
+    """
+    if not layers:
+        return ()
+    if ready is not None:
+        raise PlanError("a chunk gets ready as a whole or by layers, not both", groups=len(layers))
+    try:
+        groups = tuple(LayersReady(operator.index(stop), event) for stop, event in layers)
+    except (TypeError, ValueError):
+        raise PlanError("layers must be given as LayersReady", layers=layers) from None
+    stops = [0, *(group.stop for group in groups)]
+    if any(stop <= start for start, stop in itertools.pairwise(stops)):
+        raise PlanError("layers must be given in ascending order", stops=stops[1:])
+    return groups

@@ -126,8 +126,9 @@ class Transfer(abc.ABC):
         """
         if not self._decided.is_set():
             self._abort()
-        with anyio.CancelScope(shield=True):
-            await self._settled.wait()
+        if not self._settled.is_set():
+            with anyio.CancelScope(shield=True):
+                await self._settled.wait()
         if isinstance(error, TransferFailed) and error.room == self.room:
             error.quarantined = self._memory is Memory.QUARANTINED
 

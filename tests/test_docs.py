@@ -50,6 +50,16 @@ def test_every_decision_is_listed() -> None:
         assert decision.name in listed
 
 
+def test_every_trap_names_tests_that_exist() -> None:
+    suite = "".join(path.read_text() for path in (ROOT / "kvflow/testing/contract/suite").glob("*.py"))
+    named = re.findall(r"`([\w/.]+)::(test_\w+)`", (ROOT / "docs/transport-traps.md").read_text())
+    assert named
+    for place, test in named:
+        path = ROOT / place if "/" in place else ROOT / "tests/backends" / place
+        source = suite if place == "contract" else path.read_text()
+        assert f"def {test}(" in source, f"{place}::{test}"
+
+
 def test_readme_example_runs() -> None:
     example, _ = PYTHON.findall((ROOT / "README.md").read_text())
     assert "metadata=b'first token'" in output_of(example)

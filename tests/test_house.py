@@ -12,6 +12,7 @@ from typing import Final
 import pytest
 
 import kvflow
+from kvflow import errors
 from kvflow.cli import main as cli
 
 ROOT: Final = Path(kvflow.__file__).parent
@@ -124,6 +125,12 @@ def test_public_name_resolves_and_says_what_it_is(name: str) -> None:
     assert value.__doc__.strip()
     assert not value.__doc__.startswith(f"{name}(")  # what dataclass and NamedTuple write for themselves
     assert value.__module__ == kvflow._HOMES[name]
+
+
+def test_every_error_that_an_engine_may_catch_is_public() -> None:
+    assert set(errors.__all__) <= set(kvflow.__all__)
+    for name in errors.__all__:
+        assert getattr(kvflow, name) is getattr(errors, name)
 
 
 def test_other_names_do_not_resolve() -> None:

@@ -5,8 +5,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
-import anyio
-
 __all__ = ["Mailbox"]
 
 Item = TypeVar("Item")
@@ -18,7 +16,8 @@ class Mailbox(Generic[Item]):
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
         self._loop = asyncio.get_running_loop()
-        self._woken = anyio.Event()
+        self._is_waking = False
+        self._taker: asyncio.Future[None] | None = None
         self._error: Exception | None = None
 
     def __len__(self) -> int:
@@ -36,13 +35,16 @@ class Mailbox(Generic[Item]):
 
     def wake(self) -> None:
         """Wake the taker without an item. Callable from any thread, also after the loop has ended."""
+        if self._is_waking and not self._loop.is_closed():  # the taker has not seen yet what came before this
+            return
+        self._is_waking = True
         try:
             self._loop.call_soon_threadsafe(self._set)
         except RuntimeError:  # the loop is closed: nobody will take anything any more
             self._items.clear()
 
     async def wait(self) -> None:
-        """Wait for items, or for the next `wake`.
+        """Wait for items, or for the next `wake`. One caller at a time.
 
         Raises:
             The error that `fail` was called with.
@@ -50,8 +52,11 @@ class Mailbox(Generic[Item]):
         if self._error is not None:
             raise self._error
         if not self._items:
-            self._woken = anyio.Event()
-            await self._woken.wait()
+            self._taker = self._loop.create_future()
+            try:
+                await self._taker
+            finally:
+                self._taker = None
 
     def take_nowait(self) -> list[Item]:
         """Take all there is."""
@@ -71,4 +76,6 @@ class Mailbox(Generic[Item]):
         return self.take_nowait()
 
     def _set(self) -> None:
-        self._woken.set()
+        self._is_waking = False
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)

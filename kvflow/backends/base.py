@@ -180,6 +180,14 @@ class Backend(abc.ABC):
             BackendError: The library broke down; nothing more will come but by `aclose`.
         """
 
+    async def outlast(self) -> bool:
+        """Wait until nothing lands here any more of what processes had written that have ended by now.
+
+        Returns:
+            False if that can never be known. Without another answer, what `ends_with_process` says.
+        """
+        return self.capabilities.ends_with_process
+
     @abc.abstractmethod
     async def aclose(self) -> Sequence[BackendEvent]:
         """Wait for posted writes within the backend's own bound, then stop: a fence for every write of this endpoint.

@@ -61,6 +61,7 @@ class NixlBackend(Backend):
         plugin_options: Its parameters, over kvflow's own choice for UCX.
         environment: Variables to set before the library is loaded, unless they are set already.
         busy_interval_s: Between polls while something is in flight or expected.
+        quiet_interval_s: The same when nothing has happened for long.
         idle_interval_s: Between polls while nothing is.
         ends_with_process: That nothing lands any more once the process that wrote has ended, which only who runs it can
             know: it is so if every peer is on this host and UCX is not forced to TCP. It lets a decode rank take pages
@@ -78,6 +79,7 @@ class NixlBackend(Backend):
         plugin_options: Mapping[str, str] | None = None,
         environment: Mapping[str, str] = QUIET_ENVIRONMENT,
         busy_interval_s: float = 50e-6,
+        quiet_interval_s: float = 500e-6,
         idle_interval_s: float = 20e-3,
         close_timeout_s: float = 5.0,
         ends_with_process: bool = False,
@@ -87,7 +89,11 @@ class NixlBackend(Backend):
         self._plugin_options = dict({"engine_config": ENGINE_CONFIG} if plugin == "UCX" else {})
         self._plugin_options.update(plugin_options or {})
         self._environment = environment
-        self._intervals = {"busy_interval_s": busy_interval_s, "idle_interval_s": idle_interval_s}
+        self._intervals = {
+            "busy_interval_s": busy_interval_s,
+            "quiet_interval_s": quiet_interval_s,
+            "idle_interval_s": idle_interval_s,
+        }
         self._close_timeout_s = close_timeout_s
         self._owner: OwnerThread | None = None
         self._agent: NixlAgent | None = None

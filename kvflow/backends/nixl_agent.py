@@ -9,6 +9,9 @@ An error proves less than one would wish. What was measured, and what follows:
 * Any other error leaves the endpoint as it was, and earlier parts of the post under way, so it is in doubt. A later
   post over the same endpoint is the fence: when it is done, so is everything before it.
 * A failed endpoint stays failed, also if the peer lives. Removing the agent and adding it again makes a new one.
+* Removing a peer that lives leaves its connections open on both sides, one file each for every lane, until either
+  process ends; removing on both sides changes nothing. So a sound endpoint is kept when a rank parts with a peer (which
+  may only have been silent), and used again if the same life comes back. The library closes what leads to the dead.
 
 Source: nixl 1.5.1 (UCX 1.23) on Linux, host memory, one host.
 """
@@ -37,6 +40,9 @@ CLOSE_POLL_S: Final = 1e-3
 PARTING_ROUNDS: Final = 20
 """Rounds of progress between removing the last peer and destroying the agent; measured: none is too few."""
 
+MAX_KEPT: Final = 256
+"""Sound endpoints kept for peers that the rank has parted with; beyond it the oldest is removed."""
+
 MAX_UNTAKEN: Final = 1_000_000
 """Events kept for a rank that does not take them; notices beyond it are lost, as on a full receive queue."""
 
@@ -46,10 +52,14 @@ class _Connection:
     """One endpoint to a peer.
 
     Attributes:
+        blob: The metadata that it was made of.
+        has_erred: Some post over it could not be begun or carried out.
         has_failed: Every post over it raises from now on.
     """
 
     peer: str
+    blob: bytes
+    has_erred: bool = False
     has_failed: bool = False
 
 
@@ -109,6 +119,7 @@ class NixlAgent:
         self._failed: dict[int, _Post] = {}
         self._connections: dict[str, _Connection] = {}
         self._leaving: dict[str, None] = {}
+        self._kept: dict[str, None] = {}
         self._num_posts = 0
         self._is_watching = False
         try:
@@ -142,23 +153,24 @@ class NixlAgent:
         return bytes(self._agent.get_agent_metadata())
 
     def connect(self, peer: str, blob: bytes) -> None:
-        """Open an endpoint to a peer, or a new one if the last one has failed.
+        """Open an endpoint to a peer, or a new one if the last one has failed or led to another life.
 
         Raises:
             BackendError: NIXL does not take the blob, or it is another peer's.
         """
         self._leaving.pop(peer, None)
+        self._kept.pop(peer, None)
         connection = self._connections.get(peer)
-        if connection is not None and not connection.has_failed:
+        if connection is not None and not connection.has_failed and connection.blob == blob:
             return
         if connection is not None:
             self.poll()  # what ran over it raises now
             if not self._try_to_remove(connection):
-                raise BackendError("posts over the failed endpoint of a peer have not ended", peer=peer)
+                raise BackendError("posts over the former endpoint of a peer have not ended", peer=peer)
         self._add(peer, blob)
 
     def disconnect(self, peer: str) -> None:
-        """Remove a peer when its last post has ended: removing it earlier loses sight of the post, not its bytes."""
+        """Part with a peer when its last post has ended: parting earlier loses sight of the post, not its bytes."""
         self._leaving[peer] = None
         self._remove_leaving()
 
@@ -177,6 +189,7 @@ class NixlAgent:
                 notice,
             )
         except Exception as error:  # noqa: BLE001 - nothing was posted; the caller learns it as an event
+            connection.has_erred = True
             self._emit([PostEnded(post_id, _text(error))])
             return
         post = _Post(post_id, connection, handle, self._num_posts)
@@ -191,14 +204,16 @@ class NixlAgent:
         """Something is expected soon."""
         return bool(self._running or self._failed) or self._is_watching
 
-    def poll(self) -> None:
-        """Let the library make progress, and tell what has happened."""
+    def poll(self) -> bool:
+        """Let the library make progress, and tell what has happened; say whether anything has."""
+        num_running = len(self._running)
         self._poll_posts()
         notices = self._agent.get_new_notifs()
         if notices and len(self._mailbox) < MAX_UNTAKEN:
             self._emit([NoticeArrived(payload) for payloads in notices.values() for payload in payloads])
         self._end_failed()
         self._remove_leaving()
+        return bool(notices) or len(self._running) != num_running
 
     def close(self, timeout_s: float) -> None:
         """Wait for running posts, then destroy the agent: the only thing that stops a post for certain."""
@@ -233,7 +248,7 @@ class NixlAgent:
         except Exception as error:
             raise BackendError("NIXL refused the peer's metadata", peer=peer, detail=_text(error)) from error
         if name == peer:
-            self._connections[peer] = _Connection(peer)
+            self._connections[peer] = _Connection(peer, blob)
             return
         if name not in self._connections:
             self._clean_up(self._agent.remove_remote_agent, name)
@@ -261,6 +276,7 @@ class NixlAgent:
 
     def _fail(self, post: _Post, error: Exception) -> None:
         post.error = _text(error)
+        post.connection.has_erred = True
         if isinstance(error, self._disconnected):
             post.connection.has_failed = True
             self._failed[post.post_id] = post
@@ -291,19 +307,35 @@ class NixlAgent:
                 self._end(post, post.error)
 
     def _remove_leaving(self) -> None:
-        """Remove the peers that the rank has parted with."""
+        """Part with the peers that the rank has parted with, once nothing is under way to them."""
         for peer in list(self._leaving):
-            if peer not in self._connections or self._try_to_remove(self._connections[peer]):
+            connection = self._connections.get(peer)
+            if connection is None or self._try_to_keep(connection) or self._try_to_remove(connection):
                 del self._leaving[peer]
+
+    def _try_to_keep(self, connection: _Connection) -> bool:
+        """Keep an endpoint for when its peer comes back, unless it is not sound or in use."""
+        if connection.has_erred or self._is_in_use(connection):
+            return False
+        self._kept[connection.peer] = None
+        if len(self._kept) > MAX_KEPT:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._try_to_remove(self._connections[oldest])
+        return True
 
     def _try_to_remove(self, connection: _Connection) -> bool:
         """Remove a peer, unless something may be under way over its endpoint."""
-        posts = [*self._running.values(), *self._doubtful.values(), *self._failed.values()]
-        if any(post.connection is connection for post in posts):
+        if self._is_in_use(connection):
             return False
         del self._connections[connection.peer]
         self._clean_up(self._agent.remove_remote_agent, connection.peer)
         return True
+
+    def _is_in_use(self, connection: _Connection) -> bool:
+        """A post over it has not ended."""
+        posts = [*self._running.values(), *self._doubtful.values(), *self._failed.values()]
+        return any(post.connection is connection for post in posts)
 
     def _clean_up(self, call: Callable[..., object], *args: object) -> bool:
         """Make a call after which nothing depends on its success; say whether it succeeded."""

@@ -1,21 +1,37 @@
-"""Where a large chunk is cut, so that several writes share it and none of them keeps the others waiting for long.
+"""Where a chunk is cut, so that several writes share it and none of them keeps the others waiting for long.
 
-A chunk is cut along its tokens. Its components follow each other: a piece takes of the first one as many pages as fit,
-then of the next one what still fits, and so on. Cuts fall on page boundaries, and a component that is addressed by
-request (a slot) is never cut. So a piece is larger than the limit only if it is a single page, over all layers, or a
-single slot.
+A chunk whose layers get ready one after another is cut between layers: groups of layers that get ready together are
+joined until a piece is worth a write of its own. Each piece waits for its last group only.
+
+Any other large chunk is cut along its tokens. Its components follow each other: a piece takes of the first one as many
+pages as fit, then of the next one what still fits, and so on. Cuts fall on page boundaries, and a component that is
+addressed by request (a slot) is never cut. So a piece is larger than the limit only if it is a single page, over all
+layers, or a single slot.
 """
 
 import math
-from bisect import bisect_right
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import Component, KVLayout
 from kvflow.geometry.routes import BoundRoute, Debt, bytes_owed
 from kvflow.geometry.tokens import TokenRange, closes
 
-__all__ = ["Cutting", "cutting_of"]
+__all__ = ["Cutting", "LayerPiece", "cutting_of"]
+
+
+class LayerPiece(NamedTuple):
+    """Layers of a chunk that go together.
+
+    Attributes:
+        layers: Those before `layers[0]` go with earlier pieces.
+        group: The number of the group of layers that is ready last.
+    """
+
+    layers: LayerRange
+    group: int
 
 
 class Cutting(NamedTuple):
@@ -24,12 +40,42 @@ class Cutting(NamedTuple):
     Attributes:
         debts: What it is owed, by component.
         page_tokens: For each component that can be cut, the tokens of a page, of the side whose pages have more.
-        piece_bytes: Most bytes of a piece.
+        piece_bytes: Most bytes of a piece that is cut along the tokens.
+        layer_piece_bytes: Fewest bytes of a piece that is cut between layers, but for the last; None if the peer knows
+            no such pieces.
     """
 
     debts: Mapping[str, Debt]
     page_tokens: Mapping[str, int]
     piece_bytes: int
+    layer_piece_bytes: int | None = None
+
+    def join(
+        self, stops: Sequence[int], ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange]
+    ) -> list[LayerPiece]:
+        """Join groups of layers into pieces; groups that hold nothing for the peer are not waited for.
+
+        Args:
+            stops: For each group, in ascending order, where its layers end; the last one takes all that remain.
+            ranges: By component, the tokens of the chunk.
+            wanted: For the same components, all tokens of the transfer.
+
+        Returns:
+            Pieces, in order, which together cover all layers.
+        """
+        highest = max(self.debts[name].highest_layer for name in ranges)
+        last = min(bisect_right(stops, highest), len(stops) - 1)
+        pieces: list[LayerPiece] = []
+        start = at = 0
+        while self.layer_piece_bytes is not None:
+            at = bisect_left(
+                stops, self.layer_piece_bytes, at, last, key=lambda stop: self._owed(ranges, wanted, (start, stop))
+            )
+            if at == last:
+                break
+            pieces.append(LayerPiece((start, stops[at]), at))
+            start, at = stops[at], at + 1
+        return [*pieces, LayerPiece((start, None), last)]
 
     def cut(self, ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange]) -> list[dict[str, TokenRange]]:
         """Cut a chunk.
@@ -41,7 +87,7 @@ class Cutting(NamedTuple):
         Returns:
             Pieces, which together cover what the chunk covers; for each component in order of its tokens.
         """
-        if bytes_owed(self.debts, ranges, wanted) <= self.piece_bytes:
+        if self._owed(ranges, wanted, ALL_LAYERS) <= self.piece_bytes:
             return [dict(ranges)]
         pieces: list[dict[str, TokenRange]] = [{}]
         room = self.piece_bytes
@@ -89,24 +135,30 @@ class Cutting(NamedTuple):
         size = self.page_tokens.get(name, stop)
         return min(start - start % size + size, stop)
 
+    def _owed(self, ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange], layers: LayerRange) -> int:
+        return bytes_owed(self.debts, ranges, wanted, layers)
+
     def _num_bytes(self, name: str, tokens: TokenRange, wanted: TokenRange) -> int:
         return self.debts[name].num_bytes(tokens, closing=closes(tokens, wanted))
 
 
-def cutting_of(route: BoundRoute, src: KVLayout, dst: KVLayout, piece_bytes: int) -> Cutting:
+def cutting_of(
+    route: BoundRoute, src: KVLayout, dst: KVLayout, piece_bytes: int, layer_piece_bytes: int | None = None
+) -> Cutting:
     """Say how chunks are cut that go along a route.
 
     Args:
         route: Bound to both layouts.
         src: Layout of the sending side.
         dst: Layout of the receiving side.
-        piece_bytes: Most bytes of a piece.
+        piece_bytes: Most bytes of a piece that is cut along the tokens.
+        layer_piece_bytes: Fewest bytes of one that is cut between layers; None to cut none so.
     """
     sides = {name: (src.component(name), dst.component(name)) for name in route.debts}
     page_tokens = {
         name: max(_page_tokens(side) for side in pair) for name, pair in sides.items() if pair[0].kind == "paged"
     }
-    return Cutting(route.debts, page_tokens, piece_bytes)
+    return Cutting(route.debts, page_tokens, piece_bytes, layer_piece_bytes)
 
 
 def _page_tokens(component: Component) -> int:

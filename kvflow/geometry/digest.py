@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import Component, MemoryRange, Region
 from kvflow.geometry.pages import PageTable, locate
 from kvflow.geometry.routes import Debt, RoutePiece
@@ -43,12 +44,19 @@ class Written(NamedTuple):
         debt: Which tokens the two hold.
         tokens: `[start, stop)`.
         closing: No token of the component follows.
+        layers: Global layers.
     """
 
     pieces: Sequence[RoutePiece]
     debt: Debt
     tokens: TokenRange
     closing: bool
+    layers: LayerRange = ALL_LAYERS
+
+    def has(self, piece: RoutePiece, component: str) -> bool:
+        """Say whether a piece of the route is a part of it."""
+        start, stop = self.layers
+        return piece.component == component and start <= piece.layer and (stop is None or piece.layer < stop)
 
 
 class Cells(NamedTuple):
@@ -96,7 +104,7 @@ def find_cells(written: Written, component: Component, table: PageTable) -> Iter
         table: This side's pages; reaches over the tokens.
     """
     regions = {(region.tensor, region.layer): region for region in component.regions}
-    pieces = [piece for piece in written.pieces if piece.component == component.name]
+    pieces = [piece for piece in written.pieces if written.has(piece, component.name)]
     places: dict[int, tuple[Words, Words]] = {}
     for piece in sorted(pieces, key=lambda piece: (piece.layer, piece.tensor, piece.heads)):
         region = regions[piece.tensor, piece.layer]

@@ -17,14 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.errors import PlanError
+from kvflow.geometry.debts import Debt
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import KVLayout, Region, RegionKey
 from kvflow.geometry.pages import PageTable, locate
-from kvflow.geometry.routes import BoundRoute, Debt, RoutePiece, SlotGeometry
+from kvflow.geometry.routes import BoundRoute, RoutePiece, SlotGeometry
 from kvflow.geometry.tokens import TokenRange, cell_range, closes, held_range
 
 __all__ = ["PackedPieces", "PackedRuns", "Payload", "find_pieces", "is_head_major", "pack"]
 
 Words = NDArray[np.uint64]
+
+MAX_LAYER = 2**62
 
 
 class Payload(NamedTuple):
@@ -35,12 +39,14 @@ class Payload(NamedTuple):
         ranges: By component, the tokens.
         wanted: For the same components, all tokens of the transfer.
         head_major: Tokens of one head lie together, instead of heads of one token.
+        layers: That are in it.
     """
 
     debts: Mapping[str, Debt]
     ranges: Mapping[str, TokenRange]
     wanted: Mapping[str, TokenRange]
     head_major: bool = False
+    layers: LayerRange = ALL_LAYERS
 
 
 class PackedRuns(NamedTuple):
@@ -94,11 +100,13 @@ class PackedPieces(NamedTuple):
         groups: Pieces that step alike.
         grains: int64[num_pieces], tokens that share a cell.
         widths: int64[num_pieces], bytes at each place: all wanted heads.
+        layers: int64[num_pieces], layer of each.
     """
 
     groups: tuple[_Group, ...]
     grains: NDArray[np.int64]
     widths: NDArray[np.int64]
+    layers: NDArray[np.int64]
 
 
 def find_pieces(
@@ -146,6 +154,7 @@ def _order(
         ),
         np.array([shape.tokens_per_cell for shape in shapes]),
         np.array([shape.num_heads * shape.head_bytes for shape in shapes]),
+        np.array([piece.layer for piece in pieces]),
     )
 
 
@@ -169,21 +178,28 @@ def pack(
     at = 0
     for name in sorted(payload.ranges):
         own = pieces[name]
-        cells = {
-            grain: _positions(payload, name, grain)
-            for grain in sorted({group.shape.tokens_per_cell for group in own.groups})
-        }
-        counts = np.select([own.grains == grain for grain in cells], [len(found) for found in cells.values()])
-        ends = at + np.cumsum(own.widths * counts)
+        is_in = _between(own.layers, payload.layers)
+        grains = sorted({group.shape.tokens_per_cell for group in own.groups})
+        cells = {grain: _positions(payload, name, grain) for grain in grains}
+        counts = np.select([own.grains == grain for grain in grains], [len(cells[grain]) for grain in grains])
+        sizes = own.widths * counts * is_in
+        places = (at + np.cumsum(sizes) - sizes).astype(np.uint64)
         for group in own.groups:
+            chosen = is_in[group.numbers]
             positions = cells[group.shape.tokens_per_cell]
-            if len(positions):
+            if len(positions) and chosen.any():
                 _check_covered(payload.ranges[name], tables[name])
-                places = (ends - own.widths * counts)[group.numbers].astype(np.uint64)
                 table = tables[name].in_cells(group.shape.tokens_per_cell)
-                runs += _runs_of(group, positions, table, places, head_major=payload.head_major)
-        at = int(ends[-1])
+                ours = group._replace(numbers=group.numbers[chosen], starts=group.starts[chosen])
+                runs += _runs_of(ours, positions, table, places[ours.numbers], head_major=payload.head_major)
+        at += int(sizes.sum())
     return runs, at
+
+
+def _between(numbers: NDArray[np.int64], layers: LayerRange) -> NDArray[np.bool_]:
+    """Which of some layers are in a range."""
+    start, stop = layers
+    return (numbers >= start) & (numbers < (MAX_LAYER if stop is None else stop))
 
 
 def _positions(payload: Payload, name: str, tokens_per_cell: int) -> Words:

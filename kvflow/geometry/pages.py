@@ -52,6 +52,8 @@ class PageTable(NamedTuple):
 
     def in_cells(self, tokens_per_cell: int) -> "PageTable":
         """The same table for a tensor in which several tokens share a cell: cells take the place of tokens."""
+        if tokens_per_cell == 1:
+            return self
         first, size = self.first_token // tokens_per_cell, self.page_size // tokens_per_cell
         return PageTable(self.pages, first, size, self.shard.in_cells(tokens_per_cell))
 

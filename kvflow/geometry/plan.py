@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.errors import PlanError
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.pages import PageTable, TokenRuns, pair_pages
 from kvflow.geometry.routes import BoundRoute, Leg
 from kvflow.geometry.tokens import TokenRange, cell_range
@@ -69,7 +70,7 @@ def plan(
     route: BoundRoute,
     shares: Mapping[str, Share],
     *,
-    layers: tuple[int, int] | None = None,
+    layers: LayerRange = ALL_LAYERS,
     max_bytes: int | None = None,
 ) -> Descriptors:
     """Work out the descriptors that move some tokens along a route.
@@ -77,7 +78,7 @@ def plan(
     Args:
         route: Who sends what, with both layouts worked in.
         shares: Components to move; those that the route does not have are ignored.
-        layers: Global layers `[start, stop)` to move; all by default.
+        layers: Global layers to move; all by default.
         max_bytes: Longest descriptor that the transport takes; no limit by default.
 
     Returns:
@@ -87,28 +88,36 @@ def plan(
     Raises:
         PlanError: Page tables do not reach over their tokens, or there are too many descriptors.
     """
-    parts = [
-        (leg if layers is None else leg.of_layers(*layers), extents)
-        for leg, extents in _parts(route, shares, max_bytes)
-    ]
+    parts = list(_parts(route, shares, layers, max_bytes))
     return _spread(parts, route.src_device, route.dst_device)
 
 
-def count_rows(route: BoundRoute, shares: Mapping[str, Share], *, max_bytes: int | None = None) -> int:
+def count_rows(
+    route: BoundRoute,
+    shares: Mapping[str, Share],
+    *,
+    layers: LayerRange = ALL_LAYERS,
+    max_bytes: int | None = None,
+) -> int:
     """Count the descriptors of a plan without writing them down; arguments and errors as in `plan`."""
-    return sum(len(leg.src_bases) * len(extents.lengths) for leg, extents in _parts(route, shares, max_bytes))
+    return sum(len(leg.src_bases) * len(extents.lengths) for leg, extents in _parts(route, shares, layers, max_bytes))
 
 
-def _parts(route: BoundRoute, shares: Mapping[str, Share], max_bytes: int | None) -> Iterator[tuple[Leg, _Extents]]:
+def _parts(
+    route: BoundRoute, shares: Mapping[str, Share], layers: LayerRange, max_bytes: int | None
+) -> Iterator[tuple[Leg, _Extents]]:
     """What each leg of a route has to move, from its bases."""
     runs: dict[tuple[str, int, bool], TokenRuns] = {}
     for leg in route.legs:
         if leg.component not in shares:
             continue
+        chosen = leg.of_layers(layers)
+        if not chosen.layers.size:
+            continue
         key = (leg.component, leg.tokens_per_cell, leg.pages_touch)
         if key not in runs:
             runs[key] = _cell_runs(shares[leg.component], leg.tokens_per_cell, joined=leg.pages_touch)
-        yield leg, _split(_merge(_extents(leg, runs[key])), max_bytes)
+        yield chosen, _split(_merge(_extents(leg, runs[key])), max_bytes)
 
 
 def _spread(parts: Sequence[tuple[Leg, _Extents]], src_device: int, dst_device: int) -> Descriptors:

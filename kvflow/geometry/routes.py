@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.errors import RouteError
+from kvflow.geometry.debts import Costs, Debt, bytes_owed
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import KVLayout, Region, RegionKey
-from kvflow.geometry.tokens import TokenRange, TokenShard, cell_range, closes, count_shared, overlap_pattern
+from kvflow.geometry.tokens import TokenRange, TokenShard, count_shared, overlap_pattern
 
 __all__ = [
     "BoundRoute",
@@ -238,51 +240,15 @@ class Leg(NamedTuple):
         pieces = min(cuts, num_cells) if self.tokens_touch else num_cells
         return len(self.src_bases) * pieces * (1 if self.heads_touch else self.num_heads)
 
-    def of_layers(self, start: int, stop: int) -> "Leg":
+    def of_layers(self, layers: LayerRange) -> "Leg":
         """The pieces of some layers."""
-        chosen = (start <= self.layers) & (self.layers < stop)
+        if layers == ALL_LAYERS:
+            return self
+        start, stop = layers
+        chosen = start <= self.layers if stop is None else (start <= self.layers) & (self.layers < stop)
         return self._replace(
             layers=self.layers[chosen], src_bases=self.src_bases[chosen], dst_bases=self.dst_bases[chosen]
         )
-
-
-class Debt(NamedTuple):
-    """What one component costs on the way along a route.
-
-    Attributes:
-        src: Which tokens the sending side holds.
-        dst: Which tokens the receiving side holds.
-        cell_bytes: For each number of tokens that share a cell: bytes for each cell that both sides hold.
-    """
-
-    src: TokenShard
-    dst: TokenShard
-    cell_bytes: dict[int, int]
-
-    def num_bytes(self, tokens: TokenRange, *, closing: bool) -> int:
-        """Bytes that move for a token range.
-
-        Args:
-            tokens: `[start, stop)`.
-            closing: No token follows.
-        """
-        total = 0
-        for tokens_per_cell, cost in self.cell_bytes.items():
-            cells = cell_range(tokens, tokens_per_cell, closing=closing)
-            shards = self.src.in_cells(tokens_per_cell), self.dst.in_cells(tokens_per_cell)
-            total += cost * count_shared(cells, *shards)
-        return total
-
-
-def bytes_owed(debts: Mapping[str, Debt], ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange]) -> int:
-    """Add up what a part of a transfer costs; the sender counts with it, and the receiver checks with it.
-
-    Args:
-        debts: By component.
-        ranges: For some of these components, the tokens of the part.
-        wanted: For the same components, all tokens of the transfer.
-    """
-    return sum(debts[name].num_bytes(tokens, closing=closes(tokens, wanted[name])) for name, tokens in ranges.items())
 
 
 class BoundRoute(NamedTuple):
@@ -304,11 +270,11 @@ class BoundRoute(NamedTuple):
         """Bytes that move for a token range of one component; 0 if none of it is owed."""
         return self.debts[component].num_bytes(tokens, closing=closing) if component in self.debts else 0
 
-    def max_rows(self, component: str, num_tokens: int) -> int:
-        """Most descriptors that a plan of that many tokens of a component can have."""
+    def max_rows(self, component: str, num_tokens: int, layers: LayerRange = ALL_LAYERS) -> int:
+        """Most descriptors that a plan of that many tokens, and of these layers, of a component can have."""
         debt = self.debts.get(component)
-        step = math.gcd(*(shard.interleave for shard in debt[:2] if shard.size > 1)) if debt else 0
-        return sum(leg.max_rows(num_tokens, step) for leg in self.legs if leg.component == component)
+        step = math.gcd(*(shard.interleave for shard in (debt.src, debt.dst) if shard.size > 1)) if debt else 0
+        return sum(leg.of_layers(layers).max_rows(num_tokens, step) for leg in self.legs if leg.component == component)
 
 
 def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
@@ -323,7 +289,7 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
     src_holdings, dst_holdings = _holdings(src), _holdings(dst)
     _check_pieces(route, src_holdings)
     groups: dict[_LegShape, list[tuple[int, int, int]]] = {}
-    debts: dict[str, Debt] = {}
+    costs: dict[str, Costs] = {}
     for piece in route.pieces:
         source = _holding_for(piece, src_holdings, "prefill")
         target = _holding_for(piece, dst_holdings, "decode")
@@ -341,8 +307,8 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
         )
         bases = (piece.layer, _base(region, piece), _base(target.region, piece))
         groups.setdefault(shape, []).append(bases)
-        costs = debts.setdefault(piece.component, Debt(source.shard, target.shard, {})).cell_bytes
-        costs[region.tokens_per_cell] = costs.get(region.tokens_per_cell, 0) + num_heads * region.head_bytes
+        of_component = costs.setdefault(piece.component, Costs(source.shard, target.shard, {}))
+        of_component.add(region.tokens_per_cell, piece.layer, num_heads * region.head_bytes)
     legs = [
         Leg(
             *shape,
@@ -352,6 +318,7 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
         )
         for shape, bases in groups.items()
     ]
+    debts = {name: of_component.debt() for name, of_component in costs.items()}
     return BoundRoute(tuple(legs), src.device_id, dst.device_id, debts)
 
 

@@ -116,6 +116,8 @@ def check_range(tokens: TokenRange) -> TokenRange:
 
 def held_range(tokens: TokenRange, shard: TokenShard) -> TokenRange:
     """Give the places that a token range takes among the tokens that are held."""
+    if shard.size == 1:
+        return tokens
     return shard.held_before(tokens[0]), shard.held_before(tokens[1])
 
 
@@ -176,7 +178,8 @@ def overlap_pattern(src: TokenShard, dst: TokenShard) -> tuple[int, int]:
 def count_shared(tokens: TokenRange, src: TokenShard, dst: TokenShard) -> int:
     """Count the tokens of a range that both sides hold."""
     if dst.size == 1:
-        return src.held_before(tokens[1]) - src.held_before(tokens[0])
+        start, stop = held_range(tokens, src)
+        return stop - start
     if src.size == 1:
         return count_shared(tokens, dst, src)
     step, turn, held = _overlap(src, dst)

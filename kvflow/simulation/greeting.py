@@ -7,7 +7,16 @@ from kvflow.geometry.routes import Route
 from kvflow.simulation.shapes import routes_to
 from kvflow.state.events import GreetedRank, InstanceGreeted, InstanceUnreachable
 from kvflow.wire.codec import encode
-from kvflow.wire.messages import PROTOCOL_VERSION, Card, Hello, PeerId, Refuse, StagingWindow, Welcome
+from kvflow.wire.messages import (
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    Card,
+    Hello,
+    PeerId,
+    Refuse,
+    StagingWindow,
+    Welcome,
+)
 
 if TYPE_CHECKING:
     from kvflow.simulation.decode_host import DecodeHost
@@ -72,7 +81,7 @@ class Greeting:
             peer=host.me,
             to=card.peer,
             attempt=next(host.attempts),
-            versions=(PROTOCOL_VERSION, PROTOCOL_VERSION),
+            versions=(OLDEST_VERSION, PROTOCOL_VERSION),
             lease_s=host.config.timeouts.lease_s,
             backend=host.backend.name,
             backend_metadata=host.backend.metadata(),

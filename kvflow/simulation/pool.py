@@ -3,8 +3,9 @@
 from collections import deque
 from collections.abc import Iterable, Mapping
 
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.tokens import TokenRange
-from kvflow.simulation.shapes import CELL_BYTES, CellTable, cell_value
+from kvflow.simulation.shapes import CELL_BYTES, CellTable, cell_value, layer_of
 
 __all__ = ["Lease", "Pool", "Violation"]
 
@@ -85,12 +86,16 @@ class Pool:
             for slot in slots:
                 self.owners[self.table.first_page[component] + slot] = None
 
-    def compute(self, lease: Lease, component: str, tokens: TokenRange, content: int) -> None:
-        """Write the cells of some tokens, as a prefill engine does."""
+    def compute(
+        self, lease: Lease, component: str, tokens: TokenRange, content: int, layers: LayerRange = ALL_LAYERS
+    ) -> None:
+        """Write the cells of some tokens and layers, as a prefill engine does."""
         words = self._words
+        start, stop = layers
         for token, cells in self._tokens(lease, component, tokens):
             for word, name in cells:
-                words[word] = cell_value(content, name, token)
+                if start <= layer_of(name) and (stop is None or layer_of(name) < stop):
+                    words[word] = cell_value(content, name, token)
 
     def check_cells(self, lease: Lease, component: str, tokens: TokenRange, contents: Iterable[int]) -> str | None:
         """Say what is wrong with the cells of a lease: wanted ones must be there, the others untouched.

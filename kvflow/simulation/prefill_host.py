@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
@@ -10,26 +11,26 @@ import numpy as np
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
 from kvflow.config import RankConfig
 from kvflow.errors import FailureReason, KvflowError, PlanError, RemoteProtocolError, Unreachable
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.routes import BoundRoute
 from kvflow.geometry.tokens import TokenRange
+from kvflow.simulation.device import DeviceEvent, SimEnqueue
 from kvflow.simulation.host import Host
 from kvflow.simulation.network import Line
 from kvflow.simulation.requests import Request, Sending
 from kvflow.simulation.shapes import KV, STATE, CellTable
 from kvflow.stages.bootstrap import PrefillBootstrap
 from kvflow.stages.digests import DigestWork, OwnMemory
-from kvflow.stages.enqueue import Enqueue, Slots
 from kvflow.stages.packing import HostMemory
 from kvflow.stages.planning import PlannedChunk, Planning
-from kvflow.stages.staging import LocalStaging
+from kvflow.stages.staging import LocalStaging, slots_of
 from kvflow.stages.submit import Submit, agent_name
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
-from kvflow.state.events import Chunk
+from kvflow.state.events import Chunk, LayersReady
 from kvflow.state.queue import ChunkJob
-from kvflow.state.slots import SlotPool
 from kvflow.state.tables import Memory
 from kvflow.state.window import Cost
 from kvflow.wire.channel import Listener
@@ -78,12 +79,12 @@ class PrefillHost(Host):
         layout = self.pool.table.layout
         listener = cast("Listener", self._listener)
         staging = self._local_staging(layout)
-        self._local = staging.slots if staging is not None else SlotPool(0)
         self._bootstrap = PrefillBootstrap(
             self.context, layout, self.backend, listener, self._on_message, staging=staging
         )
-        slots = self._slots(staging)
-        self._enqueue = Enqueue(self.context, self._cost, lambda: None, slots)  # jobs are taken by hand
+        slots = slots_of(staging, self.core.slots)
+        self._local = slots.local
+        self._enqueue = SimEnqueue(self.context, self._cost, lambda: None, slots)  # jobs are taken by hand
         geometry = self._bootstrap.geometry
         memory = OwnMemory(layout, self.backend.view)
         take, end = self._enqueue.next_job, self._enqueue.end
@@ -106,12 +107,6 @@ class PrefillHost(Host):
         pages = functools.partial(HostMemory, layout, self.backend.view)
         return LocalStaging(self.staging.range, shape.slot_bytes, pages, row_overhead_s=0.0, packing="always")
 
-    def _slots(self, staging: LocalStaging | None) -> Slots | None:
-        if staging is None:
-            return None
-        slots = self.core.slots
-        return Slots(staging.slots, slots.pool, lambda peer, cost: staging.wants(cost, slots.window(peer)))
-
     # The engine ------------------------------------------------------------------------------------------------------
 
     def open_room(self, request: Request) -> Sending | None:
@@ -132,8 +127,16 @@ class PrefillHost(Host):
         self.world.oracle.opened(sending)
         return sending
 
-    def compute(self, sending: Sending, stop: int, *, is_last: bool) -> bool:
-        """Compute tokens up to `stop` and offer them; False if the queue is full."""
+    def compute(self, sending: Sending, stop: int, *, is_last: bool, pauses: Sequence[tuple[int, float]] = ()) -> bool:
+        """Compute tokens up to `stop` and offer them; False if the queue is full.
+
+        Args:
+            sending: Whose.
+            stop: Where the chunk ends.
+            is_last: No chunk follows.
+            pauses: If the chunk is offered before it is computed: for each group of layers, where it ends, and how long
+                the device takes for it.
+        """
         if self.transfers.get(sending.request.room) is not sending or sending.decided_at is not None:
             return True
         sender = self.core.senders.rooms.get(sending.request.room)
@@ -145,9 +148,7 @@ class PrefillHost(Host):
         slots = sending.lease.pages[KV][tokens[0] // size : -(-stop // size)] if tokens[0] < stop else ()
         ranges = {KV: tokens}
         pages = {KV: page_table(size, tokens, slots)}
-        self.pool.compute(sending.lease, KV, tokens, request.content)
         if is_last and STATE in sending.lease.pages:
-            self.pool.compute(sending.lease, STATE, (0, 1), request.content)
             ranges[STATE] = (0, 1)
             pages[STATE] = page_table(1, (0, 1), sending.lease.pages[STATE])
         metadata = metadata_of(request) if is_last else b""
@@ -157,9 +158,37 @@ class PrefillHost(Host):
             sending.finished_at = self.world.schedule.now
             self.world.oracle.finished(sending)
         footprint = self.footprint(sending.lease, {name: len(table.pages) for name, table in pages.items()})
-        chunk = Chunk(tokens, ranges, pages, last=is_last, metadata=metadata)
+        layers = self._run_device(sending, ranges, pauses)
+        chunk = Chunk(tokens, ranges, pages, layers=layers, last=is_last, metadata=metadata)
         self.dispatch(ev.ChunkOffered(request.room, chunk, footprint))
         return True
+
+    def _run_device(
+        self, sending: Sending, ranges: Mapping[str, TokenRange], pauses: Sequence[tuple[int, float]]
+    ) -> tuple[LayersReady, ...]:
+        """Compute now, or group after group if there are pauses; the last group has all layers that remain."""
+        if not pauses:
+            self._compute_layers(sending, ranges, ALL_LAYERS)
+            return ()
+        groups = []
+        start, when = 0, self.world.schedule.now
+        for number, (stop, pause_s) in enumerate(pauses):
+            layers = (start, stop if number < len(pauses) - 1 else None)
+            event = DeviceEvent()
+            groups.append(LayersReady(stop, event))
+            start, when = stop, when + pause_s
+            self.world.schedule.at(when, self.call, self._finish_layers, (sending, dict(ranges), layers), event)
+        return tuple(groups)
+
+    def _finish_layers(self, work: tuple[Sending, dict[str, TokenRange], LayerRange], event: DeviceEvent) -> None:
+        if not work[0].lease.is_free:
+            self._compute_layers(*work)
+        event.happen()
+        self._after_dispatch()
+
+    def _compute_layers(self, sending: Sending, ranges: Mapping[str, TokenRange], layers: LayerRange) -> None:
+        for name, tokens in ranges.items():
+            self.pool.compute(sending.lease, name, tokens, sending.request.content, layers)
 
     def abort_room(self, sending: Sending) -> None:
         """Give a room up."""
@@ -245,7 +274,7 @@ class PrefillHost(Host):
 
     def _cost(self, effect: ef.EnqueueChunk) -> Cost:
         geometry = self._bootstrap.geometry(effect.delivery.peer)
-        return geometry.cost(effect.ranges, effect.grant.ranges, None) if geometry else Cost(0, 0)
+        return geometry.cost(effect.ranges, effect.grant.ranges, None, effect.layers) if geometry else Cost(0, 0)
 
     def _after_dispatch(self) -> None:
         while (job := self._enqueue.next_job()) is not None:

@@ -10,7 +10,7 @@ from kvflow.simulation.faults import Faults, draw_faults
 from kvflow.simulation.pool import Violation
 from kvflow.simulation.requests import Receiving, Request
 from kvflow.simulation.shapes import MODELS, Shape
-from kvflow.simulation.traffic import ACTIVE_S, Traffic
+from kvflow.simulation.traffic import ACTIVE_S, Traffic, draw_pauses
 from kvflow.simulation.world import Instance, StagingShape, World
 from kvflow.state.events import QuarantineReleased
 from kvflow.state.quarantine import NO_MEMORY
@@ -28,6 +28,9 @@ LIVELY_S: Final = 12.0
 FRESH_TOKENS: Final = 4
 PAUSE_S: Final = 1.0
 FRESH_STEP_S: Final = 0.05
+STREAMED: Final = 0.3
+"""Share of fresh transfers that go layer by layer."""
+
 PAUSES: Final = (FailureReason.PEER_FAILING, FailureReason.NOT_GRANTED, FailureReason.ABORTED)
 """Why a fresh transfer may fail at first: some rank of the instance still avoids the other side."""
 
@@ -108,6 +111,7 @@ def _draw_world(seed: int, rng: random.Random, *, tells: bool) -> World:
     )
     limits = Limits(
         bytes_per_post=rng.choice((1, 64, 200, 2**20)),
+        bytes_per_layer_piece=rng.choice((1, 100, 2**20)),
         posts_per_peer=rng.choice((1, 2, 16)),
         bytes_per_peer=rng.choice((64, 2**20)),
         queued_chunks=4,
@@ -208,6 +212,7 @@ def _transfer(world: World, request: Request) -> list[Receiving]:
     for rank in world.instances[request.prefill].ranks:
         sending = world.prefill(rank).open_room(request)
         if sending is not None:
-            world.prefill(rank).compute(sending, request.num_tokens, is_last=True)
+            pauses = draw_pauses(world) if world.rng.random() < STREAMED else []
+            world.prefill(rank).compute(sending, request.num_tokens, is_last=True, pauses=pauses)
     opened = [host.receive(request) for host in receivers]
     return [receiving for receiving in opened if receiving is not None]

@@ -13,7 +13,19 @@ from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region
 from kvflow.geometry.routes import BoundRoute, Route, bind_route, compile_routes
 from kvflow.geometry.shards import head_range
 
-__all__ = ["CELL_BYTES", "KV", "MODELS", "STATE", "CellTable", "Model", "Shape", "cell_value", "layout_of", "routes_to"]
+__all__ = [
+    "CELL_BYTES",
+    "KV",
+    "MODELS",
+    "STATE",
+    "CellTable",
+    "Model",
+    "Shape",
+    "cell_value",
+    "layer_of",
+    "layout_of",
+    "routes_to",
+]
 
 CELL_BYTES: Final = 8
 KV: Final = "kv"
@@ -44,6 +56,7 @@ MODELS: Final = (
     Model("grouped", ("k", "v"), 2, 2),
     Model("latent", ("latent",), 1, 2),
     Model("hybrid", ("k",), 2, 2, has_state=True),
+    Model("deep", ("k",), 2, 4),
 )
 
 
@@ -96,6 +109,11 @@ class CellTable(NamedTuple):
 def cell_value(content: int, name: int, token: int) -> int:
     """The number that a cell holds: whose it is, which cell, which token."""
     return content << 32 | name << 16 | token
+
+
+def layer_of(name: int) -> int:
+    """The layer of what names a cell."""
+    return name >> 8
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,7 +1,7 @@
 """Requests and misfortunes of one run: engines, a router that feeds them, and a fate that strikes, all drawn."""
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvflow.errors import CapacityExceeded, LocalProtocolError, RankDraining
 from kvflow.simulation.faults import Faults
@@ -11,16 +11,41 @@ from kvflow.simulation.writes import Write
 from kvflow.state.tables import Outcome
 from kvflow.wire.messages import RankId
 
-__all__ = ["ACTIVE_S", "Traffic"]
+__all__ = ["ACTIVE_S", "Traffic", "draw_pauses"]
 
 ACTIVE_S: Final = 3.0
 """How long faults strike and requests come."""
 
 MAX_TRIES: Final = 3
+LAYER_CUT: Final = 0.8
+DEVICE_S: Final = 0.03
 RETRY_S: Final = 0.05
 GIVE_UP_S: Final = 1.0
 STALE_S: Final = 2.0
 """After which a prefill engine aborts what it cannot finish."""
+
+
+class Course(NamedTuple):
+    """How the ranks of a prefill instance get through a request.
+
+    Attributes:
+        cuts: Where its chunks end; the last may be empty.
+        pace_s: How long a chunk takes at most.
+        give_up: When a rank stops trying to begin.
+        streams: Chunks are offered before they are computed, and get ready by layers.
+    """
+
+    cuts: list[int]
+    pace_s: float
+    give_up: float
+    streams: bool
+
+
+def draw_pauses(world: World) -> list[tuple[int, float]]:
+    """Where the groups of layers end that a device finishes together, and how long it takes for each."""
+    rng, num_layers = world.rng, world.model.layers
+    stops = [stop for stop in range(1, num_layers) if rng.random() < LAYER_CUT]
+    return [(stop, DEVICE_S * rng.random()) for stop in (*stops, num_layers)]
 
 
 class Traffic:
@@ -99,6 +124,7 @@ class Traffic:
         tells = f"{request}: {request.start}:{request.num_tokens} from {request.prefill} to {request.decode}"
         world.tell(f"router sends {tells}")
         cuts = self._cuts(request)
+        streams = rng.random() < 0.3
         pace_s = rng.random() * 0.2
         for side in (request.prefill, request.decode):
             late_s = rng.random() if rng.random() < 0.2 else 0.0
@@ -110,7 +136,7 @@ class Traffic:
                 if world.instances[side].is_decode:
                     world.schedule.at(when, self._receive, request, rank, when + GIVE_UP_S)
                 else:
-                    world.schedule.at(when, self._open, request, rank, (cuts, pace_s, when + GIVE_UP_S))
+                    world.schedule.at(when, self._open, request, rank, Course(cuts, pace_s, when + GIVE_UP_S, streams))
 
     def _cuts(self, request: Request) -> list[int]:
         """Where the chunks of a request end; the last may be empty."""
@@ -130,9 +156,8 @@ class Traffic:
 
         host.call(self._attempt, act, lambda: self._receive(request, rank, give_up), give_up)
 
-    def _open(self, request: Request, rank: RankId, course: tuple[list[int], float, float]) -> None:
+    def _open(self, request: Request, rank: RankId, course: Course) -> None:
         host = self.world.prefill(rank)
-        cuts, pace_s, give_up = course
 
         def act() -> bool:
             sending = host.open_room(request)
@@ -142,15 +167,15 @@ class Traffic:
             if rng.random() < self._faults.abort:
                 self.world.count("prefill abort")
                 schedule.after(self._moment(), host.call, host.abort_room, sending)
-            stops: list[int | None] = [*cuts]
+            stops: list[int | None] = [*course.cuts]
             if rng.random() < self._faults.absence:
                 self.world.count("unfinished prefill")
                 stops[-1] = None
-            schedule.after(rng.random() * 0.1, host.call, self._compute, sending, stops, pace_s)
+            schedule.after(rng.random() * 0.1, host.call, self._compute, sending, stops, course)
             schedule.after(STALE_S, host.call, self._abandon, sending)
             return True
 
-        host.call(self._attempt, act, lambda: self._open(request, rank, course), give_up)
+        host.call(self._attempt, act, lambda: self._open(request, rank, course), course.give_up)
 
     def _moment(self) -> float:
         """When an engine gives up: while the first words are on their way, or later."""
@@ -165,16 +190,17 @@ class Traffic:
         if not has_begun and self.world.schedule.now < give_up and self._is_active:
             self.world.schedule.after(RETRY_S, again)
 
-    def _compute(self, sending: Sending, cuts: list[int | None], pace_s: float) -> None:
+    def _compute(self, sending: Sending, cuts: list[int | None], course: Course) -> None:
         """Compute the next chunk, and plan the one after it; None means that the engine gets stuck."""
         host = self.world.processes[sending.host.me.rank]
         if host is not sending.host or cuts[0] is None:
             return
-        if self.world.prefill(host.me.rank).compute(sending, cuts[0], is_last=len(cuts) == 1):
+        pauses = draw_pauses(self.world) if course.streams else []
+        if self.world.prefill(host.me.rank).compute(sending, cuts[0], is_last=len(cuts) == 1, pauses=pauses):
             cuts.pop(0)
         if cuts:
-            delay_s = pace_s * self._rng.random() + 0.001
-            self.world.schedule.after(delay_s, host.call, self._compute, sending, cuts, pace_s)
+            delay_s = course.pace_s * self._rng.random() + 0.001 + sum(pause_s for _, pause_s in pauses)
+            self.world.schedule.after(delay_s, host.call, self._compute, sending, cuts, course)
 
     def _abandon(self, sending: Sending) -> None:
         host = self.world.processes[sending.host.me.rank]

@@ -22,7 +22,17 @@ from kvflow.stages.submit import agent_name
 from kvflow.state.events import PeerGreeted
 from kvflow.wire.channel import Listener
 from kvflow.wire.codec import decode_frames, encode
-from kvflow.wire.messages import PROTOCOL_VERSION, Goodbye, Hello, Message, PeerId, Refuse, Welcome
+from kvflow.wire.messages import (
+    LAYERS_SINCE,
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    Goodbye,
+    Hello,
+    Message,
+    PeerId,
+    Refuse,
+    Welcome,
+)
 
 __all__ = ["PrefillBootstrap"]
 
@@ -146,8 +156,9 @@ class PrefillBootstrap:
         """
         if hello.to != self._context.me:
             raise RouteError("hello is for another rank or another life of it", to=str(hello.to))
-        if not hello.versions[0] <= PROTOCOL_VERSION <= hello.versions[1]:
-            raise RouteError("no protocol version in common", theirs=hello.versions, mine=PROTOCOL_VERSION)
+        mine = (OLDEST_VERSION, PROTOCOL_VERSION)
+        if hello.versions[0] > mine[1] or hello.versions[1] < mine[0] or hello.versions[0] > hello.versions[1]:
+            raise RouteError("no protocol version in common", theirs=hello.versions, mine=mine)
         if hello.backend != self._backend.name:
             raise RouteError("transports differ", theirs=hello.backend, mine=self._backend.name)
         if hello.layout.fingerprint != self._layout.fingerprint:
@@ -167,14 +178,17 @@ class PrefillBootstrap:
         self._peers[connection] = hello.peer
         self._lines[hello.peer] = connection
         geometry = PeerGeometry(route, hello.layout, hello.route.pieces)
-        cutting = cutting_of(route, self._layout, hello.layout, self._context.config.limits.bytes_per_post)
+        limits = self._context.config.limits
+        version = min(PROTOCOL_VERSION, hello.versions[1])
+        layer_piece_bytes = limits.bytes_per_layer_piece if version >= LAYERS_SINCE else None
+        cutting = cutting_of(route, self._layout, hello.layout, limits.bytes_per_post, layer_piece_bytes)
         if self._staging is not None and hello.staging is not None:
             geometry = replace(geometry, staging=hello.staging, packed=self._staging.find(hello.route.pieces))
             cutting = self._staging.cut(cutting, route, hello.staging)
         self._geometry[hello.peer] = geometry
         greeted = PeerGreeted(hello.peer, hello.lease_s, tuple(route.debts), cutting, geometry.staging)
         self._context.dispatch(greeted)
-        self.send(hello.peer, Welcome(peer=self._context.me, version=PROTOCOL_VERSION))
+        self.send(hello.peer, Welcome(peer=self._context.me, version=version))
 
     def _refuse(self, connection: bytes, to: PeerId | None, detail: str) -> None:
         try:

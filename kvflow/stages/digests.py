@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kvflow.errors import PlanError
 from kvflow.geometry.digest import View, Written, digest
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.routes import Debt, RoutePiece
@@ -38,6 +39,7 @@ class DigestWork:
         debts: By component, which tokens the two hold.
         tables: By component, this rank's pages.
         wanted: By component, all tokens of the transfer.
+        layers: Of which digests are wanted.
     """
 
     memory: OwnMemory
@@ -45,6 +47,7 @@ class DigestWork:
     debts: Mapping[str, Debt]
     tables: Mapping[str, PageTable]
     wanted: Mapping[str, TokenRange]
+    layers: LayerRange = ALL_LAYERS
 
     def digest(self, name: str, tokens: TokenRange) -> int:
         """Work one digest out.
@@ -53,7 +56,7 @@ class DigestWork:
             name: Component.
             tokens: Of this component.
         """
-        written = Written(self.pieces, self.debts[name], tokens, closes(tokens, self.wanted[name]))
+        written = Written(self.pieces, self.debts[name], tokens, closes(tokens, self.wanted[name]), self.layers)
         return digest(written, self.memory.layout.component(name), self.tables[name], self.memory.view)
 
     def digests(self, ranges: Mapping[str, TokenRange]) -> dict[str, int]:

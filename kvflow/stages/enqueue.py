@@ -9,42 +9,23 @@ rooms that go there.
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final
 
 import anyio
 import anyio.to_thread
 
 from kvflow.errors import FailureReason, Stage
 from kvflow.stages.context import StageContext
+from kvflow.stages.staging import NO_SLOTS, Slots
 from kvflow.state.effects import EnqueueChunk
 from kvflow.state.events import DeliveryId, PlanFailed, ReadyEvent
 from kvflow.state.queue import ChunkJob, ChunkQueue, JobEnd
-from kvflow.state.slots import SlotPool
 from kvflow.state.window import Cost
 from kvflow.wire.messages import Failure, PeerId
 
-__all__ = ["Enqueue", "Slots"]
+__all__ = ["Enqueue"]
 
 DEVICE_WAITS_AT_ONCE = 64
 """Threads that wait for devices; they have a bound of their own, so that nothing else has to wait for them."""
-
-
-@dataclass(frozen=True)
-class Slots:
-    """How packed jobs get their slots.
-
-    Attributes:
-        local: This rank's.
-        remote: Gives those of a peer; None if it has none.
-        wants: Says whether a job is to be packed.
-    """
-
-    local: SlotPool
-    remote: Callable[[PeerId], SlotPool | None]
-    wants: Callable[[PeerId, Cost], bool]
-
-
-NO_SLOTS: Final = Slots(SlotPool(0), lambda _: None, lambda _, __: False)
 
 
 @dataclass
@@ -71,7 +52,7 @@ class Enqueue:
         context: StageContext,
         cost: Callable[[EnqueueChunk], Cost],
         on_change: Callable[[], None],
-        slots: "Slots | None" = None,
+        slots: Slots | None = None,
     ) -> None:
         self._slots = slots or NO_SLOTS
         limits, ageing_s = context.config.limits, context.config.timeouts.ageing_s
@@ -184,17 +165,20 @@ class Enqueue:
     async def _wait_for_devices(self, delivery: DeliveryId, line: deque[EnqueueChunk]) -> None:
         """Push the chunks of a delivery one after another as they get ready, unless it is dropped meanwhile."""
         while self._not_ready.get(delivery) is line:
-            failure = await self._wait_for_device(line[0].chunk.ready)
-            if self._not_ready.get(delivery) is not line:
-                return
-            effect = line.popleft()
-            if not line:
-                del self._not_ready[delivery]
-            if failure is None:
-                self._push(effect)
-            else:
-                self._leave(delivery.peer, 1)
-                self._context.dispatch(PlanFailed(delivery, effect.seq, failure))
+            self._device_answered(delivery, line, await self._wait_for_device(line[0].chunk.ready))
+
+    def _device_answered(self, delivery: DeliveryId, line: deque[EnqueueChunk], failure: Failure | None) -> None:
+        """Take the first of a line that is ready, or will never be, unless its delivery was dropped meanwhile."""
+        if self._not_ready.get(delivery) is not line:
+            return
+        effect = line.popleft()
+        if not line:
+            del self._not_ready[delivery]
+        if failure is None:
+            self._push(effect)
+        else:
+            self._leave(delivery.peer, 1)
+            self._context.dispatch(PlanFailed(delivery, effect.seq, failure))
 
     async def _wait_for_device(self, ready: ReadyEvent | None) -> Failure | None:
         if ready is None:
@@ -213,6 +197,7 @@ class Enqueue:
             delivery=effect.delivery,
             seq=effect.seq,
             ranges=effect.ranges,
+            layers=effect.layers,
             pages=effect.chunk.pages,
             grant=effect.grant,
             cost=cost,

@@ -21,7 +21,17 @@ from kvflow.state.events import GreetedRank, InstanceGreeted, InstanceUnreachabl
 from kvflow.state.staging import StagingArea
 from kvflow.wire.channel import Dialer
 from kvflow.wire.codec import decode_frames, encode
-from kvflow.wire.messages import PROTOCOL_VERSION, Card, Goodbye, Hello, Message, PeerId, Refuse, Welcome
+from kvflow.wire.messages import (
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    Card,
+    Goodbye,
+    Hello,
+    Message,
+    PeerId,
+    Refuse,
+    Welcome,
+)
 from kvflow.wire.probe import is_refused
 
 __all__ = ["DecodeBootstrap"]
@@ -113,6 +123,7 @@ class DecodeBootstrap:
         self._lines: dict[PeerId, _Line] = {}
         self._endpoints: OrderedDict[PeerId, str] = OrderedDict()
         self._probes: dict[PeerId, None] = {}
+        self._outlasting: dict[PeerId, None] = {}
         self._attempts = itertools.count()
         self._compilations = anyio.CapacityLimiter(1)
 
@@ -142,7 +153,22 @@ class DecodeBootstrap:
         finally:
             del self._probes[peer]
         if is_gone:  # it had its control port open all its life
-            self._context.dispatch(PeerGone(peer))
+            self._is_over(peer)
+
+    def _is_over(self, peer: PeerId) -> None:
+        """Say that the process of a peer has ended, and once more when what it has written is all here."""
+        self._context.dispatch(PeerGone(peer))
+        if not self._backend.capabilities.ends_with_process and peer not in self._outlasting:
+            self._outlasting[peer] = None
+            self._context.start_task(self._outlast, peer)
+
+    async def _outlast(self, peer: PeerId) -> None:
+        try:
+            is_quiet = await self._backend.outlast()
+        finally:
+            del self._outlasting[peer]
+        if is_quiet:
+            self._context.dispatch(PeerGone(peer, is_quiet=True))
 
     def forget(self, peer: PeerId) -> None:
         """Close the line to a peer that has left."""
@@ -170,7 +196,7 @@ class DecodeBootstrap:
         self._endpoints[peer] = endpoint
         for other in before:
             del self._endpoints[other]
-            self._context.dispatch(PeerGone(other))
+            self._is_over(other)
         while len(self._endpoints) > MAX_ENDPOINTS:
             self._endpoints.popitem(last=False)
 
@@ -263,7 +289,7 @@ class DecodeBootstrap:
             peer=self._context.me,
             to=card.peer,
             attempt=next(self._attempts),
-            versions=(PROTOCOL_VERSION, PROTOCOL_VERSION),
+            versions=(OLDEST_VERSION, PROTOCOL_VERSION),
             lease_s=self._context.config.timeouts.lease_s,
             backend=self._backend.name,
             backend_metadata=self._backend.metadata(),
@@ -308,7 +334,7 @@ class DecodeBootstrap:
             return
         line.has_left |= isinstance(message, Goodbye)
         if isinstance(message, Refuse) and message.peer != peer:
-            self._context.dispatch(PeerGone(peer))  # somebody else answers at its port
+            self._is_over(peer)  # somebody else answers at its port
         elif isinstance(message, Refuse):
             detail = f"{peer.rank} does not know this rank any more: {message.detail}"
             failure = self._context.failure(FailureReason.PEER_LOST, Stage.BOOTSTRAP, detail)

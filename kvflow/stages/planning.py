@@ -15,6 +15,7 @@ import anyio.to_thread
 import numpy as np
 
 from kvflow.errors import FailureReason, PlanError, Stage
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pack import PackedPieces, Payload, is_head_major
 from kvflow.geometry.pages import PageTable, Part, check_parts
@@ -60,16 +61,23 @@ class PeerGeometry:
     staging: StagingWindow | None = None
     packed: Mapping[str, PackedPieces] = field(default_factory=dict)
 
-    def cost(self, ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange], max_bytes: int | None) -> Cost:
+    def cost(
+        self,
+        ranges: Mapping[str, TokenRange],
+        wanted: Mapping[str, TokenRange],
+        max_bytes: int | None,
+        layers: LayerRange = ALL_LAYERS,
+    ) -> Cost:
         """Say what a part of a transfer takes of this rank's window, without planning it.
 
         Args:
             ranges: By component, the tokens of the part.
             wanted: For the same components, all tokens of the transfer.
             max_bytes: Longest descriptor that the transport takes; no limit if None.
+            layers: Of the part.
         """
-        num_bytes = bytes_owed(self.route.debts, ranges, wanted)
-        num_rows = sum(self.route.max_rows(name, stop - start) for name, (start, stop) in ranges.items())
+        num_bytes = bytes_owed(self.route.debts, ranges, wanted, layers)
+        num_rows = sum(self.route.max_rows(name, stop - start, layers) for name, (start, stop) in ranges.items())
         num_splits = num_bytes // max_bytes if max_bytes else 0
         return Cost(num_bytes, num_rows + num_splits)
 
@@ -94,6 +102,7 @@ class PlanWork:
 
     Attributes:
         digests: What the grant asks for besides.
+        layers: To move.
         packing: How the job is packed, if it is.
     """
 
@@ -101,6 +110,7 @@ class PlanWork:
     shares: Mapping[str, Share]
     max_bytes: int | None
     digests: DigestWork | None
+    layers: LayerRange = ALL_LAYERS
     packing: PackPlan | None = None
 
     def plan(self) -> Descriptors:
@@ -111,7 +121,7 @@ class PlanWork:
         """
         if self.packing is not None:
             return self.packing.gather(self.route, self.max_bytes)
-        return plan(self.route, self.shares, max_bytes=self.max_bytes)
+        return plan(self.route, self.shares, layers=self.layers, max_bytes=self.max_bytes)
 
     @property
     def num_rows(self) -> int:
@@ -120,7 +130,7 @@ class PlanWork:
         Raises:
             PlanError: Page tables do not reach over their tokens.
         """
-        return count_rows(self.route, self.shares, max_bytes=self.max_bytes)
+        return count_rows(self.route, self.shares, layers=self.layers, max_bytes=self.max_bytes)
 
 
 class Planning:
@@ -270,20 +280,21 @@ class Planning:
         digests = None
         if job.grant.digest:
             check_digestible(self._memory.layout)
-            digests = DigestWork(self._memory, geometry.pieces, geometry.route.debts, job.pages, job.grant.ranges)
+            debts, wanted = geometry.route.debts, job.grant.ranges
+            digests = DigestWork(self._memory, geometry.pieces, debts, job.pages, wanted, job.layers)
         granted = self._granted(job, geometry.layout)
         shares = {
             name: Share(tokens, job.pages[name], granted[name], closing=closes(tokens, job.grant.ranges[name]))
             for name, tokens in job.ranges.items()
         }
-        work = PlanWork(geometry.route, shares, self._memory.max_bytes, digests)
+        work = PlanWork(geometry.route, shares, self._memory.max_bytes, digests, job.layers)
         return replace(work, packing=self._packing(job, geometry))
 
     def _packing(self, job: ChunkJob, geometry: PeerGeometry) -> PackPlan | None:
         if job.slots is None or self._staging is None or geometry.staging is None:
             return None
         staged = Staged(job.slots.remote, is_head_major(geometry.route))
-        payload = Payload(geometry.route.debts, job.ranges, job.grant.ranges, staged.head_major)
+        payload = Payload(geometry.route.debts, job.ranges, job.grant.ranges, staged.head_major, job.layers)
         work = PackWork(payload, geometry.packed, job.pages, self._staging.slot(job.slots.local))
         return PackPlan(work, job.cost.num_bytes, geometry.staging.slot_address(staged.slot), staged)
 

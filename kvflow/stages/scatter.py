@@ -14,6 +14,7 @@ import anyio.to_thread
 
 from kvflow.errors import FailureReason, PlanError, Stage
 from kvflow.geometry.digest import View
+from kvflow.geometry.layers import ALL_LAYERS
 from kvflow.geometry.layout import KVLayout, MemoryRange
 from kvflow.geometry.pack import PackedPieces, Payload
 from kvflow.geometry.pages import PageTable
@@ -80,7 +81,9 @@ class Scatter:
         if window is None or notice.staged is None:
             raise PlanError("notice is not staged", seq=notice.seq)
         opened = effect.opened
-        payload = Payload(effect.rank.debts, notice.ranges, opened.ranges, notice.staged.head_major)
+        payload = Payload(
+            effect.rank.debts, notice.ranges, opened.ranges, notice.staged.head_major, notice.layers or ALL_LAYERS
+        )
         slot = MemoryRange(window.slot_address(notice.staged.slot), window.slot_bytes)
         return PackWork(payload, self._pieces_of(effect.rank), self._tables_of(opened), slot)
 

@@ -16,11 +16,11 @@ from kvflow.geometry.plan import Descriptors
 from kvflow.geometry.routes import BoundRoute, RoutePiece
 from kvflow.stages.packing import HostMemory, PackWork
 from kvflow.state.packing import pays_off
-from kvflow.state.slots import SlotPool
+from kvflow.state.slots import RemoteSlots, SlotPool
 from kvflow.state.window import Cost
-from kvflow.wire.messages import Staged, StagingWindow
+from kvflow.wire.messages import PeerId, Staged, StagingWindow
 
-__all__ = ["LocalStaging", "PackPlan", "StagingMemory"]
+__all__ = ["NO_SLOTS", "LocalStaging", "PackPlan", "Slots", "StagingMemory", "slots_of"]
 
 PAGE_BYTES: Final = 4096
 
@@ -47,6 +47,31 @@ class StagingMemory:
     def added_to(self, layout: KVLayout) -> KVLayout:
         """The layout with this memory among what is to be registered."""
         return msgspec.structs.replace(layout, allocations=merge_ranges([*layout.allocations, self.range]))
+
+
+@dataclass(frozen=True)
+class Slots:
+    """How packed jobs get their slots.
+
+    Attributes:
+        local: This rank's.
+        remote: Gives those of a peer; None if it has none.
+        wants: Says whether a job is to be packed.
+    """
+
+    local: SlotPool
+    remote: Callable[[PeerId], SlotPool | None]
+    wants: Callable[[PeerId, Cost], bool]
+
+
+NO_SLOTS: Final = Slots(SlotPool(0), lambda _: None, lambda _, __: False)
+
+
+def slots_of(staging: "LocalStaging | None", remote: RemoteSlots) -> Slots:
+    """How packed jobs get their slots on a prefill rank; it has none without staging memory."""
+    if staging is None:
+        return NO_SLOTS
+    return Slots(staging.slots, remote.pool, lambda peer, cost: staging.wants(cost, remote.window(peer)))
 
 
 class LocalStaging:

@@ -14,6 +14,8 @@ from kvflow.stages.planning import PlannedChunk
 from kvflow.state.effects import DropPlan, PostPlan
 from kvflow.state.events import DeliveryId, PlanFinished, PostDoubted, PostSettled
 from kvflow.state.queue import ChunkJob, JobEnd
+from kvflow.state.slots import RemoteSlots, SlotPool
+from kvflow.statistics import StagingStatistics
 from kvflow.wire.codec import encode
 from kvflow.wire.messages import Notice, PeerId
 
@@ -75,6 +77,17 @@ class Submit:
     def num_posted(self) -> int:
         """Posts that have begun and are not known to have ended."""
         return len(self._posts)
+
+    def statistics(self, own: SlotPool, remote: RemoteSlots) -> StagingStatistics:
+        """What has gone either way, and what there is of slots: own ones, and those of decode ranks."""
+        return StagingStatistics(
+            packed_posts=self.packed.num_posts,
+            packed_bytes=self.packed.num_bytes,
+            direct_posts=self.direct.num_posts,
+            direct_bytes=self.direct.num_bytes,
+            slots_taken=own.num_slots - own.num_free - own.num_lost,
+            slots_lost=own.num_lost + remote.num_lost,
+        )
 
     def offer(self, chunk: PlannedChunk) -> None:
         """Ask the core whether a planned chunk may still be posted; it answers with `post` or `drop`."""

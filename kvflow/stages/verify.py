@@ -4,10 +4,13 @@ A worker thread reads the pages, one transfer after another. The core holds them
 closing the rank waits for the thread, because its memory may be gone afterwards.
 """
 
+from dataclasses import replace
+
 import anyio
 import anyio.to_thread
 
 from kvflow.errors import FailureReason, Stage
+from kvflow.geometry.layers import ALL_LAYERS
 from kvflow.stages.context import StageContext
 from kvflow.stages.digests import DigestWork, OwnMemory
 from kvflow.stages.planning import granted_pages
@@ -75,6 +78,7 @@ class _Comparison:
 
     def _find_difference(self, written: WrittenBy, work: DigestWork) -> Failure | None:
         for notice in written.notices:
+            of_layers = replace(work, layers=notice.layers or ALL_LAYERS)
             for name, (start, stop) in notice.ranges.items():
                 if not self.is_wanted:
                     return None
@@ -82,7 +86,7 @@ class _Comparison:
                 sent = notice.digests.get(name)
                 if sent is None:
                     return self._failure(FailureReason.PROTOCOL, f"{where} came without the digest that was asked for")
-                found = work.digest(name, (start, stop))
+                found = of_layers.digest(name, (start, stop))
                 if found != sent:
                     detail = f"{where} have digest {found:08x}, what was sent has {sent:08x}"
                     return self._failure(FailureReason.CORRUPT, detail)

@@ -293,7 +293,7 @@ class Core:
 
     def _peer_gone(self, event: ev.PeerGone, now: float) -> list[Effect]:
         failure = self._failure(FailureReason.PEER_LOST, f"the process of {event.peer.rank} has ended")
-        if not self._ends_with_process:
+        if not event.is_quiet and not self._ends_with_process:
             return self._left(event.peer, failure, now)
         effects = [*self.receivers.gone(event.peer, failure, now), *self._left(event.peer, failure, now)]
         if self.staging is not None:

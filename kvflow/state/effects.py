@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.events import Chunk, DeliveryId, GreetedRank, ReceiveOpened
 from kvflow.state.tables import Memory, Outcome
@@ -49,6 +50,7 @@ class EnqueueChunk:
     Attributes:
         ranges: For each component of the piece, its tokens, all of which this decode rank wants; none is empty.
         chunk: What it was cut from, with all of its pages; `ready`, `last` and `metadata` are those of the piece.
+        layers: Those of the piece.
     """
 
     delivery: DeliveryId
@@ -56,6 +58,7 @@ class EnqueueChunk:
     ranges: Mapping[str, TokenRange]
     chunk: Chunk
     grant: Grant
+    layers: LayerRange = ALL_LAYERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ __all__ = [
     "GreetedRank",
     "InstanceGreeted",
     "InstanceUnreachable",
+    "LayersReady",
     "MessageReceived",
     "NoticeDelivered",
     "PeerGone",
@@ -58,6 +59,18 @@ class ReadyEvent(Protocol):
         """Block the calling thread until the device is done."""
 
 
+class LayersReady(NamedTuple):
+    """When some layers of a chunk are ready.
+
+    Attributes:
+        stop: Global layer below which every layer is ready; the last group of a chunk has all that remain.
+        ready: What to wait for before they may be read, or None.
+    """
+
+    stop: int
+    ready: ReadyEvent | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens that a prefill engine has ready to send. The core looks at the ranges only.
@@ -67,6 +80,7 @@ class Chunk:
         ranges: For each component that comes with the chunk, its tokens; those of a window may reach back.
         pages: For the same components, the source pages.
         ready: What to wait for before the pages may be read, or None.
+        layers: Instead of `ready`: groups of layers that get ready one after another, in ascending order.
         last: No chunk follows.
         metadata: On the last chunk: from the prefill engine to the decode engine.
     """
@@ -75,6 +89,7 @@ class Chunk:
     ranges: Mapping[str, TokenRange] = field(default_factory=dict)
     pages: Mapping[str, PageTable] = field(default_factory=dict)
     ready: ReadyEvent | None = None
+    layers: tuple[LayersReady, ...] = ()
     last: bool = False
     metadata: bytes = b""
 
@@ -300,9 +315,14 @@ class PeerLeft:
 
 @dataclass(frozen=True, slots=True)
 class PeerGone:
-    """It is proved that the process of a peer's life has ended: somebody else answers where it did, or nobody can."""
+    """It is proved that the process of a peer's life has ended: somebody else answers where it did, or nobody can.
+
+    Attributes:
+        is_quiet: The transport has seen to it that nothing lands any more of what that process had written.
+    """
 
     peer: PeerId
+    is_quiet: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from kvflow.geometry.routes import bytes_owed
+from kvflow.geometry.debts import bytes_owed
+from kvflow.geometry.layers import ALL_LAYERS
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.effects import WrittenBy
 from kvflow.state.events import GreetedRank
@@ -24,7 +25,9 @@ class RankProgress:
         self.metadata = b""
         self._debts = rank.debts
         self._wanted = {name: tokens for name, tokens in ranges.items() if name in rank.debts}
-        self._max_notices = sum(stop - start for start, stop in self._wanted.values())
+        self._max_notices = sum(
+            (stop - start) * rank.debts[name].max_layers for name, (start, stop) in self._wanted.items()
+        )
         self._notices: dict[int, Notice] = {}
         self._scattering: dict[int, Notice] = {}
         self._num_expected: int | None = None
@@ -89,7 +92,7 @@ class RankProgress:
 
     def _oddity(self, notice: Notice) -> str | None:
         if notice.seq > self._max_notices:
-            return "notice_seq_impossible"  # every notice but the last carries at least one token
+            return "notice_seq_impossible"  # every notice but the last carries at least a layer of a token
         if self._num_expected is not None and (notice.last or notice.seq >= self._num_expected):
             return "notice_after_last"
         if notice.last and any(seq > notice.seq for seq in self._notices):
@@ -109,18 +112,43 @@ class RankProgress:
     def shortfall(self) -> str | None:
         """Say what is missing once all notices are there: tokens out of line, or another number of bytes than owed."""
         positions = {name: start for name, (start, _) in self._wanted.items()}
+        chunk: Notice | None = None
         for seq in range(len(self._notices)):
             notice = self._notices.get(seq)
             if notice is None:
                 return f"notice {seq} is missing"
-            for name, (start, stop) in notice.ranges.items():
-                if start != positions.get(name) or stop < start:
-                    return f"tokens {start}:{stop} of component {name} do not continue what was written"
-                positions[name] = stop
-            owed = bytes_owed(self._debts, notice.ranges, self._wanted)
-            if notice.num_bytes != owed:
-                return f"{notice.num_bytes} bytes were written, {owed} were owed"
+            oddity = _layers_oddity(notice, chunk) or self._tokens_oddity(notice, positions)
+            if oddity is not None:
+                return oddity
+            chunk = notice if _goes_on(notice) else None
+            if chunk is None:
+                positions.update({name: stop for name, (_, stop) in notice.ranges.items()})
+        if chunk is not None:
+            return f"layers of notice {chunk.seq} and those before it were written, the others were not"
         for name, (_, stop) in self._wanted.items():
             if positions[name] != stop:
                 return f"tokens {positions[name]}:{stop} of component {name} were not written"
         return None
+
+    def _tokens_oddity(self, notice: Notice, positions: Mapping[str, int]) -> str | None:
+        for name, (start, stop) in notice.ranges.items():
+            if start != positions.get(name) or stop < start:
+                return f"tokens {start}:{stop} of component {name} do not continue what was written"
+        owed = bytes_owed(self._debts, notice.ranges, self._wanted, notice.layers or ALL_LAYERS)
+        return None if notice.num_bytes == owed else f"{notice.num_bytes} bytes were written, {owed} were owed"
+
+
+def _layers_oddity(notice: Notice, before: Notice | None) -> str | None:
+    """Say what is wrong with the layers of a notice; `before` is the one that it continues, if there is one."""
+    start, stop = notice.layers or ALL_LAYERS
+    expected = 0 if before is None or before.layers is None else before.layers[1]
+    if start != expected or (stop is not None and stop <= start):
+        return f"layers {start}:{stop or ''} of notice {notice.seq} do not continue what was written"
+    if before is not None and notice.ranges != before.ranges:
+        return f"notice {notice.seq} has other tokens than the layers before it"
+    return None
+
+
+def _goes_on(notice: Notice) -> bool:
+    """Say whether layers of the same tokens follow."""
+    return notice.layers is not None and notice.layers[1] is not None

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvflow.config import NUM_PRIORITIES, Limits
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.events import DeliveryId
@@ -62,6 +63,7 @@ class ChunkJob:
         cost: What it takes of the peer's window.
         is_last: No job of this delivery follows.
         enqueued_at: In seconds on a monotonic clock.
+        layers: Of the model, that go with it.
         wants_slot: It is to be packed, if there are slots.
         slots: Those that it has been given.
     """
@@ -74,6 +76,7 @@ class ChunkJob:
     cost: Cost
     is_last: bool
     enqueued_at: float
+    layers: LayerRange = ALL_LAYERS
     wants_slot: bool = False
     slots: JobSlots | None = None
 

@@ -6,21 +6,37 @@ until every write has ended.
 Whatever ends one delivery badly ends the whole room: decode ranks of one request are of no use without each other.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
 from kvflow.geometry.cutting import Cutting
+from kvflow.geometry.layers import ALL_LAYERS
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.effects import DropChunks, DropPlan, Effect, EnqueueChunk, PostPlan, ReportSender, SendMessage
 from kvflow.state.events import Chunk, DeliveryId, PlanFinished
+from kvflow.state.pieces import Piece, pieces_of
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
 from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, PeerId
 
-__all__ = ["Delivery", "Sender"]
+__all__ = ["Delivery", "Pending", "Sender"]
+
+
+class Pending(NamedTuple):
+    """What a delivery waits for; each has a deadline.
+
+    Attributes:
+        outcome: To be decided.
+        post: To end.
+        answer: That the decode rank knows that everything is written.
+    """
+
+    outcome: bool = True
+    post: bool = False
+    answer: bool = False
 
 
 class Delivery:
@@ -44,6 +60,13 @@ class Delivery:
         self._posted: dict[int, Notice] = {}
         self._lingers = False
         self._noticed: list[Notice] = []
+        self.watched = Pending()
+
+    @property
+    def pending(self) -> Pending:
+        """What has not come yet."""
+        is_pending = self.state.is_pending
+        return Pending(is_pending, is_pending and bool(self._posted), self.is_unanswered)
 
     @property
     def is_unanswered(self) -> bool:
@@ -69,17 +92,14 @@ class Delivery:
         if not ranges and not chunk.last:
             return []
         self._positions.update({name: stop for name, (_, stop) in ranges.items()})
-        if not ranges or self._cutting is None:
-            return self._send(ranges, chunk)
-        pieces = self._cutting.cut(ranges, self._wanted)
         effects: list[Effect] = []
-        for number, piece in enumerate(pieces):
-            is_first, is_last = number == 0, number == len(pieces) - 1
-            effects += self._send(piece, chunk if len(pieces) == 1 else _piece(chunk, first=is_first, last=is_last))
+        for piece in pieces_of(chunk, ranges, self._wanted, self._cutting):
+            effects += self._send(piece)
         return effects
 
-    def _send(self, ranges: Mapping[str, TokenRange], chunk: Chunk) -> list[Effect]:
+    def _send(self, piece: Piece) -> list[Effect]:
         """Number a piece and put it on its way."""
+        ranges, chunk, layers = piece
         seq = self._next_seq
         self._next_seq += 1
         notice = Notice(
@@ -92,11 +112,12 @@ class Delivery:
             num_bytes=0,
             last=chunk.last,
             metadata=chunk.metadata,
+            layers=None if layers == ALL_LAYERS else layers,
         )
         if not ranges:
             return self._tell(notice)
         self._planned[seq] = notice
-        return [EnqueueChunk(self.id, seq, ranges, chunk, self.grant)]
+        return [EnqueueChunk(self.id, seq, ranges, chunk, self.grant, layers)]
 
     def missing(self, chunk: Chunk) -> str | None:
         """Say which wanted tokens can never be served any more if this chunk comes next."""
@@ -125,9 +146,8 @@ class Delivery:
         notice = self._planned.pop(seq, None)
         if notice is None:
             return [DropPlan(self.id, seq)]
-        notice = msgspec.structs.replace(
-            notice, num_bytes=plan.num_bytes, digests=dict(plan.digests), staged=plan.staged
-        )
+        brought = {"num_bytes": plan.num_bytes, "digests": dict(plan.digests), "staged": plan.staged}
+        notice = msgspec.structs.replace(notice, **brought)
         if not plan.num_bytes:  # tokens of which this rank holds none
             return [DropPlan(self.id, seq), *self._tell(notice)]
         self._posted[seq] = notice
@@ -221,6 +241,7 @@ class Sender:
         self._me = me
         self._chunks: list[Chunk] = []
         self._num_decode_ranks: int | None = None
+        self.watched: tuple[bool, Memory, bool] | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -368,13 +389,6 @@ class Sender:
 
     def _error(self, reason: FailureReason, detail: str) -> Failure:
         return Failure(reason, Stage.ENQUEUE, str(self._me.rank), detail)
-
-
-def _piece(chunk: Chunk, *, first: bool, last: bool) -> Chunk:
-    """Say of a piece what is said of a chunk: the first waits for the device, the others behind it."""
-    is_last = chunk.last and last
-    ready = chunk.ready if first else None
-    return replace(chunk, ready=ready, last=is_last, metadata=chunk.metadata if is_last else b"")
 
 
 def drained(delivery: DeliveryId, me: PeerId, failure: Failure | None) -> Drained:

@@ -11,7 +11,7 @@ from kvflow.state.effects import CountOddity, DropPlan, Effect, SendMessage
 from kvflow.state.events import Chunk, DeliveryId, PlanFinished, PostSettled
 from kvflow.state.overdue import Stalled, Unanswered, Undelivered, Undrained, Ungranted, Unopened
 from kvflow.state.quarantine import Footprint, Quarantine
-from kvflow.state.sender import Delivery, Sender, drained, failed
+from kvflow.state.sender import Delivery, Pending, Sender, drained, failed
 from kvflow.state.tables import Memory, Signal
 from kvflow.state.unproved import Unproved
 from kvflow.state.waiting import WaitingGrants
@@ -179,6 +179,7 @@ class Senders:
         if sender is None or delivery is None:
             return [CountOddity("settled_unknown_post", event.delivery.peer, event.delivery.room)]
         self._deadlines.clear(Stalled(event.delivery))
+        delivery.watched = delivery.watched._replace(post=False)  # the next one has all its time, from now on
         effects = sender.post_settled(delivery, event.seq, event.failure, lingers=event.lingers)
         return self._follow(sender, effects, now)
 
@@ -279,7 +280,16 @@ class Senders:
     def _follow(self, sender: Sender, effects: list[Effect], now: float) -> list[Effect]:
         """Set and clear deadlines after a step of a room; bury it when it is over."""
         for delivery in sender.deliveries.values():
-            self._follow_delivery(delivery, now)
+            pending = delivery.pending
+            if pending != delivery.watched:
+                self._watch(delivery, pending, now)
+        facts = (sender.state.is_pending, sender.state.memory, sender.lacks_grants)
+        if facts != sender.watched:
+            sender.watched = facts
+            self._watch_room(sender, now)
+        return effects
+
+    def _watch_room(self, sender: Sender, now: float) -> None:
         ungranted, undrained = Ungranted(sender.room), Undrained(sender.room)
         if sender.state.is_pending and sender.lacks_grants:
             self._deadlines.set_once(ungranted, now + self._timeouts.grant_s)
@@ -293,19 +303,20 @@ class Senders:
             self._quarantine.put(sender.room, sender.footprint)
         if sender.state.is_safe and not sender.state.is_pending:
             self._bury(sender)
-        return effects
 
-    def _follow_delivery(self, delivery: Delivery, now: float) -> None:
-        if not delivery.state.is_pending:
+    def _watch(self, delivery: Delivery, pending: Pending, now: float) -> None:
+        """Set and clear the deadlines of what has begun or ended to be pending."""
+        before, delivery.watched = delivery.watched, pending
+        if before.outcome and not pending.outcome:
             self._deadlines.clear(Undelivered(delivery.id))
-        if delivery.state.is_pending and delivery.has_posts:
+        if pending.post and not before.post:
             progress_s = min(self._timeouts.progress_s, delivery.grant.progress_s)
             self._deadlines.set_once(Stalled(delivery.id), now + progress_s)
-        else:
+        elif before.post and not pending.post:
             self._deadlines.clear(Stalled(delivery.id))
-        if delivery.is_unanswered:
+        if pending.answer and not before.answer:
             self._deadlines.set_once(Unanswered(delivery.id), now + self._timeouts.repeat_s)
-        else:
+        elif before.answer and not pending.answer:
             self._deadlines.clear(Unanswered(delivery.id))
 
     def _say_again(self, delivery_id: DeliveryId, now: float) -> list[Effect]:

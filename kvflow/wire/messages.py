@@ -2,6 +2,7 @@
 
 Version history:
     1: first version.
+    2: a Notice may be of some layers only (`layers`). A rank that speaks 1 is sent chunks with all layers.
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.
@@ -17,6 +18,8 @@ from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.routes import Route
 
 __all__ = [
+    "LAYERS_SINCE",
+    "OLDEST_VERSION",
     "PROTOCOL_VERSION",
     "Cancel",
     "Card",
@@ -46,7 +49,13 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+OLDEST_VERSION = 1
+"""The lowest version that is still spoken."""
+
+LAYERS_SINCE = 2
+"""The version from which on notices may be of some layers."""
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 """A duration. Clocks differ between hosts, so no point in time ever travels."""
@@ -259,6 +268,8 @@ class Notice(Message, frozen=True, tag="notice"):
         metadata: Only on the last: opaque, from the prefill engine to the decode engine.
         digests: If the grant asked for them: for each component in `ranges`, the digest of the cells that were
             written, in logical order.
+        layers: Layers that were written, `[start, stop)`, all from `start` on without a `stop`; all layers if None. The
+            notices of a chunk follow each other, with the same ranges, from layer 0 to the one without a `stop`.
         staged: The bytes are in a staging slot, from where the decode rank has to scatter them into its pages.
     """
 
@@ -272,6 +283,7 @@ class Notice(Message, frozen=True, tag="notice"):
     last: bool = False
     metadata: bytes = b""
     digests: dict[str, int] = {}
+    layers: tuple[Count, Count | None] | None = None
     staged: Staged | None = None
 
 

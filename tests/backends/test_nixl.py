@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from kvflow.backends import create_backend
@@ -104,7 +105,9 @@ async def test_memory_that_is_refused(monkeypatch: pytest.MonkeyPatch, agent_cla
 async def test_an_agent_is_polled_sharply_only_while_something_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = record_waits(monkeypatch)
     idle_s, busy_s = 3600.0, 1e-4
-    async with open_backend(NixlBackend(idle_interval_s=idle_s, busy_interval_s=busy_s)) as endpoint:
+    async with open_backend(
+        NixlBackend(idle_interval_s=idle_s, busy_interval_s=busy_s, quiet_interval_s=busy_s)
+    ) as endpoint:
         assert busy_s not in waits
         await until(lambda: waits[-1] == idle_s)
         endpoint.backend.watch(active=True)
@@ -117,7 +120,7 @@ async def test_the_sender_is_busy_until_its_posts_have_ended(monkeypatch: pytest
     waits, states = record_waits(monkeypatch), ["PROC"]
     monkeypatch.setattr(agent_class, "transfer", lambda *_: "PROC")
     monkeypatch.setattr(agent_class, "check_xfer_state", lambda *_: states[0])
-    options = {"idle_interval_s": 3600.0, "busy_interval_s": 1e-4}
+    options = {"idle_interval_s": 3600.0, "busy_interval_s": 1e-4, "quiet_interval_s": 1e-4}
     async with open_endpoints("nixl", count=1, options=options) as (source,), open_backend(NixlBackend()) as target:
         await source.connect(target)
         source.post(1, target, copies(source, target))
@@ -138,6 +141,55 @@ async def test_closing_gives_up_on_posts_that_do_not_end(monkeypatch: pytest.Mon
         await source.close()
         assert sorted(end.post_id for end in source.ends()) == list(range(5))
         assert None not in {end.error for end in source.ends()}
+
+
+async def test_a_running_post_is_never_released(monkeypatch: pytest.MonkeyPatch, agent_class: Any) -> None:
+    """It would go on unseen; only destroying the agent stops it."""
+    monkeypatch.setattr(agent_class, "transfer", lambda *_: "PROC")
+    monkeypatch.setattr(agent_class, "check_xfer_state", lambda *_: "PROC")
+    released: list[object] = []
+    monkeypatch.setattr(agent_class, "release_xfer_handle", lambda _, handle: released.append(handle))
+    async with open_endpoints("nixl", options={"close_timeout_s": 0.02}) as (source, target):
+        source.post(1, target, copies(source, target))
+        await source.backend.disconnect(target.name)
+        await source.close()
+        assert [end.lingers for end in source.ends()] == [True]
+    assert released == []
+
+
+async def test_a_post_that_blocks_holds_up_only_its_own_thread(
+    monkeypatch: pytest.MonkeyPatch, agent_class: Any
+) -> None:
+    """As one does that copies everything inline."""
+    transfer, may_go_on = agent_class.transfer, threading.Event()
+
+    def block(*arguments: object) -> object:
+        assert may_go_on.wait(STUCK)
+        return transfer(*arguments)
+
+    monkeypatch.setattr(agent_class, "transfer", block)
+    async with open_endpoints("nixl") as (source, target):
+        source.post(1, target, copies(source, target))
+        for _ in range(3):  # the loop goes on, with this backend as with others
+            source.backend.watch(active=True)
+            await anyio.lowlevel.checkpoint()
+        may_go_on.set()
+        await source.take_ends()
+        assert source.events == [PostEnded(1, None)]
+
+
+async def test_the_library_gets_no_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would spin on a whole core."""
+    api, wishes = importlib.import_module("nixl_cu12._api"), list[bool]()
+    config = api.nixl_agent_config
+
+    def record(*, enable_prog_thread: bool, **others: object) -> object:
+        wishes.append(enable_prog_thread)
+        return config(enable_prog_thread=enable_prog_thread, **others)
+
+    monkeypatch.setattr(api, "nixl_agent_config", record)
+    async with open_backend(NixlBackend()):
+        assert wishes == [False]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from kvflow.backends import nixl_agent
 from kvflow.backends.base import PostEnded
 from kvflow.backends.nixl import NixlBackend
 from kvflow.geometry.plan import Descriptors
@@ -220,6 +222,7 @@ async def test_a_peer_is_not_removed_while_it_is_in_doubt_whether_a_post_to_it_h
     monkeypatch: pytest.MonkeyPatch, api: Any
 ) -> None:
     removed: list[object] = []
+    monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
     async with open_endpoints("nixl", count=3) as (source, target, other):
         monkeypatch.setattr(api.nixl_agent, "remove_remote_agent", lambda _, peer: removed.append(peer))
         with monkeypatch.context() as patch:
@@ -251,6 +254,58 @@ async def test_a_peer_whose_endpoint_has_failed_gets_a_new_one_when_it_is_connec
         await target.take_notices()
         assert {end.post_id: end.error is None for end in source.ends()} == {1: False, 2: True}
         assert same(source, target, 0, 64)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, agent_class: Any, method: str) -> list[object]:
+    """The arguments with which agents are called from now on."""
+    arguments: list[object] = []
+    call = getattr(agent_class, method)
+
+    def record(agent: object, argument: object) -> object:
+        arguments.append(argument)
+        return call(agent, argument)
+
+    monkeypatch.setattr(agent_class, method, record)
+    return arguments
+
+
+def num_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def write_once(source: Endpoint, target: Endpoint, post_id: int) -> None:
+    source.post(post_id, target, copies(source, target), b"here")
+    await source.take_ends(post_id + 1)
+    await target.take_notices(post_id + 1)
+
+
+async def test_parting_with_a_peer_that_lives_leaves_no_open_file(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
+    """Removing it would leave the connection open on both sides until it closes; so the endpoint is used again."""
+    async with open_endpoints("nixl") as (source, target):
+        added = recorded(monkeypatch, api.nixl_agent, "add_remote_agent")
+        await write_once(source, target, 0)
+        before = num_files()
+        for post_id in range(1, 9):
+            await source.backend.disconnect(target.name)
+            await source.connect(target)
+            await write_once(source, target, post_id)
+        assert num_files() <= before
+        assert {end.error for end in source.ends()} == {None}
+        assert added == []
+
+
+async def test_endpoints_to_peers_that_were_parted_with_are_bounded(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
+    monkeypatch.setattr(nixl_agent, "MAX_KEPT", 2)
+    removed = recorded(monkeypatch, api.nixl_agent, "remove_remote_agent")
+    async with open_endpoints("nixl", count=5) as (source, *others):
+        for other in others:
+            await source.backend.disconnect(other.name)
+        await until(lambda: len(removed) == 2)
+        assert removed == [other.name for other in others[:2]]
+        await source.connect(others[0])
+        source.post(1, others[0], copies(source, others[0]))
+        await source.take_ends()
+        assert source.ends() == [PostEnded(1, None)]
 
 
 async def test_memory_can_be_registered_while_the_endpoint_closes() -> None:

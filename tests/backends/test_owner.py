@@ -16,6 +16,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.anyio
 
 BUSY_S = 1e-4
+QUIET_S = 5e-3
 IDLE_S = 3600.0
 
 
@@ -25,16 +26,18 @@ class Agent:
     def __init__(self, log: list[str] | None = None) -> None:
         self.log = [] if log is None else log
         self.busy = True
+        self.eventful = True
         self.error: Exception | None = None
 
     @property
     def num_polls(self) -> int:
         return self.log.count("poll")
 
-    def poll(self) -> None:
+    def poll(self) -> bool:
         self.log.append("poll")
         if self.error is not None:
             raise self.error
+        return self.eventful
 
     def is_busy(self) -> bool:
         return self.busy
@@ -45,7 +48,8 @@ class Owner(OwnerThread):
 
     def __init__(self, idle_interval_s: float = IDLE_S) -> None:
         self.crashes: list[Exception] = []
-        super().__init__("test-owner", self.crashes.append, busy_interval_s=BUSY_S, idle_interval_s=idle_interval_s)
+        intervals = {"busy_interval_s": BUSY_S, "quiet_interval_s": QUIET_S, "idle_interval_s": idle_interval_s}
+        super().__init__("test-owner", self.crashes.append, **intervals)
 
     async def poll_agent(self, agent: Agent | None) -> None:
         await self.call(functools.partial(self.adopt, agent))
@@ -219,6 +223,24 @@ async def test_the_wait_between_polls_follows_the_agent(waits: list[float | None
         agent.busy = True
         await owner.rounds()
         await until(lambda: waits[-1] == BUSY_S)
+
+
+async def test_the_longer_nothing_happens_the_longer_are_the_pauses(waits: list[float | None]) -> None:
+    agent = Agent()
+    async with owner_thread() as owner:
+        await owner.poll_agent(agent)
+        await until(lambda: waits.count(BUSY_S) > 10)
+        agent.eventful = False
+        await until(lambda: waits[-1] == QUIET_S)
+        pauses = [wait for wait in waits if wait]
+        assert pauses == sorted(pauses)
+        assert any(BUSY_S < pause < QUIET_S for pause in pauses)
+        agent.eventful = True
+        await until(lambda: waits[-1] == BUSY_S)
+        agent.eventful = False
+        await until(lambda: waits[-1] == QUIET_S)
+        await owner.rounds()  # a command is an event too
+        assert BUSY_S in waits[-10:]
 
 
 def test_a_loop_that_has_ended_does_not_matter_to_the_thread() -> None:

@@ -15,8 +15,16 @@ from kvflow import __version__
 from kvflow.cli.main import main
 from kvflow.observe.logs import get_logger
 from kvflow.registry import RegistryClient
+from tests.support.distributions import build_wheel, unpack
 from tests.support.instances import make_pool, prefill_config
 from tests.support.waiting import until
+
+PIGEON = """
+from kvflow.backends.memory import MemoryBackend
+
+class PigeonBackend(MemoryBackend):
+    name = "pigeon"
+"""
 
 
 @pytest.mark.parametrize("backend", ["memory", "nixl", "mooncake"])
@@ -75,6 +83,34 @@ def test_bench_failures_names_what_it_cannot_run(
 ) -> None:
     assert main(["bench", "failures", *options]) == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["bench idle", "bench digest", "bench failures", "demo --model tiny"])
+def test_unknown_transport_is_refused_with_those_that_there_are(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command.split(), "--backend", "raven"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    for name in ("raven", "mooncake", "nixl"):
+        assert name in shown.err
+
+
+def test_transport_that_reaches_no_other_process_is_refused_where_there_are_two(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "failures", "--backend", "memory"]) == 2
+    assert "memory" in capsys.readouterr().err
+
+
+def test_transport_of_a_plugin_can_be_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel = build_wheel(tmp_path, "pigeon_post", {"pigeon_post.py": PIGEON}, {"pigeon": "pigeon_post:PigeonBackend"})
+    unpack(wheel, tmp_path / "site")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert main(["bench", "idle", "--backend", "pigeon", "--seconds", "0.1"]) == 0
+    assert "connected ranks over pigeon" in capsys.readouterr().out
 
 
 def test_bench_idle_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from kvflow.geometry import BoundRoute, Share, TokenRange, TokenShard, bind_route, check_part, compile_routes, plan
 from kvflow.geometry.cutting import Cutting, cutting_of
+from kvflow.geometry.debts import Debt, bytes_owed
 from kvflow.geometry.pages import Part
-from kvflow.geometry.routes import Debt, bytes_owed
 from kvflow.geometry.tokens import WHOLE, closes
 from tests.support.worlds import Rank, World, execute, worlds
 

@@ -25,25 +25,28 @@ MAX_RANKS = 8
 posts = st.sampled_from([1, 50, 300, 2**20])
 """Most bytes of a write: a page each, a few pages, everything."""
 
+stops_of_layers = st.just(()) | st.sets(st.integers(1, 5), min_size=1).map(lambda stops: tuple(sorted(stops)))
+"""Where groups of layers end that get ready together; none if a chunk gets ready as a whole."""
+
 ROOM = 1
 
 
 @pytest.mark.timeout(120)
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), post=posts)
-async def test_over_memory_at_any_address(world: World, post: int) -> None:
+@given(world=worlds(), post=posts, stops=stops_of_layers)
+async def test_over_memory_at_any_address(world: World, post: int, stops: tuple[int, ...]) -> None:
     assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
-    await hand_over(world, "memory", bytes_per_post=post)
+    await hand_over(world, "memory", bytes_per_post=post, stops=stops)
 
 
 @pytest.mark.timeout(180)
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), post=posts)
-async def test_over_nixl_at_real_addresses(world: World, post: int) -> None:
+@given(world=worlds(), post=posts, stops=stops_of_layers)
+async def test_over_nixl_at_real_addresses(world: World, post: int, stops: tuple[int, ...]) -> None:
     assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
     for rank in (*world.prefill.values(), *world.decode.values()):
         rank.move(rank.memory.ctypes.data)
-    await hand_over(world, "nixl", bytes_per_post=post)
+    await hand_over(world, "nixl", bytes_per_post=post, stops=stops)
 
 
 async def hand_over(
@@ -52,6 +55,7 @@ async def hand_over(
     *,
     digest_every: int = 0,
     bytes_per_post: int = 2**20,
+    stops: tuple[int, ...] = (),
     packing: str = "auto",
 ) -> StagingStatistics:
     """Open every rank, send and receive the request, and compare all memory with the model; say what was packed."""
@@ -60,7 +64,7 @@ async def hand_over(
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
         senders, receivers = [], []
         for number, (_, rank) in enumerate(sorted(world.prefill.items())):
-            limits = Limits(bytes_per_post=bytes_per_post)
+            limits = Limits(bytes_per_post=bytes_per_post, bytes_per_layer_piece=bytes_per_post)
             config = prefill_config(
                 registry.endpoint, number, len(world.prefill), backend=backend, limits=limits, packing=packing
             )
@@ -74,7 +78,7 @@ async def hand_over(
             receivers.append((await stack.enter_async_context(receiver), rank))
         async with anyio.create_task_group() as tasks:
             for prefill, rank in senders:
-                tasks.start_soon(send, world, prefill, rank)
+                tasks.start_soon(send, world, prefill, rank, stops)
             for decode, rank in receivers:
                 tasks.start_soon(receive, world, decode, rank)
         for prefill, _ in senders:
@@ -85,21 +89,23 @@ async def hand_over(
     return StagingStatistics(packed_posts=totals[0], direct_posts=totals[1])
 
 
-async def send(world: World, prefill: kvflow.PrefillRank, rank: Rank) -> None:
+async def send(world: World, prefill: kvflow.PrefillRank, rank: Rank, stops: tuple[int, ...]) -> None:
     """The paged main component goes chunk by chunk, everything else with the last chunk."""
     num_tokens = world.num_tokens["kv"]
     names = [component.name for component in rank.layout.components]
     edges = [0, *world.cuts["kv"], num_tokens]
+    layers = [kvflow.LayersReady(stop) for stop in stops]
     async with prefill.send(ROOM) as sender:
         for start, stop in pairwise(edges[:-1]):
             if start < stop:
                 pages = {"kv": rank.pages("kv", (start, stop))} if "kv" in names else {}
-                await sender.chunk((start, stop), pages)
+                await sender.chunk((start, stop), pages, layers=layers)
         last = (edges[-2], num_tokens)
         parts = {name: Part((0, world.num_tokens[name]), rank.tables[name]) for name in names}
         if "kv" in names:
             parts["kv"] = Part(last, rank.pages("kv", last))
-        await sender.finish(last, {name: with_all_pages(rank, name, part) for name, part in parts.items()})
+        parts = {name: with_all_pages(rank, name, part) for name, part in parts.items()}
+        await sender.finish(last, parts, layers=layers)
 
 
 def with_all_pages(rank: Rank, name: str, part: Part) -> Part:

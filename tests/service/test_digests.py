@@ -20,7 +20,7 @@ from kvflow.backends.nixl import NixlBackend
 from kvflow.errors import ConfigError, FailureReason, PlanError, Stage, TransferFailed
 from kvflow.geometry.layout import MemoryRange
 from kvflow.state.tables import Memory, Outcome
-from tests.service.test_any_layout import MAX_RANKS, hand_over, posts
+from tests.service.test_any_layout import MAX_RANKS, hand_over, posts, stops_of_layers
 from tests.support.failures import catch, undisturbed
 from tests.support.instances import BACKENDS, Deployment, Request, decode_config, deploy, make_pool, prefill_config
 from tests.support.pools import Pool
@@ -33,20 +33,22 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.timeout(180)
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), post=posts)
-async def test_digests_agree_for_any_pair_of_layouts_over_memory(world: World, post: int) -> None:
+@given(world=worlds(), post=posts, stops=stops_of_layers)
+async def test_digests_agree_for_any_pair_of_layouts_over_memory(
+    world: World, post: int, stops: tuple[int, ...]
+) -> None:
     assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
-    await hand_over(world, "memory", digest_every=1, bytes_per_post=post)
+    await hand_over(world, "memory", digest_every=1, bytes_per_post=post, stops=stops)
 
 
 @pytest.mark.timeout(180)
 @settings(max_examples=10, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), post=posts)
-async def test_digests_agree_for_any_pair_of_layouts_over_nixl(world: World, post: int) -> None:
+@given(world=worlds(), post=posts, stops=stops_of_layers)
+async def test_digests_agree_for_any_pair_of_layouts_over_nixl(world: World, post: int, stops: tuple[int, ...]) -> None:
     assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
     for rank in (*world.prefill.values(), *world.decode.values()):
         rank.move(rank.memory.ctypes.data)
-    await hand_over(world, "nixl", digest_every=1, bytes_per_post=post)
+    await hand_over(world, "nixl", digest_every=1, bytes_per_post=post, stops=stops)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

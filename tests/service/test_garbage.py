@@ -109,7 +109,9 @@ async def test_message_before_any_hello_is_refused(deployment: Deployment, messa
     ("changes", "named"),
     [
         ({"to": PeerId(RankId("prefill", 0), 1)}, ["another life"]),
-        ({"versions": (7, 9)}, ["protocol version", "(7, 9)", "mine=1"]),
+        ({"versions": (7, 9)}, ["protocol version", "(7, 9)", "mine=(1, 2)"]),
+        ({"versions": (0, 0)}, ["protocol version", "(0, 0)", "mine=(1, 2)"]),
+        ({"versions": (2, 1)}, ["protocol version", "(2, 1)", "mine=(1, 2)"]),
         ({"backend_metadata": b"junk"}, ["metadata is damaged"]),
         ({"backend_metadata": b""}, ["metadata is damaged"]),
     ],
@@ -122,6 +124,19 @@ async def test_hello_that_does_not_fit_is_refused(
     assert answer.to == STRANGER
     for word in named:
         assert word in answer.detail
+
+
+@pytest.mark.parametrize(("versions", "chosen"), [((1, 1), 1), ((1, 2), 2), ((0, 9), 2), ((2, 2), 2)])
+async def test_the_highest_version_in_common_is_spoken(
+    deployment: Deployment, versions: tuple[int, int], chosen: int
+) -> None:
+    """Only a rank that knows notices of single layers is sent any."""
+    hello = await a_hello(deployment, versions=versions)
+    bootstrap = deployment.prefill[0]._bootstrap
+    bootstrap.admit(b"line", hello, bootstrap.check(hello))
+    cutting = deployment.prefill[0]._core.senders.acquaintances.cutting(STRANGER)
+    assert cutting is not None
+    assert (cutting.layer_piece_bytes is not None) == (chosen == 2)
 
 
 async def a_hello(deployment: Deployment, **changes: object) -> Hello:

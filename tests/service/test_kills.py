@@ -32,12 +32,12 @@ def test_survivor_learns_of_it_keeps_its_pages_and_goes_on(case: str) -> None:
     row = run(case, WorkerOptions(lease_s=1.0))
     assert row.faults == {}
     assert (row.ok, row.next_transfer_ok, row.quarantined_pages) == (row.rounds, row.rounds, 0)
-    assert row.fds <= (row.rounds if case == "sigstop-decode" else 0)  # see docs/performance.md
+    assert row.fds <= 0
     assert row.threads <= 0
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("case", ["sigkill-decode", "sigstop-decode", "abort-prefill"])
+@pytest.mark.parametrize("case", ["sigkill-prefill", "sigkill-decode", "sigstop-decode", "abort-prefill"])
 def test_survivor_of_a_transfer_over_mooncake_goes_on(case: str) -> None:
     """Its engine may keep connections to the dead for a while, but no pages."""
     row = run(case, WorkerOptions(lease_s=1.0, backend="mooncake"))

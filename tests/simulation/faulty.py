@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -15,7 +16,8 @@ from kvflow.stages.submit import Submit
 from kvflow.state import core, receiver, receivers, sender, senders, slots, tables
 from kvflow.state.acquaintances import Acquaintances
 from kvflow.state.effects import Effect, PostPlan, WrittenBy
-from kvflow.state.events import PlanFinished
+from kvflow.state.events import Chunk, PlanFinished
+from kvflow.state.pieces import Piece, pieces_of
 from kvflow.state.tables import Memory, Outcome, RankState, Signal
 from kvflow.wire.messages import Notice
 
@@ -237,6 +239,63 @@ def digests_are_believed(patch: Patch) -> None:
     patch.setattr(verify._Comparison, "_find_difference", lambda *_: None)
 
 
+def change_pieces(patch: Patch, change: Callable[[Chunk, list[Piece]], list[Piece]]) -> None:
+    """Change what a chunk is cut into, if it is cut at all."""
+
+    def changed(chunk: Chunk, *rest: Any) -> list[Piece]:
+        pieces = pieces_of(chunk, *rest)
+        return change(chunk, pieces) if len(pieces) > 1 else pieces
+
+    patch.setattr(sender, "pieces_of", changed)
+
+
+def the_first_piece_of_the_last_chunk_ends_the_transfer(patch: Patch) -> None:
+    def change(chunk: Chunk, pieces: list[Piece]) -> list[Piece]:
+        first = replace(pieces[0].chunk, last=chunk.last, metadata=chunk.metadata)
+        rest = [piece._replace(chunk=replace(piece.chunk, last=False)) for piece in pieces[1:]]
+        return [pieces[0]._replace(chunk=first), *rest]
+
+    change_pieces(patch, change)
+
+
+def the_last_piece_of_every_chunk_ends_the_transfer(patch: Patch) -> None:
+    def change(_: Chunk, pieces: list[Piece]) -> list[Piece]:
+        last = pieces[-1]
+        return [*pieces[:-1], last._replace(chunk=replace(last.chunk, last=True))]
+
+    change_pieces(patch, change)
+
+
+def later_layers_are_not_waited_for(patch: Patch) -> None:
+    def change(chunk: Chunk, pieces: list[Piece]) -> list[Piece]:
+        if not chunk.layers:
+            return pieces
+        return [piece._replace(chunk=replace(piece.chunk, ready=chunk.layers[0].ready)) for piece in pieces]
+
+    change_pieces(patch, change)
+
+
+def layers_of_a_chunk_count_as_the_whole(patch: Patch) -> None:
+    """Whoever has brought some layers of each token, and the last notice, has brought everything."""
+    original = receiver.RankProgress.count
+
+    def cells(ranges: dict[str, tuple[int, int]]) -> list[tuple[str, int]]:
+        return [(name, token) for name, tokens in ranges.items() for token in range(*tokens)]
+
+    def count(self: receiver.RankProgress, notice: Notice) -> str | None:
+        found = original(self, notice)
+        brought = [cell for one in self._notices.values() for cell in cells(one.ranges)]
+        if self._num_expected is not None and all(cell in brought for cell in cells(self._wanted)):
+            self.state = RankState.COMPLETE
+        return found
+
+    def written(self: receiver.RankProgress) -> WrittenBy:
+        return WrittenBy(self.rank, tuple(self._notices.values()))
+
+    patch.setattr(receiver.RankProgress, "count", count)
+    patch.setattr(receiver.RankProgress, "written", property(written))
+
+
 def staged_notices_count_before_they_are_scattered(patch: Patch) -> None:
     original = receiver.Receiver._stage
 
@@ -318,6 +377,10 @@ FAULTS: Final[tuple[Fault, ...]] = (
     free_source_pages_are_a_proof_for_the_destination,
     cancels_are_not_said,
     digests_are_believed,
+    the_first_piece_of_the_last_chunk_ends_the_transfer,
+    the_last_piece_of_every_chunk_ends_the_transfer,
+    later_layers_are_not_waited_for,
+    layers_of_a_chunk_count_as_the_whole,
     staged_notices_count_before_they_are_scattered,
     pages_are_given_back_while_they_are_scattered,
     slots_are_free_as_soon_as_their_write_has_ended,

@@ -239,6 +239,15 @@ def test_death_proves_nothing_if_bytes_can_outlive_it() -> None:
     assert reports(core.sleep(5.0)) == [("failed", "quarantined")]
 
 
+def test_death_is_a_proof_once_the_transport_has_seen_the_last_bytes_land() -> None:
+    core = CoreDriver(DECODE, ends_with_process=False)
+    core.meet_prefill(PREFILL)
+    core(wish())
+    assert reports(core(ev.PeerGone(PREFILL))) == [("failed", "draining")]
+    assert reports(core(ev.PeerGone(PREFILL, is_quiet=True))) == [("failed", "safe")]
+    assert core(ev.PeerGone(PREFILL, is_quiet=True)) == []
+
+
 def test_rank_that_has_done_its_part_may_leave(wire: Wire) -> None:
     wire.notice(PREFILL, 0, (0, 8), last=True)
     assert reports(wire.core.hear(PREFILL, Goodbye(peer=PREFILL))) == []

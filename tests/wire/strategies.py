@@ -136,6 +136,8 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         num_bytes=signed,
         last=st.booleans(),
         metadata=blobs,
+        digests=st.dictionaries(names, counts, max_size=3),
+        layers=st.none() | st.tuples(counts, st.none() | counts),
         staged=st.none() | st.builds(wm.Staged, slot=counts, head_major=st.booleans()),
         **transfer_ids,
     ),

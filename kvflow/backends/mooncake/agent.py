@@ -133,12 +133,13 @@ class Agent:
         """Something is under way."""
         return any(line.is_active for line in self._lines.values())
 
-    def poll(self) -> None:
-        """See what has ended, and start what there is room for."""
+    def poll(self) -> bool:
+        """See what has ended, and start what there is room for; True, as it may have."""
         for line in self._lines.values():
             if line.is_active:
                 line.poll()
         self._remove_leaving()
+        return True
 
     def close(self, timeout_s: float) -> None:
         """Wait for running posts, then destroy the engines: the only thing that stops a post for certain."""

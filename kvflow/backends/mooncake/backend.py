@@ -38,11 +38,13 @@ from kvflow.backends.mooncake.agent import Agent
 from kvflow.backends.mooncake.engine import PEER_TO_PEER, Engine, EngineSettings, Protocol
 from kvflow.backends.mooncake.environment import environment_for, shortest_timeout_s
 from kvflow.backends.mooncake.library import ENVIRONMENT, Library, memory_kinds
+from kvflow.backends.mooncake.sockets import Connections
 from kvflow.backends.mooncake.writing import WritingEngine
 from kvflow.backends.owner import OwnerThread
 from kvflow.errors import BackendError, ConfigError, RegistrationError
 from kvflow.geometry.layout import KVLayout, MemoryRange
 from kvflow.geometry.plan import Descriptors
+from kvflow.observe.logs import get_logger
 
 __all__ = ["MooncakeBackend"]
 
@@ -52,6 +54,9 @@ CONNECTS_AT_ONCE: Final = 32
 ENGINES_TO_TRY: Final = 2
 """The second is fresh, unless it was made meanwhile for another peer."""
 
+LOOK_S: Final = 2e-3
+"""Between looks at what the dead have left on its way."""
+
 MAX_WINDOW: Final = 1024
 """The library's queue for one peer, if the environment does not make it longer."""
 
@@ -59,7 +64,8 @@ MAX_WINDOW: Final = 1024
 class MooncakeBackend(Backend):
     """Writes through a Mooncake TransferEngine.
 
-    `ends_with_process` is False: bytes in the socket buffers of a peer land after the sender has died.
+    `ends_with_process` is False: bytes in the socket buffers of a peer land after the sender has died. With `same_host`
+    it can be seen when they have.
 
     Args:
         host: Name or IPv4 address of this machine, to which peers connect.
@@ -68,6 +74,8 @@ class MooncakeBackend(Backend):
         metadata_server: URL of a Mooncake metadata server; without one, engines ask each other.
         environment: Variables to set before the library is loaded, unless they are set already. The library's log
             is silenced unless MC_LOG_LEVEL asks for more than errors.
+        same_host: That every peer is on this host and in the same network namespace, which only who runs it can know.
+            It lets a decode rank take pages back when a prefill process that wrote to them has died. Only with tcp.
         window: Descriptors under way to one peer at once.
         busy_interval_s: Between polls while something is in flight; otherwise there are none.
         connect_timeout_s: How long a peer may take to answer the first contact.
@@ -88,6 +96,7 @@ class MooncakeBackend(Backend):
         devices: Sequence[str] = (),
         metadata_server: str = PEER_TO_PEER,
         environment: Mapping[str, str] = ENVIRONMENT,
+        same_host: bool = False,
         window: int = 64,
         busy_interval_s: float = 100e-6,
         connect_timeout_s: float = 5.0,
@@ -99,11 +108,14 @@ class MooncakeBackend(Backend):
             raise ConfigError("window is out of range", window=window, most=MAX_WINDOW)
         if not host or ":" in host:
             raise ConfigError("host must be a name or an IPv4 address, without a port", host=host)
+        if same_host and protocol != "tcp":
+            raise ConfigError("same_host is only of use with tcp", protocol=protocol)
         if not metadata_server:
             raise ConfigError("metadata server must not be empty", known=PEER_TO_PEER)
         self.capabilities = Capabilities(in_band_notices=False, memory_kinds=memory_kinds())
         self._settings = EngineSettings(host, protocol, tuple(devices), metadata_server)
         self._environment = environment
+        self._same_host = same_host
         self._window = window
         self._busy_interval_s = busy_interval_s
         self._connect_timeout_s = connect_timeout_s
@@ -118,11 +130,13 @@ class MooncakeBackend(Backend):
         mailbox: Mailbox[BackendEvent] = Mailbox()
         self._mailbox = mailbox
         self._agent_name = agent_name
+        self._log = get_logger(agent=agent_name)
         self._connecting = anyio.CapacityLimiter(CONNECTS_AT_ONCE)
         self._owner = OwnerThread(
             f"kvflow-mooncake-{agent_name}",
             self._break_down,
             busy_interval_s=self._busy_interval_s,
+            quiet_interval_s=self._busy_interval_s,
             idle_interval_s=None,
         )
         try:
@@ -200,6 +214,22 @@ class MooncakeBackend(Backend):
     @override
     async def take_events(self) -> Sequence[BackendEvent]:
         return await self._mailbox.take()
+
+    @override
+    async def outlast(self) -> bool:
+        """As the contract says; never for device memory, where what was read may still have to be copied."""
+        if not self._same_host or self._memory is None or self._memory.memory_kind != "DRAM":
+            return False
+        try:
+            connections = await anyio.to_thread.run_sync(Connections)
+            are_dry = False
+            while not are_dry:
+                await anyio.sleep(LOOK_S)  # the kernel tells nobody when a connection runs dry
+                are_dry = await anyio.to_thread.run_sync(connections.are_dry)
+        except OSError as error:
+            self._log.warning("mooncake_connections_unknown", detail=str(error))
+            return False
+        return True
 
     @override
     async def aclose(self) -> Sequence[BackendEvent]:

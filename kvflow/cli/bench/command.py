@@ -7,6 +7,9 @@ import sys
 import anyio
 import msgspec
 
+from kvflow.cli.bench import comparisons
+from kvflow.cli.bench.comparisons import counts
+from kvflow.cli.transport import add_backend_option, check_backend
 from kvflow.config import check_duration
 from kvflow.errors import ConfigError
 
@@ -17,32 +20,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the measurements and their options."""
     cases = parser.add_subparsers(dest="case", required=True, metavar="CASE")
     idle = cases.add_parser("idle", help="CPU of connected ranks with nothing to do")
-    idle.add_argument("--backend", default="nixl", metavar="NAME", help="transport (default: %(default)s)")
+    add_backend_option(idle)
     idle.add_argument("--pairs", type=int, default=1, metavar="N", help="prefill and decode ranks (default: 1 each)")
     idle.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long (default: %(default)s)")
     idle.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     idle.set_defaults(measure=_idle)
     plan = cases.add_parser("plan", help="time and memory of planning, and of compiling routes")
-    plan.add_argument("--layers", type=_counts, default=(32, 64, 80), metavar="N,...", help="default: 32,64,80")
+    plan.add_argument("--layers", type=counts, default=(32, 64, 80), metavar="N,...", help="default: 32,64,80")
     plan.add_argument(
-        "--tokens", type=_counts, default=(1_024, 8_192, 32_768, 131_072), metavar="N,...", help="default: 1k to 128k"
+        "--tokens",
+        type=counts,
+        default=(1_024, 8_192, 32_768, 131_072),
+        metavar="N,...",
+        help="default: 1k to 128k",
     )
     plan.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     plan.set_defaults(measure=_plan)
     digest = cases.add_parser("digest", help="speed of digests, and what they cost a transfer")
-    digest.add_argument("--backend", default="nixl", metavar="NAME", help="transport (default: %(default)s)")
+    add_backend_option(digest)
     digest.add_argument("--megabytes", type=_count, default=64, metavar="N", help="of a transfer (default: 64)")
     digest.add_argument("--rounds", type=_count, default=21, metavar="N", help="of each kind (default: 21)")
     digest.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     digest.set_defaults(measure=_digest)
     failures = cases.add_parser("failures", help="processes that die, freeze or give up in the middle of a transfer")
-    failures.add_argument("--backend", default="nixl", choices=["nixl", "mooncake"], help="transport between processes")
+    add_backend_option(failures)
     failures.add_argument("--rounds", type=_count, default=50, metavar="N", help="of each case (default: %(default)s)")
     failures.add_argument("--cases", default="all", metavar="NAME,...", help="some of them (default: %(default)s)")
     failures.add_argument("--lease", type=float, default=3.0, metavar="S", help="of the ranks (default: %(default)s)")
     failures.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default: %(default)s)")
     failures.add_argument("--json", action="store_true", help="print one JSON object a case and nothing else")
     failures.set_defaults(measure=_failures)
+    comparisons.add_arguments(cases)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,7 +65,7 @@ def _idle(arguments: argparse.Namespace) -> str:
         raise ConfigError("options must be positive", pairs=arguments.pairs, seconds=arguments.seconds)
     from kvflow.cli.bench.idle import measure_idle  # noqa: PLC0415 - `kvflow --help` works without torch
 
-    result = anyio.run(measure_idle, arguments.backend, arguments.pairs, arguments.seconds)
+    result = anyio.run(measure_idle, check_backend(arguments.backend), arguments.pairs, arguments.seconds)
     if arguments.json:
         return msgspec.json.encode(result).decode()
     return (
@@ -66,15 +74,8 @@ def _idle(arguments: argparse.Namespace) -> str:
     )
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(int(part) for part in text.split(","))
-    if min(counts) < 1:
-        raise ValueError(text)
-    return counts
-
-
 def _count(text: str) -> int:
-    (count,) = _counts(text)
+    (count,) = counts(text)
     return count
 
 
@@ -103,8 +104,9 @@ def _digest(arguments: argparse.Namespace) -> str:
     from kvflow.cli.bench.digest import measure_digests, measure_transfers  # noqa: PLC0415 - help works without torch
 
     megabytes = arguments.megabytes
+    backend = check_backend(arguments.backend)
     rows = list(measure_digests(megabytes))
-    transfer = anyio.run(measure_transfers, arguments.backend, megabytes, arguments.rounds)
+    transfer = anyio.run(measure_transfers, backend, megabytes, arguments.rounds)
     if arguments.json:
         return msgspec.json.encode({"transfer": transfer, "rows": rows}).decode()
     lines = [f"{'order':5} {'page':>5} {'heads':>6} {'table':10} {'GB/s':>6}"]
@@ -125,7 +127,8 @@ def _failures(arguments: argparse.Namespace) -> str:
     if unknown:
         raise ConfigError("no such case", unknown=unknown, cases=list(CASES))
     check_duration("--lease", arguments.lease)
-    worker = WorkerOptions(backend=arguments.backend, lease_s=arguments.lease)
+    backend = check_backend(arguments.backend, between_processes=True)
+    worker = WorkerOptions(backend=backend, lease_s=arguments.lease)
     settings = FailureSettings(cases=cases, rounds=arguments.rounds, worker=worker, seed=arguments.seed)
 
     def show(case: str, number: int) -> None:
@@ -136,11 +139,11 @@ def _failures(arguments: argparse.Namespace) -> str:
     if arguments.json:
         return "\n".join(msgspec.json.encode(row).decode() for row in rows)
     heads = f"{'case':16} {'rounds':>6} {'ok':>4} {'next':>5} {'p50 ms':>9} {'p99 ms':>9} {'max ms':>9}"
-    lines = ["\r" + heads + f" {'quarantined':>11} {'MB':>13} {'fds':>4} {'threads':>7}"]
+    lines = ["\r" + heads + f" {'quarantined':>11} {'MB':>13} {'fds':>4} {'most':>4} {'threads':>7}"]
     lines += [
         f"{row.case:16} {row.rounds:6} {row.ok:4} {row.next_transfer_ok:5} {row.known_ms_p50:9.2f} "
         f"{row.known_ms_p99:9.2f} {row.known_ms_max:9.2f} {row.quarantined_pages:11} "
-        f"{row.rss_start_mb:6.1f}-{row.rss_end_mb:6.1f} {row.fds:+4} {row.threads:+7}"
+        f"{row.rss_start_mb:6.1f}-{row.rss_end_mb:6.1f} {row.fds:+4} {row.fds_max:+4} {row.threads:+7}"
         + "".join(f"\n  {count} x {fault}" for fault, count in row.faults.items())
         for row in rows
     ]

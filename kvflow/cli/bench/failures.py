@@ -53,6 +53,7 @@ class FailureRow(msgspec.Struct, kw_only=True):
         next_transfer_ok: Rounds whose next transfer passed and brought the right bytes.
         rss_start_mb: Resident memory of the surviving process after the first transfer.
         fds: Files that the surviving process has open at the end, beyond what it had after the first transfer.
+        fds_max: The same after the round after which there were most.
         threads: Threads, likewise.
         faults: What was not as it should be, and in how many rounds.
     """
@@ -69,6 +70,7 @@ class FailureRow(msgspec.Struct, kw_only=True):
     rss_start_mb: float
     rss_end_mb: float
     fds: int
+    fds_max: int
     threads: int
     faults: dict[str, int]
 
@@ -93,8 +95,8 @@ class FailureSettings(msgspec.Struct, frozen=True, kw_only=True):
 class _Pair:
     """Both workers of a case. The survivor lives through all of it."""
 
-    survivor: WorkerProcess
-    victim: WorkerProcess
+    survivor: WorkerProcess[WorkerOptions]
+    victim: WorkerProcess[WorkerOptions]
     victims: AsyncExitStack
     tasks: TaskGroup
     rng: random.Random
@@ -103,7 +105,7 @@ class _Pair:
     faults: dict[str, int] = field(default_factory=dict)
 
     @property
-    def prefill(self) -> WorkerProcess:
+    def prefill(self) -> WorkerProcess[WorkerOptions]:
         return self.survivor if self.survivor.options.side == PREFILL else self.victim
 
     async def begin(self) -> int:
@@ -158,13 +160,14 @@ async def _measure(case: str, settings: FailureSettings, on_round: Callable[[str
     async with _open_pair(victim, settings) as pair:
         await _transfer_next(pair)
         first = last = await _settle(pair.survivor)
-        num_ok = num_next_ok = 0
+        num_ok = num_next_ok = most_fds = 0
         for number in range(settings.rounds):
             faults_before = sum(pair.faults.values())
             await _disturb_in_the_middle(pair, disturb, number)
             is_next_ok = await _transfer_next(pair)
             last = await _settle(pair.survivor)
             _check_account(pair, last)
+            most_fds = max(most_fds, last["fds"])
             num_next_ok += is_next_ok
             num_ok += is_next_ok and sum(pair.faults.values()) == faults_before
             on_round(case, number + 1)
@@ -181,6 +184,7 @@ async def _measure(case: str, settings: FailureSettings, on_round: Callable[[str
         rss_start_mb=round(first["rss_mb"], 1),
         rss_end_mb=round(last["rss_mb"], 1),
         fds=last["fds"] - first["fds"],
+        fds_max=most_fds - first["fds"],
         threads=last["threads"] - first["threads"],
         faults=pair.faults,
     )
@@ -283,7 +287,7 @@ def _check_bytes(pair: _Pair, ended: Report) -> None:
         pair.fault("wrong bytes")
 
 
-async def _settle(worker: WorkerProcess) -> Report:
+async def _settle(worker: WorkerProcess[WorkerOptions]) -> Report:
     await worker.tell("settle")
     return await worker.expect("account")
 

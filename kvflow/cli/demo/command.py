@@ -8,6 +8,7 @@ import anyio
 import msgspec
 
 from kvflow.cli.demo.options import DemoOptions
+from kvflow.cli.transport import add_backend_option, check_backend
 from kvflow.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefill-tp", type=int, default=default.prefill_tp, metavar="N", help="prefill ranks")
     parser.add_argument("--decode-tp", type=int, default=default.decode_tp, metavar="N", help="decode ranks")
-    parser.add_argument("--backend", default=default.backend, choices=["nixl", "mooncake", "memory"], help="transport")
+    add_backend_option(parser, default.backend)
     parser.add_argument("--page-size", type=int, default=default.page_size, metavar="N", help="tokens of a page")
     parser.add_argument("--chunk", type=int, default=default.chunk_tokens, metavar="N", help="tokens of a chunk")
     parser.add_argument("--prompt", default=default.prompt, help="what the model is asked (default: %(default).60s...)")
@@ -67,7 +68,7 @@ def _options(arguments: argparse.Namespace) -> DemoOptions:
         model=arguments.model,
         prefill_tp=arguments.prefill_tp,
         decode_tp=arguments.decode_tp,
-        backend=arguments.backend,
+        backend=check_backend(arguments.backend),
         page_size=arguments.page_size,
         chunk_tokens=arguments.chunk,
         prompt=arguments.prompt,

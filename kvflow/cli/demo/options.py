@@ -25,7 +25,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         model: "smollm2", "tiny", or the directory of a Llama model.
         prefill_tp: Prefill ranks, among which the KV heads are split or replicated.
         decode_tp: Decode ranks, likewise.
-        backend: "nixl" or "mooncake" (two processes), or "memory" (both sides in one).
+        backend: "memory" (both sides in one process), or any other transport (each in its own).
         page_size: Tokens of a page.
         chunk_tokens: Tokens of a prefill chunk.
         prompt: What the model is asked.
@@ -37,7 +37,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str = "smollm2"
     prefill_tp: int = 3
     decode_tp: int = 1
-    backend: Literal["nixl", "mooncake", "memory"] = "nixl"
+    backend: str = "nixl"
     page_size: int = 16
     chunk_tokens: int = 64
     prompt: str = DEFAULT_PROMPT

@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import anyio
 import msgspec
@@ -16,6 +16,7 @@ from anyio.abc import Process, TaskGroup
 from anyio.streams.buffered import BufferedByteReceiveStream
 from typing_extensions import Self
 
+from kvflow.cli.bench.pair.options import PairOptions
 from kvflow.cli.bench.workers.options import WorkerOptions
 from kvflow.errors import KvflowError
 
@@ -23,29 +24,40 @@ __all__ = ["Report", "WorkerFailed", "WorkerProcess"]
 
 MAX_LINE_BYTES = 2**20
 ANSWER_S = 60.0
-"""How long a worker may take to say what is expected of it."""
 
 Report = dict[str, Any]
+
+AnyOptions = TypeVar("AnyOptions", WorkerOptions, PairOptions)
 
 
 class WorkerFailed(KvflowError):
     """A worker did not do what it was told, or printed something; it has printed why."""
 
 
-class WorkerProcess:
+class WorkerProcess(Generic[AnyOptions]):
     """One life of a worker. Use it as an async context manager; leaving it ends the process in an orderly way.
 
     Args:
         options: What the worker is told.
         tasks: Where what it says is read; it must outlive the process.
+        module: What the process runs.
+        answer_s: How long it may take to say what is expected of it.
 
     Raises:
         WorkerFailed: On exit: it ended with another code than 0, or printed to standard error without being told to.
     """
 
-    def __init__(self, options: WorkerOptions, tasks: TaskGroup) -> None:
-        self.options = options
+    def __init__(
+        self,
+        options: AnyOptions,
+        tasks: TaskGroup,
+        module: str = "kvflow.cli.bench.workers.worker",
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        self.options: AnyOptions = options
         self._tasks = tasks
+        self._module = module
+        self._answer_s = answer_s
         self.endpoint = ""
         self._reports: dict[tuple[str, int], Report] = {}
         self._changed = anyio.Event()
@@ -59,7 +71,7 @@ class WorkerProcess:
 
     async def __aenter__(self) -> Self:
         encoded = msgspec.json.encode(self.options).decode()
-        command = [sys.executable, "-m", "kvflow.cli.bench.workers.worker", encoded]
+        command = [sys.executable, "-m", self._module, encoded]
         errors = subprocess.PIPE if self.options.log == "none" else None
         self._process: Process = await anyio.open_process(command, stdin=subprocess.PIPE, stderr=errors)
         self._heard = anyio.Event()
@@ -72,7 +84,7 @@ class WorkerProcess:
         with anyio.CancelScope(shield=True):
             if exc is None and not self._is_killed:
                 await self.tell("leave")
-                with anyio.move_on_after(ANSWER_S):
+                with anyio.move_on_after(self._answer_s):
                     await self._process.wait()
             if not self._is_killed and self._process.returncode is None:
                 with suppress(ProcessLookupError):
@@ -101,7 +113,7 @@ class WorkerProcess:
         Raises:
             WorkerFailed: It has not within its time, or has ended without it.
         """
-        with anyio.move_on_after(ANSWER_S):
+        with anyio.move_on_after(self._answer_s):
             while (event, room) not in self._reports:
                 if self._process.returncode is not None:
                     await self._heard.wait()
@@ -119,7 +131,7 @@ class WorkerProcess:
 
     async def expect_chunk(self, room: int, index: int) -> bool:
         """Wait until the worker has offered a chunk; False if the transfer has ended before."""
-        with anyio.move_on_after(ANSWER_S):
+        with anyio.move_on_after(self._answer_s):
             while self._reports.get(("chunk", room), {"index": -1})["index"] < index:
                 if ("ended", room) in self._reports:
                     return False

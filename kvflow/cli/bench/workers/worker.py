@@ -32,6 +32,9 @@ SETTLE_S = 20.0
 
 LOOK_S = 0.001
 
+SAME_HOST = {"nixl": {"ends_with_process": True}, "mooncake": {"same_host": True}}
+"""How a transport is told that all processes are on one host."""
+
 Result = TypeVar("Result")
 
 
@@ -52,7 +55,7 @@ class Worker:
         self._scopes: dict[int, anyio.CancelScope] = {}
         self._limiter = anyio.CapacityLimiter(1)
         timeouts = kvflow.Timeouts(lease_s=options.lease_s)
-        backend_options = {"ends_with_process": True} if options.same_host and options.backend == "nixl" else {}
+        backend_options = SAME_HOST.get(options.backend, {}) if options.same_host else {}
         common: dict[str, Any] = {
             "instance": options.side,
             "registry": options.registry,

@@ -1,0 +1,134 @@
+"""What is still on its way to this process from processes of this host that have ended, as the kernel tells it.
+
+The bytes of a process that was killed may wait in the socket buffers of both ends, and the library writes them to
+memory when it reads them. The kernel shows how many bytes that is. Since the dead send nothing more, a connection is
+dry for good once its far end had nothing left to deliver and, later, the near end nothing left to read. Where the end
+of the stream has come already, the far end does not matter.
+
+Nobody has to know which connections were the dead's: each that there is has to have been dry once. Those of the living
+are between two writes, because each carries one write at a time and waits for its answer.
+
+Source: Mooncake, commit 0ab6a43, tcp_transport_session_impl.h: bytes for host memory are read from the socket to their
+place, those for device memory to a buffer first.
+"""
+
+import array
+import fcntl
+import termios
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = ["Connections", "Row", "is_wet"]
+
+TABLES: Final = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
+LOCAL_TABLE: Final = Path("/proc/self/net/unix")
+DESCRIPTORS: Final = Path("/proc/self/fd")
+LISTENS: Final = "0A"
+MAY_BRING_MORE: Final = ("01", "03")
+"""States of a connection whose far end has not closed it, as far as the near end knows."""
+
+MAPPED: Final = "0000000000000000FFFF0000"
+"""How a table of IPv6 begins an address of IPv4."""
+
+Ends = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One end of a connection.
+
+    Attributes:
+        ends: The local address and the remote one.
+        num_unsent: Bytes that the other end has not acknowledged.
+        num_unread: Bytes that came and were not read; an end of file that was not read counts as one.
+        inode: 0 if no process holds it: it was not accepted yet, or its process has ended.
+    """
+
+    ends: Ends
+    state: str
+    num_unsent: int
+    num_unread: int
+    inode: int
+
+
+class Connections:
+    """The connections that others have to this process at the moment; `are_dry` says what has become of them.
+
+    They never are if a far end is in another network namespace and has not closed.
+
+    Raises:
+        OSError: The kernel does not show them.
+    """
+
+    def __init__(self) -> None:
+        rows, sockets = _rows(), _sockets()
+        ports = {_port(row.ends[0]) for row in rows if row.state == LISTENS and row.inode in sockets}
+        self._wet = [row.ends for row in rows if row.state != LISTENS and _port(row.ends[0]) in ports]
+
+    def are_dry(self) -> bool:
+        """Look again, and say whether each of them has been dry since it was first looked at. Takes milliseconds.
+
+        Raises:
+            OSError: As above.
+        """
+        far = {row.ends: row.num_unsent for row in _rows()}
+        rows = _rows()  # after the far ends: what those had is here by now
+        near = {row.ends: row for row in rows}
+        listed = {row.inode for row in rows} | _local_sockets()
+        # A connection that was reset is in no table, and may still have bytes to be read.
+        unread = any(_num_unread(fd) for inode, fd in _sockets().items() if inode not in listed)
+        self._wet = [ends for ends in self._wet if (is_wet(near[ends], far) if ends in near else unread)]
+        return not self._wet and not unread
+
+
+def is_wet(row: Row, far: Mapping[Ends, int]) -> bool:
+    """A near end may still get something to read, or has it; so it is if its far end cannot be seen."""
+    return row.num_unread > 0 or (row.state in MAY_BRING_MORE and far.get(row.ends[::-1], 1) > 0)
+
+
+def _rows() -> list[Row]:
+    rows = []
+    for table in TABLES:
+        if table.exists():
+            lines = table.read_text("ascii").splitlines()[1:]
+            rows += [_row(line.split()) for line in lines]
+    return rows
+
+
+def _row(fields: list[str]) -> Row:
+    unsent, unread = fields[4].split(":")
+    ends = (fields[1].removeprefix(MAPPED), fields[2].removeprefix(MAPPED))
+    return Row(ends, fields[3], int(unsent, 16), int(unread, 16), int(fields[9]))
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
+def _local_sockets() -> set[int]:
+    """Sockets of the host that are no network's, as inodes."""
+    return {int(line.split()[6]) for line in LOCAL_TABLE.read_text("utf-8", "replace").splitlines()[1:]}
+
+
+def _sockets() -> dict[int, int]:
+    """Sockets of this process, as inode to file descriptor."""
+    sockets = {}
+    for descriptor in DESCRIPTORS.iterdir():
+        try:
+            kind, _, inode = str(descriptor.readlink()).partition(":")
+        except FileNotFoundError:  # closed meanwhile
+            continue
+        if kind == "socket":
+            sockets[int(inode.strip("[]"))] = int(descriptor.name)
+    return sockets
+
+
+def _num_unread(fd: int) -> int:
+    count = array.array("i", [0])
+    try:
+        fcntl.ioctl(fd, termios.FIONREAD, count)
+    except OSError:  # closed meanwhile, or a kind of socket that counts nothing
+        return 0
+    return count[0]

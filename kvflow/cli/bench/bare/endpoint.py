@@ -1,0 +1,51 @@
+"""What the bare loops need of a transport."""
+
+import abc
+from typing import Any
+
+from kvflow.cli.bench.pair.pool import Tables
+
+__all__ = ["BareEndpoint"]
+
+
+class BareEndpoint(abc.ABC):
+    """One side of a transport without kvflow. One thread makes all calls.
+
+    What moves is a room: its bytes first, then its number as a notice.
+    """
+
+    @abc.abstractmethod
+    def address(self) -> bytes:
+        """What the other side needs to write here."""
+
+    @abc.abstractmethod
+    def connect(self, address: bytes) -> None:
+        """Get ready to write to the other side."""
+
+    @abc.abstractmethod
+    def prepare(self, tables: Tables) -> Any:
+        """Work out as much of a request as can be known before it starts."""
+
+    @abc.abstractmethod
+    def prepare_whole(self, start: int, num_bytes: int) -> Any:
+        """The same for some bytes of the pool in one piece, `start` bytes after its beginning."""
+
+    @abc.abstractmethod
+    def start(self, work: Any, room: int) -> Any:
+        """Start to write what was prepared; gives what `is_done` wants."""
+
+    @abc.abstractmethod
+    def is_done(self, started: Any) -> bool:
+        """Make progress, and say whether a write has ended. Not asked again afterwards."""
+
+    @abc.abstractmethod
+    def announce(self, room: int) -> None:
+        """Tell the other side that a room may come."""
+
+    @abc.abstractmethod
+    def poll(self) -> list[int]:
+        """Make progress, and give the rooms whose notices have arrived."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End it; nothing is under way any more."""

@@ -1,0 +1,178 @@
+"""Mooncake without kvflow: each descriptor submitted and asked about in a straight loop.
+
+It has no notices worth having, so a room's number is written into a cell of the peer's memory after its last byte.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from typing_extensions import override
+
+from kvflow.backends.mooncake.engine import PEER_TO_PEER, EngineSettings
+from kvflow.backends.mooncake.environment import environment_for
+from kvflow.backends.mooncake.library import ENVIRONMENT, Library
+from kvflow.cli.bench.bare.endpoint import BareEndpoint
+from kvflow.cli.bench.pair.pool import Pages, PairPool, Tables
+from kvflow.errors import BackendError, BackendUnavailable
+
+__all__ = ["BareMooncake"]
+
+HOST: Final = "127.0.0.1"
+START_ATTEMPTS: Final = 8
+
+WINDOW: Final = 64
+"""Descriptors of one request under way at once, as many as kvflow has."""
+
+LOOK_AHEAD: Final = 8
+"""Of them, how many that run are seen before the rest is not asked about; they end nearly in order."""
+
+CELLS: Final = 1024
+CELL_BYTES: Final = 8
+
+Row = tuple[int, int, int]
+
+
+class _Address(msgspec.Struct):
+    session: str
+    pool: int
+    cells: int
+
+
+class _Write:
+    """A request on its way: rows still to be started, and ids that run."""
+
+    def __init__(self, rows: Sequence[Row], notice: Row) -> None:
+        self.rows = deque(rows)
+        self.notice: Row | None = notice
+        self.running: deque[int] = deque()
+
+
+class BareMooncake(BareEndpoint):
+    """A TransferEngine over TCP, set up as kvflow sets up its own.
+
+    Args:
+        name: Ignored: the library calls itself by its address.
+        pool: Memory to write from or to.
+
+    Raises:
+        BackendUnavailable: The library is missing, or no engine could be started.
+    """
+
+    def __init__(self, name: str, pool: PairPool) -> None:
+        del name
+        settings = EngineSettings(HOST, "tcp", (), PEER_TO_PEER)
+        self._pool = pool
+        self._library = Library(environment_for(settings, ENVIRONMENT))
+        self._native: Any = _start(self._library)
+        self._session = f"{HOST}:{int(self._native.get_rpc_port())}"
+        self._cells, self._out, self._seen = (np.zeros(CELLS, np.uint64) for _ in range(3))
+        rows = [(pool.address, pool.bytes.nbytes)]
+        rows += [(int(cells.ctypes.data), cells.nbytes) for cells in (self._cells, self._out)]
+        code = self._native.batch_register_memory(*(list(column) for column in zip(*rows, strict=True)))
+        if code != 0:
+            raise BackendUnavailable("Mooncake refused to register memory", code=code)
+        self._addresses = [address for address, _ in rows]
+
+    @override
+    def address(self) -> bytes:
+        return msgspec.msgpack.encode(_Address(self._session, self._pool.address, int(self._cells.ctypes.data)))
+
+    @override
+    def connect(self, address: bytes) -> None:
+        self._peer = msgspec.msgpack.decode(address, type=_Address)
+
+    @override
+    def prepare(self, tables: Tables) -> list[Row]:
+        starts, counts = _runs(tables)
+        size = self._pool.shape.page_bytes
+        return [
+            (base + int(tables.src[at]) * size, offset + int(tables.dst[at]) * size, int(count) * size)
+            for base, offset in self._tensors()
+            for at, count in zip(starts, counts, strict=True)
+        ]
+
+    @override
+    def prepare_whole(self, start: int, num_bytes: int) -> list[Row]:
+        return [(self._pool.address + start, self._peer.pool + start, num_bytes)]
+
+    @override
+    def start(self, work: Sequence[Row], room: int) -> _Write:
+        write = _Write(work, self._notice(room))
+        self._fill(write)
+        return write
+
+    @override
+    def is_done(self, started: _Write) -> bool:
+        running = started.running
+        still_running: list[int] = []
+        while running and len(still_running) < LOOK_AHEAD:
+            transfer_id = running.popleft()
+            status = self._native.transfer_check_status(transfer_id)
+            if status == 0:
+                still_running.append(transfer_id)
+            elif status < 0:
+                raise BackendError("bare write failed", status=status)
+        running.extendleft(reversed(still_running))
+        self._fill(started)
+        return not started.running
+
+    @override
+    def announce(self, room: int) -> None:
+        write = _Write((), self._notice(room))
+        self._fill(write)
+        while not self.is_done(write):
+            pass
+
+    @override
+    def poll(self) -> list[int]:
+        changed = np.flatnonzero(self._cells != self._seen)
+        rooms = self._cells[changed]
+        self._seen[changed] = rooms
+        return [int(room) for room in rooms]
+
+    @override
+    def close(self) -> None:
+        native, self._native = self._native, None
+        with self._library.silence():
+            native.batch_unregister_memory(self._addresses)
+            del native
+
+    def _tensors(self) -> list[tuple[int, int]]:
+        """Where each tensor begins, here and there."""
+        return [(item.address, self._peer.pool + item.address - self._pool.address) for item in self._pool.ranges]
+
+    def _notice(self, room: int) -> Row:
+        self._out[room % CELLS] = room
+        offset = room % CELLS * CELL_BYTES
+        return int(self._out.ctypes.data) + offset, self._peer.cells + offset, CELL_BYTES
+
+    def _fill(self, write: _Write) -> None:
+        while write.rows and len(write.running) < WINDOW:
+            write.running.append(self._submit(write.rows.popleft()))
+        if write.notice is not None and not write.rows and not write.running:
+            write.running.append(self._submit(write.notice))
+            write.notice = None
+
+    def _submit(self, row: Row) -> int:
+        transfer_id: int = self._native.transfer_submit_write(self._peer.session, *row)
+        if not transfer_id:
+            raise BackendError("bare write was refused", row=row)
+        return transfer_id
+
+
+def _runs(tables: Tables) -> tuple[Pages, Pages]:
+    """Where pages begin that follow each other on both sides, and how many there are."""
+    joins = (np.diff(tables.src) == 1) & (np.diff(tables.dst) == 1)
+    starts = np.append(0, np.flatnonzero(~joins) + 1)
+    return starts, np.diff(np.append(starts, len(tables.src)))
+
+
+def _start(library: Library) -> Any:
+    for _ in range(START_ATTEMPTS):
+        native = library.engine.TransferEngine()
+        if native.initialize(HOST, PEER_TO_PEER, "tcp", "") == 0:
+            return native
+    raise BackendUnavailable("Mooncake could not start an engine")

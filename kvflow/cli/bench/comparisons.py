@@ -1,0 +1,134 @@
+"""The measurements that give rows: kvflow next to something else, in turn, within one run."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import anyio
+
+from kvflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvflow.cli.bench.rows import Row
+
+__all__ = ["add_arguments", "add_common_arguments", "counts", "shown"]
+
+PAGE_SIZE = 16
+
+
+def add_arguments(cases: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the measurements and their options."""
+    transfer = cases.add_parser("transfer", help="goodput of one transfer at a time, next to the bare transport")
+    transfer.add_argument(
+        "--shapes", default="llama3-8b,mla", metavar="NAME,...", help="of a model's cache (default: %(default)s)"
+    )
+    transfer.add_argument(
+        "--tokens", type=counts, default=(16, 256, 512, 2048, 8192), metavar="N,...", help="default: 16 to 8192"
+    )
+    add_common_arguments(transfer)
+    transfer.set_defaults(measure=_transfer)
+    handover = cases.add_parser("handover", help="small requests: latency, rate and CPU, next to the bare transport")
+    handover.add_argument(
+        "--shape", default="llama3-8b", metavar="NAME", help="of a model's cache (default: %(default)s)"
+    )
+    handover.add_argument("--tokens", type=counts, default=(16, 256), metavar="N,...", help="default: 16,256")
+    handover.add_argument("--in-flight", type=counts, default=(1, 16, 64), metavar="N,...", help="default: 1,16,64")
+    handover.add_argument(
+        "--requests", type=int, default=256, metavar="N", help="small ones in a round (default: %(default)s)"
+    )
+    add_common_arguments(handover)
+    handover.set_defaults(measure=_handover)
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, *, rounds: int = 11) -> None:
+    """Declare what all such measurements have."""
+    parser.add_argument("--backend", default="nixl", choices=["nixl", "mooncake"], help="transport between processes")
+    parser.add_argument("--rounds", type=int, default=rounds, metavar="N", help="of each side (default: %(default)s)")
+    parser.add_argument(
+        "--pool-megabytes", type=int, default=256, metavar="N", help="of each side at least (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a row and nothing else")
+    parser.add_argument("--plot", default="", metavar="FILE", help="draw the rows as well; needs kvflow[bench]")
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Read an option with several positive numbers."""
+    numbers = tuple(int(part) for part in text.split(","))
+    if min(numbers) < 1:
+        raise ValueError(text)
+    return numbers
+
+
+def shown(arguments: argparse.Namespace, measure: Callable[[Callable[["Row"], None]], Sequence["Row"]]) -> str:
+    """Measure, and give what is to be printed; draw it if that is wanted.
+
+    Args:
+        arguments: With what `add_common_arguments` declares.
+        measure: Gives rows, and tells its argument of each.
+    """
+    from kvflow.cli.bench.rows import rows_as_json, rows_as_table  # noqa: PLC0415 - `kvflow --help` works without numpy
+
+    def report(row: "Row") -> None:
+        if not arguments.json:
+            print(f"{row.group}: {row.case}, {row.quantity}", file=sys.stderr, flush=True)
+
+    rows = measure(report)
+    if arguments.plot:
+        from kvflow.cli.bench.plot import draw  # noqa: PLC0415 - matplotlib is an extra
+
+        draw(rows, arguments.plot)
+    return rows_as_json(rows) if arguments.json else rows_as_table(rows)
+
+
+def _transfer(arguments: argparse.Namespace) -> str:
+    from kvflow.cli.bench.transfer import TransferSettings, measure_transfers  # noqa: PLC0415 - as above
+
+    settings = TransferSettings(
+        backend=arguments.backend,
+        shapes=_shapes(arguments.shapes),
+        tokens=_tokens(arguments),
+        rounds=_positive("--rounds", arguments.rounds),
+        pool_bytes=_positive("--pool-megabytes", arguments.pool_megabytes) * 2**20,
+    )
+    return shown(arguments, lambda report: anyio.run(measure_transfers, settings, report))
+
+
+def _handover(arguments: argparse.Namespace) -> str:
+    from kvflow.cli.bench.handover import HandoverSettings, measure_handovers  # noqa: PLC0415 - as above
+
+    (shape,) = _shapes(arguments.shape)
+    settings = HandoverSettings(
+        backend=arguments.backend,
+        shape=shape,
+        tokens=_tokens(arguments),
+        in_flight=arguments.in_flight,
+        rounds=_positive("--rounds", arguments.rounds),
+        requests=_positive("--requests", arguments.requests),
+        pool_bytes=_positive("--pool-megabytes", arguments.pool_megabytes) * 2**20,
+    )
+    return shown(arguments, lambda report: anyio.run(measure_handovers, settings, report))
+
+
+def _shapes(text: str) -> tuple[str, ...]:
+    from kvflow.cli.bench.pair.options import SHAPES  # noqa: PLC0415 - as above
+
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name not in SHAPES]
+    if unknown:
+        raise ConfigError("no such shape", unknown=unknown, shapes=list(SHAPES))
+    return names
+
+
+def _tokens(arguments: argparse.Namespace) -> tuple[int, ...]:
+    tokens: tuple[int, ...] = arguments.tokens
+    odd = [number for number in tokens if number % PAGE_SIZE]
+    if odd:
+        raise ConfigError("tokens must fill whole pages", tokens=odd, page_size=PAGE_SIZE)
+    return tokens
+
+
+def _positive(option: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError("option must be positive", option=option, value=value)
+    return value

@@ -1,0 +1,184 @@
+"""What a comparison gives: rows, which are printed as JSON, as a table, or drawn.
+
+A row is one quantity of one case, measured for kvflow and for what it is held against, in rounds that take turns
+within one run. Times and rates of a machine that others use as well vary by half; the ratio of two sides that took
+turns does not, so the ratio is what to look at. It is always kvflow's value divided by the other one's: for a rate
+(`better` is "higher") a ratio above 1 is good, for a time (`better` is "lower") a ratio below 1 is.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+__all__ = ["Measured", "Row", "Tail", "compare", "grouped", "percentile", "rows_as_json", "rows_as_table"]
+
+DIGITS = 4
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """One quantity of one case, as it is called.
+
+    Attributes:
+        bench: The measurement: "transfer", "handover", ...
+        group: Cases that are drawn side by side, usually a shape.
+        case: What was done, unique within bench, group and quantity.
+        quantity: What was measured: "goodput", "time", "requests", "CPU", ...
+        unit: Of every value of the row.
+        better: Which values are good ones.
+    """
+
+    bench: str
+    group: str
+    case: str
+    quantity: str
+    unit: str
+    better: Literal["higher", "lower"]
+
+
+class Tail(msgspec.Struct, frozen=True, kw_only=True):
+    """Percentiles of single requests, over all rounds, in the row's unit."""
+
+    kvflow_p50: float
+    kvflow_p99: float
+    bare_p50: float | None = None
+    bare_p99: float | None = None
+
+
+class Row(Measured, frozen=True, kw_only=True):
+    """One quantity of one case, as it was measured.
+
+    Attributes:
+        kvflow: Median of the rounds.
+        kvflow_low: The lowest round.
+        kvflow_high: The highest round.
+        bare: Median of the rounds of what kvflow is held against; None if there is nothing.
+        bare_low: The lowest round.
+        bare_high: The highest round.
+        ratio: `kvflow / bare`.
+        paired_ratio: Median of the ratios of single rounds, which is steadier while a machine is loaded.
+        rounds: Of each side.
+        others: Medians of further things to compare with, by name.
+        tail: Percentiles of single requests, where the quantity is a time of one.
+        facts: What else is worth knowing, in units that the names tell.
+    """
+
+    kvflow: float
+    kvflow_low: float
+    kvflow_high: float
+    rounds: int
+    bare: float | None = None
+    bare_low: float | None = None
+    bare_high: float | None = None
+    ratio: float | None = None
+    paired_ratio: float | None = None
+    others: dict[str, float] = {}
+    tail: Tail | None = None
+    facts: dict[str, float | str] = {}
+
+
+def compare(
+    measured: Measured,
+    kvflow: Sequence[float],
+    bare: Sequence[float] = (),
+    *,
+    others: Mapping[str, Sequence[float]] | None = None,
+    tail: Tail | None = None,
+    facts: Mapping[str, float | str] | None = None,
+) -> Row:
+    """Make a row of the values of single rounds.
+
+    Args:
+        measured: What they are values of.
+        kvflow: One value for each round, at least one.
+        bare: Those of the other side, in the same order; empty if there is none.
+        others: Those of further sides, by name.
+        tail: Percentiles of single requests.
+        facts: What else is worth knowing.
+    """
+    row = Row(
+        **msgspec.structs.asdict(measured),
+        kvflow=_rounded(statistics.median(kvflow)),
+        kvflow_low=_rounded(min(kvflow)),
+        kvflow_high=_rounded(max(kvflow)),
+        rounds=len(kvflow),
+        others={name: _rounded(statistics.median(values)) for name, values in (others or {}).items()},
+        tail=tail,
+        facts=dict(facts or {}),
+    )
+    if not bare:
+        return row
+    return msgspec.structs.replace(
+        row,
+        bare=_rounded(statistics.median(bare)),
+        bare_low=_rounded(min(bare)),
+        bare_high=_rounded(max(bare)),
+        ratio=_rounded(statistics.median(kvflow) / statistics.median(bare)),
+        paired_ratio=_rounded(statistics.median(own / other for own, other in zip(kvflow, bare, strict=True))),
+    )
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that is not exceeded by this share of the values; at least one value."""
+    return _rounded(sorted(values)[max(0, math.ceil(share * len(values)) - 1)])
+
+
+def rows_as_json(rows: Iterable[Row]) -> str:
+    """One JSON object a line."""
+    return "\n".join(msgspec.json.encode(row).decode() for row in rows)
+
+
+def rows_as_table(rows: Sequence[Row]) -> str:
+    """A table for a person, with a heading for each group."""
+    lines: list[str] = []
+    for group in grouped(rows):
+        first, width = group[0], max(len(row.case) for row in group)
+        others = "".join(f" {name:>{_width(name)}}" for name in first.others)
+        columns = f"{'kvflow':>9} {'low - high':>17} {'bare':>9} {'low - high':>17} {'ratio':>6} {'paired':>6}"
+        lines.append(f"{first.group}: {first.quantity}, {first.unit} ({first.better} is better)")
+        lines.append(f"  {'':{width}} {columns}{others}")
+        for row in group:
+            lines.append(f"  {row.case:{width}} {_cells(row)}")
+            if row.tail is not None:
+                lines.append(f"  {'':{width}} {_tail(row.tail)}")
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def grouped(rows: Iterable[Row]) -> list[list[Row]]:
+    """Put rows together that are of one kind, in the order in which the kinds come first."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.bench, row.group, row.quantity), []).append(row)
+    return list(groups.values())
+
+
+def _cells(row: Row) -> str:
+    others = "".join(f" {_text(value):>{_width(name)}}" for name, value in row.others.items())
+    return (
+        f"{_text(row.kvflow):>9} {_span(row.kvflow_low, row.kvflow_high):>17} {_text(row.bare):>9} "
+        f"{_span(row.bare_low, row.bare_high):>17} {_text(row.ratio):>6} {_text(row.paired_ratio):>6}{others}"
+    )
+
+
+def _tail(tail: Tail) -> str:
+    kvflow, bare = ("" if value is None else f"p99 {_text(value):>5}" for value in (tail.kvflow_p99, tail.bare_p99))
+    return f"{kvflow:>9} {'':17} {bare:>9}".rstrip()
+
+
+def _width(name: str) -> int:
+    return max(9, len(name))
+
+
+def _span(low: float | None, high: float | None) -> str:
+    return "" if low is None else f"{_text(low)} - {_text(high)}"
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}" if value else "0"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

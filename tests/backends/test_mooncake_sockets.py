@@ -1,0 +1,173 @@
+"""When a process can be sure that nothing is on its way any more from another one that has ended."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from kvflow.backends.base import Backend
+from kvflow.backends.memory import MemoryBackend
+from kvflow.backends.mooncake import MooncakeBackend, sockets
+from kvflow.backends.mooncake.sockets import Connections
+from kvflow.errors import ConfigError
+from tests.backends.endpoints import open_backend
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+NUM_BYTES = 300_000
+"""More than the reader's buffer is made to take, so that the rest waits at the far end."""
+
+SENDER = """
+import socket, sys
+connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+connection.setblocking(False)
+sent = 0
+try:
+    while sent < int(sys.argv[2]):
+        sent += connection.send(bytes(int(sys.argv[2]) - sent))
+except BlockingIOError:
+    pass
+print(sent, flush=True)
+sys.stdin.read()
+"""
+
+
+class Sender:
+    """A process that has written as much as it could, and lives until it is killed."""
+
+    def __init__(self, listener: socket.socket, num_bytes: int) -> None:
+        command = [sys.executable, "-c", SENDER, str(listener.getsockname()[1]), str(num_bytes)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        self.num_bytes = int(self._process.stdout.readline())
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextmanager
+def listening(family: socket.AddressFamily = socket.AF_INET) -> Iterator[socket.socket]:
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8_192)
+        listener.bind(("127.0.0.1" if family == socket.AF_INET else "::", 0))
+        listener.listen()
+        yield listener
+
+
+@contextmanager
+def sending(listener: socket.socket, num_bytes: int = NUM_BYTES) -> Iterator[Sender]:
+    sender = Sender(listener, num_bytes)
+    try:
+        yield sender
+    finally:
+        sender.kill()
+
+
+@contextmanager
+def accept_one(listener: socket.socket) -> Iterator[socket.socket]:
+    """The connection of a process that has sent 1,000 bytes and lives."""
+    with sending(listener, 1_000) as sender, listener.accept()[0] as connection:
+        assert sender.num_bytes == 1_000
+        yield connection
+
+
+def read(connection: socket.socket, count: int) -> None:
+    while count:
+        count -= len(connection.recv(count))
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=str)
+async def test_what_a_dead_process_has_sent_is_on_its_way_until_it_is_read(family: socket.AddressFamily) -> None:
+    with listening(family) as listener, sending(listener) as sender, listener.accept()[0] as connection:
+        sender.kill()
+        connections = Connections()
+        assert not connections.are_dry()
+        read(connection, sender.num_bytes - 1)
+        assert not connections.are_dry()
+        read(connection, 1)
+        assert connection.recv(1) == b""
+        await until(connections.are_dry)
+
+
+async def test_closing_a_connection_is_as_good_as_reading_it() -> None:
+    with listening() as listener, sending(listener) as sender:
+        with listener.accept()[0]:
+            sender.kill()
+            connections = Connections()
+            assert not connections.are_dry()
+        await until(connections.are_dry)
+
+
+async def test_a_connection_that_nobody_has_accepted_yet_counts() -> None:
+    with listening() as listener, sending(listener) as sender:
+        sender.kill()
+        connections = Connections()
+        assert not connections.are_dry()
+        with listener.accept()[0] as connection:
+            read(connection, sender.num_bytes)
+            assert connection.recv(1) == b""
+            await until(connections.are_dry)
+
+
+async def test_a_connection_that_was_reset_counts_while_there_is_something_to_read() -> None:
+    """The kernel lists it no more. The dead had not read everything, so it is a reset and no end of file."""
+    with listening() as listener, sending(listener, 1_000) as sender, listener.accept()[0] as connection:
+        connection.send(b"never read")
+        sender.kill()
+        connections = Connections()
+        assert not connections.are_dry()
+        read(connection, sender.num_bytes)
+        await until(connections.are_dry)
+
+
+async def test_the_living_are_dry_between_two_writes() -> None:
+    """Once is enough: it was after the death of whoever has died."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(listening())
+        first, second = [stack.enter_context(accept_one(listener)) for _ in range(2)]
+        connections = Connections()
+        read(first, 1_000)
+        assert not connections.are_dry()
+        stack.enter_context(accept_one(listener))  # which is never read
+        read(second, 1_000)
+        await until(connections.are_dry)
+        assert not Connections().are_dry()
+
+
+@pytest.mark.parametrize(
+    ("state", "num_unread", "far", "is_wet"),
+    [
+        ("01", 0, 0, False),
+        ("01", 0, 1, True),
+        ("01", 0, None, True),  # it is on another host
+        ("01", 1, 0, True),
+        ("08", 0, 1, False),  # the end of the stream has come
+        ("08", 0, None, False),
+        ("08", 1, None, True),
+        ("06", 0, None, False),
+    ],
+)
+async def test_an_open_connection_counts_if_its_far_end_cannot_be_seen(
+    state: str, num_unread: int, far: int | None, is_wet: bool
+) -> None:
+    near = sockets.Row(("0100007F:0050", "0200007F:9C40"), state, 0, num_unread, 1)
+    seen = {} if far is None else {("0200007F:9C40", "0100007F:0050"): far}
+    assert sockets.is_wet(near, seen) is is_wet
+
+
+async def outlast(backend: Backend) -> bool:
+    async with open_backend(backend):
+        return await backend.outlast()
+
+
+async def test_who_runs_it_says_whether_all_peers_are_on_one_host() -> None:
+    assert await outlast(MooncakeBackend(same_host=True))
+    assert not await outlast(MooncakeBackend())
+    assert await outlast(MemoryBackend())
+    with pytest.raises(ConfigError, match="same_host"):
+        MooncakeBackend(same_host=True, protocol="rdma")

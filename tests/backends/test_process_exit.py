@@ -1,0 +1,166 @@
+"""However a process ends that has used a transport: its exit code is its own, and nothing is printed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import pytest
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+pytestmark = pytest.mark.anyio
+
+ROOT = Path(__file__).parents[2]
+SIZE = 16 * 2**20
+MAX_LINE = 2**20
+
+PROGRAM = """
+import signal
+import sys
+
+import anyio
+import anyio.to_thread
+
+from kvflow.backends import create_backend
+from kvflow.geometry.plan import Descriptors
+from kvflow.testing.buffers import HostBuffer
+from kvflow.testing.endpoints import open_endpoint, rows
+
+name, address, metadata, size = sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3]), int(sys.argv[4])
+
+
+def post(endpoint):
+    first = len(endpoint.posted)
+    for number in range(first, first + 8):
+        src = rows(endpoint, range(0, size, 65536), 65536)
+        dst = src.copy()
+        dst[:, 0] += (address - endpoint.address) % 2**64
+        endpoint.backend.post(number, "target", Descriptors(src, dst), b"")
+        endpoint.posted.append(number)
+
+
+async def told(word):
+    print(word, flush=True)
+    await anyio.to_thread.run_sync(sys.stdin.readline)
+
+
+async def main(stack):
+    endpoint = await stack.enter_async_context(open_endpoint(create_backend(name, {{}}), HostBuffer(size), name="me"))
+    await endpoint.backend.connect("target", metadata)
+    post(endpoint)
+    {end}
+
+
+{run}
+"""
+
+CLOSED = """
+async def closed():
+    async with AsyncExitStack() as stack:
+        await main(stack)
+
+from contextlib import AsyncExitStack
+anyio.run(closed)
+"""
+
+LEFT_OPEN = """
+from contextlib import AsyncExitStack
+stack = AsyncExitStack()
+anyio.run(main, stack)
+"""
+
+INTERRUPTED = (
+    CLOSED.replace("anyio.run(closed)", "")
+    + """
+try:
+    anyio.run(closed)
+except KeyboardInterrupt:
+    sys.exit(5)
+"""
+)
+
+END = "await endpoint.take_ends(8)"
+AFTER_DEATH = f"{END}; await told('ended'); post(endpoint)"
+WAYS = {
+    "closed while writes run": ("pass", CLOSED, 0),
+    "left open while writes run": ("pass", LEFT_OPEN, 0),
+    "left open after writes": (END, LEFT_OPEN, 0),
+    "exits while writes run": ("sys.exit(3)", CLOSED, 3),
+    "exits with the endpoint left open": ("sys.exit(3)", LEFT_OPEN, 3),
+    "interrupted": ("signal.raise_signal(signal.SIGINT); await anyio.sleep_forever()", INTERRUPTED, 5),
+    "terminated": ("signal.raise_signal(signal.SIGTERM)", CLOSED, -signal.SIGTERM),
+    "closed after the peer has died": (AFTER_DEATH, CLOSED, 0),
+    "left open after the peer has died": (f"{AFTER_DEATH}; await endpoint.take_ends(16)", LEFT_OPEN, 0),
+}
+"""What it does at last, how it is run, and its exit code."""
+
+
+@asynccontextmanager
+async def open_target(backend: str) -> AsyncIterator[tuple[anyio.abc.Process, list[str]]]:
+    """A process to write to, and its address and metadata."""
+    words = [backend, json.dumps({}), "target", str(SIZE)]
+    command = [sys.executable, "-m", "kvflow.testing.target", *words]
+    async with await anyio.open_process(command, cwd=ROOT, stderr=None) as target:
+        assert target.stdout is not None
+        line = await BufferedByteReceiveStream(target.stdout).receive_until(b"\n", MAX_LINE)
+        try:
+            yield target, line.decode().split()
+        finally:
+            if target.returncode is None:
+                target.kill()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+async def test_a_process_ends_as_it_wants_and_prints_nothing(backend: str, way: str) -> None:
+    end, run, code = WAYS[way]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "NIXL_", "MC_"))}
+    async with open_target(backend) as (target, words):
+        command = [sys.executable, "-c", PROGRAM.format(end=end, run=run), backend, *words, str(SIZE)]
+        async with await anyio.open_process(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stderr is not None
+            if AFTER_DEATH in end:
+                assert await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", MAX_LINE) == b"ended"
+                target.kill()
+                await target.wait()
+                await process.stdin.send(b"\n")
+            printed = [part async for part in process.stdout]
+            errors = [part async for part in process.stderr]
+            assert (await process.wait(), b"".join(printed), b"".join(errors)) == (code, b"", b"")
+
+
+RANKS = """
+import anyio
+import anyio.lowlevel
+import kvflow
+from tests.support.instances import decode_config, make_pool, prefill_config
+
+async def main():
+    opened.append(await kvflow.Registry().__aenter__())
+    pools.extend([make_pool(), make_pool()])
+    address, (source, target) = opened[0].endpoint, pools
+    opened.append(await kvflow.PrefillRank(prefill_config(address, backend={0!r}), source.layout).__aenter__())
+    opened.append(await kvflow.DecodeRank(decode_config(address, backend={0!r}), target.layout).__aenter__())
+    await anyio.lowlevel.checkpoint()  # so that their tasks have begun
+
+opened, pools = [], []
+anyio.run(main)
+"""
+
+
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+async def test_a_process_that_leaves_its_ranks_open_ends_and_prints_nothing(backend: str) -> None:
+    command = [sys.executable, "-c", RANKS.format(backend)]
+    ended = await anyio.run_process(command, cwd=ROOT, check=False, stderr=subprocess.PIPE)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")

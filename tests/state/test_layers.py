@@ -1,0 +1,228 @@
+"""Chunks that are streamed by layers, in the cores of both sides."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow.geometry.cutting import Cutting
+from kvflow.geometry.debts import Debt
+from kvflow.geometry.layers import LayerBytes, LayerRange
+from kvflow.geometry.tokens import WHOLE
+from kvflow.state import events as ev
+from kvflow.state.effects import CountOddity, Effect, EnqueueChunk
+from kvflow.state.events import Chunk, LayersReady
+from tests.support.cores import DECODE, PREFILL, CoreDriver, grant, reports
+from tests.support.receiving import Wire, wish
+from tests.support.sending import ROOM, post
+
+NUM_LAYERS = 4
+DEBTS = {"kv": Debt(WHOLE, WHOLE, {1: 4}, {1: LayerBytes.of(dict.fromkeys(range(NUM_LAYERS), 1))})}
+"""A byte for each layer of a token."""
+
+
+class Device:
+    def synchronize(self) -> None:
+        pass
+
+
+DEVICES = [Device() for _ in range(NUM_LAYERS)]
+
+
+def groups(*stops: int) -> tuple[LayersReady, ...]:
+    return tuple(LayersReady(stop, DEVICES[number]) for number, stop in enumerate(stops))
+
+
+def sender(least: int | None = 8, *, piece_bytes: int = 2**20) -> CoreDriver:
+    core = CoreDriver(PREFILL)
+    core.meet_decode(cutting=Cutting(DEBTS, {"kv": 2}, piece_bytes, least))
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    return core
+
+
+def offer(
+    core: CoreDriver, layers: tuple[LayersReady, ...], tokens: tuple[int, int] = (0, 8), *, last: bool = True
+) -> list[EnqueueChunk]:
+    metadata = b"m" if last else b""
+    chunk = Chunk(tokens, {"kv": tokens}, layers=layers, last=last, metadata=metadata)
+    return [effect for effect in core(ev.ChunkOffered(ROOM, chunk)) if isinstance(effect, EnqueueChunk)]
+
+
+def test_each_piece_has_its_layers_and_waits_for_its_own_event() -> None:
+    core = sender()
+    pieces = offer(core, groups(1, 3, 4))
+    assert [(piece.seq, piece.ranges, piece.layers) for piece in pieces] == [
+        (0, {"kv": (0, 8)}, (0, 1)),
+        (1, {"kv": (0, 8)}, (1, 3)),
+        (2, {"kv": (0, 8)}, (3, None)),
+    ]
+    assert [piece.chunk.ready for piece in pieces] == DEVICES[:3]
+    assert [(piece.chunk.last, piece.chunk.metadata) for piece in pieces] == [(False, b""), (False, b""), (True, b"m")]
+    notices = [post(core, seq, 8) for seq in range(3)]
+    assert [notice.layers for notice in notices] == [(0, 1), (1, 3), (3, None)]
+    assert [(notice.last, notice.metadata) for notice in notices] == [(False, b""), (False, b""), (True, b"m")]
+
+
+def test_a_short_chunk_waits_for_its_last_event_only() -> None:
+    core = sender(33)
+    (piece,) = offer(core, groups(1, 2, 3, 4))
+    assert (piece.layers, piece.chunk.ready, piece.chunk.last) == ((0, None), DEVICES[3], True)
+    assert post(core, 0, 32).layers is None
+
+
+def test_a_chunk_that_is_streamed_is_not_cut_by_tokens_too() -> None:
+    assert [piece.ranges["kv"] for piece in offer(sender(piece_bytes=4), groups(2, 4))] == [(0, 8), (0, 8)]
+
+
+def test_a_chunk_that_is_not_worth_streaming_is_cut_by_tokens() -> None:
+    pieces = offer(sender(33, piece_bytes=16), groups(2, 4))
+    assert [(piece.ranges["kv"], piece.chunk.ready) for piece in pieces] == [((0, 4), DEVICES[1]), ((4, 8), None)]
+
+
+def test_a_peer_that_knows_no_layers_gets_whole_chunks_after_the_last_event() -> None:
+    (piece,) = offer(sender(None), groups(1, 2, 4))
+    assert (piece.layers, piece.chunk.ready) == ((0, None), DEVICES[2])
+
+
+def test_a_peer_without_a_rule_gets_whole_chunks_after_the_last_event() -> None:
+    core = CoreDriver(PREFILL)
+    core.meet_decode()
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    (piece,) = offer(core, groups(1, 4))
+    assert (piece.layers, piece.chunk.ready) == ((0, None), DEVICES[1])
+
+
+def test_an_empty_chunk_with_layers_carries_the_metadata() -> None:
+    core = sender()
+    offer(core, groups(2, 4), last=False)
+    assert offer(core, groups(2, 4), (8, 8)) == []
+
+
+# The receiving side ------------------------------------------------------------------------------------------------
+
+Part = tuple[tuple[int, int], LayerRange | None]
+"""Tokens and layers of a notice."""
+
+
+class Receiving:
+    def __init__(self) -> None:
+        self.core = CoreDriver(DECODE)
+        self.core(wish())
+        ranks = (ev.GreetedRank(PREFILL, DEBTS),)
+        self.wire = Wire(self.core, self.core(ev.InstanceGreeted("prefill", ranks)))
+
+    def notice(self, seq: int, part: Part, **changes: object) -> list[Effect]:
+        (start, stop), layers = part
+        first, end = layers or (0, None)
+        num_layers = max(0, min(NUM_LAYERS, NUM_LAYERS if end is None else end) - first)
+        fields: dict[str, object] = {"num_bytes": (stop - start) * num_layers, "layers": layers}
+        return self.wire.notice(PREFILL, seq, (start, stop), **(fields | changes))
+
+    def take(self, parts: list[Part]) -> list[tuple[str, str]]:
+        """Take notices in order, the last one ending the transfer; give what was reported."""
+        found = []
+        for seq, part in enumerate(parts):
+            found += reports(self.notice(seq, part, last=seq == len(parts) - 1))
+        return found
+
+
+SUCCESS = [("success", "safe")]
+
+
+def test_layers_of_a_chunk_add_up_to_the_whole() -> None:
+    assert Receiving().take([((0, 8), (0, 1)), ((0, 8), (1, 3)), ((0, 8), (3, None))]) == SUCCESS
+
+
+def test_streamed_and_whole_chunks_follow_each_other() -> None:
+    assert Receiving().take([((0, 2), None), ((2, 5), (0, 2)), ((2, 5), (2, None)), ((5, 8), None)]) == SUCCESS
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [((0, 8), (0, 2))],
+        [((0, 8), (0, 4))],
+        [((0, 8), (2, None))],
+        [((0, 8), (0, 2)), ((0, 8), (3, None))],
+        [((0, 8), (0, 2)), ((0, 8), (1, None))],
+        [((0, 8), (0, 2)), ((0, 8), None)],
+        [((0, 8), None), ((0, 8), (2, None))],
+        [((0, 8), (0, 0)), ((0, 8), (0, None))],
+        [((0, 8), (0, 2)), ((0, 8), (2, 1)), ((0, 8), (1, None))],
+        [((0, 4), (0, 2)), ((4, 8), (2, None))],
+        [((0, 4), (0, 2)), ((0, 8), (2, None))],
+        [((0, 4), (0, 2)), ((4, 8), None), ((0, 4), (2, None))],
+        [((0, 8), (0, 2)), ((0, 8), (2, None)), ((0, 8), (2, None))],
+    ],
+)
+def test_anything_else_is_no_success(parts: list[Part]) -> None:
+    assert ("failed", "draining") in Receiving().take(parts)
+
+
+def test_a_piece_of_layers_with_the_bytes_of_all_is_no_success() -> None:
+    receiving = Receiving()
+    receiving.notice(0, ((0, 8), (0, 2)), num_bytes=32)
+    assert ("failed", "draining") in reports(receiving.notice(1, ((0, 8), (2, None)), num_bytes=0, last=True))
+
+
+def test_more_notices_than_layers_of_tokens_are_impossible() -> None:
+    receiving = Receiving()
+    assert receiving.notice(8 * NUM_LAYERS, ((0, 8), None)) == []
+    assert [type(effect) for effect in receiving.notice(8 * NUM_LAYERS + 1, ((0, 8), None))] == [CountOddity]
+
+
+@st.composite
+def right_parts(draw: st.DrawFn) -> list[Part]:
+    """Notices that say everything was written."""
+    edges = [0, *sorted(draw(st.sets(st.integers(1, 7), max_size=3))), 8]
+    parts: list[Part] = []
+    for tokens in pairwise(edges):
+        cuts = sorted(draw(st.sets(st.integers(1, NUM_LAYERS - 1))))
+        stops = [*cuts, None]
+        whole = not cuts and draw(st.booleans())
+        parts += [(tokens, None if whole else (start, stop)) for start, stop in zip([0, *cuts], stops, strict=True)]
+    return parts
+
+
+@given(right_parts(), st.randoms(use_true_random=False))
+def test_a_right_set_succeeds_in_any_order_and_however_often_it_is_said(parts: list[Part], rng: random.Random) -> None:
+    receiving = Receiving()
+    order = [*range(len(parts)), *rng.choices(range(len(parts)), k=3)]
+    rng.shuffle(order)
+    missing = dict.fromkeys(range(len(parts)))
+    for seq in order:
+        found = reports(receiving.notice(seq, parts[seq], last=seq == len(parts) - 1))
+        was_missing = seq in missing
+        missing.pop(seq, None)
+        assert found == (SUCCESS if was_missing and not missing else [])
+
+
+@given(right_parts(), st.data())
+def test_a_set_with_a_hole_never_succeeds(parts: list[Part], data: st.DataObject) -> None:
+    """Whichever notice is left out, whether its number is left out with it or not."""
+    gone = data.draw(st.integers(0, len(parts) - 1))
+    renumbers = data.draw(st.booleans())
+    kept = [(seq, part) for seq, part in enumerate(parts) if seq != gone]
+    if renumbers:
+        kept = list(enumerate(part for _, part in kept))
+    receiving = Receiving()
+    for seq, part in data.draw(st.permutations(kept)):
+        found = reports(receiving.notice(seq, part, last=seq == max(number for number, _ in kept)))
+        assert ("success", "safe") not in found
+
+
+@given(right_parts(), st.data())
+def test_a_changed_notice_never_leads_to_success(parts: list[Part], data: st.DataObject) -> None:
+    changed = data.draw(st.integers(0, len(parts) - 1))
+    start = data.draw(st.integers(0, NUM_LAYERS))
+    layers = data.draw(st.none() | st.tuples(st.just(start), st.none() | st.integers(0, NUM_LAYERS)))
+    tokens = data.draw(st.tuples(st.integers(0, 8), st.integers(0, 8)).filter(lambda pair: pair[0] <= pair[1]))
+    before = parts[changed]
+    parts[changed] = (tokens, layers)
+    if parts[changed][0] == before[0] and (layers or (0, None)) == (before[1] or (0, None)):
+        return
+    assert ("success", "safe") not in Receiving().take(parts)
