@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,13 +21,23 @@ from kvflow.geometry import (
     check_part,
     compile_routes,
 )
+from kvflow.geometry.debts import Debt, bytes_owed
 from kvflow.geometry.layout import MemoryRange
 from kvflow.geometry.pack import Payload, find_pieces, is_head_major, pack
 from kvflow.geometry.pages import Part
-from kvflow.geometry.routes import Debt
 from kvflow.geometry.tokens import WHOLE
 from kvflow.stages.packing import HostMemory, PackWork
 from tests.support.worlds import Rank, World, worlds
+
+
+class Order(NamedTuple):
+    """How payloads are made: their order, and where the layers are cut."""
+
+    head_major: bool
+    stops: tuple[int, ...]
+
+
+stops = st.sets(st.integers(1, 5), max_size=2).map(lambda found: tuple(sorted(found)))
 
 
 def memory_of(rank: Rank) -> HostMemory:
@@ -38,19 +49,20 @@ def memory_of(rank: Rank) -> HostMemory:
     return HostMemory(rank.layout, view)
 
 
-def payloads(world: World, bound: BoundRoute, *, head_major: bool) -> Iterator[Payload]:
-    """All components at once: the first chunk of each, then the second of each, and so on."""
+def payloads(world: World, bound: BoundRoute, order: Order) -> Iterator[Payload]:
+    """All components at once: the first chunk of each, then the second of each, and so on; some layers at a time."""
     chunks = {
         name: list(pairwise([world.wanted[name][0], *world.cuts[name], world.wanted[name][1]])) for name in bound.debts
     }
     for number in range(max(map(len, chunks.values()), default=0)):
         ranges = {name: parts[number] for name, parts in chunks.items() if number < len(parts)}
-        yield Payload(bound.debts, ranges, world.wanted, head_major)
+        for layers in pairwise([0, *order.stops, None]):
+            yield Payload(bound.debts, ranges, world.wanted, order.head_major, (layers[0] or 0, layers[1]))
 
 
-def move(world: World, route: Route, bound: BoundRoute, ends: tuple[Rank, Rank], *, head_major: bool) -> None:
+def move(world: World, route: Route, bound: BoundRoute, ends: tuple[Rank, Rank], order: Order) -> None:
     source, target = ends
-    for payload in payloads(world, bound, head_major=head_major):
+    for payload in payloads(world, bound, order):
         src = {
             name: check_part(source.layout.component(name), Part(tokens, source.pages(name, tokens)))
             for name, tokens in payload.ranges.items()
@@ -61,10 +73,7 @@ def move(world: World, route: Route, bound: BoundRoute, ends: tuple[Rank, Rank],
             )
             for name in payload.ranges
         }
-        owed = sum(
-            bound.num_bytes(name, tokens, closing=tokens[1] == world.wanted[name][1])
-            for name, tokens in payload.ranges.items()
-        )
+        owed = bytes_owed(bound.debts, payload.ranges, world.wanted, payload.layers)
         staging = np.full(owed + 2, 0xAB, np.uint8)
         slot = MemoryRange(staging.ctypes.data + 1, owed)
         PackWork(payload, memory_of(source).find(route.pieces), src, slot).gather(owed)
@@ -80,8 +89,8 @@ def move(world: World, route: Route, bound: BoundRoute, ends: tuple[Rank, Rank],
 
 @pytest.mark.timeout(0)
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(worlds(), st.booleans())
-def test_every_wanted_cell_arrives_and_nothing_else_changes(world: World, head_major: bool) -> None:
+@given(worlds(), st.builds(Order, st.booleans(), stops))
+def test_every_wanted_cell_arrives_and_nothing_else_changes(world: World, order: Order) -> None:
     world.compute()
     layouts = {engine_rank: rank.layout for engine_rank, rank in world.prefill.items()}
     for decode_rank, target in world.decode.items():
@@ -89,7 +98,7 @@ def test_every_wanted_cell_arrives_and_nothing_else_changes(world: World, head_m
             source = world.prefill[route.engine_rank]
             bound = bind_route(route, source.layout, target.layout)
             before = source.memory.copy()
-            move(world, route, bound, (source, target), head_major=head_major)
+            move(world, route, bound, (source, target), order)
             np.testing.assert_array_equal(source.memory, before)
         np.testing.assert_array_equal(target.memory, world.expected(target, world.held()))
 

@@ -16,7 +16,7 @@ from kvflow.errors import ConfigError, FailureReason
 from kvflow.stages.packing import PackWork
 from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import StagingStatistics
-from tests.service.test_any_layout import MAX_RANKS, hand_over, posts
+from tests.service.test_any_layout import MAX_RANKS, hand_over, posts, stops_of_layers
 from tests.support.failures import catch, undisturbed
 from tests.support.instances import BACKENDS, Deployment, deploy, make_pool, prefill_config
 from tests.support.waiting import until
@@ -76,18 +76,19 @@ def _has_all_slots(rank: kvflow.PrefillRank) -> bool:
 
 @pytest.mark.timeout(120)
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), post=posts)
-async def test_any_layout_is_packed_over_memory(world: World, post: int) -> None:
+@given(world=worlds(), post=posts, stops=stops_of_layers)
+async def test_any_layout_is_packed_over_memory(world: World, post: int, stops: tuple[int, ...]) -> None:
     assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
-    assert (await hand_over(world, "memory", bytes_per_post=post, packing="always")).direct_posts == 0
+    found = await hand_over(world, "memory", bytes_per_post=post, stops=stops, packing="always")
+    assert found.direct_posts == 0
 
 
 @pytest.mark.timeout(120)
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), post=posts)
-async def test_digests_agree_with_what_was_scattered(world: World, post: int) -> None:
+@given(world=worlds(), post=posts, stops=stops_of_layers)
+async def test_digests_agree_with_what_was_scattered(world: World, post: int, stops: tuple[int, ...]) -> None:
     assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
-    await hand_over(world, "memory", bytes_per_post=post, packing="always", digest_every=1)
+    await hand_over(world, "memory", bytes_per_post=post, stops=stops, packing="always", digest_every=1)
 
 
 @pytest.mark.timeout(180)
@@ -98,6 +99,16 @@ async def test_any_layout_is_packed_over_nixl(world: World, post: int) -> None:
     for rank in (*world.prefill.values(), *world.decode.values()):
         rank.move(rank.memory.ctypes.data)
     assert (await hand_over(world, "nixl", bytes_per_post=post, packing="always")).direct_posts == 0
+
+
+@pytest.mark.timeout(180)
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+@given(world=worlds(), post=posts)
+async def test_any_layout_is_packed_over_mooncake(world: World, post: int) -> None:
+    assume(len(world.prefill) + len(world.decode) <= 4)
+    for rank in (*world.prefill.values(), *world.decode.values()):
+        rank.move(rank.memory.ctypes.data)
+    assert (await hand_over(world, "mooncake", bytes_per_post=post, packing="always")).direct_posts == 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
