@@ -43,12 +43,15 @@ class Cutting(NamedTuple):
         piece_bytes: Most bytes of a piece that is cut along the tokens.
         layer_piece_bytes: Fewest bytes of a piece that is cut between layers, but for the last; None if the peer knows
             no such pieces.
+        is_packed: Pieces go through staging slots of `piece_bytes`: a chunk whose layers would not fit is cut along its
+            tokens instead.
     """
 
     debts: Mapping[str, Debt]
     page_tokens: Mapping[str, int]
     piece_bytes: int
     layer_piece_bytes: int | None = None
+    is_packed: bool = False
 
     def join(
         self, stops: Sequence[int], ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange]
@@ -75,7 +78,10 @@ class Cutting(NamedTuple):
                 break
             pieces.append(LayerPiece((start, stops[at]), at))
             start, at = stops[at], at + 1
-        return [*pieces, LayerPiece((start, None), last)]
+        pieces.append(LayerPiece((start, None), last))
+        if self.is_packed and any(self._owed(ranges, wanted, piece.layers) > self.piece_bytes for piece in pieces):
+            return [LayerPiece(ALL_LAYERS, last)]
+        return pieces
 
     def cut(self, ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange]) -> list[dict[str, TokenRange]]:
         """Cut a chunk.

@@ -119,8 +119,16 @@ class LocalStaging:
         num_rows = sum(route.max_rows(name, SAMPLE_TOKENS) for name in route.debts)
         if not num_bytes or not self.pays_off(most, num_rows * most // num_bytes):
             return cutting
-        fitting = cutting._replace(piece_bytes=most).within_pages()
-        return fitting._replace(piece_bytes=min(most, cutting.piece_bytes))
+        at_once = cutting.layer_piece_bytes
+        return (
+            cutting._replace(piece_bytes=most)
+            .within_pages()
+            ._replace(
+                piece_bytes=min(most, cutting.piece_bytes),
+                layer_piece_bytes=None if at_once is None else min(at_once, max(1, most // 2)),
+                is_packed=True,
+            )
+        )
 
     def wants(self, cost: Cost, window: StagingWindow | None) -> bool:
         """Say whether a piece is to be packed, by what is known before it is planned."""
