@@ -4,23 +4,21 @@ The event loop runs in a thread of its own. Nothing here waits for a transfer: a
 steps, and asks `poll()` in between. Only opening and closing a rank wait.
 """
 
-import abc
-import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Generic, TypeVar
 
-import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from typing_extensions import Self, override
+from typing_extensions import Self
 
 from kvflow import decode, prefill
-from kvflow.aio.mailbox import Mailbox
+from kvflow.aio.calls import Calls
 from kvflow.backends.base import Backend
 from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import Handover
-from kvflow.errors import KvflowError, LocalProtocolError, TransferFailed
+from kvflow.errors import KvflowError, LocalProtocolError
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.tokens import TokenRange
@@ -49,19 +47,23 @@ class LoopThread:
         self._stack.close()
 
 
-class _BlockingTransfer(abc.ABC):
-    """One room: a task on the event loop, and what the engine's thread may ask about it.
+class _BlockingTransfer:
+    """One room: what the engine's thread may do and ask. Made on the event loop."""
 
-    Made on the event loop.
-    """
+    __slots__ = ("_calls", "_error", "_has_ended", "_transfer", "room")
 
-    def __init__(self, portal: BlockingPortal, transfer: Transfer) -> None:
+    def __init__(self, calls: Calls, transfer: Transfer) -> None:
         self.room = transfer.room
-        self._portal = portal
+        self._calls = calls
         self._transfer = transfer
         self._error: Exception | None = None
-        self._ended = threading.Event()
-        self._scope = anyio.CancelScope()
+        self._has_ended = False
+        transfer.on_settled = self._end
+        try:
+            transfer.open()
+        except KvflowError as error:
+            self._error = error
+            self._end()
 
     @property
     def memory(self) -> Memory:
@@ -74,7 +76,7 @@ class _BlockingTransfer(abc.ABC):
         Returns:
             PENDING until it has ended *and* nobody can touch its pages (or `memory` says that they are quarantined).
         """
-        if not self._ended.is_set():
+        if not self._has_ended:
             return Outcome.PENDING
         if self._error is not None:
             return Outcome.FAILED
@@ -82,32 +84,23 @@ class _BlockingTransfer(abc.ABC):
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
         """Wait until `poll` no longer says PENDING, or the time is up. For scripts and tests, not for schedulers."""
-        self._ended.wait(timeout_s)
+        with self._calls.done:
+            self._calls.done.wait_for(lambda: self._has_ended, timeout_s)
         return self.poll()
 
     def abort(self) -> None:
         """Give the transfer up. Go on polling: its pages may not be safe yet. Does nothing after the end."""
-        if not self._ended.is_set():
-            self._portal.start_task_soon(self._cancel)
+        if not self._has_ended:
+            self._calls.put(self._transfer.give_up)
 
-    async def run(self) -> None:
-        """Do the transfer, on the event loop."""
-        try:
-            with self._scope:
-                await self._transfer_all()
-        except Exception as error:  # noqa: BLE001 - `result` raises it again, on the engine's thread
-            self._error = error
-        finally:
-            self._ended.set()
-
-    async def _cancel(self) -> None:
-        self._scope.cancel()
-
-    @abc.abstractmethod
-    async def _transfer_all(self) -> None: ...
+    def _end(self) -> None:
+        self._transfer.on_settled = None
+        with self._calls.done:
+            self._has_ended = True
+            self._calls.done.notify_all()
 
     def _check_success(self) -> None:
-        if not self._ended.is_set():
+        if not self._has_ended:
             raise LocalProtocolError("transfer has not ended; poll first", room=self.room)
         if self._transfer.failure is not None:
             raise self._transfer.error() from self._error
@@ -118,11 +111,14 @@ class _BlockingTransfer(abc.ABC):
 class BlockingSender(_BlockingTransfer):
     """One room, as the prefill engine sends it. Made by `PrefillRank.send`."""
 
-    def __init__(self, portal: BlockingPortal, layout: KVLayout, sender: prefill.RoomSender) -> None:
-        super().__init__(portal, sender)
-        self._layout = layout
+    __slots__ = ("_chunks", "_is_feeding", "_rank", "_sender")
+
+    def __init__(self, calls: Calls, rank: prefill.PrefillRank, sender: prefill.RoomSender) -> None:
+        self._rank = rank
         self._sender = sender
-        self._chunks: Mailbox[Chunk] = Mailbox()
+        self._chunks: deque[Chunk] = deque()
+        self._is_feeding = False
+        super().__init__(calls, sender)
 
     def chunk(
         self,
@@ -138,7 +134,7 @@ class BlockingSender(_BlockingTransfer):
             PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;
                 the room stays open.
         """
-        self._chunks.put([prefill.make_chunk(self._layout, tokens, pages, ready=ready, layers=layers)])
+        self._put(prefill.make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers))
 
     def finish(
         self,
@@ -155,8 +151,8 @@ class BlockingSender(_BlockingTransfer):
             PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;
                 the room stays open.
         """
-        chunk = prefill.make_chunk(self._layout, tokens, pages, ready=ready, layers=layers)
-        self._chunks.put([prefill.finish_chunk(chunk, metadata)])
+        chunk = prefill.make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers)
+        self._put(prefill.finish_chunk(chunk, metadata))
 
     def result(self) -> None:
         """Return if every decode rank has everything.
@@ -167,34 +163,37 @@ class BlockingSender(_BlockingTransfer):
         """
         self._check_success()
 
-    @override
-    async def _transfer_all(self) -> None:
-        async with self._sender, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._feed, tasks.cancel_scope)
-            try:
-                await self._sender.delivered()
-            except TransferFailed as error:
-                self._error = error
-            tasks.cancel_scope.cancel()
+    def _put(self, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+        self._calls.put(self._wake)
 
-    async def _feed(self, scope: anyio.CancelScope) -> None:
+    def _wake(self) -> None:
+        """Pass chunks on, unless that is going on."""
+        if self._chunks and not self._is_feeding:
+            self._is_feeding = True
+            self._rank.start_task(self._feed)
+
+    async def _feed(self) -> None:
         """Pass chunks on in order; the first one that is refused gives the room up."""
         try:
-            while True:
-                for chunk in await self._chunks.take():
-                    await self._sender.offer(chunk)
+            while self._chunks and self._sender.outcome is Outcome.PENDING:
+                await self._sender.offer(self._chunks.popleft())
         except KvflowError as error:
-            self._error = error
-            scope.cancel()
+            if self._sender.outcome is Outcome.PENDING:  # else it has failed meanwhile, which is said elsewhere
+                self._error = error
+                self._sender.give_up()
+        finally:
+            self._is_feeding = False
 
 
 class BlockingReceiver(_BlockingTransfer):
     """One room, as the decode engine receives it. Made by `DecodeRank.receive`."""
 
-    def __init__(self, portal: BlockingPortal, receiver: decode.RoomReceiver) -> None:
-        super().__init__(portal, receiver)
+    __slots__ = ("_receiver",)
+
+    def __init__(self, calls: Calls, receiver: decode.RoomReceiver) -> None:
         self._receiver = receiver
-        self._handover: Handover | None = None
+        super().__init__(calls, receiver)
 
     def result(self) -> Handover:
         """Give what the transfer brought.
@@ -204,14 +203,9 @@ class BlockingReceiver(_BlockingTransfer):
             TransferFailed: It failed or was aborted.
         """
         self._check_success()
-        if self._handover is None:
+        if self._receiver.handover is None:
             raise LocalProtocolError("transfer has no result", room=self.room)
-        return self._handover
-
-    @override
-    async def _transfer_all(self) -> None:
-        async with self._receiver:
-            self._handover = await self._receiver.done()
+        return self._receiver.handover
 
 
 class _BlockingRank(Generic[AnyRank]):
@@ -234,9 +228,15 @@ class _BlockingRank(Generic[AnyRank]):
             self._portal = loop.portal
             self._rank: AnyRank = self._portal.call(self._make_rank)
             stack.enter_context(self._portal.wrap_async_context_manager(self._rank))
+            self._calls = self._portal.call(self._start_calls)
             self._stack = stack.pop_all()
         self._is_open = True
         return self
+
+    def _start_calls(self) -> Calls:
+        calls = Calls()
+        self._rank.start_task(calls.run)
+        return calls
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -311,7 +311,6 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank]):
         loop: LoopThread | None = None,
     ) -> None:
         super().__init__(lambda: prefill.PrefillRank(config, layout, backend), loop)
-        self._layout = layout
 
     @property
     def endpoint(self) -> str:
@@ -327,9 +326,7 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank]):
         Raises:
             LocalProtocolError: The room is no integer, or the rank is not open.
         """
-        sender = self._call(lambda: BlockingSender(self._portal, self._layout, self._rank.send(room)))
-        self._portal.start_task_soon(sender.run)
-        return sender
+        return self._call(lambda: BlockingSender(self._calls, self._rank, self._rank.send(room)))
 
 
 class DecodeRank(_BlockingRank[decode.DecodeRank]):
@@ -382,8 +379,6 @@ class DecodeRank(_BlockingRank[decode.DecodeRank]):
                 digest=digest,
                 priority=priority,
             )
-            return BlockingReceiver(self._portal, receiver)
+            return BlockingReceiver(self._calls, receiver)
 
-        receiver = self._call(make)
-        self._portal.start_task_soon(receiver.run)
-        return receiver
+        return self._call(make)

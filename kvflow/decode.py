@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
 
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from kvflow.aio.clock import now
 from kvflow.backends.base import Backend, BackendEvent, NoticeArrived
@@ -269,6 +269,8 @@ class DecodeRank(Rank["RoomReceiver"]):
 class RoomReceiver(Transfer):
     """One room, as the decode engine receives it. Made by `DecodeRank.receive`."""
 
+    __slots__ = ("_digest", "_handover", "_is_told", "_notices_at", "_num_noted", "_opened_at", "_rank", "_wish")
+
     def __init__(self, rank: DecodeRank, wish: ev.ReceiveOpened, digest: bool | None) -> None:
         super().__init__(wish.room)
         self._rank = rank
@@ -317,19 +319,28 @@ class RoomReceiver(Transfer):
             first_notice_s=self._notices_at[0] - self._opened_at,
         )
 
-    async def __aenter__(self) -> Self:
+    @property
+    def handover(self) -> Handover | None:
+        """What it has brought, once it is a success."""
+        return self._handover
+
+    @override
+    def open(self) -> None:
         self._opened_at = now()
         generation = self._rank.next_generation()
         digest = self._rank.is_sampled(generation) if self._digest is None else self._digest
         secret = self._rank.secret(generation)
-        wish = dataclasses.replace(self._wish, generation=generation, digest=digest, secret=secret)
-        self._rank.open_transfer(generation, self, wish)
+        self._wish = dataclasses.replace(self._wish, generation=generation, digest=digest, secret=secret)
+        self._rank.open_transfer(generation, self, self._wish)
+
+    async def __aenter__(self) -> Self:
+        self.open()
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        is_news = self._decided.is_set() and not self._is_told
+        is_news = self._decided.is_set and not self._is_told
         await self._end(exc)
         if exc is None and is_news:
             self._raise_if_failed()

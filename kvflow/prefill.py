@@ -215,6 +215,8 @@ class PrefillRank(Rank["RoomSender"]):
 class RoomSender(Transfer):
     """One room, as the prefill engine sends it. Made by `PrefillRank.send`."""
 
+    __slots__ = ("_is_finished", "_rank", "_waits")
+
     def __init__(self, rank: PrefillRank, room: int) -> None:
         super().__init__(room)
         self._rank = rank
@@ -328,8 +330,12 @@ class RoomSender(Transfer):
         await self._decided.wait()
         self._raise_if_failed()
 
-    async def __aenter__(self) -> Self:
+    @override
+    def open(self) -> None:
         self._rank.open_transfer(self.room, self, ev.SendOpened(self.room))
+
+    async def __aenter__(self) -> Self:
+        self.open()
         return self
 
     async def __aexit__(

@@ -181,6 +181,10 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self._clock.check()
         self._after_dispatch()
 
+    def start_task(self, run: Callable[..., Awaitable[None]], *args: object) -> None:
+        """Start a task on the event loop that lives no longer than the rank."""
+        self._tasks.start(run, *args)
+
     def open_transfer(self, key: int, transfer: AnyTransfer, event: ev.Event) -> None:
         """Put a transfer on record and tell the core that it begins.
 

@@ -2,9 +2,11 @@
 
 import abc
 import operator
+from collections.abc import Callable
 
 import anyio
 
+from kvflow.aio.flag import Flag
 from kvflow.errors import LocalProtocolError, TransferFailed
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure
@@ -46,16 +48,20 @@ class Transfer(abc.ABC):
 
     Attributes:
         room: The router's id of the request.
+        on_settled: Called on the event loop when `is_settled` has become true, and maybe again after that.
     """
+
+    __slots__ = ("_decided", "_failure", "_has_begun", "_memory", "_outcome", "_settled", "on_settled", "room")
 
     def __init__(self, room: int) -> None:
         self.room = check_room(room)
         self._outcome = Outcome.PENDING
         self._memory = Memory.SAFE
         self._failure: Failure | None = None
-        self._decided = anyio.Event()
-        self._settled = anyio.Event()
+        self._decided = Flag()
+        self._settled = Flag()
         self._has_begun = False
+        self.on_settled: Callable[[], None] | None = None
 
     @property
     def outcome(self) -> Outcome:
@@ -99,6 +105,8 @@ class Transfer(abc.ABC):
             self._decided.set()
         if memory in (Memory.SAFE, Memory.QUARANTINED):
             self._settled.set()
+        if self.on_settled is not None and self.is_settled:
+            self.on_settled()
 
     def error(self) -> TransferFailed:
         """The exception that says why it failed.
@@ -115,6 +123,19 @@ class Transfer(abc.ABC):
         )
 
     @abc.abstractmethod
+    def open(self) -> None:
+        """Begin, as entering the block does.
+
+        Raises:
+            LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: It may not begin; nothing has changed.
+        """
+
+    def give_up(self) -> None:
+        """Abort it, unless it is decided."""
+        if self._has_begun and not self._decided.is_set:
+            self._abort()
+
+    @abc.abstractmethod
     def _abort(self) -> None:
         """Tell the core that the engine gives up."""
 
@@ -124,9 +145,8 @@ class Transfer(abc.ABC):
         Args:
             error: What the engine's block raised; if it is about this transfer, it learns what became of the pages.
         """
-        if not self._decided.is_set():
-            self._abort()
-        if not self._settled.is_set():
+        self.give_up()
+        if not self._settled.is_set:
             with anyio.CancelScope(shield=True):
                 await self._settled.wait()
         if isinstance(error, TransferFailed) and error.room == self.room:

@@ -5,7 +5,8 @@ has one thread that makes every call: it runs the commands that the event loop s
 while something is expected and rarely otherwise.
 
 What is expected may be long in coming: a decode rank waits for the prefill of its request. So the longer nothing has
-happened, the longer are the pauses, in proportion: polling adds a fiftieth to whatever is waited for.
+happened, the longer are the pauses, in proportion: polling adds a few hundredths to whatever is waited for. And when
+something has just happened, the next thing is not looked for before half of the shortest recent gap has passed.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import ctypes
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
 
@@ -24,8 +26,11 @@ Result = TypeVar("Result")
 COMMANDS_PER_ROUND = 32
 """Commands run before polling is due again, so that a burst of posts does not hold up completions."""
 
-PAUSE_PER_WAIT: Final = 0.02
+PAUSE_PER_WAIT: Final = 0.03
 """A pause between polls as a part of the time for which nothing has happened."""
+
+GAPS: Final = 8
+"""Recent gaps between polls that found something; the shortest of them says how soon the next one may."""
 
 PR_SET_TIMERSLACK: Final = 29
 TIMER_SLACK_NS: Final = 1_000
@@ -65,6 +70,8 @@ class OwnerThread:
         self._busy_interval_s = busy_interval_s
         self._quiet_interval_s = quiet_interval_s
         self._happened_at = 0.0
+        self._found_at = 0.0
+        self._gaps: deque[float] = deque([0.0], maxlen=GAPS)
         self._idle_interval_s = idle_interval_s
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._agent: Polled | None = None
@@ -111,7 +118,9 @@ class OwnerThread:
 
     def _poll(self) -> None:
         if self._agent is not None and self._agent.poll():
-            self._happened_at = time.monotonic()
+            now = time.monotonic()
+            self._gaps.append(now - self._found_at)
+            self._found_at = self._happened_at = now
 
     def _guard(self, call: Callable[[], None]) -> None:
         try:
@@ -140,7 +149,9 @@ class OwnerThread:
             return None
         if not self._agent.is_busy():
             return self._idle_interval_s
-        pause_s = PAUSE_PER_WAIT * (time.monotonic() - self._happened_at)
+        now = time.monotonic()
+        lull_s = min(self._gaps) / 2 - (now - self._found_at)
+        pause_s = max(lull_s, PAUSE_PER_WAIT * (now - self._happened_at))
         return max(self._busy_interval_s, min(pause_s, self._quiet_interval_s))
 
 

@@ -66,7 +66,7 @@ class Cutting(NamedTuple):
         Returns:
             Pieces, in order, which together cover all layers.
         """
-        highest = max(self.debts[name].highest_layer for name in ranges)
+        highest = max((self.debts[name].highest_layer for name in ranges), default=0)
         last = min(bisect_right(stops, highest), len(stops) - 1)
         pieces: list[LayerPiece] = []
         start = at = 0

@@ -16,7 +16,7 @@ class Deadlines(Generic[Key]):
     """
 
     def __init__(self) -> None:
-        self._due: dict[Key, tuple[float, int]] = {}
+        self._due: dict[Key, tuple[float, int, Key]] = {}
         self._heap: list[tuple[float, int, Key]] = []
         self._count = 0
 
@@ -26,8 +26,8 @@ class Deadlines(Generic[Key]):
     def set(self, key: Key, when: float) -> None:
         """Make `key` due at `when`, instead of whenever it was due before."""
         self._count += 1
-        self._due[key] = (when, self._count)
-        heapq.heappush(self._heap, (when, self._count, key))
+        entry = self._due[key] = (when, self._count, key)
+        heapq.heappush(self._heap, entry)
         self._prune()
 
     def set_once(self, key: Key, when: float) -> None:
@@ -67,5 +67,4 @@ class Deadlines(Generic[Key]):
             heapq.heapify(self._heap)
 
     def _is_live(self, entry: tuple[float, int, Key]) -> bool:
-        when, count, key = entry
-        return self._due.get(key) == (when, count)
+        return self._due.get(entry[2]) is entry

@@ -1,5 +1,6 @@
 """What became of past generations, so that late messages of them are recognised. Pure."""
 
+from collections import OrderedDict
 from typing import Generic, TypeVar
 
 __all__ = ["Ledger"]
@@ -20,7 +21,7 @@ class Ledger(Generic[Ending]):
 
     def __init__(self, limit: int, floor: int = 0) -> None:
         self._limit = limit
-        self._endings: dict[int, Ending] = {}
+        self._endings: OrderedDict[int, Ending] = OrderedDict()
         self._floor = floor
 
     def __len__(self) -> int:
@@ -30,8 +31,7 @@ class Ledger(Generic[Ending]):
         """Note how a generation ended; the first word counts."""
         self._endings.setdefault(generation, ending)
         while len(self._endings) > self._limit:
-            oldest = next(iter(self._endings))
-            del self._endings[oldest]
+            oldest, _ = self._endings.popitem(last=False)  # a plain dict would look for its first entry ever longer
             self._floor = max(self._floor, oldest + 1)
 
     def find(self, generation: int) -> Ending | None:

@@ -27,6 +27,10 @@ MAX_ENDINGS = 16_384
 MAX_BACKOFF = 8
 """Words are repeated less and less often, down to this many times the first pause."""
 
+GRANTS_PER_PAUSE = 500
+"""Where more rooms than this are open, each says its grant again later than after the first pause. Grants are rarely
+lost, and repeating thousands of them for as long as prefill lets them wait costs more than moving them."""
+
 MAX_BREAKERS = 1_024
 """Instances whose failures are remembered."""
 
@@ -283,7 +287,7 @@ class Receivers:
 
     def _grant(self, receiver: Receiver, ranks: tuple[GreetedRank, ...], now: float) -> list[Effect]:
         self._deadlines.set(Stalled(receiver.generation), now + self._timeouts.first_bytes_s)
-        self._deadlines.set(Unanswered(receiver.generation), now + self._timeouts.repeat_s)
+        self._deadlines.set(Unanswered(receiver.generation), now + self._pause_s(receiver))
         return self._follow(receiver, receiver.grant(ranks, self._time_left(receiver, now)), now)
 
     def _greet(self, instance: str) -> list[Effect]:
@@ -297,9 +301,18 @@ class Receivers:
         effects = receiver.repeat(self._time_left(receiver, now))
         if receiver.failure is not None and receiver.granted:  # with nobody to ask, a quarantine would last for ever
             effects += self._greet(receiver.opened.instance)
-        pause_s = self._timeouts.repeat_s * min(2**receiver.num_repeats, MAX_BACKOFF)
-        self._deadlines.set(Unanswered(receiver.generation), now + pause_s)
+        self._deadlines.set(Unanswered(receiver.generation), now + self._pause_s(receiver))
         return effects
+
+    def _pause_s(self, receiver: Receiver) -> float:
+        """Time until words are said again: longer each time, and where many wait, so that those cost no more than few.
+
+        Who has failed asks for the proof that its pages are quiet, and does not wait for others with that.
+        """
+        times: float = min(2**receiver.num_repeats, MAX_BACKOFF)
+        if receiver.failure is None:
+            times = max(times, len(self.receivers) / GRANTS_PER_PAUSE)
+        return self._timeouts.repeat_s * times
 
     def _time_left(self, receiver: Receiver, now: float) -> float:
         return max(receiver.gives_up - now, MIN_TIMEOUT_S)

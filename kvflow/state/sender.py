@@ -20,7 +20,8 @@ from kvflow.state.events import Chunk, DeliveryId, PlanFinished
 from kvflow.state.pieces import Piece, pieces_of
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
-from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, PeerId
+from kvflow.state.words import drained, failed
+from kvflow.wire.messages import Failure, Grant, Notice, PeerId
 
 __all__ = ["Delivery", "Pending", "Sender"]
 
@@ -389,20 +390,3 @@ class Sender:
 
     def _error(self, reason: FailureReason, detail: str) -> Failure:
         return Failure(reason, Stage.ENQUEUE, str(self._me.rank), detail)
-
-
-def drained(delivery: DeliveryId, me: PeerId, failure: Failure | None) -> Drained:
-    """The promise that nothing of a delivery can be written any more."""
-    engine_rank = me.rank.engine_rank
-    return Drained(room=delivery.room, generation=delivery.generation, engine_rank=engine_rank, failure=failure)
-
-
-def failed(delivery: DeliveryId, me: PeerId, failure: Failure, *, drained: bool) -> Failed:
-    """The word that a delivery will not succeed."""
-    return Failed(
-        room=delivery.room,
-        generation=delivery.generation,
-        engine_rank=me.rank.engine_rank,
-        failure=failure,
-        drained=drained,
-    )

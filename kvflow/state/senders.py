@@ -11,10 +11,11 @@ from kvflow.state.effects import CountOddity, DropPlan, Effect, SendMessage
 from kvflow.state.events import Chunk, DeliveryId, PlanFinished, PostSettled
 from kvflow.state.overdue import Stalled, Unanswered, Undelivered, Undrained, Ungranted, Unopened
 from kvflow.state.quarantine import Footprint, Quarantine
-from kvflow.state.sender import Delivery, Pending, Sender, drained, failed
+from kvflow.state.sender import Delivery, Pending, Sender
 from kvflow.state.tables import Memory, Signal
 from kvflow.state.unproved import Unproved
 from kvflow.state.waiting import WaitingGrants
+from kvflow.state.words import drained, failed
 from kvflow.wire.messages import Cancel, Failure, Grant, PeerId, RankId, Received
 
 __all__ = ["Senders"]

@@ -31,9 +31,11 @@ class PigeonBackend(MemoryBackend):
 def test_bench_idle_gives_one_row(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "idle", "--backend", backend, "--seconds", "0.1", "--pairs", "2", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
-    assert (row["case"], row["backend"], row["ranks"]) == ("idle", backend, 4)
-    assert row["seconds"] >= 0.1
-    assert row["cpu_percent_per_rank"] >= 0
+    assert (row["bench"], row["group"]) == ("idle", f"connected ranks over {backend}")
+    assert row["facts"]["ranks"] == 4
+    assert row["facts"]["seconds"] >= 0.1
+    assert row["kvflow"] >= 0
+    assert row["bare"] is None
 
 
 def test_bench_plan_gives_rows_and_the_handshake(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +117,7 @@ def test_transport_of_a_plugin_can_be_tried(
 
 def test_bench_idle_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "idle", "--backend", "memory", "--seconds", "0.1"]) == 0
-    assert "2 connected ranks over memory" in capsys.readouterr().out
+    assert "connected ranks over memory: CPU of a rank" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

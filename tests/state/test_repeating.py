@@ -5,6 +5,7 @@ import pytest
 from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
 from kvflow.state import events as ev
+from kvflow.state import receivers
 from kvflow.state.effects import Effect, GreetInstance, ProbePeer
 from kvflow.wire.messages import (
     Cancel,
@@ -62,6 +63,21 @@ def wire(core: CoreDriver) -> Wire:
 def test_a_grant_is_said_again_less_and_less_often(wire: Wire) -> None:
     said = said_at(wire.core, [PREFILL, OTHER], Grant, 32.0)
     assert times(said, PREFILL) == times(said, OTHER) == [1.0, 3.0, 7.0, 15.0, 23.0, 31.0]
+
+
+def test_where_many_rooms_wait_each_says_its_grant_again_later_and_its_cancel_does_not_wait(
+    core: CoreDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receivers, "GRANTS_PER_PAUSE", 3)
+    crowd = 30
+    for number in range(1, crowd + 1):
+        core(wish(room=number, generation=number, timeout_s=500.0))
+    Wire(core, core.meet_prefill(PREFILL))
+    said = said_at(core, [PREFILL], Grant, 12.0)
+    assert set(times(said, PREFILL)) == {10.0}
+    assert len(said) == crowd
+    core(ev.ReceiveAborted(1, ABORTED))
+    assert times(said_at(core, [PREFILL], Cancel, 4.0), PREFILL) == [1.0, 3.0]
 
 
 def test_a_grant_is_not_said_again_to_a_rank_that_is_complete(wire: Wire) -> None:

@@ -3,15 +3,21 @@
 import argparse
 import math
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
 
 from kvflow.cli.bench import comparisons
 from kvflow.cli.bench.comparisons import counts
+from kvflow.cli.bench.scale import command as scale
 from kvflow.cli.transport import add_backend_option, check_backend
 from kvflow.config import check_duration
 from kvflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvflow.cli.bench.rows import Row
 
 __all__ = ["add_arguments", "run"]
 
@@ -23,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_backend_option(idle)
     idle.add_argument("--pairs", type=int, default=1, metavar="N", help="prefill and decode ranks (default: 1 each)")
     idle.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long (default: %(default)s)")
-    idle.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    idle.add_argument("--json", action="store_true", help="print one JSON object a row and nothing else")
+    idle.add_argument("--plot", default="", metavar="FILE", help="draw the row as well; needs kvflow[bench]")
     idle.set_defaults(measure=_idle)
     plan = cases.add_parser("plan", help="time and memory of planning, and of compiling routes")
     plan.add_argument("--layers", type=counts, default=(32, 64, 80), metavar="N,...", help="default: 32,64,80")
@@ -51,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     failures.add_argument("--json", action="store_true", help="print one JSON object a case and nothing else")
     failures.set_defaults(measure=_failures)
     comparisons.add_arguments(cases)
+    scale.add_arguments(cases)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,13 +73,14 @@ def _idle(arguments: argparse.Namespace) -> str:
         raise ConfigError("options must be positive", pairs=arguments.pairs, seconds=arguments.seconds)
     from kvflow.cli.bench.idle import measure_idle  # noqa: PLC0415 - `kvflow --help` works without torch
 
-    result = anyio.run(measure_idle, check_backend(arguments.backend), arguments.pairs, arguments.seconds)
-    if arguments.json:
-        return msgspec.json.encode(result).decode()
-    return (
-        f"{result.ranks} connected ranks over {result.backend}, nothing to do for {result.seconds:.1f} s: "
-        f"{result.cpu_percent_per_rank:.2f} % of a core per rank"
-    )
+    backend = check_backend(arguments.backend)
+
+    async def measure(report: "Callable[[Row], None]") -> list["Row"]:
+        row = await measure_idle(backend, arguments.pairs, arguments.seconds)
+        report(row)
+        return [row]
+
+    return comparisons.shown(arguments, lambda report: anyio.run(measure, report))
 
 
 def _count(text: str) -> int:

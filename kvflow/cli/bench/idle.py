@@ -4,33 +4,16 @@ import time
 from contextlib import AsyncExitStack
 
 import anyio
-import msgspec
 import torch
 
 import kvflow
+from kvflow.cli.bench.rows import Measured, Row, compare
 
-__all__ = ["IdleResult", "measure_idle"]
+__all__ = ["measure_idle"]
 
 PAGES, PAGE_SIZE, HEADS, HEAD_DIM, LAYERS = 8, 16, 2, 16, 4
 SETTLE_S = 1.0
 """Between the transfer and the measurement, so that what the transfer left behind has ended."""
-
-
-class IdleResult(msgspec.Struct, kw_only=True):
-    """One row of `kvflow bench idle --json`.
-
-    Attributes:
-        ranks: Connected ranks in the measured process, half prefill and half decode.
-        seconds: For how long it was measured.
-        cpu_percent_per_rank: CPU time of the whole process (every thread, registry included) as a share of one core,
-            divided by the number of ranks.
-    """
-
-    case: str = "idle"
-    backend: str
-    ranks: int
-    seconds: float
-    cpu_percent_per_rank: float
 
 
 class _Pool:
@@ -43,13 +26,17 @@ class _Pool:
         )
 
 
-async def measure_idle(backend: str, pairs: int, seconds: float) -> IdleResult:
+async def measure_idle(backend: str, pairs: int, seconds: float) -> Row:
     """Connect pairs of ranks by one transfer each, then measure this process while nothing happens.
 
     Args:
         backend: Transport of every rank.
         pairs: Prefill instances of one rank, each with a decode rank of its own.
         seconds: How long to measure.
+
+    Returns:
+        CPU time of the whole process (every thread, registry included) as a share of one core, divided by the number of
+        ranks.
     """
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
         pools: list[_Pool] = []
@@ -67,12 +54,16 @@ async def measure_idle(backend: str, pairs: int, seconds: float) -> IdleResult:
         began, cpu_began = time.monotonic(), time.process_time()
         await anyio.sleep(seconds)
         elapsed, used = time.monotonic() - began, time.process_time() - cpu_began
-    return IdleResult(
-        backend=backend,
-        ranks=2 * pairs,
-        seconds=round(elapsed, 3),
-        cpu_percent_per_rank=round(100 * used / elapsed / (2 * pairs), 3),
+    measured = Measured(
+        bench="idle",
+        group=f"connected ranks over {backend}",
+        case=f"{2 * pairs} with nothing to do for {elapsed:.1f} s",
+        quantity="CPU of a rank",
+        unit="% of a core",
+        better="lower",
     )
+    share = 100 * used / elapsed / (2 * pairs)
+    return compare(measured, [share], facts={"ranks": 2 * pairs, "seconds": round(elapsed, 3)})
 
 
 async def _transfer_once(prefill: kvflow.PrefillRank, decode: kvflow.DecodeRank) -> None:
