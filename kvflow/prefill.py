@@ -22,9 +22,8 @@ from kvflow.registry import RegistryClient
 from kvflow.stages.bootstrap import PrefillBootstrap
 from kvflow.stages.digests import OwnMemory
 from kvflow.stages.enqueue import Enqueue
-from kvflow.stages.packing import HostMemory
 from kvflow.stages.planning import Planning
-from kvflow.stages.staging import LocalStaging, slots_of
+from kvflow.stages.staging import local_staging, slots_of
 from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
@@ -56,7 +55,7 @@ class PrefillRank(Rank["RoomSender"]):
     def __init__(self, config: PrefillConfig, layout: KVLayout, backend: Backend | None = None) -> None:
         super().__init__(config, layout, backend)
         self._bind = (config.bind, config.advertise)
-        self._packing = config.packing
+        self._settings = config
         self._is_turn = False
 
     @property
@@ -85,7 +84,7 @@ class PrefillRank(Rank["RoomSender"]):
         self._listener = self._resources.enter_context(closing(Listener(*self._bind)))
         self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
         self._resources.callback(self._registry.unregister, self.me)
-        staging = self._local_staging()
+        staging = local_staging(self._staging, self._settings, self.layout, self._backend)
         self._slots = slots_of(staging, self._core.slots)
         self._bootstrap = PrefillBootstrap(
             self._context, self.layout, self._backend, self._listener, self._on_message, staging=staging
@@ -104,17 +103,6 @@ class PrefillRank(Rank["RoomSender"]):
             memory,
             staging=staging,
             without_slots=self._enqueue.without_slots,
-        )
-
-    def _local_staging(self) -> LocalStaging | None:
-        if self._staging is None or self._packing == "never":
-            return None
-        return LocalStaging(
-            self._staging.range,
-            self.config.staging_slot_bytes,
-            lambda: HostMemory(self.layout, self._backend.view),
-            row_overhead_s=self._backend.capabilities.row_overhead_s,
-            packing=self._packing,
         )
 
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:

@@ -30,7 +30,7 @@ from kvflow.observe.logs import LOGGER, get_logger
 from kvflow.observe.times import StageTimes
 from kvflow.observe.trace import OddityLog, describe
 from kvflow.stages.context import StageContext
-from kvflow.stages.staging import StagingMemory
+from kvflow.stages.staging import staging_memory
 from kvflow.stages.submit import agent_name
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
@@ -68,8 +68,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self.me = PeerId(RankId(config.instance, config.engine_rank), secrets.randbits(64))
         self._backend = backend or create_backend(config.backend, config.backend_options)
         ends_with_process = self._backend.capabilities.ends_with_process
-        has_staging = bool(config.staging_bytes) and layout.memory_kind == "DRAM"
-        self._staging = StagingMemory(config.staging_bytes) if has_staging else None
+        self._staging = staging_memory(config, layout)
         self._core = Core(
             self.me,
             config.timeouts,

@@ -8,7 +8,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from kvflow.config import Packing
+from kvflow.backends.base import Backend
+from kvflow.config import Packing, PrefillConfig, RankConfig
 from kvflow.geometry.cutting import Cutting
 from kvflow.geometry.layout import KVLayout, MemoryRange, merge_ranges
 from kvflow.geometry.pack import PackedPieces
@@ -20,7 +21,16 @@ from kvflow.state.slots import RemoteSlots, SlotPool
 from kvflow.state.window import Cost
 from kvflow.wire.messages import PeerId, Staged, StagingWindow
 
-__all__ = ["NO_SLOTS", "LocalStaging", "PackPlan", "Slots", "StagingMemory", "slots_of"]
+__all__ = [
+    "NO_SLOTS",
+    "LocalStaging",
+    "PackPlan",
+    "Slots",
+    "StagingMemory",
+    "local_staging",
+    "slots_of",
+    "staging_memory",
+]
 
 PAGE_BYTES: Final = 4096
 
@@ -47,6 +57,12 @@ class StagingMemory:
     def added_to(self, layout: KVLayout) -> KVLayout:
         """The layout with this memory among what is to be registered."""
         return msgspec.structs.replace(layout, allocations=merge_ranges([*layout.allocations, self.range]))
+
+
+def staging_memory(config: RankConfig, layout: KVLayout) -> StagingMemory | None:
+    """The staging memory of a rank; a rank of device memory has none."""
+    has_any = bool(config.staging_bytes) and layout.memory_kind == "DRAM"
+    return StagingMemory(config.staging_bytes) if has_any else None
 
 
 @dataclass(frozen=True)
@@ -139,6 +155,21 @@ class LocalStaging:
     def pays_off(self, num_bytes: int, num_rows: int) -> bool:
         """Say whether a piece is quicker when it is packed than in that many descriptors."""
         return pays_off(num_bytes, num_rows, self._row_overhead_s, self._packing)
+
+
+def local_staging(
+    memory: StagingMemory | None, config: PrefillConfig, layout: KVLayout, backend: Backend
+) -> LocalStaging | None:
+    """How a prefill rank packs; None if it does not."""
+    if memory is None or config.packing == "never":
+        return None
+    return LocalStaging(
+        memory.range,
+        config.staging_slot_bytes,
+        lambda: HostMemory(layout, backend.view),
+        row_overhead_s=backend.capabilities.row_overhead_s,
+        packing=config.packing,
+    )
 
 
 @dataclass(frozen=True, slots=True)
