@@ -209,7 +209,7 @@ class RankConfig:
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     staging_bytes: int = 0
-    staging_slot_bytes: int = 2 * 2**20
+    staging_slot_bytes: int = 4 * 2**20
 
     def __post_init__(self) -> None:
         if self.staging_bytes != 0:
@@ -259,7 +259,7 @@ class DecodeConfig(RankConfig):
     """
 
     staging_bytes: int = 256 * 2**20
-    staging_slots: int = 8
+    staging_slots: int = 4
 
     digest_every: int = 0
 

@@ -36,6 +36,13 @@ def test_extras_exist(document: Path) -> None:
     assert named <= extras()
 
 
+def test_builds_of_mooncake_conflict() -> None:
+    """They install the same module over each other."""
+    section = (ROOT / "pyproject.toml").read_text().partition("[tool.uv]")[2].partition("\n[tool.")[0]
+    declared = re.findall(r'extra = "([\w-]+)"', section)
+    assert sorted(declared) == sorted(extra for extra in extras() if extra.startswith("mooncake"))
+
+
 @BY_NAME
 def test_settings_are_valid(page: Path) -> None:
     for example in blocks(page, "python"):

@@ -1,11 +1,12 @@
 """What can be overdue on a prefill rank: the keys of its deadlines. Pure."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvflow.state.events import DeliveryId
 from kvflow.wire.messages import PeerId
 
-__all__ = ["Stalled", "Unanswered", "Undelivered", "Undrained", "Ungranted", "Unopened"]
+__all__ = ["Pending", "Stalled", "Unanswered", "Undelivered", "Undrained", "Ungranted", "Unopened"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +50,17 @@ class Undrained:
     """Deadline: posts must have ended after the room has."""
 
     room: int
+
+
+class Pending(NamedTuple):
+    """What a delivery waits for; each has a deadline.
+
+    Attributes:
+        outcome: To be decided.
+        post: To end.
+        answer: That the decode rank knows that everything is written.
+    """
+
+    outcome: bool = True
+    post: bool = False
+    answer: bool = False

@@ -1,7 +1,7 @@
 """Whether a piece is packed: gathered into one slot, written at once, and scattered, or written to its pages directly.
 
 Directly, each descriptor costs its overhead. Packed, each byte is copied twice more, once on each side, and each piece
-costs its share of planning, of the thread that scatters it and of the word that gives its slot back. The bytes of the
+costs a fixed time. The bytes of the
 write itself are the same either way.
 """
 
@@ -11,12 +11,16 @@ from kvflow.config import Packing
 
 __all__ = ["BLOCK_S", "COPY_S_PER_BYTE", "pays_off"]
 
-COPY_S_PER_BYTE: Final = 2 / 3.0e9
-"""Gathering and scattering. Source: `kvflow.geometry.pack` on pieces of 512 bytes in random pages that are in no cache,
-numpy 2.4 on a machine whose own copy takes 1/5.3e9 s: 2.4 to 3.5 GB/s to gather, 2.5 to 4.5 GB/s to scatter."""
+COPY_S_PER_BYTE: Final = 0.15e-9
+"""What a packed byte costs more than one of a large descriptor. Gathering and scattering take 0.3 ns each (512 bytes
+at a time, in no cache), but most of it is hidden behind the writes of other pieces."""
 
-BLOCK_S: Final = 400e-6
-"""For each piece. Source: as above; 0.1 ms to find its cells on each side, the rest is threads and messages."""
+BLOCK_S: Final = 600e-6
+"""What each packed piece costs besides: finding its cells, two threads, the word that gives its slot back.
+
+Source of both: 256 MiB in random pages over NIXL between two processes on 2 cores, numpy 2.4. Packed pieces of 1, 2, 4
+and 8 MiB took 1.35, 1.6, 2.5 and 4.5 ms; direct ones broke even at descriptors of 8 KiB.
+"""
 
 
 def pays_off(num_bytes: int, num_rows: int, row_overhead_s: float, packing: Packing = "auto") -> bool:

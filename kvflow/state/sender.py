@@ -7,7 +7,6 @@ Whatever ends one delivery badly ends the whole room: decode ranks of one reques
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -17,27 +16,14 @@ from kvflow.geometry.layers import ALL_LAYERS
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.effects import DropChunks, DropPlan, Effect, EnqueueChunk, PostPlan, ReportSender, SendMessage
 from kvflow.state.events import Chunk, DeliveryId, PlanFinished
+from kvflow.state.overdue import Pending
 from kvflow.state.pieces import Piece, pieces_of
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
 from kvflow.state.words import drained, failed
 from kvflow.wire.messages import Failure, Grant, Notice, PeerId
 
-__all__ = ["Delivery", "Pending", "Sender"]
-
-
-class Pending(NamedTuple):
-    """What a delivery waits for; each has a deadline.
-
-    Attributes:
-        outcome: To be decided.
-        post: To end.
-        answer: That the decode rank knows that everything is written.
-    """
-
-    outcome: bool = True
-    post: bool = False
-    answer: bool = False
+__all__ = ["Delivery", "Sender"]
 
 
 class Delivery:

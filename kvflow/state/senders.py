@@ -9,9 +9,9 @@ from kvflow.state.acquaintances import Acquaintances
 from kvflow.state.deadlines import Deadlines
 from kvflow.state.effects import CountOddity, DropPlan, Effect, SendMessage
 from kvflow.state.events import Chunk, DeliveryId, PlanFinished, PostSettled
-from kvflow.state.overdue import Stalled, Unanswered, Undelivered, Undrained, Ungranted, Unopened
+from kvflow.state.overdue import Pending, Stalled, Unanswered, Undelivered, Undrained, Ungranted, Unopened
 from kvflow.state.quarantine import Footprint, Quarantine
-from kvflow.state.sender import Delivery, Pending, Sender
+from kvflow.state.sender import Delivery, Sender
 from kvflow.state.tables import Memory, Signal
 from kvflow.state.unproved import Unproved
 from kvflow.state.waiting import WaitingGrants

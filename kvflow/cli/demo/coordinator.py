@@ -100,7 +100,7 @@ async def _route(options: DemoOptions, prefill: Side, decode: Side) -> DemoResul
         prompt_tokens=ready["prompt_tokens"],
         tokens=len(answer["tokens"]),
         bytes=handover["num_bytes"],
-        goodput_gbps=round(handover["num_bytes"] * 8 / 1e9 / sent["seconds"]["submit"], 3),
+        goodput_gbps=round(handover["num_bytes"] * 8 / 1e9 / sent["seconds"]["submit"], 6),
         handover_ms=round((handover["at_s"] - last_chunk["at_s"]) * 1e3, 3),
         stages_ms={stage: round(time_s * 1e3, 3) for stage, time_s in seconds.items()},
         text=answer["text"],

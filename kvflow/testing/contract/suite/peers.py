@@ -86,6 +86,13 @@ class PeerContract(ContractBase):
                 await source.connect(third)
                 await write(source, third, 4)
 
+    async def test_the_living_do_not_hold_up_what_waits_for_the_last_bytes_of_the_dead(self) -> None:
+        async with self.open_some() as (source, target):
+            await write(source, target, 1)
+            is_quiet = await target.backend.outlast()
+            assert is_quiet or not target.backend.capabilities.ends_with_process
+            await write(source, target, 2)
+
     async def test_a_peer_that_restarts_under_its_old_name_is_reached_once_it_is_connected_anew(self) -> None:
         """The pages of its first life are nobody's: they must not change any more."""
         name, earlier = fresh_name("restarted"), list[Endpoint]()  # keeps their memory allocated
