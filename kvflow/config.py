@@ -3,14 +3,16 @@
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex, get_args
 
 from kvflow.errors import ConfigError
 
 __all__ = [
+    "MAX_SLOTS_PER_PEER",
     "NUM_PRIORITIES",
     "DecodeConfig",
     "Limits",
+    "Packing",
     "PrefillConfig",
     "RankConfig",
     "Timeouts",
@@ -25,11 +27,15 @@ MAX_PORT = 65_535
 MAX_DURATION_S = 86_400.0
 MAX_RANKS = 2**32
 MAX_COUNT = 2**53
+MAX_SLOTS_PER_PEER = 4_096
 
 PINGS_PER_LEASE = 3
 
 NUM_PRIORITIES = 8
 """Classes of transfers: 0 goes first, 7 last."""
+
+Packing = Literal["auto", "never", "always"]
+"""Whether small pieces are gathered, moved in one piece, and scattered: when it pays off, never, or wherever it can."""
 
 WILDCARDS = ("tcp://*", "tcp://0.0.0.0", "tcp://[::]")
 
@@ -189,6 +195,9 @@ class RankConfig:
         backend_options: Passed to the backend, see its class.
         timeouts: How long things may take.
         limits: How much there may be of things.
+        staging_bytes: Host memory for packed pieces (docs/packing.md); 0 for none. A decode rank gives a window of it
+            to each prefill rank that it greets, for as long as there are any; a prefill rank gathers into it.
+        staging_slot_bytes: Most bytes that are packed at once; the smaller value of the two sides counts.
     """
 
     instance: str
@@ -199,8 +208,13 @@ class RankConfig:
     backend_options: Mapping[str, object] = field(default_factory=dict)
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
+    staging_bytes: int = 0
+    staging_slot_bytes: int = 4 * 2**20
 
     def __post_init__(self) -> None:
+        if self.staging_bytes != 0:
+            _check_positive("staging_bytes", self.staging_bytes, MAX_COUNT)
+        _check_positive("staging_slot_bytes", self.staging_slot_bytes, MAX_COUNT)
         if not self.instance:
             raise ConfigError("instance needs a name", instance=self.instance)
         if not 0 <= self.engine_rank < self.num_ranks < MAX_RANKS:
@@ -215,7 +229,12 @@ class PrefillConfig(RankConfig):
     Attributes:
         bind: Address of its control socket; port 0 takes a free one.
         advertise: Host under which decode ranks reach it; needed if `bind` is a wildcard.
+        packing: "auto" packs where that is quicker by the transport's own figures, "always" wherever there is a slot,
+            "never" not at all.
     """
+
+    staging_bytes: int = 64 * 2**20
+    packing: Packing = "auto"
 
     bind: str = "tcp://127.0.0.1:0"
     advertise: str | None = None
@@ -225,6 +244,8 @@ class PrefillConfig(RankConfig):
         check_address("bind", self.bind)
         if self.advertise is None and self.bind.startswith(WILDCARDS):
             raise ConfigError("a wildcard address needs a host to advertise", bind=self.bind)
+        if self.packing not in get_args(Packing):
+            raise ConfigError("unknown way of packing", packing=self.packing, known=list(get_args(Packing)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +255,11 @@ class DecodeConfig(RankConfig):
     Attributes:
         digest_every: Of how many transfers one is compared, byte for byte, with what was sent: 1 compares each of
             them, 0 none. Needs host memory on both sides. Both sides read all of its pages once more.
+        staging_slots: Slots of the window of one prefill rank.
     """
+
+    staging_bytes: int = 256 * 2**20
+    staging_slots: int = 4
 
     digest_every: int = 0
 
@@ -242,3 +267,4 @@ class DecodeConfig(RankConfig):
         super().__post_init__()
         if self.digest_every != 0:
             check_count("digest_every", self.digest_every)
+        _check_positive("staging_slots", self.staging_slots, MAX_SLOTS_PER_PEER)

@@ -25,11 +25,14 @@ from kvflow.stages.aggregate import Aggregate
 from kvflow.stages.digests import OwnMemory, check_digestible
 from kvflow.stages.greeting import DecodeBootstrap
 from kvflow.stages.planning import WIRE_PAGES
+from kvflow.stages.scatter import Scatter
 from kvflow.stages.verify import Verify
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.effects import Handed
+from kvflow.state.staging import StagingArea
 from kvflow.state.tables import Outcome
+from kvflow.statistics import StagingStatistics
 from kvflow.transfer import Transfer, check_instance, check_room
 from kvflow.wire.messages import Message, Notice, PeerId, Received
 
@@ -78,6 +81,7 @@ class DecodeRank(Rank["RoomReceiver"]):
             raise ConfigError(
                 "digests need host memory", digest_every=config.digest_every, memory_kind=layout.memory_kind
             )
+        self._staging_slots = config.staging_slots
         super().__init__(config, layout, backend)
         self._digest_every = config.digest_every
         self._generations = itertools.count(1)
@@ -171,10 +175,29 @@ class DecodeRank(Rank["RoomReceiver"]):
     def _open(self) -> None:
         self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
         self._bootstrap = DecodeBootstrap(
-            self._context, self.layout, self._backend, self._registry.lookup, self._on_message
+            self._context,
+            self.layout,
+            self._backend,
+            self._registry.lookup,
+            self._on_message,
+            staging=self._core.staging,
         )
         self._aggregate = Aggregate(self._context, self._note)
+        self._scatter = Scatter(self._context, self.layout, self._backend.view)
         self._verify = Verify(self._context, OwnMemory(self.layout, self._backend.view))
+
+    def _staging_statistics(self) -> StagingStatistics:
+        area = self._core.staging
+        if area is None:
+            return StagingStatistics()
+        return StagingStatistics(windows_taken=area.num_taken, windows_free=area.num_windows - area.num_taken)
+
+    def _staging_area(self) -> StagingArea | None:
+        if self._staging is None:
+            return None
+        memory = self._staging.range
+        slot_bytes, num_slots = self.config.staging_slot_bytes, self._staging_slots
+        return StagingArea(memory.address, memory.length, slot_bytes=slot_bytes, num_slots=num_slots)
 
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:
         return [self._registry.run]
@@ -185,6 +208,8 @@ class DecodeRank(Rank["RoomReceiver"]):
                 self._bootstrap.greet(instance)
             case ef.ProbePeer(peer):
                 self._bootstrap.probe(peer)
+            case ef.ScatterStaged():
+                self._scatter.start(effect)
             case ef.VerifyDigests():
                 self._verify.start(effect)
             case ef.ReportReceiver():

@@ -23,12 +23,14 @@ from kvflow.stages.bootstrap import PrefillBootstrap
 from kvflow.stages.digests import OwnMemory
 from kvflow.stages.enqueue import Enqueue
 from kvflow.stages.planning import Planning
+from kvflow.stages.staging import local_staging, slots_of
 from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.events import Chunk, LayersReady, ReadyEvent
 from kvflow.state.tables import Memory, Outcome
 from kvflow.state.window import Cost
+from kvflow.statistics import StagingStatistics
 from kvflow.transfer import Transfer
 from kvflow.wire.channel import Listener
 from kvflow.wire.messages import Card, Failure, Message, PeerId
@@ -53,6 +55,7 @@ class PrefillRank(Rank["RoomSender"]):
     def __init__(self, config: PrefillConfig, layout: KVLayout, backend: Backend | None = None) -> None:
         super().__init__(config, layout, backend)
         self._bind = (config.bind, config.advertise)
+        self._settings = config
         self._is_turn = False
 
     @property
@@ -81,13 +84,26 @@ class PrefillRank(Rank["RoomSender"]):
         self._listener = self._resources.enter_context(closing(Listener(*self._bind)))
         self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
         self._resources.callback(self._registry.unregister, self.me)
-        self._bootstrap = PrefillBootstrap(self._context, self.layout, self._backend, self._listener, self._on_message)
+        staging = local_staging(self._staging, self._settings, self.layout, self._backend)
+        self._slots = slots_of(staging, self._core.slots)
+        self._bootstrap = PrefillBootstrap(
+            self._context, self.layout, self._backend, self._listener, self._on_message, staging=staging
+        )
         geometry = self._bootstrap.geometry
-        self._enqueue = Enqueue(self._context, self._cost, self._plan_next)
+        self._enqueue = Enqueue(self._context, self._cost, self._plan_next, self._slots)
         memory = OwnMemory(self.layout, self._backend.view, self._backend.capabilities.max_descriptor_bytes)
         end_job = self._enqueue.end
         self._submit = Submit(self._context, self._backend, end_job, self._send)
-        self._planning = Planning(self._context, self._enqueue.next_job, self._submit.offer, geometry, end_job, memory)
+        self._planning = Planning(
+            self._context,
+            self._enqueue.next_job,
+            self._submit.offer,
+            geometry,
+            end_job,
+            memory,
+            staging=staging,
+            without_slots=self._enqueue.without_slots,
+        )
 
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:
         card = Card(
@@ -108,6 +124,8 @@ class PrefillRank(Rank["RoomSender"]):
         match effect:
             case ef.EnqueueChunk():
                 self._enqueue.put(effect)
+            case ef.OfferSlots(peer):
+                self._enqueue.offer_slots(peer)
             case ef.PostPlan():
                 self._submit.post(effect)
             case ef.DropPlan(delivery):
@@ -159,6 +177,9 @@ class PrefillRank(Rank["RoomSender"]):
             return Cost(0, 0)
         max_bytes = self._backend.capabilities.max_descriptor_bytes
         return geometry.cost(effect.ranges, effect.grant.ranges, max_bytes, effect.layers)
+
+    def _staging_statistics(self) -> StagingStatistics:
+        return self._submit.statistics(self._slots.local, self._core.slots)
 
     def _num_queued(self) -> int:
         return self._enqueue.num_queued

@@ -30,13 +30,15 @@ from kvflow.observe.logs import LOGGER, get_logger
 from kvflow.observe.times import StageTimes
 from kvflow.observe.trace import OddityLog, describe
 from kvflow.stages.context import StageContext
+from kvflow.stages.staging import staging_memory
 from kvflow.stages.submit import agent_name
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.core import Core
 from kvflow.state.quarantine import Footprint
+from kvflow.state.staging import StagingArea
 from kvflow.state.tables import Memory, Outcome
-from kvflow.statistics import RankStatistics
+from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer
 from kvflow.wire.messages import Failure, Goodbye, Message, PeerId, RankId
 
@@ -66,7 +68,14 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self.me = PeerId(RankId(config.instance, config.engine_rank), secrets.randbits(64))
         self._backend = backend or create_backend(config.backend, config.backend_options)
         ends_with_process = self._backend.capabilities.ends_with_process
-        self._core = Core(self.me, config.timeouts, config.limits, ends_with_process=ends_with_process)
+        self._staging = staging_memory(config, layout)
+        self._core = Core(
+            self.me,
+            config.timeouts,
+            config.limits,
+            ends_with_process=ends_with_process,
+            staging=self._staging_area(),
+        )
         self._page_bytes = {component.name: component.page_bytes for component in layout.components}
         self._clock = Clock(self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()))
         self._times = StageTimes()
@@ -99,7 +108,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self._was_opened = True
         try:
             await self._backend.open(agent_name(self.me))
-            await self._backend.register(self.layout)
+            await self._backend.register(self._staging.added_to(self.layout) if self._staging else self.layout)
             self._open()
             await self._tasks.open()
         except BaseException:
@@ -144,6 +153,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
             peers=len(self._core.peers),
             oddities=dict(self._oddities.counts),
             times=self._times,
+            staging=self._staging_statistics(),
         )
 
     def dispatch(self, event: ev.Event) -> None:
@@ -281,6 +291,13 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
     @abc.abstractmethod
     def _take_backend_event(self, event: BackendEvent) -> None:
         """Take in what the transport says."""
+
+    def _staging_area(self) -> StagingArea | None:
+        """Whose the parts of this rank's staging memory are, if peers write into it."""
+        return None
+
+    def _staging_statistics(self) -> StagingStatistics:
+        return StagingStatistics()
 
     def _withdraw(self) -> None:
         """Let nobody find this rank any more."""

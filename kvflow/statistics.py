@@ -4,7 +4,32 @@ from typing import NamedTuple
 
 from kvflow.observe.times import StageTimes
 
-__all__ = ["RankStatistics"]
+__all__ = ["RankStatistics", "StagingStatistics"]
+
+
+class StagingStatistics(NamedTuple):
+    """How often and how much was packed so far, and what there is of staging memory now (docs/packing.md).
+
+    Attributes:
+        packed_posts: Writes that went through staging memory (prefill).
+        packed_bytes: Their bytes.
+        direct_posts: Writes that went to the pages directly (prefill).
+        direct_bytes: Their bytes.
+        slots_taken: Own slots that are in use (prefill).
+        slots_lost: Slots, own ones and those of decode ranks, that are out of use because it cannot be told whether a
+            write still touches them (prefill).
+        windows_taken: Windows that belong to a life of a prefill rank, dead ones without a proof included (decode).
+        windows_free: Windows that are left (decode).
+    """
+
+    packed_posts: int = 0
+    packed_bytes: int = 0
+    direct_posts: int = 0
+    direct_bytes: int = 0
+    slots_taken: int = 0
+    slots_lost: int = 0
+    windows_taken: int = 0
+    windows_free: int = 0
 
 
 class RankStatistics(NamedTuple):
@@ -22,6 +47,7 @@ class RankStatistics(NamedTuple):
         peers: Peers that are known.
         oddities: Ignored messages, by kind.
         times: How long each stage took so far.
+        staging: What was packed.
     """
 
     rooms: int
@@ -35,3 +61,4 @@ class RankStatistics(NamedTuple):
     peers: int
     oddities: dict[str, int]
     times: StageTimes
+    staging: StagingStatistics

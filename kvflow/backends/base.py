@@ -32,12 +32,15 @@ class Capabilities:
         max_descriptor_bytes: Longest single descriptor it takes; None for no limit.
         ends_with_process: Nothing lands any more once the process that wrote has ended. Not so where bytes can sit in
             the network, or in the receiver's own library, and land later.
+        row_overhead_s: What each descriptor costs besides its bytes, in seconds, measured; 0 if that is not known.
+            Where it is more than copying the bytes twice, small pieces are packed.
     """
 
     in_band_notices: bool
     memory_kinds: frozenset[MemoryKind]
     max_descriptor_bytes: int | None = None
     ends_with_process: bool = False
+    row_overhead_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,9 @@ class MemoryBackend(Backend):
     """
 
     name = "memory"
-    capabilities = Capabilities(in_band_notices=True, memory_kinds=frozenset({"DRAM"}), ends_with_process=True)
+    capabilities = Capabilities(
+        in_band_notices=True, memory_kinds=frozenset({"DRAM"}), ends_with_process=True, row_overhead_s=1e-6
+    )
 
     def __init__(
         self,

@@ -66,6 +66,8 @@ class NixlBackend(Backend):
         ends_with_process: That nothing lands any more once the process that wrote has ended, which only who runs it can
             know: it is so if every peer is on this host and UCX is not forced to TCP. It lets a decode rank take pages
             back when a prefill process that wrote to them has died.
+        row_overhead_s: What each descriptor costs besides its bytes, by which kvflow decides what to pack. Measured:
+            2.3e-6 on one host, 5e-6 to 7e-6 over TCP. 0 packs nothing.
         close_timeout_s: How long `aclose` waits for running posts before it destroys the agent, which stops them.
     """
 
@@ -83,8 +85,11 @@ class NixlBackend(Backend):
         idle_interval_s: float = 20e-3,
         close_timeout_s: float = 5.0,
         ends_with_process: bool = False,
+        row_overhead_s: float = 2.3e-6,
     ) -> None:
-        self.capabilities = dataclasses.replace(self.capabilities, ends_with_process=ends_with_process)
+        self.capabilities = dataclasses.replace(
+            self.capabilities, ends_with_process=ends_with_process, row_overhead_s=row_overhead_s
+        )
         self._plugin = plugin
         self._plugin_options = dict({"engine_config": ENGINE_CONFIG} if plugin == "UCX" else {})
         self._plugin_options.update(plugin_options or {})

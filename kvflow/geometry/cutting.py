@@ -9,6 +9,7 @@ addressed by request (a slot) is never cut. So a piece is larger than the limit 
 layers, or a single slot.
 """
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -42,12 +43,15 @@ class Cutting(NamedTuple):
         piece_bytes: Most bytes of a piece that is cut along the tokens.
         layer_piece_bytes: Fewest bytes of a piece that is cut between layers, but for the last; None if the peer knows
             no such pieces.
+        is_packed: Pieces go through staging slots of `piece_bytes`: a chunk whose layers would not fit is cut along its
+            tokens instead.
     """
 
     debts: Mapping[str, Debt]
     page_tokens: Mapping[str, int]
     piece_bytes: int
     layer_piece_bytes: int | None = None
+    is_packed: bool = False
 
     def join(
         self, stops: Sequence[int], ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange]
@@ -74,7 +78,10 @@ class Cutting(NamedTuple):
                 break
             pieces.append(LayerPiece((start, stops[at]), at))
             start, at = stops[at], at + 1
-        return [*pieces, LayerPiece((start, None), last)]
+        pieces.append(LayerPiece((start, None), last))
+        if self.is_packed and any(self._owed(ranges, wanted, piece.layers) > self.piece_bytes for piece in pieces):
+            return [LayerPiece(ALL_LAYERS, last)]
+        return pieces
 
     def cut(self, ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange]) -> list[dict[str, TokenRange]]:
         """Cut a chunk.
@@ -106,6 +113,18 @@ class Cutting(NamedTuple):
                     pieces.append({})
                     room = self.piece_bytes
         return pieces
+
+    def within_pages(self) -> "Cutting":
+        """The same, but cut within pages where a page is larger than a piece: for pieces that are packed."""
+        return self._replace(page_tokens={name: self._fitting(name) for name in self.page_tokens})
+
+    def _fitting(self, name: str) -> int:
+        """Tokens of a page, halved until they fit."""
+        debt, size = self.debts[name], self.page_tokens[name]
+        grain = math.lcm(*debt.cell_bytes)
+        while debt.num_bytes((0, size), closing=True) > self.piece_bytes and size % (2 * grain) == 0:
+            size //= 2
+        return size
 
     def _end(self, name: str, tokens: TokenRange, wanted: TokenRange, room: int) -> int:
         """The last place to cut of what fits; the start if not even a page does."""

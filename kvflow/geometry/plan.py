@@ -5,7 +5,7 @@ legs' base addresses, so the cost per descriptor is a few vectorised additions. 
 checked when the regions were made, so no sum can wrap.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from kvflow.geometry.pages import PageTable, TokenRuns, pair_pages
 from kvflow.geometry.routes import BoundRoute, Leg
 from kvflow.geometry.tokens import TokenRange, cell_range
 
-__all__ = ["Descriptors", "Share", "plan"]
+__all__ = ["Descriptors", "Share", "count_rows", "plan"]
 
 Words = NDArray[np.uint64]
 
@@ -88,7 +88,25 @@ def plan(
     Raises:
         PlanError: Page tables do not reach over their tokens, or there are too many descriptors.
     """
-    parts: list[tuple[Leg, _Extents]] = []
+    parts = list(_parts(route, shares, layers, max_bytes))
+    return _spread(parts, route.src_device, route.dst_device)
+
+
+def count_rows(
+    route: BoundRoute,
+    shares: Mapping[str, Share],
+    *,
+    layers: LayerRange = ALL_LAYERS,
+    max_bytes: int | None = None,
+) -> int:
+    """Count the descriptors of a plan without writing them down; arguments and errors as in `plan`."""
+    return sum(len(leg.src_bases) * len(extents.lengths) for leg, extents in _parts(route, shares, layers, max_bytes))
+
+
+def _parts(
+    route: BoundRoute, shares: Mapping[str, Share], layers: LayerRange, max_bytes: int | None
+) -> Iterator[tuple[Leg, _Extents]]:
+    """What each leg of a route has to move, from its bases."""
     runs: dict[tuple[str, int, bool], TokenRuns] = {}
     for leg in route.legs:
         if leg.component not in shares:
@@ -99,8 +117,7 @@ def plan(
         key = (leg.component, leg.tokens_per_cell, leg.pages_touch)
         if key not in runs:
             runs[key] = _cell_runs(shares[leg.component], leg.tokens_per_cell, joined=leg.pages_touch)
-        parts.append((chosen, _split(_merge(_extents(leg, runs[key])), max_bytes)))
-    return _spread(parts, route.src_device, route.dst_device)
+        yield chosen, _split(_merge(_extents(leg, runs[key])), max_bytes)
 
 
 def _spread(parts: Sequence[tuple[Leg, _Extents]], src_device: int, dst_device: int) -> Descriptors:

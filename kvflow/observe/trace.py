@@ -46,7 +46,7 @@ MESSAGE_STAGES: Final[dict[type, Stage]] = {
 NAMES: Final[dict[type, str]] = {ef.ReportSender: "sender_reported", ef.ReportReceiver: "receiver_reported"}
 """Lines that are not named after their class."""
 
-SHOWN: Final = ("room", "generation", "peer", "seq", "tokens", "ranges", "num_bytes", "last")
+SHOWN: Final = ("room", "generation", "peer", "seq", "tokens", "ranges", "num_bytes", "last", "staged")
 """Fields worth a place in a log line, of events and of what they carry."""
 
 

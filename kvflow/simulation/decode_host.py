@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvflow.backends.base import BackendEvent
 from kvflow.config import RankConfig
-from kvflow.errors import FailureReason, RemoteProtocolError, Stage
+from kvflow.errors import FailureReason, PlanError, RemoteProtocolError, Stage
 from kvflow.geometry.pages import pages_spanned
 from kvflow.simulation.greeting import Greeting
 from kvflow.simulation.host import Host
@@ -14,9 +14,11 @@ from kvflow.simulation.network import Line
 from kvflow.simulation.requests import Receiving, Request
 from kvflow.simulation.shapes import KV, STATE, CellTable, Shape
 from kvflow.stages.digests import OwnMemory
+from kvflow.stages.scatter import Scatter
 from kvflow.stages.verify import _Comparison
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
+from kvflow.state.staging import StagingArea
 from kvflow.wire.codec import decode, encode
 from kvflow.wire.messages import Goodbye, Message, Notice, PeerId, Refuse, Welcome
 
@@ -28,6 +30,8 @@ __all__ = ["DecodeHost"]
 
 PROBE_S = 0.1
 VERIFYING_S = 0.05
+SCATTERING_S = 0.005
+SLOWLY_S = 0.5
 
 
 class DecodeHost(Host):
@@ -42,6 +46,7 @@ class DecodeHost(Host):
         self._greetings: dict[str, Greeting] = {}
         self._known: dict[PeerId, None] = {}
         self._probes: dict[PeerId, None] = {}
+        self._scatter = Scatter(self.context, table.layout, self.backend.view)
         self.shape: Shape = self.world.instances[self.me.rank.instance].shape
 
     # The engine ------------------------------------------------------------------------------------------------------
@@ -99,6 +104,8 @@ class DecodeHost(Host):
                 self._greetings[instance].begin()
             case ef.VerifyDigests():
                 self._verify(effect)
+            case ef.ScatterStaged():
+                self.world.schedule.after(self._scattering_s(), self.call, self._scatter_now, effect)
             case ef.ProbePeer(peer):
                 self._probe(peer)
             case ef.ReportReceiver():
@@ -142,6 +149,28 @@ class DecodeHost(Host):
         if comparison.is_wanted:
             self.world.oracle.verified(receiving)
         self.dispatch(ev.DigestsVerified(generation, failure))
+
+    def _scattering_s(self) -> float:
+        rng = self.world.rng
+        return SCATTERING_S * rng.random() if rng.random() < 0.8 else SLOWLY_S * rng.random()
+
+    def _scatter_now(self, effect: ef.ScatterStaged) -> None:
+        """Scatter, as a worker thread does, which may take its time."""
+        receiving = self.receiving[effect.opened.generation]
+        failure = None
+        try:
+            work = self._scatter.prepare(effect)
+            self.world.oracle.scattered(receiving, work.slot.address)
+            work.scatter(effect.notice.num_bytes)
+        except PlanError as error:
+            failure = self._scatter.failure(effect, error)
+        self.dispatch(ev.Scattered(effect.opened.generation, effect.notice, failure))
+
+    def _staging_area(self) -> StagingArea | None:
+        if self.staging is None or self.world.staging is None:
+            return None
+        memory, shape = self.staging.range, self.world.staging
+        return StagingArea(memory.address, memory.length, slot_bytes=shape.slot_bytes, num_slots=shape.num_slots)
 
     def remember(self, peer: PeerId) -> None:
         """Note where a rank listens; whoever had that address before is gone."""
@@ -207,6 +236,7 @@ class DecodeHost(Host):
         receivers = self.core.receivers
         return {
             "rooms": len(receivers.rooms),
+            "scatters": len(receivers.scattered_peers()),
             "ungreeted": sum(len(waiting) for waiting in receivers._ungreeted.values()),
         }
 

@@ -7,7 +7,16 @@ from kvflow.geometry.routes import Route
 from kvflow.simulation.shapes import routes_to
 from kvflow.state.events import GreetedRank, InstanceGreeted, InstanceUnreachable
 from kvflow.wire.codec import encode
-from kvflow.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Card, Hello, PeerId, Refuse, Welcome
+from kvflow.wire.messages import (
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    Card,
+    Hello,
+    PeerId,
+    Refuse,
+    StagingWindow,
+    Welcome,
+)
 
 if TYPE_CHECKING:
     from kvflow.simulation.decode_host import DecodeHost
@@ -78,7 +87,12 @@ class Greeting:
             backend_metadata=host.backend.metadata(),
             layout=host.pool.table.layout,
             route=route,
+            staging=self._window(card.peer, route),
         )
+
+    def _window(self, peer: PeerId, route: Route) -> StagingWindow | None:
+        area = self._host.core.staging
+        return area.window(peer) if area is not None and route.pieces else None
 
     def _ask(self, hello: Hello, pause_s: float) -> None:
         """Say hello, and say it again less and less often: it may have been lost with a connection."""
@@ -114,7 +128,7 @@ class Greeting:
             return
         self._is_over = True
         ranks = tuple(
-            GreetedRank(card.peer, bound.debts, route.pieces)
+            GreetedRank(card.peer, bound.debts, route.pieces, self._window(card.peer, route))
             for card, bound, route in zip(self._cards, self._bound, self._routes, strict=True)
         )
         for rank in ranks:

@@ -1,6 +1,7 @@
 """One life of a rank without tasks and sockets: what `kvflow.rank` does, step by step in virtual time."""
 
 import abc
+import ctypes
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -18,12 +19,14 @@ from kvflow.simulation.requests import Receiving, Sending
 from kvflow.simulation.shapes import CellTable
 from kvflow.simulation.transport import SimBackend
 from kvflow.stages.context import StageContext
+from kvflow.stages.staging import StagingMemory
 from kvflow.stages.submit import agent_name
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.core import Core
 from kvflow.state.invariants import check_invariants
 from kvflow.state.quarantine import Footprint
+from kvflow.state.staging import StagingArea
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure, Goodbye, Message, PeerId
 
@@ -96,9 +99,32 @@ class Host(abc.ABC):
         self._alarm = math.inf
         self._num_events = 0
         self.backend = SimBackend(self, in_band=not world.without_notices, ends_with_process=world.is_fenced)
-        self.backend.register_now(table.layout, agent_name(me))
-        self.core = Core(me, config.timeouts, config.limits, ends_with_process=world.is_fenced)
+        self.staging = StagingMemory(config.staging_bytes) if config.staging_bytes else None
+        layout = self.staging.added_to(table.layout) if self.staging is not None else table.layout
+        self.backend.register_now(layout, agent_name(me))
+        self.core = Core(
+            me, config.timeouts, config.limits, ends_with_process=world.is_fenced, staging=self._staging_area()
+        )
         self._page_bytes = {component.name: component.page_bytes for component in table.layout.components}
+
+    def read(self, address: int, length: int) -> bytes:
+        """Bytes of its pages or of its staging memory."""
+        if self.staging is not None and self.staging.holds(address):
+            return ctypes.string_at(address, length)
+        at = address - self.pool.table.base
+        return bytes(self.pool.memory[at : at + length])
+
+    def write(self, address: int, data: bytes) -> None:
+        """Change its pages or its staging memory."""
+        if self.staging is not None and self.staging.holds(address):
+            ctypes.memmove(address, data, len(data))
+            return
+        at = address - self.pool.table.base
+        self.pool.memory[at : at + len(data)] = data
+
+    def _staging_area(self) -> StagingArea | None:
+        """Whose the parts of its staging memory are, if peers write into it."""
+        return None
 
     @property
     def frozen_s(self) -> float:

@@ -51,6 +51,7 @@ class Oracle:
         self.sendings: list[Sending] = []
         self.receivings: list[Receiving] = []
         self.requests: dict[int, list[Request]] = {}
+        self._holders: dict[tuple[PeerId, int], tuple[DeliveryId, int]] = {}
         self._successes: dict[int, dict[RankId, None]] = {}
 
     # Pages are safe --------------------------------------------------------------------------------------------------
@@ -59,6 +60,9 @@ class Oracle:
         """Bytes may land only in pages that are held for the transfer they were posted for."""
         receiving = self._receiving(target, write.delivery.generation)
         for _, dst, length in piece:
+            if target.staging is not None and target.staging.holds(dst):
+                self._check_slot(write, target, dst)
+                continue
             problem = target.pool.intruded(dst, length, receiving.lease)
             if problem is not None:
                 raise Violation(f"write {write.number} of {receiving.lease.name} lands in memory given back: {problem}")
@@ -66,9 +70,37 @@ class Oracle:
     def check_source(self, write: "Write", piece: "list[Segment]") -> None:
         """Bytes may be read only from pages that are held for the room they were computed for."""
         for src, _, length in piece:
+            if write.sender.staging is not None and write.sender.staging.holds(src):
+                continue
             problem = write.sender.pool.intruded(src, length, write.lease)
             if problem is not None:
                 raise Violation(f"write {write.number} reads pages of {write.lease.name} given back: {problem}")
+
+    def _check_slot(self, write: "Write", target: "Host", address: int) -> None:
+        """Bytes may land only in the sender's own window, and not over others that are still to be scattered."""
+        area = target.core.staging
+        owner = area.owner(address) if area is not None else None
+        if owner != write.sender.me:
+            raise Violation(f"write {write.number} of {write.sender.me} lands in the window of {owner}")
+        slot = (
+            target.me,
+            (address - (target.staging.range.address if target.staging else 0)) // target.config.staging_slot_bytes,
+        )
+        mine = (write.delivery, write.post_id)
+        holder = self._holders.setdefault(slot, mine)
+        if holder != mine:
+            other = self._receiving(target, holder[0].generation)
+            if other.decided_at is None:
+                raise Violation(f"write {write.number} lands on what {other.lease.name} has not scattered yet")
+            self._holders[slot] = mine
+
+    def scattered(self, receiving: Receiving, address: int) -> None:
+        """Pages must be held for as long as they are written from staging memory; then its slot is free."""
+        if receiving.lease.is_free:
+            raise Violation(f"{receiving.lease.name} is written from staging memory after it was given back")
+        host = receiving.host
+        start = host.staging.range.address if host.staging is not None else 0
+        self._holders.pop((host.me, (address - start) // host.config.staging_slot_bytes), None)
 
     # Success is true -------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
 from kvflow.config import RankConfig
 from kvflow.errors import FailureReason, KvflowError, PlanError, RemoteProtocolError, Unreachable
 from kvflow.geometry.layers import ALL_LAYERS, LayerRange
+from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.routes import BoundRoute
 from kvflow.geometry.tokens import TokenRange
@@ -22,7 +23,9 @@ from kvflow.simulation.requests import Request, Sending
 from kvflow.simulation.shapes import KV, STATE, CellTable
 from kvflow.stages.bootstrap import PrefillBootstrap
 from kvflow.stages.digests import DigestWork, OwnMemory
+from kvflow.stages.packing import HostMemory
 from kvflow.stages.planning import PlannedChunk, Planning
+from kvflow.stages.staging import LocalStaging, slots_of
 from kvflow.stages.submit import Submit, agent_name
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
@@ -75,13 +78,34 @@ class PrefillHost(Host):
         self._is_planning = False
         layout = self.pool.table.layout
         listener = cast("Listener", self._listener)
-        self._bootstrap = PrefillBootstrap(self.context, layout, self.backend, listener, self._on_message)
-        self._enqueue = SimEnqueue(self.context, self._cost, lambda: None)  # jobs are taken by hand
+        staging = self._local_staging(layout)
+        self._bootstrap = PrefillBootstrap(
+            self.context, layout, self.backend, listener, self._on_message, staging=staging
+        )
+        slots = slots_of(staging, self.core.slots)
+        self._local = slots.local
+        self._enqueue = SimEnqueue(self.context, self._cost, lambda: None, slots)  # jobs are taken by hand
         geometry = self._bootstrap.geometry
         memory = OwnMemory(layout, self.backend.view)
         take, end = self._enqueue.next_job, self._enqueue.end
         self._submit = Submit(self.context, self.backend, end, self.send)
-        self._planning = Planning(self.context, take, self._submit.offer, geometry, end, memory)
+        self._planning = Planning(
+            self.context,
+            take,
+            self._submit.offer,
+            geometry,
+            end,
+            memory,
+            staging=staging,
+            without_slots=self._enqueue.without_slots,
+        )
+
+    def _local_staging(self, layout: KVLayout) -> LocalStaging | None:
+        shape = self.world.staging
+        if self.staging is None or shape is None:
+            return None
+        pages = functools.partial(HostMemory, layout, self.backend.view)
+        return LocalStaging(self.staging.range, shape.slot_bytes, pages, row_overhead_s=0.0, packing="always")
 
     # The engine ------------------------------------------------------------------------------------------------------
 
@@ -178,6 +202,8 @@ class PrefillHost(Host):
         match effect:
             case ef.EnqueueChunk():
                 self._enqueue.put(effect)
+            case ef.OfferSlots(peer):
+                self._enqueue.offer_slots(peer)
             case ef.PostPlan(delivery):
                 self.backend.posts_digest = bool(effect.notice.digests)
                 self.backend.posting = (delivery, self.transfers[delivery.room].lease)
@@ -262,12 +288,12 @@ class PrefillHost(Host):
         job = self._jobs.popleft()
         self._is_planning = False
         try:
-            work = self._planning.prepare(job)
+            job, work = self._planning.choose(job)
             descriptors = work.plan()
         except PlanError as error:
             self._planning.fail(job, error)
             return
-        chunk = PlannedChunk(job, descriptors)
+        chunk = PlannedChunk(job, descriptors, work.packing.staged if work.packing is not None else None)
         if work.digests is None:
             self._submit.offer(chunk)
         else:
@@ -280,7 +306,7 @@ class PrefillHost(Host):
 
     def leftovers(self) -> dict[str, int]:
         """What is still kept for transfers."""
-        senders = self.core.senders
+        senders, senders_slots = self.core.senders, self.core.slots
         return {
             "rooms": len(senders.rooms),
             "waiting grants": len(senders.waiting),
@@ -290,6 +316,8 @@ class PrefillHost(Host):
             "page tables": len(self._planning._tables),
             "plans": len(self._submit._waiting),
             "posts": self._submit.num_posted,
+            "local slots": int(self._local.may_come),
+            "remote slots": senders_slots.num_awaited,
             "released posts": sum(delivery.has_posts for delivery in senders.unproved),
         }
 

@@ -11,7 +11,7 @@ from kvflow.simulation.pool import Violation
 from kvflow.simulation.requests import Receiving, Request
 from kvflow.simulation.shapes import MODELS, Shape
 from kvflow.simulation.traffic import ACTIVE_S, Traffic, draw_pauses
-from kvflow.simulation.world import Instance, World
+from kvflow.simulation.world import Instance, StagingShape, World
 from kvflow.state.events import QuarantineReleased
 from kvflow.state.quarantine import NO_MEMORY
 from kvflow.state.tables import Memory, Outcome
@@ -116,7 +116,21 @@ def _draw_world(seed: int, rng: random.Random, *, tells: bool) -> World:
         bytes_per_peer=rng.choice((64, 2**20)),
         queued_chunks=4,
     )
-    return World(seed, rng.choice(MODELS), instances, timeouts=timeouts, limits=limits, tells=tells)
+    staging = _draw_staging(seed)
+    return World(seed, rng.choice(MODELS), instances, timeouts=timeouts, limits=limits, staging=staging, tells=tells)
+
+
+def _draw_staging(seed: int) -> StagingShape | None:
+    """Half of the seeds pack; they are the same seeds as before in all else."""
+    rng = random.Random(f"staging of {seed}")  # noqa: S311
+    if rng.random() < 0.5:
+        return None
+    return StagingShape(
+        slot_bytes=rng.choice((64, 200, 1024)),
+        num_slots=rng.choice((1, 1, 2, 4)),
+        num_windows=rng.choice((1, 2, 8)),
+        num_local=rng.choice((1, 2, 8)),
+    )
 
 
 def _run(world: World, traffic: Traffic) -> None:

@@ -23,11 +23,32 @@ from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.wire.messages import Card, PeerId, RankId
 
-__all__ = ["Instance", "World"]
+__all__ = ["Instance", "StagingShape", "World"]
 
 REGISTRY: Final = "tcp://127.0.0.1:1"
 REGISTRY_LEASE_S: Final = 1.0
 """How long the registry goes on knowing a process that died."""
+
+
+@dataclass(frozen=True)
+class StagingShape:
+    """Staging memory of every rank.
+
+    Attributes:
+        slot_bytes: Size of a slot.
+        num_slots: Slots of a window.
+        num_windows: Windows of a decode rank.
+        num_local: Slots of a prefill rank.
+    """
+
+    slot_bytes: int
+    num_slots: int
+    num_windows: int
+    num_local: int
+
+    def num_bytes(self, *, is_decode: bool) -> int:
+        """Of one rank."""
+        return self.slot_bytes * (self.num_slots * self.num_windows if is_decode else self.num_local)
 
 
 @dataclass(frozen=True)
@@ -100,10 +121,11 @@ class World:
         instances: Who moves it.
         timeouts: Of every rank.
         limits: Of every rank.
+        staging: What is packed goes through it; nothing is if None.
         tells: Keep a story.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options, all by name
         self,
         seed: int,
         model: Model,
@@ -111,6 +133,7 @@ class World:
         *,
         timeouts: Timeouts,
         limits: Limits | None = None,
+        staging: StagingShape | None = None,
         tells: bool = False,
     ) -> None:
         self.rng = random.Random(seed)  # noqa: S311
@@ -122,6 +145,7 @@ class World:
         self.instances = {instance.name: instance for instance in instances}
         self.timeouts = timeouts
         self.limits = limits or Limits()
+        self.staging = staging
         self.story: list[str] | None = [] if tells else None
         self.injected: dict[str, int] = {}
         self.network = Network(self)
@@ -163,6 +187,8 @@ class World:
             registry=REGISTRY,
             timeouts=self.timeouts,
             limits=self.limits,
+            staging_bytes=self.staging.num_bytes(is_decode=instance.is_decode) if self.staging is not None else 0,
+            staging_slot_bytes=self.staging.slot_bytes if self.staging is not None else 1,
         )
 
     def kill(self, rank: RankId) -> None:

@@ -183,17 +183,14 @@ class DataPlane:
         if write.corrupts and any(data):
             data = [bytes([data[0][0] ^ 1]) + data[0][1:], *data[1:]]
             write.corrupts = False
-        base = target.pool.table.base
-        for (_, dst, length), part in zip(piece, data, strict=True):
-            target.pool.memory[dst - base : dst - base + length] = part
+        for (_, dst, _), part in zip(piece, data, strict=True):
+            target.write(dst, part)
         if world.story is not None:
             late = ", after its sender died" if write.captured is not None else ""
             world.tell(f"  write {write.number} lands {sum(s.length for s in piece)} bytes at {target.me.rank}{late}")
 
     def _read(self, write: Write, piece: list[Segment]) -> list[bytes]:
-        pool = write.sender.pool
-        base = pool.table.base
-        return [bytes(pool.memory[src - base : src - base + length]) for src, _, length in piece]
+        return [write.sender.read(src, length) for src, _, length in piece]
 
     def _complete(self, write: Write, target: "Host") -> None:
         if write.has_ended:

@@ -5,6 +5,7 @@ Afterwards it holds the line over which the two talk.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import anyio
 import anyio.to_thread
@@ -16,6 +17,7 @@ from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.routes import BoundRoute, bind_route
 from kvflow.stages.context import StageContext
 from kvflow.stages.planning import PeerGeometry
+from kvflow.stages.staging import LocalStaging
 from kvflow.stages.submit import agent_name
 from kvflow.state.events import PeerGreeted
 from kvflow.wire.channel import Listener
@@ -47,6 +49,7 @@ class PrefillBootstrap:
         backend: Connected to each decode rank that fits.
         listener: The control socket.
         on_message: Takes every other message of a greeted peer.
+        staging: Where packed pieces are gathered; nothing is packed if None.
     """
 
     def __init__(
@@ -56,7 +59,10 @@ class PrefillBootstrap:
         backend: Backend,
         listener: Listener,
         on_message: Callable[[PeerId, Message], None],
+        *,
+        staging: LocalStaging | None = None,
     ) -> None:
+        self._staging = staging
         self._context = context
         self._layout = layout
         self._backend = backend
@@ -171,12 +177,17 @@ class PrefillBootstrap:
             self._peers.pop(former, None)
         self._peers[connection] = hello.peer
         self._lines[hello.peer] = connection
-        self._geometry[hello.peer] = PeerGeometry(route, hello.layout, hello.route.pieces)
+        geometry = PeerGeometry(route, hello.layout, hello.route.pieces)
         limits = self._context.config.limits
         version = min(PROTOCOL_VERSION, hello.versions[1])
         layer_piece_bytes = limits.bytes_per_layer_piece if version >= LAYERS_SINCE else None
         cutting = cutting_of(route, self._layout, hello.layout, limits.bytes_per_post, layer_piece_bytes)
-        self._context.dispatch(PeerGreeted(hello.peer, hello.lease_s, tuple(route.debts), cutting))
+        if self._staging is not None and hello.staging is not None:
+            geometry = replace(geometry, staging=hello.staging, packed=self._staging.find(hello.route.pieces))
+            cutting = self._staging.cut(cutting, route, hello.staging)
+        self._geometry[hello.peer] = geometry
+        greeted = PeerGreeted(hello.peer, hello.lease_s, tuple(route.debts), cutting, geometry.staging)
+        self._context.dispatch(greeted)
         self.send(hello.peer, Welcome(peer=self._context.me, version=version))
 
     def _refuse(self, connection: bytes, to: PeerId | None, detail: str) -> None:

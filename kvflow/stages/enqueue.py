@@ -15,9 +15,10 @@ import anyio.to_thread
 
 from kvflow.errors import FailureReason, Stage
 from kvflow.stages.context import StageContext
+from kvflow.stages.staging import NO_SLOTS, Slots
 from kvflow.state.effects import EnqueueChunk
 from kvflow.state.events import DeliveryId, PlanFailed, ReadyEvent
-from kvflow.state.queue import ChunkJob, ChunkQueue
+from kvflow.state.queue import ChunkJob, ChunkQueue, JobEnd
 from kvflow.state.window import Cost
 from kvflow.wire.messages import Failure, PeerId
 
@@ -43,6 +44,7 @@ class Enqueue:
         context: Of this rank.
         cost: What a part of a chunk takes of its peer's window.
         on_change: Called when it may be somebody's turn: `next_job` says whose.
+        slots: How packed jobs get their slots; none are packed by default.
     """
 
     def __init__(
@@ -50,8 +52,11 @@ class Enqueue:
         context: StageContext,
         cost: Callable[[EnqueueChunk], Cost],
         on_change: Callable[[], None],
+        slots: Slots | None = None,
     ) -> None:
-        self.queue = ChunkQueue(context.config.limits, context.config.timeouts.ageing_s)
+        self._slots = slots or NO_SLOTS
+        limits, ageing_s = context.config.limits, context.config.timeouts.ageing_s
+        self.queue = ChunkQueue(limits, ageing_s, self._slots.local, self._slots.remote)
         self._context = context
         self._cost = cost
         self._on_change = on_change
@@ -91,14 +96,25 @@ class Enqueue:
         self._leave(delivery.peer, num_dropped)
         self._on_change()
 
-    def end(self, job: ChunkJob) -> None:
+    def end(self, job: ChunkJob, how: JobEnd = JobEnd.DROPPED) -> None:
         """Give a job's credit back: its post has ended, or it will never be posted."""
-        self.queue.end(job)
+        self.queue.end(job, how)
         self._on_change()
 
     def has_room(self, peers: Iterable[PeerId]) -> bool:
         """Say whether `wait_for_room` would not wait."""
         return not any(peer in self._gates or self.is_full(peer) for peer in peers)
+
+    def offer_slots(self, peer: PeerId) -> None:
+        """Look at what waits for a staging slot of a peer: one is free again."""
+        self.queue.offer_slots(peer)
+        self._on_change()
+
+    def without_slots(self, job: ChunkJob) -> ChunkJob:
+        """Give the slots of a job back that is not packed after all."""
+        rest = self.queue.without_slots(job)
+        self._on_change()
+        return rest
 
     async def wait_for_room(self, peers: Callable[[], Iterable[PeerId]]) -> None:
         """Wait while too many chunks wait for some peer: the pressure that reaches the engine.
@@ -176,6 +192,7 @@ class Enqueue:
         return None
 
     def _push(self, effect: EnqueueChunk) -> None:
+        cost = self._cost(effect)
         job = ChunkJob(
             delivery=effect.delivery,
             seq=effect.seq,
@@ -183,9 +200,10 @@ class Enqueue:
             layers=effect.layers,
             pages=effect.chunk.pages,
             grant=effect.grant,
-            cost=self._cost(effect),
+            cost=cost,
             is_last=effect.chunk.last,
             enqueued_at=self._context.now(),
+            wants_slot=self._slots.wants(effect.delivery.peer, cost),
         )
         self.queue.push(job)
         self._on_change()

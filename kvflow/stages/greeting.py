@@ -18,6 +18,7 @@ from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.routes import Route, bind_route, compile_routes
 from kvflow.stages.context import StageContext
 from kvflow.state.events import GreetedRank, InstanceGreeted, InstanceUnreachable, PeerGone, PeerLeft
+from kvflow.state.staging import StagingArea
 from kvflow.wire.channel import Dialer
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.messages import (
@@ -100,6 +101,7 @@ class DecodeBootstrap:
         backend: Its metadata goes into the hello.
         lookup: Finds the ranks of an instance by name, within a time.
         on_message: Takes every message of a greeted peer.
+        staging: Has a window for each rank that is greeted; nobody packs if None.
     """
 
     def __init__(
@@ -109,7 +111,10 @@ class DecodeBootstrap:
         backend: Backend,
         lookup: Callable[[str, float], Awaitable[tuple[Card, ...]]],
         on_message: Callable[[PeerId, Message], None],
+        *,
+        staging: StagingArea | None = None,
     ) -> None:
+        self._staging = staging
         self._context = context
         self._layout = layout
         self._backend = backend
@@ -279,6 +284,7 @@ class DecodeBootstrap:
 
     async def _greet_rank(self, card: Card, route: Route, give_up: float) -> GreetedRank:
         debts = bind_route(route, card.layout, self._layout).debts
+        staging = self._staging.window(card.peer) if self._staging is not None and route.pieces else None
         hello = Hello(
             peer=self._context.me,
             to=card.peer,
@@ -289,6 +295,7 @@ class DecodeBootstrap:
             backend_metadata=self._backend.metadata(),
             layout=self._layout,
             route=route,
+            staging=staging,
         )
         answer = await self._line(card).ask(hello, give_up, self._context.config.timeouts.repeat_s)
         if isinstance(answer, Refuse) and answer.peer != card.peer:
@@ -297,7 +304,7 @@ class DecodeBootstrap:
             raise Unreachable("rank did not answer", rank=str(card.peer.rank), endpoint=card.endpoint)
         if isinstance(answer, Refuse):
             raise RouteError("rank refused", rank=str(card.peer.rank), detail=answer.detail)
-        return GreetedRank(card.peer, debts, route.pieces)
+        return GreetedRank(card.peer, debts, route.pieces, staging)
 
     def _line(self, card: Card) -> _Line:
         """The line to a rank, opened if there is none yet."""

@@ -7,6 +7,7 @@ without them pass by.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import anyio
 import anyio.lowlevel
@@ -16,18 +17,24 @@ import numpy as np
 from kvflow.errors import FailureReason, PlanError, Stage
 from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.pack import PackedPieces, Payload, is_head_major
 from kvflow.geometry.pages import PageTable, Part, check_parts
-from kvflow.geometry.plan import Descriptors, Share, plan
+from kvflow.geometry.plan import Descriptors, Share, count_rows, plan
 from kvflow.geometry.routes import BoundRoute, RoutePiece, bytes_owed
 from kvflow.geometry.tokens import TokenRange, closes
 from kvflow.stages.context import StageContext
 from kvflow.stages.digests import DigestWork, OwnMemory, check_digestible
+from kvflow.stages.packing import PackWork
+from kvflow.stages.staging import LocalStaging, PackPlan
 from kvflow.state.events import DeliveryId, PlanFailed, ReceiveOpened
 from kvflow.state.queue import ChunkJob
 from kvflow.state.window import Cost
-from kvflow.wire.messages import Grant, PeerId
+from kvflow.wire.messages import Grant, PeerId, Staged, StagingWindow
 
 __all__ = ["PeerGeometry", "PlanWork", "PlannedChunk", "Planning", "granted_pages"]
+
+BYTES_GATHERED_INLINE: Final = 2**18
+"""More than this is gathered beside the event loop."""
 
 WIRE_PAGES = np.dtype("<u4")
 """How page indices travel in a Grant."""
@@ -44,11 +51,15 @@ class PeerGeometry:
         route: What it wants from here.
         layout: Where it keeps it.
         pieces: What it wants from here, as it said it.
+        staging: Where it takes packed pieces; nowhere if None.
+        packed: The pieces, where this rank has them, if any of them may be packed.
     """
 
     route: BoundRoute
     layout: KVLayout
     pieces: tuple[RoutePiece, ...]
+    staging: StagingWindow | None = None
+    packed: Mapping[str, PackedPieces] = field(default_factory=dict)
 
     def cost(
         self,
@@ -73,10 +84,15 @@ class PeerGeometry:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChunk:
-    """A job with its descriptors, and with the digest of each component if the grant asks for them."""
+    """A job with its descriptors, and with the digest of each component if the grant asks for them.
+
+    Attributes:
+        staged: Where it will be, if it is packed: gathered already.
+    """
 
     job: ChunkJob
     descriptors: Descriptors
+    staged: Staged | None = None
     digests: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -87,6 +103,7 @@ class PlanWork:
     Attributes:
         digests: What the grant asks for besides.
         layers: To move.
+        packing: How the job is packed, if it is.
     """
 
     route: BoundRoute
@@ -94,14 +111,26 @@ class PlanWork:
     max_bytes: int | None
     digests: DigestWork | None
     layers: LayerRange = ALL_LAYERS
+    packing: PackPlan | None = None
 
     def plan(self) -> Descriptors:
-        """Make it.
+        """Make it; what is packed is gathered on the way.
 
         Raises:
             PlanError: Page tables do not reach over their tokens, or there are too many descriptors.
         """
+        if self.packing is not None:
+            return self.packing.gather(self.route, self.max_bytes)
         return plan(self.route, self.shares, layers=self.layers, max_bytes=self.max_bytes)
+
+    @property
+    def num_rows(self) -> int:
+        """Descriptors of the direct way, exactly.
+
+        Raises:
+            PlanError: Page tables do not reach over their tokens.
+        """
+        return count_rows(self.route, self.shares, layers=self.layers, max_bytes=self.max_bytes)
 
 
 class Planning:
@@ -115,9 +144,11 @@ class Planning:
         geometry: What is known about a peer; None if it is gone.
         end_job: Gives a job's credit back.
         memory: Of this rank.
+        staging: Where packed jobs are gathered; none are if None.
+        without_slots: Gives the slots of a job back that is not packed after all.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a stage is connected to
         self,
         context: StageContext,
         next_job: Callable[[], ChunkJob | None],
@@ -125,7 +156,12 @@ class Planning:
         geometry: Callable[[PeerId], PeerGeometry | None],
         end_job: Callable[[ChunkJob], None],
         memory: OwnMemory,
+        *,
+        staging: LocalStaging | None = None,
+        without_slots: Callable[[ChunkJob], ChunkJob] = lambda job: job,
     ) -> None:
+        self._staging = staging
+        self._without_slots = without_slots
         self._context = context
         self._memory = memory
         self._next_job = next_job
@@ -164,10 +200,11 @@ class Planning:
             if job is None:
                 self._is_planning = False
                 return
-            if job.cost.num_rows > rows_left:
+            effort = self._effort(job)
+            if effort > rows_left:
                 self._put_off = job
                 break
-            rows_left -= job.cost.num_rows
+            rows_left -= effort
             self._plan(job)
         self._is_due.set()
 
@@ -178,7 +215,7 @@ class Planning:
             self._is_due = anyio.Event()
             job, self._put_off = self._put_off, None
             await anyio.lowlevel.checkpoint()
-            if job is not None and job.cost.num_rows > self._context.config.limits.rows_planned_inline:
+            if job is not None and self._effort(job) > self._context.config.limits.rows_planned_inline:
                 await self._plan_in_thread(job)
             elif job is not None:
                 self._plan(job)
@@ -188,7 +225,7 @@ class Planning:
     def _plan(self, job: ChunkJob) -> None:
         began = self._context.now()
         try:
-            work = self.prepare(job)
+            job, work = self.choose(job)
             descriptors = work.plan()
         except (PlanError, MemoryError) as error:
             self.fail(job, error)
@@ -198,7 +235,7 @@ class Planning:
     async def _plan_in_thread(self, job: ChunkJob) -> None:
         began = self._context.now()
         try:
-            work = self.prepare(job)
+            job, work = self.choose(job)
             descriptors = await anyio.to_thread.run_sync(work.plan, limiter=self._large_plans)
         except (PlanError, MemoryError) as error:
             self.fail(job, error)
@@ -207,11 +244,29 @@ class Planning:
 
     def _pass_on(self, job: ChunkJob, work: "PlanWork", descriptors: Descriptors, began: float) -> None:
         self._context.times.add(Stage.PLANNING, self._context.now() - began)
-        chunk = PlannedChunk(job, descriptors)
+        chunk = PlannedChunk(job, descriptors, work.packing.staged if work.packing is not None else None)
         if work.digests is None:
             self._offer(chunk)
         else:
             self._context.start_task(self._add_digests, chunk, work.digests)
+
+    def _effort(self, job: ChunkJob) -> int:
+        """What planning a job takes: its descriptors, or as many as can be planned while it is gathered."""
+        if job.slots is None:
+            return job.cost.num_rows
+        return job.cost.num_bytes * self._context.config.limits.rows_planned_inline // BYTES_GATHERED_INLINE
+
+    def choose(self, job: ChunkJob) -> tuple[ChunkJob, PlanWork]:
+        """Look a job's page tables up; one that got slots gives them back if the direct way turns out to be quicker.
+
+        Raises:
+            PlanError: As `prepare`.
+        """
+        work = self.prepare(job)
+        staging = self._staging
+        if work.packing is None or staging is None or staging.pays_off(job.cost.num_bytes, work.num_rows):
+            return job, work
+        return self._without_slots(job), replace(work, packing=None)
 
     def prepare(self, job: ChunkJob) -> "PlanWork":
         """Bring together what the plan of a job needs.
@@ -232,7 +287,16 @@ class Planning:
             name: Share(tokens, job.pages[name], granted[name], closing=closes(tokens, job.grant.ranges[name]))
             for name, tokens in job.ranges.items()
         }
-        return PlanWork(geometry.route, shares, self._memory.max_bytes, digests, job.layers)
+        work = PlanWork(geometry.route, shares, self._memory.max_bytes, digests, job.layers)
+        return replace(work, packing=self._packing(job, geometry))
+
+    def _packing(self, job: ChunkJob, geometry: PeerGeometry) -> PackPlan | None:
+        if job.slots is None or self._staging is None or geometry.staging is None:
+            return None
+        staged = Staged(job.slots.remote, is_head_major(geometry.route))
+        payload = Payload(geometry.route.debts, job.ranges, job.grant.ranges, staged.head_major, job.layers)
+        work = PackWork(payload, geometry.packed, job.pages, self._staging.slot(job.slots.local))
+        return PackPlan(work, job.cost.num_bytes, geometry.staging.slot_address(staged.slot), staged)
 
     def fail(self, job: ChunkJob, error: PlanError | MemoryError) -> None:
         """Give up a job that cannot be planned."""

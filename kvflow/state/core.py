@@ -13,11 +13,13 @@ from kvflow.errors import FailureReason, LocalProtocolError, RankDraining, Stage
 from kvflow.state import events as ev
 from kvflow.state.breaker import Breaker
 from kvflow.state.deadlines import Deadlines
-from kvflow.state.effects import CountOddity, Effect, ForgetPeer, SendMessage
+from kvflow.state.effects import CountOddity, Effect, ForgetPeer, PostPlan, SendMessage
 from kvflow.state.peer import Peer
 from kvflow.state.quarantine import Quarantine
 from kvflow.state.receivers import Receivers
 from kvflow.state.senders import Senders
+from kvflow.state.slots import RemoteSlots, Unreturned
+from kvflow.state.staging import StagingArea
 from kvflow.state.tables import BreakerState
 from kvflow.wire.messages import (
     Cancel,
@@ -33,6 +35,8 @@ from kvflow.wire.messages import (
     Pong,
     Received,
     Refuse,
+    Unstage,
+    Unstaged,
 )
 
 __all__ = ["Core"]
@@ -73,15 +77,29 @@ class Core:
         timeouts: How long things may take.
         limits: How much there may be of things.
         ends_with_process: The transport lets nothing land any more once the process that wrote has ended.
+        staging: On a decode rank, whose windows are whose. The shell asks it for a window before it says hello.
+
+    Attributes:
+        slots: On a prefill rank, the slots in the windows that decode ranks have given it. The queue takes from it.
     """
 
-    def __init__(self, me: PeerId, timeouts: Timeouts, limits: Limits, *, ends_with_process: bool) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        timeouts: Timeouts,
+        limits: Limits,
+        *,
+        ends_with_process: bool,
+        staging: StagingArea | None = None,
+    ) -> None:
         self.me = me
         self.peers: dict[PeerId, Peer] = {}
         self.deadlines: Deadlines[Hashable] = Deadlines()
         self.quarantine = Quarantine(limits)
         self.senders = Senders(me, timeouts, limits, self.deadlines, self.quarantine)
         self.receivers = Receivers(me, timeouts, limits, self.deadlines, self.quarantine)
+        self.slots = RemoteSlots(timeouts, self.deadlines)
+        self.staging = staging
         self._timeouts = timeouts
         self._ends_with_process = ends_with_process
         self._leaving: Failure | None = None
@@ -91,7 +109,7 @@ class Core:
             ev.SendOpened: self._send_opened,
             ev.ChunkOffered: lambda event, now: self.senders.offer(event.room, event.chunk, event.footprint, now),
             ev.SendAborted: lambda event, now: self.senders.abort(event.room, event.failure, now),
-            ev.PlanFinished: self.senders.plan_finished,
+            ev.PlanFinished: self._plan_finished,
             ev.PlanFailed: lambda event, now: self.senders.plan_failed(event.delivery, event.failure, now),
             ev.PostSettled: self._post_settled,
             ev.PostDoubted: self._post_doubted,
@@ -101,6 +119,7 @@ class Core:
             ev.InstanceGreeted: self._instance_greeted,
             ev.InstanceUnreachable: lambda event, now: self.receivers.unreachable(event.instance, event.failure, now),
             ev.DigestsVerified: lambda event, now: self.receivers.verified(event.generation, event.failure, now),
+            ev.Scattered: self._scattered,
             ev.NoticeDelivered: lambda event, now: self.receivers.notice(event.notice, None, now),
             ev.MessageReceived: self._message_received,
             ev.PeerLeft: lambda event, now: self._left(event.peer, event.failure, now),
@@ -113,8 +132,10 @@ class Core:
 
         self._message_handlers: dict[type, Callable[[PeerId, Any, float], list[Effect]]] = {
             Grant: self._granted,
-            Cancel: self.senders.cancel,
-            Received: self.senders.received,
+            Cancel: self._cancelled,
+            Received: self._received,
+            Unstaged: lambda peer, word, _: self.slots.unstaged(peer, word),
+            Unstage: self.receivers.unstage,
             Notice: lambda peer, notice, now: self.receivers.notice(notice, peer, now),
             Drained: self.receivers.drained,
             Failed: self.receivers.failed,
@@ -169,6 +190,7 @@ class Core:
     def _peer_greeted(self, event: ev.PeerGreeted, now: float) -> list[Effect]:
         effects = self._acquaint(event.peer, event.lease_s, now)
         self.senders.acquaintances.greeted(event.peer, event.owed, event.cutting)
+        self.slots.greeted(event.peer, event.staging, now)
         self.senders.unproved.outlived(event.peer)
         return effects
 
@@ -203,7 +225,7 @@ class Core:
 
     def _obey(self, peer: PeerId, message: Message, now: float) -> list[Effect]:
         handler = self._message_handlers.get(type(message))
-        is_for_prefill = isinstance(message, (Grant, Cancel, Received))
+        is_for_prefill = isinstance(message, (Grant, Cancel, Received, Unstaged))
         if handler is None or (is_for_prefill and peer not in self.senders.acquaintances):
             return [CountOddity(f"unexpected_{type(message).__name__.lower()}", peer, None)]
         if not _is_genuine(peer, message):
@@ -213,9 +235,33 @@ class Core:
     def _granted(self, peer: PeerId, grant: Grant, now: float) -> list[Effect]:
         return self.senders.grant(peer, grant, now, leaving=self._leaving)
 
+    def _cancelled(self, peer: PeerId, cancel: Cancel, now: float) -> list[Effect]:
+        effects = self.senders.cancel(peer, cancel, now)
+        return [*effects, *self.slots.over(ev.DeliveryId(cancel.room, peer, cancel.generation))]
+
+    def _received(self, peer: PeerId, received: Received, now: float) -> list[Effect]:
+        effects = self.senders.received(peer, received, now)
+        return [*effects, *self.slots.over(ev.DeliveryId(received.room, peer, received.generation))]
+
+    def _plan_finished(self, event: ev.PlanFinished, now: float) -> list[Effect]:
+        effects = self.senders.plan_finished(event, now)
+        for effect in effects:
+            if isinstance(effect, PostPlan):
+                self.slots.posted(effect.delivery, effect.seq, effect.notice)
+        return effects
+
+    def _scattered(self, event: ev.Scattered, now: float) -> list[Effect]:
+        effects = self.receivers.scattered(event, now)
+        self._reclaim_windows()
+        return effects
+
+    def _reclaim_windows(self) -> None:
+        if self.staging is not None:
+            self.staging.reclaim(self.receivers.scattered_peers())
+
     def _post_settled(self, event: ev.PostSettled, now: float) -> list[Effect]:
         was_doubted = self.senders.is_doubted(event.delivery)
-        effects = self.senders.post_settled(event, now)
+        effects = [*self.senders.post_settled(event, now), *self.slots.settled(event, now)]
         if event.failure is None:
             self._breakers.pop(event.delivery.peer, None)
         elif not was_doubted:
@@ -224,6 +270,7 @@ class Core:
 
     def _post_doubted(self, event: ev.PostDoubted, now: float) -> list[Effect]:
         effects = self.senders.post_doubted(event.delivery, event.failure, now)
+        self.slots.doubted(event.delivery, event.seq)
         return [*effects, *self._write_failed(event.delivery.peer, event.failure, now)]
 
     def _write_failed(self, peer: PeerId, failure: Failure, now: float) -> list[Effect]:
@@ -241,13 +288,18 @@ class Core:
     def _said_goodbye(self, peer: PeerId, goodbye: Goodbye, now: float) -> list[Effect]:
         failure = goodbye.failure or self._failure(FailureReason.PEER_CLOSED, f"{peer.rank} is closing")
         self.senders.unproved.ended(peer)
+        self.slots.ended(peer)
         return self._left(peer, failure, now)
 
     def _peer_gone(self, event: ev.PeerGone, now: float) -> list[Effect]:
         failure = self._failure(FailureReason.PEER_LOST, f"the process of {event.peer.rank} has ended")
-        is_quiet = event.is_quiet or self._ends_with_process
-        fenced = self.receivers.gone(event.peer, failure, now) if is_quiet else []
-        return [*fenced, *self._left(event.peer, failure, now)]
+        if not event.is_quiet and not self._ends_with_process:
+            return self._left(event.peer, failure, now)
+        effects = [*self.receivers.gone(event.peer, failure, now), *self._left(event.peer, failure, now)]
+        if self.staging is not None:
+            self.staging.gone(event.peer)
+            self._reclaim_windows()
+        return effects
 
     def _quarantine_released(self, event: ev.QuarantineReleased, now: float) -> list[Effect]:
         if event.key in self.receivers.receivers:
@@ -265,6 +317,7 @@ class Core:
         self._breakers.pop(peer_id, None)
         effects = self._fail_all_with(peer_id, failure, now)
         self.senders.acquaintances.forget(peer_id, failure)
+        self.slots.left(peer_id)
         return [*effects, ForgetPeer(peer_id)]
 
     def _fail_all_with(self, peer: PeerId, failure: Failure, now: float) -> list[Effect]:
@@ -295,6 +348,8 @@ class Core:
                 return self._ping(self.peers[peer], now)
             case Oblivion(peer):
                 return self._forget_if_dead(self.peers[peer], now)
+            case Unreturned():
+                return self.slots.expired(key, now)
         return [*self.senders.expired(key, now), *self.receivers.expired(key, now)]
 
     def _lease_ended(self, peer: Peer, now: float, late_s: float) -> list[Effect]:
@@ -337,6 +392,6 @@ def _is_genuine(peer: PeerId, message: Message) -> bool:
     match message:
         case Ping() | Pong() | Goodbye():
             return message.peer == peer
-        case Notice() | Drained() | Failed():
+        case Notice() | Drained() | Failed() | Unstage():
             return message.engine_rank == peer.rank.engine_rank
     return True

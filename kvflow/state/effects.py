@@ -23,10 +23,12 @@ __all__ = [
     "ForgetPeer",
     "GreetInstance",
     "Handed",
+    "OfferSlots",
     "PostPlan",
     "ProbePeer",
     "ReportReceiver",
     "ReportSender",
+    "ScatterStaged",
     "SendMessage",
     "VerifyDigests",
     "WrittenBy",
@@ -150,6 +152,27 @@ class VerifyDigests:
 
 
 @dataclass(frozen=True, slots=True)
+class ScatterStaged:
+    """Copy what a notice brought from its staging slot into the pages, then say Scattered; pages are held till then.
+
+    Attributes:
+        opened: What was asked for, and where it is.
+        rank: Who wrote it.
+    """
+
+    opened: ReceiveOpened
+    rank: GreetedRank
+    notice: Notice
+
+
+@dataclass(frozen=True, slots=True)
+class OfferSlots:
+    """Look at what waits for a staging slot of a decode rank: one is free again."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
 class ReportReceiver:
     """Tell the engine how a room that it receives stands."""
 
@@ -181,6 +204,8 @@ Effect = (
     | ForgetPeer
     | ReportSender
     | VerifyDigests
+    | ScatterStaged
+    | OfferSlots
     | ReportReceiver
     | CountOddity
 )

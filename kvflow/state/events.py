@@ -9,7 +9,7 @@ from kvflow.geometry.pages import PageTable
 from kvflow.geometry.routes import Debt, RoutePiece
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.quarantine import NO_MEMORY, Footprint
-from kvflow.wire.messages import Failure, Message, Notice, PeerId
+from kvflow.wire.messages import Failure, Message, Notice, PeerId, Staged, StagingWindow
 
 __all__ = [
     "Chunk",
@@ -36,6 +36,7 @@ __all__ = [
     "ReadyEvent",
     "ReceiveAborted",
     "ReceiveOpened",
+    "Scattered",
     "SendAborted",
     "SendOpened",
     "TimePassed",
@@ -131,12 +132,14 @@ class PeerGreeted:
     Attributes:
         owed: Components of which this rank holds cells that the decode rank wants.
         cutting: How chunks for it are cut into pieces; they go whole if None.
+        staging: Where it takes packed pieces; nowhere if None.
     """
 
     peer: PeerId
     lease_s: float
     owed: tuple[str, ...]
     cutting: Cutting | None = None
+    staging: StagingWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +148,14 @@ class PlanFinished:
 
     Attributes:
         digests: By component, if the grant asks for them.
+        staged: Where the bytes will be, if they are packed.
     """
 
     delivery: DeliveryId
     seq: int
     num_bytes: int
     digests: Mapping[str, int] = field(default_factory=dict)
+    staged: Staged | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +237,13 @@ class GreetedRank:
     Attributes:
         debts: What it owes, by component.
         pieces: The same as cells. The core does not look at them.
+        staging: Where it may write packed pieces.
     """
 
     peer: PeerId
     debts: Mapping[str, Debt]
     pieces: tuple[RoutePiece, ...] = ()
+    staging: StagingWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +278,19 @@ class DigestsVerified:
     """
 
     generation: int
+    failure: Failure | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """What a notice brought is in the pages, see `ScatterStaged`; or it is not, and nothing touches them any more.
+
+    Attributes:
+        failure: None if it is there.
+    """
+
+    generation: int
+    notice: Notice
     failure: Failure | None
 
 
@@ -350,6 +370,7 @@ Event = (
     | InstanceUnreachable
     | NoticeDelivered
     | DigestsVerified
+    | Scattered
     | MessageReceived
     | PeerLeft
     | PeerGone

@@ -14,19 +14,42 @@ among the first of each rotation; finding it takes the same work however many wa
   a turn before it, one each.
 """
 
+import enum
 from collections import OrderedDict, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvflow.config import NUM_PRIORITIES, Limits
 from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.events import DeliveryId
+from kvflow.state.slots import SlotPool
 from kvflow.state.window import Cost, Window
 from kvflow.wire.messages import Grant, PeerId
 
-__all__ = ["ChunkJob", "ChunkQueue"]
+__all__ = ["ChunkJob", "ChunkQueue", "JobEnd", "JobSlots"]
+
+
+class JobSlots(NamedTuple):
+    """Staging slots of a packed job: where it is gathered, and where it is written to."""
+
+    local: int
+    remote: int
+
+
+class JobEnd(enum.Enum):
+    """How a job leaves its peer's window."""
+
+    DROPPED = "dropped"
+    """It was never posted."""
+    ENDED = "ended"
+    """Its post has ended."""
+    DOUBTED = "doubted"
+    """Nobody can tell whether its post has ended."""
+    ENDED_AFTER_DOUBT = "ended after doubt"
+    """Its post has ended after all; its credit was given back before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +64,8 @@ class ChunkJob:
         is_last: No job of this delivery follows.
         enqueued_at: In seconds on a monotonic clock.
         layers: Of the model, that go with it.
+        wants_slot: It is to be packed, if there are slots.
+        slots: Those that it has been given.
     """
 
     delivery: DeliveryId
@@ -52,6 +77,8 @@ class ChunkJob:
     is_last: bool
     enqueued_at: float
     layers: LayerRange = ALL_LAYERS
+    wants_slot: bool = False
+    slots: JobSlots | None = None
 
 
 class ChunkQueue:
@@ -62,9 +89,20 @@ class ChunkQueue:
     Args:
         limits: Bounds of each peer's window.
         ageing_s: How much waiting lifts a job by one class.
+        local: Slots of this rank.
+        remote: Gives the slots of a peer; None if it has none.
     """
 
-    def __init__(self, limits: Limits, ageing_s: float) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        ageing_s: float,
+        local: SlotPool | None = None,
+        remote: Callable[[PeerId], SlotPool | None] = lambda _: None,
+    ) -> None:
+        self._local = local or SlotPool(0)
+        self._remote = remote
+        self._charges: dict[tuple[DeliveryId, int], Cost] = {}
         self._limits = limits
         self._ageing_s = ageing_s
         self._lanes: dict[PeerId, _Lane] = {}
@@ -88,21 +126,57 @@ class ChunkQueue:
         """Take the job whose turn it is and open its credit; None if no peer's next job fits its window."""
         while self._candidates:
             peer = next(iter(self._candidates))
-            lane, window = self._lanes[peer], self._window(peer)
-            if window.admits(lane.next_job().cost):
-                return self._take(peer, now)
+            job, window = self._lanes[peer].next_job(), self._window(peer)
+            pools = self._pools(job)
+            if window.admits(job.cost.packed if pools else job.cost) and all(pool.num_free for pool in pools):
+                return self._take(peer, pools, now)
             del self._candidates[peer]
         return None
 
-    def end(self, job: ChunkJob) -> None:
-        """Close the credit of a job that `pop` gave."""
-        peer = job.delivery.peer
-        window = self._windows[peer]
-        window.end(job.cost)
-        if window.num_posts == 0:
-            del self._windows[peer]
+    def end(self, job: ChunkJob, how: JobEnd = JobEnd.DROPPED) -> None:
+        """Close the credit of a job that `pop` gave; the remote slot of one that was posted is the peer's to return."""
+        if how is not JobEnd.ENDED_AFTER_DOUBT:
+            self._end_post(job)
+        if job.slots is not None:
+            self._end_slots(job.delivery.peer, job.slots, how)
+
+    def offer_slots(self, peer: PeerId) -> None:
+        """Look at a peer's jobs again, because a slot of it is free."""
         if peer in self._lanes:
             self._candidates.setdefault(peer)
+
+    def without_slots(self, job: ChunkJob) -> ChunkJob:
+        """Give the slots of a job back that goes without."""
+        if job.slots is not None:
+            self._end_slots(job.delivery.peer, job.slots, JobEnd.DROPPED)
+        return replace(job, slots=None)
+
+    def _end_post(self, job: ChunkJob) -> None:
+        peer = job.delivery.peer
+        window = self._windows[peer]
+        window.end(self._charges.pop((job.delivery, job.seq)))
+        if window.num_posts == 0:
+            del self._windows[peer]
+        self.offer_slots(peer)
+
+    def _end_slots(self, peer: PeerId, slots: JobSlots, how: JobEnd) -> None:
+        if how is JobEnd.DOUBTED:
+            self._local.lose(slots.local)
+            return
+        self._local.give_back(slots.local)
+        for waiting in self._lanes:  # whoever waits for a local slot
+            self._candidates.setdefault(waiting)
+        remote = self._remote(peer)
+        if how is JobEnd.DROPPED and remote is not None:
+            remote.give_back(slots.remote)
+
+    def _pools(self, job: ChunkJob) -> tuple[SlotPool, ...]:
+        """Where a job gets its slots; nowhere if it goes without, because none is left and none will come."""
+        remote = self._remote(job.delivery.peer)
+        if not job.wants_slot or remote is None:
+            return ()
+        pools = (self._local, remote)
+        return pools if all(pool.num_free or pool.may_come for pool in pools) else ()
 
     def drop(self, delivery: DeliveryId) -> int:
         """Forget the jobs of a delivery that have not been taken, and say how many there were."""
@@ -115,9 +189,14 @@ class ChunkQueue:
         self._forget_if_empty(delivery.peer)
         return num_dropped
 
-    def _take(self, peer: PeerId, now: float) -> ChunkJob:
+    def _take(self, peer: PeerId, pools: tuple[SlotPool, ...], now: float) -> ChunkJob:
         job = self._lanes[peer].take(now)
-        self._window(peer).begin(job.cost)
+        if pools:
+            job = replace(job, slots=JobSlots(*(pool.take() for pool in pools)))
+        charge = job.cost.packed if pools else job.cost
+        self._charges[job.delivery, job.seq] = charge
+        window = self._windows[peer] = self._window(peer)
+        window.begin(charge)
         self._num_jobs -= 1
         self._candidates.move_to_end(peer)
         self._forget_if_empty(peer)
@@ -129,10 +208,8 @@ class ChunkQueue:
             del self._candidates[peer]
 
     def _window(self, peer: PeerId) -> Window:
-        if peer not in self._windows:
-            limits = self._limits
-            self._windows[peer] = Window(limits.posts_per_peer, limits.bytes_per_peer, limits.rows_per_peer)
-        return self._windows[peer]
+        limits = self._limits
+        return self._windows.get(peer) or Window(limits.posts_per_peer, limits.bytes_per_peer, limits.rows_per_peer)
 
 
 @dataclass(slots=True)

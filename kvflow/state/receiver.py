@@ -7,128 +7,25 @@ when each has said that it did.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvflow.errors import FailureReason, Stage
-from kvflow.geometry.debts import bytes_owed
-from kvflow.geometry.layers import ALL_LAYERS
-from kvflow.geometry.tokens import TokenRange
 from kvflow.state.effects import (
     CountOddity,
     Effect,
     Handed,
     ProbePeer,
     ReportReceiver,
+    ScatterStaged,
     SendMessage,
     VerifyDigests,
-    WrittenBy,
 )
 from kvflow.state.events import GreetedRank, ReceiveOpened
-from kvflow.state.tables import RANK, Memory, Outcome, RankSignal, RankState, Signal, TransferState
-from kvflow.wire.messages import Cancel, Failure, Grant, Notice, PeerId, Received
+from kvflow.state.progress import RankProgress
+from kvflow.state.tables import Memory, Outcome, RankSignal, RankState, Signal, TransferState
+from kvflow.wire.messages import Cancel, Failure, Grant, Notice, PeerId, Received, Unstaged
 
 __all__ = ["RankProgress", "Receiver"]
-
-
-class RankProgress:
-    """What one prefill rank owes to one transfer, and what of it has arrived."""
-
-    def __init__(self, rank: GreetedRank, token: int, ranges: Mapping[str, TokenRange]) -> None:
-        self.rank = rank
-        self.peer = rank.peer
-        self.token = token
-        self.state = RankState.OWING
-        self.num_bytes = 0
-        self.metadata = b""
-        self._debts = rank.debts
-        self._wanted = {name: tokens for name, tokens in ranges.items() if name in rank.debts}
-        self._max_notices = sum(
-            (stop - start) * rank.debts[name].max_layers for name, (start, stop) in self._wanted.items()
-        )
-        self._notices: dict[int, Notice] = {}
-        self._num_expected: int | None = None
-
-    @property
-    def num_notices(self) -> int:
-        """Notices counted."""
-        return len(self._notices)
-
-    def apply(self, signal: RankSignal) -> None:
-        """Change state as the table says."""
-        self.state = RANK[self.state, signal]
-
-    def count(self, notice: Notice) -> str | None:
-        """Count a notice once, however often it comes; say what is odd about it if it does not count."""
-        if notice.seq in self._notices:
-            return None if self._notices[notice.seq] == notice else "notice_contradicts_itself"
-        if notice.seq > self._max_notices:
-            return "notice_seq_impossible"  # every notice but the last carries at least a layer of a token
-        if self._num_expected is not None and (notice.last or notice.seq >= self._num_expected):
-            return "notice_after_last"
-        if notice.last:
-            if any(seq > notice.seq for seq in self._notices):
-                return "notice_after_last"
-            self._num_expected = notice.seq + 1
-            self.metadata = notice.metadata
-        self._notices[notice.seq] = notice
-        self.num_bytes += notice.num_bytes
-        whole = len(self._notices) == self._num_expected and self.shortfall() is None
-        self.apply(RankSignal.COMPLETED if whole else RankSignal.NOTICED)
-        return None
-
-    @property
-    def written(self) -> WrittenBy:
-        """What the rank says it has written, once all notices are there."""
-        return WrittenBy(self.rank, tuple(self._notices[seq] for seq in range(len(self._notices))))
-
-    @property
-    def has_all_notices(self) -> bool:
-        """Every notice up to the last one is there."""
-        return len(self._notices) == self._num_expected
-
-    def shortfall(self) -> str | None:
-        """Say what is missing once all notices are there: tokens out of line, or another number of bytes than owed."""
-        positions = {name: start for name, (start, _) in self._wanted.items()}
-        chunk: Notice | None = None
-        for seq in range(len(self._notices)):
-            notice = self._notices.get(seq)
-            if notice is None:
-                return f"notice {seq} is missing"
-            oddity = _layers_oddity(notice, chunk) or self._tokens_oddity(notice, positions)
-            if oddity is not None:
-                return oddity
-            chunk = notice if _goes_on(notice) else None
-            if chunk is None:
-                positions.update({name: stop for name, (_, stop) in notice.ranges.items()})
-        if chunk is not None:
-            return f"layers of notice {chunk.seq} and those before it were written, the others were not"
-        for name, (_, stop) in self._wanted.items():
-            if positions[name] != stop:
-                return f"tokens {positions[name]}:{stop} of component {name} were not written"
-        return None
-
-    def _tokens_oddity(self, notice: Notice, positions: Mapping[str, int]) -> str | None:
-        for name, (start, stop) in notice.ranges.items():
-            if start != positions.get(name) or stop < start:
-                return f"tokens {start}:{stop} of component {name} do not continue what was written"
-        owed = bytes_owed(self._debts, notice.ranges, self._wanted, notice.layers or ALL_LAYERS)
-        return None if notice.num_bytes == owed else f"{notice.num_bytes} bytes were written, {owed} were owed"
-
-
-def _layers_oddity(notice: Notice, before: Notice | None) -> str | None:
-    """Say what is wrong with the layers of a notice; `before` is the one that it continues, if there is one."""
-    start, stop = notice.layers or ALL_LAYERS
-    expected = 0 if before is None or before.layers is None else before.layers[1]
-    if start != expected or (stop is not None and stop <= start):
-        return f"layers {start}:{stop or ''} of notice {notice.seq} do not continue what was written"
-    if before is not None and notice.ranges != before.ranges:
-        return f"notice {notice.seq} has other tokens than the layers before it"
-    return None
-
-
-def _goes_on(notice: Notice) -> bool:
-    """Say whether layers of the same tokens follow."""
-    return notice.layers is not None and notice.layers[1] is not None
 
 
 class Receiver:
@@ -234,9 +131,60 @@ class Receiver:
         if notice.token != progress.token:
             return [self._oddity("notice_with_wrong_token", progress.peer)]
         is_late = progress.state is RankState.DRAINED
+        if notice.staged is not None and not progress.has(notice.seq):
+            return self._stage(progress, notice)
         oddity = "notice_after_drained" if is_late else progress.count(notice)
         if oddity is not None:
             return [self._oddity(oddity, progress.peer)]
+        again = [self._unstaged(progress.peer, notice.seq)] if notice.staged is not None else []
+        return [*again, *self._judge(progress)]
+
+    def _stage(self, progress: RankProgress, notice: Notice) -> list[Effect]:
+        """Have what a notice brought scattered, once, and only while somebody wants it."""
+        if not self.state.is_pending:
+            return []
+        if progress.scatters(notice.seq):
+            return []
+        oddity = progress.stage(notice)
+        if oddity is not None:
+            return [self._oddity(oddity, progress.peer)]
+        return [ScatterStaged(self.opened, progress.rank, notice)]
+
+    def scattered(self, notice: Notice, failure: Failure | None) -> list[Effect]:
+        """Take in what came of scattering: only now the notice counts, and its slot may be written again."""
+        progress = self.ranks[notice.engine_rank]
+        progress.scattered(notice.seq)
+        unstaged = self._unstaged(progress.peer, notice.seq)
+        if failure is not None:
+            return [unstaged, *self.stop(Signal.FAILED, failure)]
+        oddity = progress.count(notice)
+        if oddity is not None:
+            return [unstaged, self._oddity(oddity, progress.peer), *self._review()]
+        return [unstaged, *self._judge(progress)]
+
+    def unstage(self, peer: PeerId, seq: int) -> list[Effect]:
+        """Say that the slot of a notice is not read any more, if that is so."""
+        progress = self._progress_of(peer)
+        if progress is None or progress.scatters(seq) or (self.state.is_pending and not progress.has(seq)):
+            return []
+        return [self._unstaged(peer, seq)]
+
+    @property
+    def is_scattering(self) -> bool:
+        """Something is written to the pages from here."""
+        return any(progress.is_scattering for progress in self.ranks.values())
+
+    def scattered_peers(self) -> list[PeerId]:
+        """Ranks whose slots are being read."""
+        return [progress.peer for progress in self.ranks.values() if progress.is_scattering]
+
+    def _unstaged(self, peer: PeerId, seq: int) -> Effect:
+        engine_rank = peer.rank.engine_rank
+        word = Unstaged(room=self.room, generation=self.generation, engine_rank=engine_rank, seq=seq)
+        return SendMessage(peer, word)
+
+    def _judge(self, progress: RankProgress) -> list[Effect]:
+        """See whether a rank has accounted for everything, or never will."""
         if progress.has_all_notices and progress.state is RankState.OWING:
             detail = progress.shortfall() or "nothing is missing"
             return self.stop(Signal.FAILED, self._error(FailureReason.INCOMPLETE, progress.peer, detail))
@@ -308,7 +256,7 @@ class Receiver:
             self.is_verifying = True
             return [VerifyDigests(self.opened, tuple(progress.written for progress in self.ranks.values()))]
         before = (self.state.outcome, self.state.memory)
-        if not self.is_verifying:  # meanwhile the pages are read, so that they stay as they are
+        if not self.is_verifying and not self.is_scattering:  # meanwhile the pages are read, or written from here
             self._conclude()
         if extra is not None:
             self.state.apply(extra)

@@ -9,12 +9,12 @@ from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, S
 from kvflow.state.breaker import Breaker
 from kvflow.state.deadlines import Deadlines
 from kvflow.state.effects import CountOddity, Effect, GreetInstance, SendMessage
-from kvflow.state.events import GreetedRank, ReceiveOpened
+from kvflow.state.events import GreetedRank, ReceiveOpened, Scattered
 from kvflow.state.ledger import Ledger
 from kvflow.state.quarantine import Quarantine
 from kvflow.state.receiver import Receiver
 from kvflow.state.tables import Memory, Outcome, Signal
-from kvflow.wire.messages import Cancel, Drained, Failed, Failure, Notice, PeerId, Received
+from kvflow.wire.messages import Cancel, Drained, Failed, Failure, Notice, PeerId, Received, Unstage, Unstaged
 
 __all__ = ["Receivers"]
 
@@ -179,6 +179,28 @@ class Receivers:
         receiver = self.receivers.get(generation)
         return self._follow(receiver, receiver.verified(failure), now) if receiver else []
 
+    def scattered(self, event: Scattered, now: float) -> list[Effect]:
+        """Take in what came of scattering; its transfer is on record until then."""
+        receiver = self.receivers.get(event.generation)
+        if receiver is None:
+            return [CountOddity("scattered_unknown_transfer", None, event.notice.room)]
+        self._deadlines.set(Stalled(receiver.generation), now + self._timeouts.progress_s)
+        return self._follow(receiver, receiver.scattered(event.notice, event.failure), now)
+
+    def scattered_peers(self) -> dict[PeerId, None]:
+        """Ranks whose staging slots are being read."""
+        return {peer: None for receiver in self.receivers.values() for peer in receiver.scattered_peers()}
+
+    def unstage(self, peer: PeerId, ask: Unstage, _: float) -> list[Effect]:
+        """Say that a slot is not read any more, if that is so; nothing of a transfer that is over ever is."""
+        receiver = self._find(ask.room, ask.generation)
+        if receiver is not None:
+            return receiver.unstage(peer, ask.seq)
+        if ask.generation > self._last_generation:
+            return [CountOddity("unstage_of_unknown_transfer", peer, ask.room)]
+        word = Unstaged(room=ask.room, generation=ask.generation, engine_rank=ask.engine_rank, seq=ask.seq)
+        return [SendMessage(peer, word)]
+
     def drained(self, peer: PeerId, drained: Drained, now: float) -> list[Effect]:
         """Take a rank's word that it can write nothing more."""
         receiver = self._find(drained.room, drained.generation)
@@ -229,6 +251,8 @@ class Receivers:
         receiver = self.receivers.get(generation)
         if receiver is None or receiver.state.memory is not Memory.QUARANTINED:
             raise LocalProtocolError("transfer is not in quarantine", generation=generation)
+        if receiver.is_scattering:
+            raise LocalProtocolError("pages are being written from staging memory", generation=generation)
         return self._follow(receiver, receiver.release(), now)
 
     def involve(self, peer: PeerId) -> bool:

@@ -133,7 +133,8 @@ class Delivery:
         notice = self._planned.pop(seq, None)
         if notice is None:
             return [DropPlan(self.id, seq)]
-        notice = msgspec.structs.replace(notice, num_bytes=plan.num_bytes, digests=dict(plan.digests))
+        brought = {"num_bytes": plan.num_bytes, "digests": dict(plan.digests), "staged": plan.staged}
+        notice = msgspec.structs.replace(notice, **brought)
         if not plan.num_bytes:  # tokens of which this rank holds none
             return [DropPlan(self.id, seq), *self._tell(notice)]
         self._posted[seq] = notice

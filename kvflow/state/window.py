@@ -17,6 +17,11 @@ class Cost(NamedTuple):
     num_bytes: int
     num_rows: int
 
+    @property
+    def packed(self) -> "Cost":
+        """What the same post takes up if it is packed."""
+        return self._replace(num_rows=1)
+
 
 @dataclass
 class Window:

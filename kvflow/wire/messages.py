@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from kvflow.config import NUM_PRIORITIES
+from kvflow.config import MAX_SLOTS_PER_PEER, NUM_PRIORITIES
 from kvflow.errors import FailureReason, RemoteProtocolError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.routes import Route
@@ -41,7 +41,11 @@ __all__ = [
     "Refuse",
     "Register",
     "Registered",
+    "Staged",
+    "StagingWindow",
     "Unregister",
+    "Unstage",
+    "Unstaged",
     "Welcome",
 ]
 
@@ -153,6 +157,24 @@ class Cards(Message, frozen=True, tag="cards"):
     cards: tuple[Card, ...]
 
 
+class StagingWindow(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of a decode rank into which one life of a prefill rank, and nobody else, may write packed pieces.
+
+    Attributes:
+        address: Of the first slot; the others follow without gaps.
+        slot_bytes: Size of a slot.
+        num_slots: How many there are.
+    """
+
+    address: Annotated[int, msgspec.Meta(ge=0)]
+    slot_bytes: Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
+    num_slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOTS_PER_PEER)]
+
+    def slot_address(self, slot: int) -> int:
+        """Address of a slot."""
+        return self.address + slot * self.slot_bytes
+
+
 class Hello(Message, frozen=True, tag="hello"):
     """Decode -> prefill, first: who I am, what I hold, what I want from you.
 
@@ -162,6 +184,7 @@ class Hello(Message, frozen=True, tag="hello"):
         lease_s: Silence after which this rank must be taken for dead.
         backend_metadata: What the prefill rank's transport needs to write here.
         route: What this rank wants from the prefill rank that reads this.
+        staging: Where the prefill rank that reads this may write packed pieces; none if there is no room for it.
     """
 
     peer: PeerId
@@ -173,6 +196,7 @@ class Hello(Message, frozen=True, tag="hello"):
     backend_metadata: bytes
     layout: KVLayout
     route: Route
+    staging: StagingWindow | None = None
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -221,6 +245,18 @@ class Grant(Message, frozen=True, tag="grant"):
     digest: bool
 
 
+class Staged(msgspec.Struct, frozen=True, array_like=True):
+    """Where the bytes of a notice are, if they are packed and not in the pages yet.
+
+    Attributes:
+        slot: Of the sender's window.
+        head_major: Order of the cells, see `kvflow.geometry.pack`.
+    """
+
+    slot: Count
+    head_major: bool
+
+
 class Notice(Message, frozen=True, tag="notice"):
     """Prefill -> decode: the bytes of one chunk, or of one piece of a large one, are in your memory.
 
@@ -234,6 +270,7 @@ class Notice(Message, frozen=True, tag="notice"):
             written, in logical order.
         layers: Layers that were written, `[start, stop)`, all from `start` on without a `stop`; all layers if None. The
             notices of a chunk follow each other, with the same ranges, from layer 0 to the one without a `stop`.
+        staged: The bytes are in a staging slot, from where the decode rank has to scatter them into its pages.
     """
 
     room: int
@@ -247,6 +284,25 @@ class Notice(Message, frozen=True, tag="notice"):
     metadata: bytes = b""
     digests: dict[str, int] = {}
     layers: tuple[Count, Count | None] | None = None
+    staged: Staged | None = None
+
+
+class Unstaged(Message, frozen=True, tag="unstaged"):
+    """Decode -> prefill: the staging slot of this notice is not read any more, and never will be for it."""
+
+    room: int
+    generation: int
+    engine_rank: Count
+    seq: Count
+
+
+class Unstage(Message, frozen=True, tag="unstage"):
+    """Prefill -> decode: say Unstaged for this notice, if that is so; it may have been lost."""
+
+    room: int
+    generation: int
+    engine_rank: Count
+    seq: Count
 
 
 class Received(Message, frozen=True, tag="received"):
@@ -324,6 +380,8 @@ AnyMessage = (
     | Refuse
     | Grant
     | Notice
+    | Unstage
+    | Unstaged
     | Received
     | Cancel
     | Drained

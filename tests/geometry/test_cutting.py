@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvflow.geometry import BoundRoute, Share, TokenRange, TokenShard, bind_route, check_part, compile_routes, plan
 from kvflow.geometry.cutting import Cutting, cutting_of
 from kvflow.geometry.debts import Debt, bytes_owed
+from kvflow.geometry.layers import LayerBytes, LayerRange
 from kvflow.geometry.pages import Part
 from kvflow.geometry.tokens import WHOLE, closes
 from tests.support.worlds import Rank, World, execute, worlds
@@ -49,6 +50,28 @@ def test_pages_of_a_rank_that_holds_every_third_token_reach_over_three_times_the
     shard = TokenShard(3, 1, 1)
     rule = Cutting({"kv": Debt(shard, WHOLE, {1: 10})}, {"kv": 12}, 80)
     assert cut(rule, kv=(0, 60)) == [{"kv": (0, 24)}, {"kv": (24, 48)}, {"kv": (48, 60)}]
+
+
+@pytest.mark.parametrize(("piece_bytes", "page"), [(200, 8), (80, 8), (79, 4), (40, 4), (20, 2), (19, 1), (9, 1)])
+def test_pages_that_do_not_fit_are_halved_until_they_do(piece_bytes: int, page: int) -> None:
+    assert cutting(piece_bytes).within_pages().page_tokens["swa"] == page
+    assert cutting(40).within_pages().cut({"swa": (3, 17)}, {"swa": (3, 17)})[:2] == [{"swa": (3, 4)}, {"swa": (4, 8)}]
+
+
+def test_no_cell_is_cut_when_pages_are_halved() -> None:
+    rule = Cutting({"kv": Debt(WHOLE, WHOLE, {1: 10, 4: 10})}, {"kv": 16}, 1)
+    assert rule.within_pages().page_tokens == {"kv": 4}
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(4, [(0, 1), (1, None)]), (5, [(0, None)])])
+def test_layers_that_do_not_fit_a_slot_wait_for_the_last_and_go_by_tokens(
+    tokens: int, expected: list[LayerRange]
+) -> None:
+    costs = Debt(WHOLE, WHOLE, {1: 20}, {1: LayerBytes.of({0: 10, 1: 10})})
+    rule = Cutting({"kv": costs}, {"kv": 4}, 40, 1, is_packed=True)
+    ranges = {"kv": (0, tokens)}
+    assert [piece.layers for piece in rule.join([1, 2], ranges, ranges)] == expected
+    assert len(rule._replace(is_packed=False).join([1, 2], ranges, ranges)) == 2
 
 
 @pytest.mark.timeout(0)

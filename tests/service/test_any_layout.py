@@ -14,6 +14,7 @@ from kvflow.backends.base import Backend
 from kvflow.backends.memory import MappedRange, MemoryBackend
 from kvflow.config import Limits
 from kvflow.geometry.pages import Part
+from kvflow.statistics import StagingStatistics
 from tests.support.instances import decode_config, prefill_config
 from tests.support.worlds import Rank, World, worlds
 
@@ -49,15 +50,24 @@ async def test_over_nixl_at_real_addresses(world: World, post: int, stops: tuple
 
 
 async def hand_over(
-    world: World, backend: str, *, digest_every: int = 0, bytes_per_post: int = 2**20, stops: tuple[int, ...] = ()
-) -> None:
-    """Open every rank, send and receive the request, and compare all memory with the model."""
+    world: World,
+    backend: str,
+    *,
+    digest_every: int = 0,
+    bytes_per_post: int = 2**20,
+    stops: tuple[int, ...] = (),
+    packing: str = "auto",
+) -> StagingStatistics:
+    """Open every rank, send and receive the request, and compare all memory with the model; say what was packed."""
     world.compute()
+    totals = [0, 0]
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
         senders, receivers = [], []
         for number, (_, rank) in enumerate(sorted(world.prefill.items())):
             limits = Limits(bytes_per_post=bytes_per_post, bytes_per_layer_piece=bytes_per_post)
-            config = prefill_config(registry.endpoint, number, len(world.prefill), backend=backend, limits=limits)
+            config = prefill_config(
+                registry.endpoint, number, len(world.prefill), backend=backend, limits=limits, packing=packing
+            )
             opened = kvflow.PrefillRank(config, rank.layout, transport(backend, rank))
             senders.append((await stack.enter_async_context(opened), rank))
         for number, (_, rank) in enumerate(sorted(world.decode.items())):
@@ -71,8 +81,12 @@ async def hand_over(
                 tasks.start_soon(send, world, prefill, rank, stops)
             for decode, rank in receivers:
                 tasks.start_soon(receive, world, decode, rank)
+        for prefill, _ in senders:
+            staging = prefill.statistics().staging
+            totals = [totals[0] + staging.packed_posts, totals[1] + staging.direct_posts]
     for rank in world.decode.values():
         np.testing.assert_array_equal(rank.memory, world.expected(rank, world.held()))
+    return StagingStatistics(packed_posts=totals[0], direct_posts=totals[1])
 
 
 async def send(world: World, prefill: kvflow.PrefillRank, rank: Rank, stops: tuple[int, ...]) -> None:

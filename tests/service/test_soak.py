@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvflow.observe.times import StageTimes
-from kvflow.statistics import RankStatistics
+from kvflow.statistics import RankStatistics, StagingStatistics
 from tests.support.instances import BACKENDS, Deployment, deploy
 
 pytestmark = pytest.mark.anyio
@@ -47,7 +47,10 @@ def take_census(deployment: Deployment) -> Census:
     return Census(
         descriptors=len(list(Path("/proc/self/fd").iterdir())),
         threads=sorted(thread.name for thread in threading.enumerate()),
-        tables=[statistics._replace(times=StageTimes()) for statistics in deployment.statistics()],
+        tables=[
+            statistics._replace(times=StageTimes(), staging=StagingStatistics())
+            for statistics in deployment.statistics()
+        ],
         objects=objects,
         resident_kib=int(status[status.index("VmRSS:") + 1]),
     )

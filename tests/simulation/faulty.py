@@ -1,5 +1,6 @@
 """Deliberate faults in the protocol, one at a time. The simulation must find each of them."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from kvflow.backends.base import PostEnded, PostInDoubt
 from kvflow.errors import FailureReason
 from kvflow.stages import verify
 from kvflow.stages.submit import Submit
-from kvflow.state import core, receiver, receivers, sender, senders, tables
+from kvflow.state import core, receiver, receivers, sender, senders, slots, tables
 from kvflow.state.acquaintances import Acquaintances
 from kvflow.state.effects import Effect, PostPlan, WrittenBy
 from kvflow.state.events import Chunk, PlanFinished
@@ -295,6 +296,63 @@ def layers_of_a_chunk_count_as_the_whole(patch: Patch) -> None:
     patch.setattr(receiver.RankProgress, "written", property(written))
 
 
+def staged_notices_count_before_they_are_scattered(patch: Patch) -> None:
+    original = receiver.Receiver._stage
+
+    def stage(self: receiver.Receiver, progress: Any, notice: Any) -> list[Effect]:
+        effects = original(self, progress, notice)
+        if not progress.scatters(notice.seq) or progress.has(notice.seq):
+            return effects
+        progress.scattered(notice.seq)
+        progress.count(notice)
+        return [*effects, *self._judge(progress)]
+
+    def scattered(self: receiver.Receiver, notice: Any, _: Any) -> list[Effect]:
+        return [self._unstaged(self.ranks[notice.engine_rank].peer, notice.seq)]
+
+    patch.setattr(receiver.Receiver, "_stage", stage)
+    patch.setattr(receiver.Receiver, "scattered", scattered)
+
+
+def pages_are_given_back_while_they_are_scattered(patch: Patch) -> None:
+    patch.setattr(receiver.Receiver, "is_scattering", property(lambda _: False))
+
+
+def slots_are_free_as_soon_as_their_write_has_ended(patch: Patch) -> None:
+    original = slots.RemoteSlots.settled
+
+    def settled(self: slots.RemoteSlots, event: Any, now: float) -> list[Effect]:
+        return [*original(self, event, now), *self.over(event.delivery)]
+
+    patch.setattr(slots.RemoteSlots, "settled", settled)
+
+
+def slots_of_writes_that_linger_are_used_again(patch: Patch) -> None:
+    original = slots.RemoteSlots.settled
+
+    def settled(self: slots.RemoteSlots, event: Any, now: float) -> list[Effect]:
+        return original(self, dataclasses.replace(event, lingers=False), now)
+
+    patch.setattr(slots.RemoteSlots, "settled", settled)
+
+
+def slots_are_not_asked_for(patch: Patch) -> None:
+    patch.setattr(slots.RemoteSlots, "expired", lambda *_: [])
+
+
+def windows_of_the_lost_go_to_others_without_a_proof(patch: Patch) -> None:
+    original = core.Core._left
+
+    def left(self: core.Core, peer: Any, failure: Any, now: float) -> list[Effect]:
+        effects = original(self, peer, failure, now)
+        if self.staging is not None:
+            self.staging.gone(peer)
+            self._reclaim_windows()
+        return effects
+
+    patch.setattr(core.Core, "_left", left)
+
+
 FAULTS: Final[tuple[Fault, ...]] = (
     abort_releases_pages,
     failure_releases_pages,
@@ -323,4 +381,10 @@ FAULTS: Final[tuple[Fault, ...]] = (
     the_last_piece_of_every_chunk_ends_the_transfer,
     later_layers_are_not_waited_for,
     layers_of_a_chunk_count_as_the_whole,
+    staged_notices_count_before_they_are_scattered,
+    pages_are_given_back_while_they_are_scattered,
+    slots_are_free_as_soon_as_their_write_has_ended,
+    slots_of_writes_that_linger_are_used_again,
+    slots_are_not_asked_for,
+    windows_of_the_lost_go_to_others_without_a_proof,
 )

@@ -1,6 +1,6 @@
 """Whole instances of ranks on real pools in one event loop, and requests whose every cell can be recognised."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -238,8 +238,10 @@ async def deploy(
     timeouts: Timeouts = QUICK,
     limits: Limits = DEFAULT_LIMITS,
     digest_every: int = 0,
+    sending: Mapping[str, object] | None = None,
+    receiving: Mapping[str, object] | None = None,
 ) -> AsyncIterator[Deployment]:
-    """Open a registry and both instances."""
+    """Open a registry and both instances; `sending` and `receiving` are further settings of the two."""
     common = {"backend": backend, "timeouts": timeouts, "limits": limits}
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
         deployment = Deployment(registry)
@@ -247,14 +249,16 @@ async def deploy(
             pool, faults = make_pool(prefill_tp, rank), FaultScript()
             transport: Backend | None = MemoryBackend(faults=faults) if backend == "memory" else None
             sender = kvflow.PrefillRank(
-                prefill_config(registry.endpoint, rank, prefill_tp, **common), pool.layout, transport
+                prefill_config(registry.endpoint, rank, prefill_tp, **common, **(sending or {})), pool.layout, transport
             )
             deployment.prefill.append(await deployment.open(sender, stack))
             deployment.sources.append(pool)
             deployment.faults.append(faults)
         for rank in range(decode_tp):
             pool = make_pool(decode_tp, rank)
-            config = decode_config(registry.endpoint, rank, decode_tp, digest_every=digest_every, **common)
+            config = decode_config(
+                registry.endpoint, rank, decode_tp, digest_every=digest_every, **common, **(receiving or {})
+            )
             receiver = kvflow.DecodeRank(config, pool.layout)
             deployment.decode.append(await deployment.open(receiver, stack))
             deployment.targets.append(pool)

@@ -86,6 +86,12 @@ def _cards(draw: st.DrawFn) -> wm.Card:
 
 
 cards: Final = _cards()
+windows: Final = st.builds(
+    wm.StagingWindow,
+    address=st.integers(0, 2**64 - 1),
+    slot_bytes=st.integers(1, 2**53 - 1),
+    num_slots=st.integers(1, 4_096),
+)
 transfer_ids: Final = {"room": signed, "generation": signed}
 
 MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
@@ -105,6 +111,7 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         backend_metadata=blobs,
         layout=layouts(),
         route=routes,
+        staging=st.none() | windows,
     ),
     wm.Welcome: st.builds(wm.Welcome, peer=peers, version=signed),
     wm.Refuse: st.builds(wm.Refuse, peer=peers, to=st.none() | peers, detail=names),
@@ -131,11 +138,14 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         metadata=blobs,
         digests=st.dictionaries(names, counts, max_size=3),
         layers=st.none() | st.tuples(counts, st.none() | counts),
+        staged=st.none() | st.builds(wm.Staged, slot=counts, head_major=st.booleans()),
         **transfer_ids,
     ),
     wm.Cancel: st.builds(wm.Cancel, failure=failures, **transfer_ids),
     wm.Drained: st.builds(wm.Drained, engine_rank=signed, failure=st.none() | failures, **transfer_ids),
     wm.Received: st.builds(wm.Received, **transfer_ids),
+    wm.Unstage: st.builds(wm.Unstage, engine_rank=counts, seq=counts, **transfer_ids),
+    wm.Unstaged: st.builds(wm.Unstaged, engine_rank=counts, seq=counts, **transfer_ids),
     wm.Failed: st.builds(wm.Failed, engine_rank=signed, failure=failures, drained=st.booleans(), **transfer_ids),
     wm.Ping: st.builds(wm.Ping, peer=peers),
     wm.Pong: st.builds(wm.Pong, peer=peers),

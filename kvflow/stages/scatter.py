@@ -1,0 +1,104 @@
+"""Between the fifth stage and the core: what was staged is scattered into its pages, by worker threads.
+
+The core counts a staged notice only when its bytes are in the pages, and holds the pages until then. Closing the rank
+waits for the threads, because its memory may be gone afterwards.
+"""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Final
+
+import anyio
+import anyio.to_thread
+
+from kvflow.errors import FailureReason, PlanError, Stage
+from kvflow.geometry.digest import View
+from kvflow.geometry.layers import ALL_LAYERS
+from kvflow.geometry.layout import KVLayout, MemoryRange
+from kvflow.geometry.pack import PackedPieces, Payload
+from kvflow.geometry.pages import PageTable
+from kvflow.stages.context import StageContext
+from kvflow.stages.packing import HostMemory, PackWork
+from kvflow.stages.planning import granted_pages
+from kvflow.state.effects import ScatterStaged
+from kvflow.state.events import GreetedRank, ReceiveOpened, Scattered
+from kvflow.wire.messages import Failure, PeerId
+
+__all__ = ["Scatter"]
+
+SCATTERS_AT_ONCE: Final = 2
+MAX_KEPT: Final = 256
+"""Transfers whose page tables, and ranks whose pieces, are kept for their next notices."""
+
+
+class Scatter:
+    """Scatters what notices have brought.
+
+    Args:
+        context: Of this rank.
+        layout: Of this rank.
+        view: Lets its memory be written.
+    """
+
+    def __init__(self, context: StageContext, layout: KVLayout, view: View) -> None:
+        self._context = context
+        self._layout = layout
+        self._view = view
+        self._memory: HostMemory | None = None
+        self._threads = anyio.CapacityLimiter(SCATTERS_AT_ONCE)
+        self._tables: OrderedDict[int, Mapping[str, PageTable]] = OrderedDict()
+        self._pieces: OrderedDict[PeerId, Mapping[str, PackedPieces]] = OrderedDict()
+
+    def start(self, effect: ScatterStaged) -> None:
+        """Begin to scatter, as the core said; it hears how it ended."""
+        self._context.start_task(self._scatter, effect)
+
+    async def _scatter(self, effect: ScatterStaged) -> None:
+        began = self._context.now()
+        failure: Failure | None = None
+        try:
+            work = self.prepare(effect)
+            run = functools.partial(work.scatter, effect.notice.num_bytes)
+            await anyio.to_thread.run_sync(run, limiter=self._threads)
+        except (PlanError, MemoryError) as error:
+            failure = self.failure(effect, error)
+        self._context.times.add(Stage.AGGREGATE, self._context.now() - began)
+        self._context.dispatch(Scattered(effect.opened.generation, effect.notice, failure))
+
+    def failure(self, effect: ScatterStaged, error: PlanError | MemoryError) -> Failure:
+        """Why a notice could not be scattered; nothing of it was written then."""
+        detail = f"{effect.rank.peer.rank}: {str(error) or 'out of memory'}"
+        return self._context.failure(FailureReason.PROTOCOL, Stage.AGGREGATE, detail)
+
+    def prepare(self, effect: ScatterStaged) -> PackWork:
+        """Bring together what scattering a notice needs.
+
+        Raises:
+            PlanError: The notice has no place, or its pieces are not here.
+        """
+        window, notice = effect.rank.staging, effect.notice
+        if window is None or notice.staged is None:
+            raise PlanError("notice is not staged", seq=notice.seq)
+        opened = effect.opened
+        payload = Payload(
+            effect.rank.debts, notice.ranges, opened.ranges, notice.staged.head_major, notice.layers or ALL_LAYERS
+        )
+        slot = MemoryRange(window.slot_address(notice.staged.slot), window.slot_bytes)
+        return PackWork(payload, self._pieces_of(effect.rank), self._tables_of(opened), slot)
+
+    def _pieces_of(self, rank: GreetedRank) -> Mapping[str, PackedPieces]:
+        if self._memory is None:
+            self._memory = HostMemory(self._layout, self._view)
+        if rank.peer not in self._pieces:
+            self._pieces[rank.peer] = self._memory.find(rank.pieces)
+            while len(self._pieces) > MAX_KEPT:
+                self._pieces.popitem(last=False)
+        return self._pieces[rank.peer]
+
+    def _tables_of(self, opened: ReceiveOpened) -> Mapping[str, PageTable]:
+        if opened.generation not in self._tables:
+            self._tables[opened.generation] = granted_pages(opened, self._layout)
+            while len(self._tables) > MAX_KEPT:
+                self._tables.popitem(last=False)
+        return self._tables[opened.generation]

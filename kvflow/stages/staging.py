@@ -1,0 +1,199 @@
+"""Staging memory of a rank, and how one job goes through it."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kvflow.backends.base import Backend
+from kvflow.config import Packing, PrefillConfig, RankConfig
+from kvflow.geometry.cutting import Cutting
+from kvflow.geometry.layout import KVLayout, MemoryRange, merge_ranges
+from kvflow.geometry.pack import PackedPieces
+from kvflow.geometry.plan import Descriptors
+from kvflow.geometry.routes import BoundRoute, RoutePiece
+from kvflow.stages.packing import HostMemory, PackWork
+from kvflow.state.packing import pays_off
+from kvflow.state.slots import RemoteSlots, SlotPool
+from kvflow.state.window import Cost
+from kvflow.wire.messages import PeerId, Staged, StagingWindow
+
+__all__ = [
+    "NO_SLOTS",
+    "LocalStaging",
+    "PackPlan",
+    "Slots",
+    "StagingMemory",
+    "local_staging",
+    "slots_of",
+    "staging_memory",
+]
+
+PAGE_BYTES: Final = 4096
+
+SAMPLE_TOKENS: Final = 2**14
+"""By so many tokens a route is judged."""
+
+
+class StagingMemory:
+    """Host memory for packed pieces; it has to live as long as the transport knows it.
+
+    Args:
+        num_bytes: Size.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = np.zeros(num_bytes + PAGE_BYTES, np.uint8)
+        start = int(self._memory.ctypes.data)
+        self.range = MemoryRange(start + -start % PAGE_BYTES, num_bytes)
+
+    def holds(self, address: int) -> bool:
+        """Say whether an address is in this memory."""
+        return self.range.address <= address < self.range.end
+
+    def added_to(self, layout: KVLayout) -> KVLayout:
+        """The layout with this memory among what is to be registered."""
+        return msgspec.structs.replace(layout, allocations=merge_ranges([*layout.allocations, self.range]))
+
+
+def staging_memory(config: RankConfig, layout: KVLayout) -> StagingMemory | None:
+    """The staging memory of a rank; a rank of device memory has none."""
+    has_any = bool(config.staging_bytes) and layout.memory_kind == "DRAM"
+    return StagingMemory(config.staging_bytes) if has_any else None
+
+
+@dataclass(frozen=True)
+class Slots:
+    """How packed jobs get their slots.
+
+    Attributes:
+        local: This rank's.
+        remote: Gives those of a peer; None if it has none.
+        wants: Says whether a job is to be packed.
+    """
+
+    local: SlotPool
+    remote: Callable[[PeerId], SlotPool | None]
+    wants: Callable[[PeerId, Cost], bool]
+
+
+NO_SLOTS: Final = Slots(SlotPool(0), lambda _: None, lambda _, __: False)
+
+
+def slots_of(staging: "LocalStaging | None", remote: RemoteSlots) -> Slots:
+    """How packed jobs get their slots on a prefill rank; it has none without staging memory."""
+    if staging is None:
+        return NO_SLOTS
+    return Slots(staging.slots, remote.pool, lambda peer, cost: staging.wants(cost, remote.window(peer)))
+
+
+class LocalStaging:
+    """Staging memory of a prefill rank: what is packed is gathered here.
+
+    Args:
+        memory: All of it.
+        slot_bytes: Size of a slot.
+        pages: Makes what knows where this rank's pages are, once there is something to pack.
+        row_overhead_s: What each descriptor costs the transport.
+        packing: As the settings say.
+
+    Attributes:
+        slots: Which are free.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryRange,
+        slot_bytes: int,
+        pages: Callable[[], HostMemory],
+        *,
+        row_overhead_s: float,
+        packing: Packing,
+    ) -> None:
+        self.slots = SlotPool(memory.length // slot_bytes)
+        self._memory = memory
+        self._slot_bytes = slot_bytes
+        self._pages = functools.cache(pages)
+        self._row_overhead_s = row_overhead_s
+        self._packing = packing
+
+    def slot(self, number: int) -> MemoryRange:
+        """One of the slots."""
+        return MemoryRange(self._memory.address + number * self._slot_bytes, self._slot_bytes)
+
+    def find(self, pieces: Sequence[RoutePiece]) -> Mapping[str, PackedPieces]:
+        """Find the pieces of a route in this rank's pages."""
+        return self._pages().find(pieces)
+
+    def cut(self, cutting: Cutting, route: BoundRoute, window: StagingWindow) -> Cutting:
+        """Say how chunks are cut: into pieces that fit a slot, if most of what goes along the route is to be packed."""
+        most = min(self._slot_bytes, window.slot_bytes)
+        num_bytes = sum(debt.num_bytes((0, SAMPLE_TOKENS), closing=True) for debt in route.debts.values())
+        num_rows = sum(route.max_rows(name, SAMPLE_TOKENS) for name in route.debts)
+        if not num_bytes or not self.pays_off(most, num_rows * most // num_bytes):
+            return cutting
+        at_once = cutting.layer_piece_bytes
+        return (
+            cutting._replace(piece_bytes=most)
+            .within_pages()
+            ._replace(
+                piece_bytes=min(most, cutting.piece_bytes),
+                layer_piece_bytes=None if at_once is None else min(at_once, max(1, most // 2)),
+                is_packed=True,
+            )
+        )
+
+    def wants(self, cost: Cost, window: StagingWindow | None) -> bool:
+        """Say whether a piece is to be packed, by what is known before it is planned."""
+        if window is None or not 0 < cost.num_bytes <= min(self._slot_bytes, window.slot_bytes):
+            return False
+        return self.pays_off(cost.num_bytes, cost.num_rows)
+
+    def pays_off(self, num_bytes: int, num_rows: int) -> bool:
+        """Say whether a piece is quicker when it is packed than in that many descriptors."""
+        return pays_off(num_bytes, num_rows, self._row_overhead_s, self._packing)
+
+
+def local_staging(
+    memory: StagingMemory | None, config: PrefillConfig, layout: KVLayout, backend: Backend
+) -> LocalStaging | None:
+    """How a prefill rank packs; None if it does not."""
+    if memory is None or config.packing == "never":
+        return None
+    return LocalStaging(
+        memory.range,
+        config.staging_slot_bytes,
+        lambda: HostMemory(layout, backend.view),
+        row_overhead_s=backend.capabilities.row_overhead_s,
+        packing=config.packing,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PackPlan:
+    """How a job is packed.
+
+    Attributes:
+        work: Gathers it.
+        num_bytes: What it comes to.
+        target: Address of its slot at the decode rank.
+        staged: The same, as its notice says it.
+    """
+
+    work: PackWork
+    num_bytes: int
+    target: int
+    staged: Staged
+
+    def gather(self, route: BoundRoute, max_bytes: int | None) -> Descriptors:
+        """Gather it, and say how it is moved; arguments as in `plan`."""
+        self.work.gather(self.num_bytes)
+        step = max_bytes or self.num_bytes
+        offsets = np.arange(0, self.num_bytes, step, dtype=np.uint64)
+        lengths = np.minimum(np.uint64(step), np.uint64(self.num_bytes) - offsets)
+        ends = ((self.work.slot.address, route.src_device), (self.target, route.dst_device))
+        columns = [(offsets + np.uint64(start), lengths, np.full_like(lengths, device)) for start, device in ends]
+        return Descriptors(*(np.stack(column, axis=1) for column in columns))

@@ -1,0 +1,154 @@
+"""What one prefill rank owes to one transfer, as its decode rank counts it. Pure."""
+
+from collections.abc import Mapping
+
+from kvflow.geometry.debts import bytes_owed
+from kvflow.geometry.layers import ALL_LAYERS
+from kvflow.geometry.tokens import TokenRange
+from kvflow.state.effects import WrittenBy
+from kvflow.state.events import GreetedRank
+from kvflow.state.tables import RANK, RankSignal, RankState
+from kvflow.wire.messages import Notice
+
+__all__ = ["RankProgress"]
+
+
+class RankProgress:
+    """What one prefill rank owes to one transfer, and what of it has arrived."""
+
+    def __init__(self, rank: GreetedRank, token: int, ranges: Mapping[str, TokenRange]) -> None:
+        self.rank = rank
+        self.peer = rank.peer
+        self.token = token
+        self.state = RankState.OWING
+        self.num_bytes = 0
+        self.metadata = b""
+        self._debts = rank.debts
+        self._wanted = {name: tokens for name, tokens in ranges.items() if name in rank.debts}
+        self._max_notices = sum(
+            (stop - start) * rank.debts[name].max_layers for name, (start, stop) in self._wanted.items()
+        )
+        self._notices: dict[int, Notice] = {}
+        self._scattering: dict[int, Notice] = {}
+        self._num_expected: int | None = None
+
+    @property
+    def num_notices(self) -> int:
+        """Notices counted."""
+        return len(self._notices)
+
+    def apply(self, signal: RankSignal) -> None:
+        """Change state as the table says."""
+        self.state = RANK[self.state, signal]
+
+    @property
+    def is_scattering(self) -> bool:
+        """Something of it is on its way from a staging slot to the pages."""
+        return bool(self._scattering)
+
+    def has(self, seq: int) -> bool:
+        """Say whether a notice was counted."""
+        return seq in self._notices
+
+    def scatters(self, seq: int) -> bool:
+        """Say whether what a notice brought is on its way to the pages."""
+        return seq in self._scattering
+
+    def count(self, notice: Notice) -> str | None:
+        """Count a notice once, however often it comes; say what is odd about it if it does not count."""
+        if notice.seq in self._notices:
+            return None if self._notices[notice.seq] == notice else "notice_contradicts_itself"
+        oddity = self._oddity(notice)
+        if oddity is not None:
+            return oddity
+        if notice.last:
+            self._num_expected = notice.seq + 1
+            self.metadata = notice.metadata
+        self._notices[notice.seq] = notice
+        self.num_bytes += notice.num_bytes
+        whole = len(self._notices) == self._num_expected and self.shortfall() is None
+        self.apply(RankSignal.COMPLETED if whole else RankSignal.NOTICED)
+        return None
+
+    def stage(self, notice: Notice) -> str | None:
+        """Note that what a notice brought has to be scattered before it counts; say what is odd about it."""
+        if notice.seq in self._scattering:
+            return None if self._scattering[notice.seq] == notice else "notice_contradicts_itself"
+        window, staged = self.rank.staging, notice.staged
+        if window is None or staged is None or staged.slot >= window.num_slots or notice.num_bytes > window.slot_bytes:
+            return "notice_staged_nowhere"
+        for name, (start, stop) in notice.ranges.items():
+            first, last = self._wanted.get(name, (0, 0))
+            if not first <= start <= stop <= last:
+                return "notice_of_other_tokens"
+        oddity = self._oddity(notice)
+        if oddity is None:
+            self._scattering[notice.seq] = notice
+        return oddity
+
+    def scattered(self, seq: int) -> None:
+        """Note that nothing is scattered for a notice any more."""
+        del self._scattering[seq]
+
+    def _oddity(self, notice: Notice) -> str | None:
+        if notice.seq > self._max_notices:
+            return "notice_seq_impossible"  # every notice but the last carries at least a layer of a token
+        if self._num_expected is not None and (notice.last or notice.seq >= self._num_expected):
+            return "notice_after_last"
+        if notice.last and any(seq > notice.seq for seq in self._notices):
+            return "notice_after_last"
+        return None
+
+    @property
+    def written(self) -> WrittenBy:
+        """What the rank says it has written, once all notices are there."""
+        return WrittenBy(self.rank, tuple(self._notices[seq] for seq in range(len(self._notices))))
+
+    @property
+    def has_all_notices(self) -> bool:
+        """Every notice up to the last one is there."""
+        return len(self._notices) == self._num_expected
+
+    def shortfall(self) -> str | None:
+        """Say what is missing once all notices are there: tokens out of line, or another number of bytes than owed."""
+        positions = {name: start for name, (start, _) in self._wanted.items()}
+        chunk: Notice | None = None
+        for seq in range(len(self._notices)):
+            notice = self._notices.get(seq)
+            if notice is None:
+                return f"notice {seq} is missing"
+            oddity = _layers_oddity(notice, chunk) or self._tokens_oddity(notice, positions)
+            if oddity is not None:
+                return oddity
+            chunk = notice if _goes_on(notice) else None
+            if chunk is None:
+                positions.update({name: stop for name, (_, stop) in notice.ranges.items()})
+        if chunk is not None:
+            return f"layers of notice {chunk.seq} and those before it were written, the others were not"
+        for name, (_, stop) in self._wanted.items():
+            if positions[name] != stop:
+                return f"tokens {positions[name]}:{stop} of component {name} were not written"
+        return None
+
+    def _tokens_oddity(self, notice: Notice, positions: Mapping[str, int]) -> str | None:
+        for name, (start, stop) in notice.ranges.items():
+            if start != positions.get(name) or stop < start:
+                return f"tokens {start}:{stop} of component {name} do not continue what was written"
+        owed = bytes_owed(self._debts, notice.ranges, self._wanted, notice.layers or ALL_LAYERS)
+        return None if notice.num_bytes == owed else f"{notice.num_bytes} bytes were written, {owed} were owed"
+
+
+def _layers_oddity(notice: Notice, before: Notice | None) -> str | None:
+    """Say what is wrong with the layers of a notice; `before` is the one that it continues, if there is one."""
+    start, stop = notice.layers or ALL_LAYERS
+    expected = 0 if before is None or before.layers is None else before.layers[1]
+    if start != expected or (stop is not None and stop <= start):
+        return f"layers {start}:{stop or ''} of notice {notice.seq} do not continue what was written"
+    if before is not None and notice.ranges != before.ranges:
+        return f"notice {notice.seq} has other tokens than the layers before it"
+    return None
+
+
+def _goes_on(notice: Notice) -> bool:
+    """Say whether layers of the same tokens follow."""
+    return notice.layers is not None and notice.layers[1] is not None

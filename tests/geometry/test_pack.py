@@ -1,0 +1,151 @@
+"""Packing: what one side gathers, the other one scatters to the right cells, whatever the two layouts."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvflow.errors import PlanError
+from kvflow.geometry import (
+    BoundRoute,
+    Component,
+    KVLayout,
+    Region,
+    Route,
+    RoutePiece,
+    bind_route,
+    check_part,
+    compile_routes,
+)
+from kvflow.geometry.debts import Debt, bytes_owed
+from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.pack import Payload, find_pieces, is_head_major, pack
+from kvflow.geometry.pages import Part
+from kvflow.geometry.tokens import WHOLE
+from kvflow.stages.packing import HostMemory, PackWork
+from tests.support.worlds import Rank, World, worlds
+
+
+class Order(NamedTuple):
+    """How payloads are made: their order, and where the layers are cut."""
+
+    head_major: bool
+    stops: tuple[int, ...]
+
+
+stops = st.sets(st.integers(1, 5), max_size=2).map(lambda found: tuple(sorted(found)))
+
+
+def memory_of(rank: Rank) -> HostMemory:
+    def view(memory: MemoryRange) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+        start = memory.address - rank.base
+        assert 0 <= start <= start + memory.length <= len(rank.memory)
+        return rank.memory[start : start + memory.length]
+
+    return HostMemory(rank.layout, view)
+
+
+def payloads(world: World, bound: BoundRoute, order: Order) -> Iterator[Payload]:
+    """All components at once: the first chunk of each, then the second of each, and so on; some layers at a time."""
+    chunks = {
+        name: list(pairwise([world.wanted[name][0], *world.cuts[name], world.wanted[name][1]])) for name in bound.debts
+    }
+    for number in range(max(map(len, chunks.values()), default=0)):
+        ranges = {name: parts[number] for name, parts in chunks.items() if number < len(parts)}
+        for layers in pairwise([0, *order.stops, None]):
+            yield Payload(bound.debts, ranges, world.wanted, order.head_major, (layers[0] or 0, layers[1]))
+
+
+def move(world: World, route: Route, bound: BoundRoute, ends: tuple[Rank, Rank], order: Order) -> None:
+    source, target = ends
+    for payload in payloads(world, bound, order):
+        src = {
+            name: check_part(source.layout.component(name), Part(tokens, source.pages(name, tokens)))
+            for name, tokens in payload.ranges.items()
+        }
+        dst = {
+            name: check_part(
+                target.layout.component(name), Part(world.wanted[name], target.pages(name, world.wanted[name]))
+            )
+            for name in payload.ranges
+        }
+        owed = bytes_owed(bound.debts, payload.ranges, world.wanted, payload.layers)
+        staging = np.full(owed + 2, 0xAB, np.uint8)
+        slot = MemoryRange(staging.ctypes.data + 1, owed)
+        PackWork(payload, memory_of(source).find(route.pieces), src, slot).gather(owed)
+        runs, total = pack(payload, find_pieces(route.pieces, source.layout), src)
+        assert total == owed
+        covered = sorted(
+            at for group in runs for place in group.payload.tolist() for at in range(place, place + group.length)
+        )
+        assert covered == list(range(owed))
+        PackWork(payload, memory_of(target).find(route.pieces), dst, slot).scatter(owed)
+        assert staging[0] == staging[-1] == 0xAB
+
+
+@pytest.mark.timeout(0)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(worlds(), st.builds(Order, st.booleans(), stops))
+def test_every_wanted_cell_arrives_and_nothing_else_changes(world: World, order: Order) -> None:
+    world.compute()
+    layouts = {engine_rank: rank.layout for engine_rank, rank in world.prefill.items()}
+    for decode_rank, target in world.decode.items():
+        for route in compile_routes(layouts, target.layout, decode_rank=decode_rank):
+            source = world.prefill[route.engine_rank]
+            bound = bind_route(route, source.layout, target.layout)
+            before = source.memory.copy()
+            move(world, route, bound, (source, target), order)
+            np.testing.assert_array_equal(source.memory, before)
+        np.testing.assert_array_equal(target.memory, world.expected(target, world.held()))
+
+
+def small_layout(order: str, heads: tuple[int, int], page_size: int = 4) -> KVLayout:
+    count = heads[1] - heads[0]
+    steps = (8 * count, 8) if order == "NHD" else (8, 8 * page_size)
+    region = Region("k", 0, 4096, 4, 8 * count * page_size, page_size, steps[0], heads, steps[1], 8, "uint8")
+    return KVLayout((Component("kv", (region,)),), "model")
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "expected"),
+    [("NHD", "NHD", False), ("NHD", "HND", False), ("HND", "NHD", False), ("HND", "HND", True)],
+)
+def test_heads_come_first_if_both_sides_keep_the_tokens_of_a_head_together(src: str, dst: str, expected: bool) -> None:
+    pair = small_layout(src, (0, 2)), small_layout(dst, (0, 4))
+    route = Route(0, (RoutePiece("kv", "k", 0, (0, 2)),))
+    assert is_head_major(bind_route(route, *pair)) is expected
+
+
+@pytest.mark.parametrize(("order", "head_major", "length"), [("NHD", False, 64), ("HND", True, 32), ("HND", False, 8)])
+def test_a_whole_page_is_one_run_if_its_order_is_that_of_the_payload(order: str, head_major: bool, length: int) -> None:
+    layout = small_layout(order, (0, 2))
+    table = check_part(layout.component("kv"), Part((0, 8), [3, 1]))
+    payload = Payload({"kv": Debt(WHOLE, WHOLE, {})}, {"kv": (0, 8)}, {"kv": (0, 8)}, head_major)
+    runs, total = pack(payload, find_pieces((RoutePiece("kv", "k", 0, (0, 2)),), layout), {"kv": table})
+    assert total == 128
+    assert {group.length for group in runs} == {length}
+
+
+def test_a_payload_of_another_size_or_of_other_pages_is_refused() -> None:
+    layout = small_layout("NHD", (0, 2))
+    memory = np.zeros(layout.component("kv").page_bytes * 4, np.uint8)
+    pieces = HostMemory(layout, lambda _: memory).find((RoutePiece("kv", "k", 0, (0, 2)),))
+    table = check_part(layout.component("kv"), Part((0, 4), [3]))
+    slot = np.ones(256, np.uint8)
+
+    def work(tokens: tuple[int, int], slot_bytes: int = 256) -> PackWork:
+        payload = Payload({"kv": Debt(WHOLE, WHOLE, {})}, {"kv": tokens}, {"kv": (0, 8)})
+        return PackWork(payload, pieces, {"kv": table}, MemoryRange(slot.ctypes.data, slot_bytes))
+
+    for wrong, num_bytes in [(work((0, 4)), 65), (work((0, 4), 63), 64), (work((0, 8)), 128)]:
+        with pytest.raises(PlanError):
+            wrong.scatter(num_bytes)
+    assert not memory.any()
+    work((0, 4)).scatter(64)
+    assert memory.sum() == 64
+    with pytest.raises(PlanError, match="does not have"):
+        find_pieces((RoutePiece("kv", "v", 0, (0, 2)),), layout)
