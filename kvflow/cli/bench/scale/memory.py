@@ -10,6 +10,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -48,6 +49,9 @@ CASES: Final = {
     "blocking-opened": ("a room of kvflow.blocking", ("prefill", "")),
 }
 """By name: what waits, the side that begins it, and the side that has it after that, if any."""
+
+TRACED: Final = replace(PATIENT, lease_s=60)
+"""A process in which every allocation is noted is slow, and must not be taken for dead."""
 
 METHODS: Final = ("tracemalloc", "rss")
 
@@ -94,7 +98,7 @@ async def measure_in_process(case: str, method: str, count: int) -> Held:
 
 async def _measure(case: str, count: int, in_use: Callable[[], int]) -> Held:
     """Let transfers wait, a few more at a time, and see who has taken how much in the meantime."""
-    async with deploy() as (pair,), anyio.create_task_group() as tasks:
+    async with deploy(timeouts=TRACED) as (pair,), anyio.create_task_group() as tasks:
         await _warm_up(pair)
         held: list[Any] = []
         here = there = 0
@@ -153,7 +157,7 @@ def _measure_blocking(case: str, count: int, in_use: Callable[[], int]) -> Held:
     with blocking.LoopThread() as loop:
         registry = loop.portal.wrap_async_context_manager(kvflow.Registry())
         with registry as opened:
-            common: dict[str, Any] = {"registry": opened.endpoint, "backend": "memory", "timeouts": PATIENT}
+            common: dict[str, Any] = {"registry": opened.endpoint, "backend": "memory", "timeouts": TRACED}
             configs = kvflow.PrefillConfig(instance="prefill", **common), kvflow.DecodeConfig(instance="d", **common)
             with (
                 blocking.PrefillRank(configs[0], source[1], loop=loop) as prefill,

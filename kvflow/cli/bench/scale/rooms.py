@@ -125,11 +125,13 @@ def make_pool() -> tuple[NDArray[np.uint8], KVLayout]:
 
 
 @asynccontextmanager
-async def deploy(num_prefill: int = 1, num_decode: int = 1) -> AsyncIterator[list[Pair]]:
+async def deploy(
+    num_prefill: int = 1, num_decode: int = 1, *, timeouts: Timeouts = PATIENT
+) -> AsyncIterator[list[Pair]]:
     """Open instances of one rank each over the memory backend, control messages over ZMQ, and pair each with each."""
     source, target = make_pool(), make_pool()
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
-        common: dict[str, Any] = {"registry": registry.endpoint, "backend": "memory", "timeouts": PATIENT}
+        common: dict[str, Any] = {"registry": registry.endpoint, "backend": "memory", "timeouts": timeouts}
         prefill = [
             kvflow.PrefillRank(kvflow.PrefillConfig(instance=f"prefill-{index}", **common), source[1])
             for index in range(num_prefill)
