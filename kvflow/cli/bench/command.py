@@ -11,6 +11,7 @@ import msgspec
 
 from kvflow.cli.bench import comparisons
 from kvflow.cli.bench.comparisons import counts
+from kvflow.cli.bench.hetero import command as hetero
 from kvflow.cli.bench.scale import command as scale
 from kvflow.cli.transport import add_backend_option, check_backend
 from kvflow.config import check_duration
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     failures.add_argument("--json", action="store_true", help="print one JSON object a case and nothing else")
     failures.set_defaults(measure=_failures)
     comparisons.add_arguments(cases)
+    hetero.add_arguments(cases)
     scale.add_arguments(cases)
 
 

@@ -16,6 +16,7 @@ from anyio.abc import Process, TaskGroup
 from anyio.streams.buffered import BufferedByteReceiveStream
 from typing_extensions import Self
 
+from kvflow.cli.bench.hetero.options import HeteroOptions
 from kvflow.cli.bench.pair.options import PairOptions
 from kvflow.cli.bench.workers.options import WorkerOptions
 from kvflow.errors import KvflowError
@@ -27,7 +28,7 @@ ANSWER_S = 60.0
 
 Report = dict[str, Any]
 
-AnyOptions = TypeVar("AnyOptions", WorkerOptions, PairOptions)
+AnyOptions = TypeVar("AnyOptions", WorkerOptions, PairOptions, HeteroOptions)
 
 
 class WorkerFailed(KvflowError):
