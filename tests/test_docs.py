@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import pytest
 
 from kvflow.backends.base import Backend
 from kvflow.backends.memory import MemoryBackend
 from kvflow.backends.nixl import NixlBackend
-from kvflow.config import Timeouts
+from kvflow.config import Limits, Timeouts
 from kvflow.errors import FailureReason, Stage
-from kvflow.wire.messages import AnyMessage
+from kvflow.wire.messages import AnyMessage, Card, Failure, Staged, StagingWindow
 from tests.support import state_diagrams
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +25,7 @@ ANCHOR = re.compile(r"\[[^\]]*\]\((?!https?://)([^)#]*)#([^)]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 PROTOCOL = (ROOT / "docs/protocol.md").read_text()
 FAILURES = (ROOT / "docs/failure-model.md").read_text()
 
@@ -92,6 +94,30 @@ def test_every_signal_is_explained() -> None:
 @pytest.mark.parametrize("message", get_args(AnyMessage), ids=lambda message: message.__name__)
 def test_every_message_is_explained(message: type) -> None:
     assert f"\n**{message.__name__}** (" in PROTOCOL
+
+
+@pytest.mark.parametrize(
+    "message", [*get_args(AnyMessage), Card, StagingWindow, Staged, Failure], ids=lambda message: message.__name__
+)
+def test_every_field_is_listed(message: type[msgspec.Struct]) -> None:
+    names = ", ".join(f"`{name}`" for name in message.__struct_fields__)
+    assert f"\n| {message.__name__} | {names} |" in PROTOCOL
+
+
+@pytest.mark.parametrize("setting", dataclasses.fields(Limits), ids=lambda setting: setting.name)
+def test_every_limit_is_explained_with_its_default(setting: "dataclasses.Field[int]") -> None:
+    (default,) = re.findall(rf"^\| `{setting.name}` \| (.*?) \|", ARCHITECTURE, re.MULTILINE)
+    number, _, unit = default.replace(",", "").partition(" ")
+    assert int(number) * {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit] == setting.default
+
+
+def test_every_module_of_the_core_has_a_line() -> None:
+    chapter = ARCHITECTURE.partition("Inside `state/`")[2].partition("\n## ")[0]
+    placed = [
+        name for row in re.findall(r"^\| (`.*?) \|", chapter, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    ]
+    modules = [path.stem for path in (ROOT / "kvflow/state").glob("*.py") if path.stem != "__init__"]
+    assert sorted(placed) == sorted(modules)
 
 
 @pytest.mark.parametrize("setting", dataclasses.fields(Timeouts), ids=lambda setting: setting.name)
