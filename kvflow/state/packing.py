@@ -1,8 +1,7 @@
 """Whether a piece is packed: gathered into one slot, written at once, and scattered, or written to its pages directly.
 
 Directly, each descriptor costs its overhead. Packed, each byte is copied twice more, once on each side, and each piece
-costs a fixed time. The bytes of the
-write itself are the same either way.
+costs a fixed time. The bytes of the write itself are the same either way.
 """
 
 from typing import Final
