@@ -296,6 +296,7 @@ async def test_nothing_is_left_after_close() -> None:
 HANG_UP = "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"
 
 PROGRAM = """
+import signal
 import anyio
 from tests.backends.endpoints import copies, open_endpoints
 
@@ -306,6 +307,7 @@ async def main():
         await target.take_notices()
         {end}
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # who started the tests may ignore it
 anyio.run(main)
 """
 

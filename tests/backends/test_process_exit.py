@@ -78,6 +78,7 @@ anyio.run(main, stack)
 INTERRUPTED = (
     CLOSED.replace("anyio.run(closed)", "")
     + """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may ignore it
 try:
     anyio.run(closed)
 except KeyboardInterrupt:
