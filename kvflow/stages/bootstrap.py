@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 
 from kvflow.backends.base import Backend
-from kvflow.errors import KvflowError, RemoteProtocolError, RouteError, Stage, Unreachable
+from kvflow.errors import FailureReason, KvflowError, RemoteProtocolError, RouteError, Stage, Unreachable
 from kvflow.geometry.cutting import cutting_of
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.routes import BoundRoute, bind_route
@@ -19,7 +19,7 @@ from kvflow.stages.context import StageContext
 from kvflow.stages.planning import PeerGeometry
 from kvflow.stages.staging import LocalStaging
 from kvflow.stages.submit import agent_name
-from kvflow.state.events import PeerGreeted
+from kvflow.state.events import PeerGreeted, PeerLeft
 from kvflow.wire.channel import Listener
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.messages import (
@@ -137,6 +137,7 @@ class PrefillBootstrap:
             began = self._context.now()
             try:
                 route = self.check(hello)
+                self._part_if_changed(hello)
                 if route.legs:
                     await self._connect(agent_name(hello.peer), hello.backend_metadata)
             except KvflowError as error:
@@ -147,6 +148,16 @@ class PrefillBootstrap:
                 return
             self._context.times.add(Stage.BOOTSTRAP, self._context.now() - began)
             self.admit(connection, hello, route)
+
+    def _part_if_changed(self, hello: Hello) -> None:
+        """Part with a decode rank that wants other cells than before: what it was promised cannot be kept any more."""
+        known = self._geometry.get(hello.peer)
+        if known is None or hello.attempt < self._attempts.get(hello.peer, 0):
+            return
+        if known.pieces != hello.route.pieces or known.layout != hello.layout:
+            detail = f"{hello.peer.rank} wants other cells than before"
+            failure = self._context.failure(FailureReason.PEER_LOST, Stage.BOOTSTRAP, detail)
+            self._context.dispatch(PeerLeft(hello.peer, failure))
 
     def check(self, hello: Hello) -> BoundRoute:
         """See whether the sender of a hello fits.
@@ -171,6 +182,7 @@ class PrefillBootstrap:
         """Take the sender of a hello on, once the transport can write to it."""
         if hello.attempt < self._attempts.get(hello.peer, 0):
             return  # the line it came over is given up
+        self._part_if_changed(hello)
         self._attempts[hello.peer] = hello.attempt
         former = self._lines.get(hello.peer)
         if former is not None:

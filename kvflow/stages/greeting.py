@@ -143,9 +143,13 @@ class DecodeBootstrap:
 
     def probe(self, peer: PeerId) -> None:
         """Find out whether the process of a silent peer still exists; the core hears of it if it does not."""
-        if peer in self._endpoints and peer not in self._probes:
+        if peer in self._endpoints:
+            self._start_probe(peer, self._endpoints[peer])
+
+    def _start_probe(self, peer: PeerId, endpoint: str) -> None:
+        if peer not in self._probes:
             self._probes[peer] = None
-            self._context.start_task(self._probe, peer, self._endpoints[peer])
+            self._context.start_task(self._probe, peer, endpoint)
 
     async def _probe(self, peer: PeerId, endpoint: str) -> None:
         try:
@@ -218,7 +222,7 @@ class DecodeBootstrap:
         """Shake hands with some ranks; give what became of it, or the cards of other lives if those appear first."""
         greeted: list[GreetedRank | KvflowError] = []
         newer: tuple[Card, ...] | None = None
-        strangers = [card.peer for card in cards if card.peer not in self._lines]
+        strangers = [card for card in cards if card.peer not in self._lines]
 
         async def look_again() -> None:
             nonlocal newer
@@ -233,8 +237,10 @@ class DecodeBootstrap:
         if left:
             greeted.append(Unreachable("rank left during the handshake", rank=str(left[0].rank)))
         if not greeted or any(isinstance(result, KvflowError) for result in greeted):
-            for peer in strangers:  # nobody else would ever close their lines
-                self.forget(peer)
+            for card in strangers:  # nobody else would ever close their lines
+                self.forget(card.peer)
+                if self._staging is not None:  # a life that is over gives its window back
+                    self._start_probe(card.peer, card.endpoint)
         return greeted, None if greeted else newer
 
     def _has_left(self, peer: PeerId) -> bool:
@@ -299,6 +305,7 @@ class DecodeBootstrap:
         )
         answer = await self._line(card).ask(hello, give_up, self._context.config.timeouts.repeat_s)
         if isinstance(answer, Refuse) and answer.peer != card.peer:
+            self._is_over(card.peer)
             await anyio.sleep_until(give_up)  # it has restarted; its new card will be found meanwhile
         if answer is None:
             raise Unreachable("rank did not answer", rank=str(card.peer.rank), endpoint=card.endpoint)

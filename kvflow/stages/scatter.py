@@ -18,6 +18,7 @@ from kvflow.geometry.layers import ALL_LAYERS
 from kvflow.geometry.layout import KVLayout, MemoryRange
 from kvflow.geometry.pack import PackedPieces, Payload
 from kvflow.geometry.pages import PageTable
+from kvflow.geometry.routes import RoutePiece
 from kvflow.stages.context import StageContext
 from kvflow.stages.packing import HostMemory, PackWork
 from kvflow.stages.planning import granted_pages
@@ -48,7 +49,7 @@ class Scatter:
         self._memory: HostMemory | None = None
         self._threads = anyio.CapacityLimiter(SCATTERS_AT_ONCE)
         self._tables: OrderedDict[int, Mapping[str, PageTable]] = OrderedDict()
-        self._pieces: OrderedDict[PeerId, Mapping[str, PackedPieces]] = OrderedDict()
+        self._pieces: OrderedDict[PeerId, tuple[tuple[RoutePiece, ...], Mapping[str, PackedPieces]]] = OrderedDict()
 
     def start(self, effect: ScatterStaged) -> None:
         """Begin to scatter, as the core said; it hears how it ended."""
@@ -90,11 +91,14 @@ class Scatter:
     def _pieces_of(self, rank: GreetedRank) -> Mapping[str, PackedPieces]:
         if self._memory is None:
             self._memory = HostMemory(self._layout, self._view)
-        if rank.peer not in self._pieces:
-            self._pieces[rank.peer] = self._memory.find(rank.pieces)
-            while len(self._pieces) > MAX_KEPT:
-                self._pieces.popitem(last=False)
-        return self._pieces[rank.peer]
+        known = self._pieces.get(rank.peer)
+        if known is not None and known[0] == rank.pieces:  # others of its instance may have changed, and its route too
+            return known[1]
+        found = self._memory.find(rank.pieces)
+        self._pieces[rank.peer] = rank.pieces, found
+        while len(self._pieces) > MAX_KEPT:
+            self._pieces.popitem(last=False)
+        return found
 
     def _tables_of(self, opened: ReceiveOpened) -> Mapping[str, PageTable]:
         if opened.generation not in self._tables:

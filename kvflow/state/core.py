@@ -270,7 +270,7 @@ class Core:
 
     def _post_doubted(self, event: ev.PostDoubted, now: float) -> list[Effect]:
         effects = self.senders.post_doubted(event.delivery, event.failure, now)
-        self.slots.doubted(event.delivery, event.seq)
+        effects += self.slots.doubted(event.delivery, event.seq)
         return [*effects, *self._write_failed(event.delivery.peer, event.failure, now)]
 
     def _write_failed(self, peer: PeerId, failure: Failure, now: float) -> list[Effect]:

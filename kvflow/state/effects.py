@@ -167,7 +167,7 @@ class ScatterStaged:
 
 @dataclass(frozen=True, slots=True)
 class OfferSlots:
-    """Look at what waits for a staging slot of a decode rank: one is free again."""
+    """Look at what waits for a staging slot of a decode rank: one is free again, or there is one less to wait for."""
 
     peer: PeerId
 

@@ -1,6 +1,7 @@
 """What one prefill rank owes to one transfer, as its decode rank counts it. Pure."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from kvflow.geometry.debts import bytes_owed
 from kvflow.geometry.layers import ALL_LAYERS
@@ -78,13 +79,19 @@ class RankProgress:
         if window is None or staged is None or staged.slot >= window.num_slots or notice.num_bytes > window.slot_bytes:
             return "notice_staged_nowhere"
         for name, (start, stop) in notice.ranges.items():
-            first, last = self._wanted.get(name, (0, 0))
-            if not first <= start <= stop <= last:
+            if name not in self._wanted or not self._wanted[name][0] <= start <= stop <= self._wanted[name][1]:
                 return "notice_of_other_tokens"
+        if any(other.staged is not None and other.staged.slot == staged.slot for other in self._scattering.values()):
+            return "notice_of_taken_slot"
         oddity = self._oddity(notice)
         if oddity is None:
             self._scattering[notice.seq] = notice
         return oddity
+
+    def regreeted(self, rank: GreetedRank) -> None:
+        """Take in that the same life has been greeted again: it may have been given a window only then."""
+        if self.rank.staging is None:
+            self.rank = replace(self.rank, staging=rank.staging)
 
     def scattered(self, seq: int) -> None:
         """Note that nothing is scattered for a notice any more."""

@@ -160,12 +160,12 @@ class ChunkQueue:
         self.offer_slots(peer)
 
     def _end_slots(self, peer: PeerId, slots: JobSlots, how: JobEnd) -> None:
+        for waiting in self._lanes:  # whoever waits for a local slot: one is free, or there is one less to wait for
+            self._candidates.setdefault(waiting)
         if how is JobEnd.DOUBTED:
             self._local.lose(slots.local)
             return
         self._local.give_back(slots.local)
-        for waiting in self._lanes:  # whoever waits for a local slot
-            self._candidates.setdefault(waiting)
         remote = self._remote(peer)
         if how is JobEnd.DROPPED and remote is not None:
             remote.give_back(slots.remote)

@@ -99,6 +99,13 @@ class Receiver:
             return []
         return [SendMessage(peer, self._cancel(self.failure))]
 
+    def regreeted(self, rank: GreetedRank) -> list[Effect]:
+        """Note what a rank has been told anew, and ask it for the proof that it owes."""
+        progress = self._progress_of(rank.peer)
+        if progress is not None:
+            progress.regreeted(rank)
+        return self.remind(rank.peer)
+
     def _say_again(self, progress: RankProgress, timeout_s: float) -> list[Effect]:
         if self.failure is None:
             return [SendMessage(progress.peer, self._grant(progress.peer, timeout_s))]
@@ -268,6 +275,8 @@ class Receiver:
 
     def _must_verify(self) -> bool:
         if not self.opened.digest or self._is_verified or self.is_verifying or not self.state.is_pending:
+            return False
+        if self.is_scattering:  # what is compared must stay as it is
             return False
         return bool(self.ranks) and all(progress.state is RankState.COMPLETE for progress in self.ranks.values())
 

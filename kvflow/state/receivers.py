@@ -151,7 +151,8 @@ class Receivers:
         self._instances[instance] = ranks
         effects: list[Effect] = []
         for rank in ranks:
-            effects += self.reconnected(rank.peer)
+            for receiver in self.receivers.values():
+                effects += receiver.regreeted(rank)
         for receiver in self._ungreeted.pop(instance, {}).values():
             effects += self._grant(receiver, ranks, now)
         return effects

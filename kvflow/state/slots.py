@@ -181,11 +181,13 @@ class RemoteSlots:
         if known is not None and notice.staged is not None:
             known.uses[delivery, seq] = _Use(notice.staged.slot, notice)
 
-    def doubted(self, delivery: DeliveryId, seq: int) -> None:
-        """Note that it cannot be told whether a write has ended."""
+    def doubted(self, delivery: DeliveryId, seq: int) -> list[Effect]:
+        """Note that it cannot be told whether a write has ended; nobody need wait for its slot."""
         known, use = self._find(delivery, seq)
-        if known is not None and use is not None:
-            known.pool.lose(use.slot)
+        if known is None or use is None:
+            return []
+        known.pool.lose(use.slot)
+        return [OfferSlots(delivery.peer)]
 
     def settled(self, event: PostSettled, now: float) -> list[Effect]:
         """Note that a write has ended; if it lingers, its slot is lost."""
@@ -195,7 +197,7 @@ class RemoteSlots:
         if event.lingers:
             known.pool.lose(use.slot)
             del known.uses[event.delivery, event.seq]
-            return []
+            return [OfferSlots(event.delivery.peer)]
         known.pool.find(use.slot)
         use.has_ended, use.is_written = True, event.failure is None
         if known.is_connected and not use.is_unread:

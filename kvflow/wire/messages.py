@@ -166,7 +166,7 @@ class StagingWindow(msgspec.Struct, frozen=True, array_like=True):
         num_slots: How many there are.
     """
 
-    address: Annotated[int, msgspec.Meta(ge=0)]
+    address: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     slot_bytes: Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
     num_slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOTS_PER_PEER)]
 

@@ -1,6 +1,7 @@
 """A peer that speaks garbage is told so where that is possible, is counted, and disturbs nobody."""
 
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
@@ -10,7 +11,9 @@ import zmq
 import zmq.asyncio
 
 from kvflow.backends.memory import MemoryBackend
+from kvflow.errors import RemoteProtocolError
 from kvflow.geometry import compile_routes
+from kvflow.geometry.routes import Route
 from kvflow.wire.codec import decode, encode
 from kvflow.wire.messages import (
     Cancel,
@@ -21,10 +24,11 @@ from kvflow.wire.messages import (
     Ping,
     RankId,
     Refuse,
+    StagingWindow,
     Welcome,
 )
 from tests.support.cores import ABORTED, grant
-from tests.support.failures import undisturbed
+from tests.support.failures import catch, undisturbed
 from tests.support.instances import Deployment, deploy, make_pool
 from tests.support.waiting import until
 
@@ -189,3 +193,44 @@ async def test_a_hello_that_comes_late_over_a_line_given_up_changes_nothing(depl
     bootstrap.admit(b"old line", early, route)
     assert bootstrap._lines[STRANGER] == b"new line"
     assert b"old line" not in bootstrap._peers
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+async def test_a_decode_rank_that_wants_other_cells_than_before_fails_what_it_was_promised_and_nothing_else(
+    deployment: Deployment, is_queued: bool
+) -> None:
+    prefill = deployment.prefill[0]
+    bootstrap = prefill._bootstrap
+    first = await a_hello(deployment)
+    other = await a_hello(deployment, attempt=1, route=Route(engine_rank=0, pieces=()))
+    bootstrap.admit(b"line", first, bootstrap.check(first))
+    gate = threading.Event()
+    ready = Ready(gate) if is_queued else None
+
+    async def send() -> None:
+        async with prefill.send(1) as sender:
+            prefill._on_message(STRANGER, grant(room=1))
+            if is_queued:
+                await sender.chunk((0, 4), {"kv": [0]}, ready=ready)
+            bootstrap.admit(b"line", other, bootstrap.check(other))
+            gate.set()
+            await sender.finish((4, 8) if is_queued else (0, 8), {"kv": [1] if is_queued else [0, 1]})
+
+    assert "other cells" in (await catch(send)).detail
+
+
+class Ready:
+    """A device event that a test sets."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        self._gate = gate
+
+    def synchronize(self) -> None:
+        self._gate.wait()
+
+
+@pytest.mark.parametrize("address", [2**62, 2**64 - 1])
+async def test_a_window_at_an_address_that_cannot_be_is_no_message(deployment: Deployment, address: int) -> None:
+    hello = await a_hello(deployment, staging=StagingWindow(address, 2**20, 4))
+    with pytest.raises(RemoteProtocolError, match="malformed"):
+        decode(encode(hello))

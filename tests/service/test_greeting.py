@@ -89,3 +89,15 @@ async def test_a_refusal_of_what_was_said_before_is_no_answer_to_the_hello() -> 
         while granted.room != 2:
             granted = await prefill.hear(Grant)
         prefill.say(Goodbye(peer=prefill.me))
+
+
+async def test_a_life_that_ended_before_it_answered_gives_its_window_back() -> None:
+    """Its card stays in the registry for as long as its lease."""
+    timeouts = Timeouts(handshake_s=0.3, drain_s=0.1)
+    async with kvflow.Registry() as registry:
+        async with FakePrefill(registry.endpoint):
+            pass
+        async with kvflow.DecodeRank(decode_config(registry.endpoint, timeouts=timeouts), make_pool().layout) as decode:
+            failure = await catch(lambda: receive(decode, 1))
+            assert failure.reason is FailureReason.UNREACHABLE
+            await until(lambda: not decode.statistics().staging.windows_taken)

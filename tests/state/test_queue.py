@@ -2,13 +2,15 @@
 
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import FrameType
 
 import pytest
 
 from kvflow.config import NUM_PRIORITIES, Limits
 from kvflow.state import queue as queue_module
-from kvflow.state.queue import ChunkJob, ChunkQueue
+from kvflow.state.queue import ChunkJob, ChunkQueue, JobEnd
+from kvflow.state.slots import SlotPool
 from tests.stages.parts import PEERS, delivery, job
 
 Place = tuple[int, int, int]
@@ -119,6 +121,18 @@ def test_peer_without_room_does_not_hold_up_others() -> None:
     assert [place(taken)[0] for taken in take_all(queue)] == [1, 2]
     queue.end(full)
     assert [place(taken) for taken in take_all(queue)] == [(0, 1, 1)]
+
+
+def test_whoever_waits_for_a_slot_that_will_never_be_free_goes_without() -> None:
+    local, remote = SlotPool(1), {to: SlotPool(1) for to in PEERS}
+    queue = ChunkQueue(Limits(), AGEING_S, local, remote.get)
+    for to in PEERS[:2]:
+        queue.push(replace(job(delivery(to)), wants_slot=True))
+    (taken,) = take_all(queue)
+    assert taken.slots is not None
+    queue.end(taken, JobEnd.DOUBTED)
+    (other,) = take_all(queue)
+    assert (other.delivery.peer, other.slots) == (PEERS[1], None)
 
 
 def test_large_job_is_not_overtaken_by_smaller_ones_of_its_class() -> None:

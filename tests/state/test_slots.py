@@ -146,7 +146,7 @@ def test_a_slot_of_a_failed_write_is_asked_for_without_saying_that_its_bytes_are
 
 
 def test_a_slot_in_doubt_is_out_of_use_until_the_doubt_is_over(core: CoreDriver) -> None:
-    core(ev.PostDoubted(DELIVERY, 0, BROKEN))
+    assert OfferSlots(DECODE) in core(ev.PostDoubted(DELIVERY, 0, BROKEN))  # there is one less to wait for
     core.hear(DECODE, unstaged())
     assert (pool(core).num_free, pool(core).num_lost) == (1, 1)
     assert messages(keep_alive(core, 8), Unstage) == []
@@ -155,7 +155,7 @@ def test_a_slot_in_doubt_is_out_of_use_until_the_doubt_is_over(core: CoreDriver)
 
 
 def test_a_slot_in_which_bytes_linger_is_never_used_again(core: CoreDriver) -> None:
-    end(core, BROKEN, lingers=True)
+    assert OfferSlots(DECODE) in end(core, BROKEN, lingers=True)
     core.hear(DECODE, unstaged())
     keep_alive(core, 20)
     assert (pool(core).num_free, pool(core).num_lost) == (1, 1)

@@ -37,10 +37,12 @@ def area(num_windows: int = 1) -> StagingArea:
 class Receiving:
     """A decode core that has granted a room, and the notice of half of it."""
 
-    def __init__(self, wish: ev.ReceiveOpened = WISH, *, ends_with_process: bool = True) -> None:
+    def __init__(
+        self, wish: ev.ReceiveOpened = WISH, *, ends_with_process: bool = True, window: int | None = 1
+    ) -> None:
         self.core = CoreDriver(DECODE, ends_with_process=ends_with_process)
         self.core.core.staging = self.area = area()
-        rank = GreetedRank(PREFILL, debts(), (), self.area.window(PREFILL))
+        rank = GreetedRank(PREFILL, debts(), (), self.area.window(PREFILL) if window else None)
         self.core(ev.InstanceGreeted("prefill", (rank,)))
         ((_, granted),) = messages(self.core(wish), Grant)
         assert isinstance(granted, Grant)
@@ -109,6 +111,7 @@ def test_a_duplicate_is_scattered_once_and_answered_again_when_it_has_been(recei
         ({"ranges": {"kv": (0, 9)}}, "notice_of_other_tokens"),
         ({"ranges": {"kv": (4, 3)}}, "notice_of_other_tokens"),
         ({"ranges": {"swa": (0, 1)}}, "notice_of_other_tokens"),
+        ({"ranges": {"swa": (0, 0)}}, "notice_of_other_tokens"),
         ({"seq": 99}, "notice_seq_impossible"),
     ],
 )
@@ -117,9 +120,24 @@ def test_what_cannot_be_true_is_never_scattered(receiving: Receiving, changes: d
     assert getattr(effect, "kind", None) == oddity
 
 
+def test_a_slot_that_is_read_for_one_notice_is_not_read_for_another(receiving: Receiving) -> None:
+    receiving.notice(receiving.first)
+    (effect,) = receiving.notice(replace(receiving.last, staged=receiving.first.staged))
+    assert getattr(effect, "kind", None) == "notice_of_taken_slot"
+    receiving.scattered(receiving.first)
+    assert scatters(receiving.notice(replace(receiving.last, staged=receiving.first.staged))) == [1]
+
+
+def test_a_rank_that_gets_a_window_only_when_it_is_greeted_again_may_stage_for_what_it_was_granted_before() -> None:
+    receiving = Receiving(window=None)
+    assert scatters(receiving.notice(receiving.first)) == []
+    rank = GreetedRank(PREFILL, debts(), (), receiving.area.window(PREFILL))
+    receiving.core(ev.InstanceGreeted("prefill", (rank,)))
+    assert scatters(receiving.notice(receiving.first)) == [0]
+
+
 def test_a_rank_without_a_window_cannot_stage() -> None:
-    receiving = Receiving()
-    receiving.core.core.receivers.receivers[GENERATION].ranks[0].rank = GreetedRank(PREFILL, debts())
+    receiving = Receiving(window=None)
     (effect,) = receiving.notice(receiving.first)
     assert getattr(effect, "kind", None) == "notice_staged_nowhere"
 
@@ -184,6 +202,17 @@ def test_digests_are_compared_after_everything_is_scattered() -> None:
         receiving.notice(notice)
     assert not [effect for effect in receiving.scattered(receiving.first) if isinstance(effect, VerifyDigests)]
     assert [effect for effect in receiving.scattered(receiving.last) if isinstance(effect, VerifyDigests)]
+
+
+def test_digests_are_not_compared_while_anything_is_scattered() -> None:
+    """Also if a rank says in the meantime that it has written the same tokens directly."""
+    receiving = Receiving(dataclasses.replace(WISH, digest=True))
+    receiving.notice(receiving.first)
+    for notice in (receiving.first, receiving.last):
+        effects = receiving.notice(replace(notice, staged=None))
+        assert not [effect for effect in effects if isinstance(effect, VerifyDigests)]
+    effects = receiving.scattered(replace(receiving.first, staged=None))
+    assert [effect for effect in effects if isinstance(effect, VerifyDigests)]
 
 
 def test_each_life_has_one_window_for_ever() -> None:
