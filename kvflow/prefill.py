@@ -30,7 +30,7 @@ from kvflow.state import events as ev
 from kvflow.state.events import Chunk, LayersReady, ReadyEvent
 from kvflow.state.tables import Memory, Outcome
 from kvflow.state.window import Cost
-from kvflow.statistics import StagingStatistics
+from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer
 from kvflow.wire.channel import Listener
 from kvflow.wire.messages import Card, Failure, Message, PeerId
@@ -181,11 +181,9 @@ class PrefillRank(Rank["RoomSender"]):
     def _staging_statistics(self) -> StagingStatistics:
         return self._submit.statistics(self._slots.local, self._core.slots)
 
-    def _num_queued(self) -> int:
-        return self._enqueue.num_queued
-
-    def _num_posted(self) -> int:
-        return self._submit.num_posted
+    @override
+    def statistics(self) -> RankStatistics:
+        return super().statistics()._replace(queued_chunks=self._enqueue.num_queued, posted=self._submit.num_posted)
 
     def has_room(self, room: int) -> bool:
         """Say whether a chunk of this room may be offered without waiting."""

@@ -69,13 +69,8 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self._backend = backend or create_backend(config.backend, config.backend_options)
         ends_with_process = self._backend.capabilities.ends_with_process
         self._staging = staging_memory(config, layout)
-        self._core = Core(
-            self.me,
-            config.timeouts,
-            config.limits,
-            ends_with_process=ends_with_process,
-            staging=self._staging_area(),
-        )
+        area = self._staging_area()
+        self._core = Core(self.me, config.timeouts, config.limits, ends_with_process=ends_with_process, staging=area)
         self._page_bytes = {component.name: component.page_bytes for component in layout.components}
         self._clock = Clock(self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()))
         self._times = StageTimes()
@@ -147,8 +142,8 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
             quarantined_pages=self._core.quarantine.total.num_pages,
             quarantined_bytes=self._core.quarantine.total.num_bytes,
             waiting_grants=len(self._core.senders.waiting),
-            queued_chunks=self._num_queued(),
-            posted=self._num_posted(),
+            queued_chunks=0,
+            posted=0,
             deadlines=len(self._core.deadlines),
             peers=len(self._core.peers),
             oddities=dict(self._oddities.counts),
@@ -167,6 +162,14 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         self._events.append(event)
         if self._is_dispatching:
             return
+        try:
+            self._carry_on()
+        except Exception as error:
+            if not isinstance(error, KvflowError):
+                self._abandon(error)
+            raise
+
+    def _carry_on(self) -> None:
         self._is_dispatching = True
         try:
             while self._events:
@@ -305,12 +308,6 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
     def _after_dispatch(self) -> None:
         """Look at what has changed after a step of the core."""
 
-    def _num_queued(self) -> int:
-        return 0
-
-    def _num_posted(self) -> int:
-        return 0
-
     # What does not --------------------------------------------------------------------------------------------------
 
     def _perform(self, effect: ef.Effect) -> None:
@@ -357,7 +354,9 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
                     await anyio.lowlevel.checkpoint()
 
     def _abandon(self, error: Exception) -> None:
-        """A task has failed, so nobody will report any more: what is open cannot be proved quiet."""
+        """Something here has failed, so nobody will report any more: what is open cannot be proved quiet."""
+        if self._error is not None:
+            return
         self._is_open = False
         self._error = error
         self._log.error("rank_broken", exc_info=error)

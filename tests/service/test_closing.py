@@ -301,6 +301,29 @@ async def test_leaving_a_broken_prefill_rank_fences_its_writes_and_frees_its_pag
         assert (sender.outcome, sender.memory) == (Outcome.FAILED, Memory.SAFE)
 
 
+async def test_a_fault_within_a_call_of_the_engine_breaks_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had to follow from it is lost, so that nothing of the rank can be relied on."""
+    async with deploy() as deployment:
+        prefill, request = deployment.prefill[0], deployment.request(1, 8)
+        failures: list[TransferFailed] = []
+
+        async def receive() -> None:
+            failures.append(await catch(request.receive))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receive)
+            await until(lambda: prefill.statistics().waiting_grants)
+            with monkeypatch.context() as patch:
+                patch.setattr(prefill._planning, "prepare", lambda job: 1 // 0)
+                with pytest.raises(ZeroDivisionError):
+                    await request.send()
+        assert failures[0].reason is FailureReason.BROKEN
+        assert "ZeroDivisionError" in failures[0].detail
+        with pytest.raises(RankBroken) as refused:
+            await _send(prefill)
+        assert isinstance(refused.value.__cause__, ZeroDivisionError)
+
+
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 async def test_a_broken_rank_says_so_to_whoever_drains_it(name: str) -> None:
     async with deploy() as deployment:
