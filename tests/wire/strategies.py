@@ -88,7 +88,7 @@ def _cards(draw: st.DrawFn) -> wm.Card:
 cards: Final = _cards()
 windows: Final = st.builds(
     wm.StagingWindow,
-    address=st.integers(0, 2**64 - 1),
+    address=st.integers(0, 2**62 - 1),
     slot_bytes=st.integers(1, 2**53 - 1),
     num_slots=st.integers(1, 4_096),
 )
