@@ -61,7 +61,7 @@ class SlotPool:
     def give_back(self, slot: int) -> None:
         """Give back a slot that is in use or was lost."""
         self._lost.pop(slot, None)
-        self._free.append(slot)
+        self._free.appendleft(slot)  # what was used last is taken first: its memory is there, and perhaps in a cache
 
     def lose(self, slot: int) -> None:
         """Take a slot that is in use out of use."""
