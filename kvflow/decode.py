@@ -1,7 +1,6 @@
 """The service that an engine's decode worker embeds."""
 
 import asyncio
-import dataclasses
 import hashlib
 import itertools
 import secrets
@@ -10,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
 
+import msgspec
 from typing_extensions import Self, override
 
 from kvflow.aio.clock import now
@@ -330,7 +330,7 @@ class RoomReceiver(Transfer):
         generation = self._rank.next_generation()
         digest = self._rank.is_sampled(generation) if self._digest is None else self._digest
         secret = self._rank.secret(generation)
-        self._wish = dataclasses.replace(self._wish, generation=generation, digest=digest, secret=secret)
+        self._wish = msgspec.structs.replace(self._wish, generation=generation, digest=digest, secret=secret)
         self._rank.open_transfer(generation, self, self._wish)
 
     async def __aenter__(self) -> Self:

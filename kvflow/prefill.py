@@ -1,6 +1,5 @@
 """The service that an engine's prefill worker embeds."""
 
-import dataclasses
 import itertools
 import operator
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -9,6 +8,7 @@ from types import TracebackType
 
 import anyio
 import anyio.lowlevel
+import msgspec
 from typing_extensions import Self, override
 
 from kvflow.backends.base import Backend, BackendEvent, PostEnded, PostInDoubt
@@ -349,7 +349,7 @@ def finish_chunk(chunk: Chunk, metadata: bytes) -> Chunk:
     """
     if not isinstance(metadata, (bytes, bytearray, memoryview)):
         raise PlanError("metadata must be bytes", type=type(metadata).__name__)
-    return dataclasses.replace(chunk, last=True, metadata=bytes(metadata))
+    return msgspec.structs.replace(chunk, last=True, metadata=bytes(metadata))
 
 
 def make_chunk(

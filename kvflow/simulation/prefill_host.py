@@ -1,11 +1,11 @@
 """A prefill rank in virtual time: the real stages, driven by hand in the order in which its tasks would run."""
 
-import dataclasses
 import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
+import msgspec
 import numpy as np
 
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
@@ -302,7 +302,7 @@ class PrefillHost(Host):
 
     def _add_digests(self, chunk: PlannedChunk, work: DigestWork) -> None:
         """Read what is about to be sent, as a worker thread does, and offer the chunk then."""
-        self._submit.offer(dataclasses.replace(chunk, digests=work.digests(chunk.job.ranges)))
+        self._submit.offer(msgspec.structs.replace(chunk, digests=work.digests(chunk.job.ranges)))
 
     def leftovers(self) -> dict[str, int]:
         """What is still kept for transfers."""

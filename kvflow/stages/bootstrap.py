@@ -5,10 +5,10 @@ Afterwards it holds the line over which the two talk.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import anyio
 import anyio.to_thread
+from msgspec.structs import replace
 
 from kvflow.backends.base import Backend
 from kvflow.errors import FailureReason, KvflowError, RemoteProtocolError, RouteError, Stage, Unreachable

@@ -1,7 +1,8 @@
 """Digests of a rank's own memory: what they take, and that it is there."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvflow.errors import PlanError
 from kvflow.geometry.digest import View, Written, digest
@@ -14,8 +15,7 @@ from kvflow.geometry.tokens import TokenRange, closes
 __all__ = ["DigestWork", "OwnMemory", "check_digestible"]
 
 
-@dataclass(frozen=True, slots=True)
-class OwnMemory:
+class OwnMemory(msgspec.Struct, frozen=True):
     """This rank's memory.
 
     Attributes:
@@ -29,8 +29,7 @@ class OwnMemory:
     max_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DigestWork:
+class DigestWork(msgspec.Struct, frozen=True):
     """Digests that are yet to be worked out; that may be done in any thread.
 
     Attributes:

@@ -5,9 +5,9 @@ lets numpy fetch and store any of them at memory speed. Blocks stay in the proce
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -89,8 +89,7 @@ class HostMemory:
         return find_pieces(pieces, self._layout, self._bases)
 
 
-@dataclass(frozen=True, slots=True)
-class PackWork:
+class PackWork(msgspec.Struct, frozen=True):
     """A payload to be gathered or scattered; that may be done in any thread.
 
     Attributes:

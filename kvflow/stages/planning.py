@@ -6,13 +6,14 @@ without them pass by.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Final
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, PlanError, Stage
 from kvflow.geometry.layers import ALL_LAYERS, LayerRange
@@ -43,8 +44,7 @@ PLANS_AT_ONCE = 4
 """Small plans made before the event loop gets its turn."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerGeometry:
+class PeerGeometry(msgspec.Struct, frozen=True):
     """What planning needs to know about a decode rank.
 
     Attributes:
@@ -59,7 +59,7 @@ class PeerGeometry:
     layout: KVLayout
     pieces: tuple[RoutePiece, ...]
     staging: StagingWindow | None = None
-    packed: Mapping[str, PackedPieces] = field(default_factory=dict)
+    packed: Mapping[str, PackedPieces] = msgspec.field(default_factory=dict)
 
     def cost(
         self,
@@ -82,8 +82,7 @@ class PeerGeometry:
         return Cost(num_bytes, num_rows + num_splits)
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedChunk:
+class PlannedChunk(msgspec.Struct, frozen=True):
     """A job with its descriptors, and with the digest of each component if the grant asks for them.
 
     Attributes:
@@ -93,11 +92,10 @@ class PlannedChunk:
     job: ChunkJob
     descriptors: Descriptors
     staged: Staged | None = None
-    digests: Mapping[str, int] = field(default_factory=dict)
+    digests: Mapping[str, int] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class PlanWork:
+class PlanWork(msgspec.Struct, frozen=True):
     """A plan that is yet to be made; it may be made in any thread.
 
     Attributes:
@@ -287,8 +285,8 @@ class Planning:
             name: Share(tokens, job.pages[name], granted[name], closing=closes(tokens, job.grant.ranges[name]))
             for name, tokens in job.ranges.items()
         }
-        work = PlanWork(geometry.route, shares, self._memory.max_bytes, digests, job.layers)
-        return replace(work, packing=self._packing(job, geometry))
+        packing = self._packing(job, geometry)
+        return PlanWork(geometry.route, shares, self._memory.max_bytes, digests, job.layers, packing)
 
     def _packing(self, job: ChunkJob, geometry: PeerGeometry) -> PackPlan | None:
         if job.slots is None or self._staging is None or geometry.staging is None:

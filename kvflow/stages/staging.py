@@ -172,8 +172,7 @@ def local_staging(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PackPlan:
+class PackPlan(msgspec.Struct, frozen=True):
     """How a job is packed.
 
     Attributes:

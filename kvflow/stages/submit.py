@@ -7,6 +7,8 @@ transfer that has ended in the meantime.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from kvflow.backends.base import Backend, PostEnded, PostInDoubt
 from kvflow.errors import BackendError, FailureReason, Stage
 from kvflow.stages.context import StageContext
@@ -22,8 +24,7 @@ from kvflow.wire.messages import Notice, PeerId
 __all__ = ["Submit"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Post:
+class _Post(msgspec.Struct, frozen=True):
     job: ChunkJob
     notice: Notice
     began: float

@@ -4,10 +4,9 @@ A worker thread reads the pages, one transfer after another. The core holds them
 closing the rank waits for the thread, because its memory may be gone afterwards.
 """
 
-from dataclasses import replace
-
 import anyio
 import anyio.to_thread
+from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.layers import ALL_LAYERS

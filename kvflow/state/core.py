@@ -5,8 +5,9 @@ what to do, in order. Equal events at equal times give equal effects, so any run
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from kvflow.config import PINGS_PER_LEASE, Limits, Timeouts
 from kvflow.errors import FailureReason, LocalProtocolError, RankDraining, Stage
@@ -48,22 +49,19 @@ MIN_LEASE_S = 1e-3
 """However short a lease a peer asks for, there is time between two looks at it."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseEnd:
+class LeaseEnd(msgspec.Struct, frozen=True):
     """Deadline: something must have been heard from a peer."""
 
     peer: PeerId
 
 
-@dataclass(frozen=True, slots=True)
-class NextPing:
+class NextPing(msgspec.Struct, frozen=True):
     """Deadline: tell a peer that this rank lives."""
 
     peer: PeerId
 
 
-@dataclass(frozen=True, slots=True)
-class Oblivion:
+class Oblivion(msgspec.Struct, frozen=True):
     """Deadline: a peer that is lost has been silent for long enough to be forgotten."""
 
     peer: PeerId

@@ -5,8 +5,9 @@ only after the last post has settled; a Grant is sent only after its receiver is
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.tokens import TokenRange
@@ -35,16 +36,14 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class SendMessage:
+class SendMessage(msgspec.Struct, frozen=True):
     """Send a message to a peer."""
 
     peer: PeerId
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class EnqueueChunk:
+class EnqueueChunk(msgspec.Struct, frozen=True):
     """Put a piece of a chunk on its way: plan it when its turn comes, then say PlanFinished.
 
     Attributes:
@@ -61,8 +60,7 @@ class EnqueueChunk:
     layers: LayerRange = ALL_LAYERS
 
 
-@dataclass(frozen=True, slots=True)
-class PostPlan:
+class PostPlan(msgspec.Struct, frozen=True):
     """Post the planned descriptors; when every byte is there, the notice may be delivered with them."""
 
     delivery: DeliveryId
@@ -70,44 +68,38 @@ class PostPlan:
     notice: Notice
 
 
-@dataclass(frozen=True, slots=True)
-class DropChunks:
+class DropChunks(msgspec.Struct, frozen=True):
     """Forget every chunk of a delivery that still waits for its turn: the transfer has ended."""
 
     delivery: DeliveryId
 
 
-@dataclass(frozen=True, slots=True)
-class DropPlan:
+class DropPlan(msgspec.Struct, frozen=True):
     """Forget planned descriptors instead of posting them: the transfer has ended."""
 
     delivery: DeliveryId
     seq: int
 
 
-@dataclass(frozen=True, slots=True)
-class GreetInstance:
+class GreetInstance(msgspec.Struct, frozen=True):
     """Look up every rank of a prefill instance and shake hands with it."""
 
     instance: str
 
 
-@dataclass(frozen=True, slots=True)
-class ProbePeer:
+class ProbePeer(msgspec.Struct, frozen=True):
     """Find out whether the process of a silent peer still exists; if it certainly does not, say PeerGone."""
 
     peer: PeerId
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetPeer:
+class ForgetPeer(msgspec.Struct, frozen=True):
     """Release what the transport holds for a life of a peer that is over."""
 
     peer: PeerId
 
 
-@dataclass(frozen=True, slots=True)
-class ReportSender:
+class ReportSender(msgspec.Struct, frozen=True):
     """Tell the engine how a room that it sends stands."""
 
     room: int
@@ -116,8 +108,7 @@ class ReportSender:
     failure: Failure | None
 
 
-@dataclass(frozen=True, slots=True)
-class Handed:
+class Handed(msgspec.Struct, frozen=True):
     """What a complete transfer brought.
 
     Attributes:
@@ -126,7 +117,7 @@ class Handed:
         num_notices: Notices counted.
     """
 
-    metadata: dict[int, bytes] = field(default_factory=dict)
+    metadata: dict[int, bytes] = msgspec.field(default_factory=dict)
     num_bytes: int = 0
     num_notices: int = 0
 
@@ -138,8 +129,7 @@ class WrittenBy(NamedTuple):
     notices: tuple[Notice, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyDigests:
+class VerifyDigests(msgspec.Struct, frozen=True):
     """Compare what has arrived with the digests of the notices, then say DigestsVerified; the pages are held till then.
 
     Attributes:
@@ -151,8 +141,7 @@ class VerifyDigests:
     written: tuple[WrittenBy, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ScatterStaged:
+class ScatterStaged(msgspec.Struct, frozen=True):
     """Copy what a notice brought from its staging slot into the pages, then say Scattered; pages are held till then.
 
     Attributes:
@@ -165,15 +154,13 @@ class ScatterStaged:
     notice: Notice
 
 
-@dataclass(frozen=True, slots=True)
-class OfferSlots:
+class OfferSlots(msgspec.Struct, frozen=True):
     """Look at what waits for a staging slot of a decode rank: one is free again, or there is one less to wait for."""
 
     peer: PeerId
 
 
-@dataclass(frozen=True, slots=True)
-class ReportReceiver:
+class ReportReceiver(msgspec.Struct, frozen=True):
     """Tell the engine how a room that it receives stands."""
 
     room: int
@@ -184,8 +171,7 @@ class ReportReceiver:
     handed: Handed | None
 
 
-@dataclass(frozen=True, slots=True)
-class CountOddity:
+class CountOddity(msgspec.Struct, frozen=True):
     """Count, and log at a bounded rate, something that was ignored."""
 
     kind: str

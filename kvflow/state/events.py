@@ -1,8 +1,9 @@
 """What can happen. Each event is a fact that the shell tells the core, in the past tense."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
+
+import msgspec
 
 from kvflow.geometry.cutting import Cutting
 from kvflow.geometry.pages import PageTable
@@ -71,8 +72,7 @@ class LayersReady(NamedTuple):
     ready: ReadyEvent | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """Tokens that a prefill engine has ready to send. The core looks at the ranges only.
 
     Attributes:
@@ -86,8 +86,8 @@ class Chunk:
     """
 
     tokens: TokenRange
-    ranges: Mapping[str, TokenRange] = field(default_factory=dict)
-    pages: Mapping[str, PageTable] = field(default_factory=dict)
+    ranges: Mapping[str, TokenRange] = msgspec.field(default_factory=dict)
+    pages: Mapping[str, PageTable] = msgspec.field(default_factory=dict)
     ready: ReadyEvent | None = None
     layers: tuple[LayersReady, ...] = ()
     last: bool = False
@@ -97,15 +97,13 @@ class Chunk:
 # On a prefill rank -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SendOpened:
+class SendOpened(msgspec.Struct, frozen=True):
     """The engine started to send a room."""
 
     room: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkOffered:
+class ChunkOffered(msgspec.Struct, frozen=True):
     """The engine has computed a chunk.
 
     Attributes:
@@ -117,16 +115,14 @@ class ChunkOffered:
     footprint: Footprint = NO_MEMORY
 
 
-@dataclass(frozen=True, slots=True)
-class SendAborted:
+class SendAborted(msgspec.Struct, frozen=True):
     """The engine gave a room up."""
 
     room: int
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class PeerGreeted:
+class PeerGreeted(msgspec.Struct, frozen=True):
     """A decode rank said hello and fits.
 
     Attributes:
@@ -142,8 +138,7 @@ class PeerGreeted:
     staging: StagingWindow | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PlanFinished:
+class PlanFinished(msgspec.Struct, frozen=True):
     """The descriptors of a chunk are ready to post.
 
     Attributes:
@@ -154,12 +149,11 @@ class PlanFinished:
     delivery: DeliveryId
     seq: int
     num_bytes: int
-    digests: Mapping[str, int] = field(default_factory=dict)
+    digests: Mapping[str, int] = msgspec.field(default_factory=dict)
     staged: Staged | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PlanFailed:
+class PlanFailed(msgspec.Struct, frozen=True):
     """A chunk cannot be planned."""
 
     delivery: DeliveryId
@@ -167,8 +161,7 @@ class PlanFailed:
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class PostSettled:
+class PostSettled(msgspec.Struct, frozen=True):
     """A posted write has ended, one way or the other: the transport will not touch the pages for it any more.
 
     Attributes:
@@ -182,8 +175,7 @@ class PostSettled:
     lingers: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PostDoubted:
+class PostDoubted(msgspec.Struct, frozen=True):
     """The transport cannot tell whether a posted write has ended; if it ever can, a PostSettled follows."""
 
     delivery: DeliveryId
@@ -194,8 +186,7 @@ class PostDoubted:
 # On a decode rank --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveOpened:
+class ReceiveOpened(msgspec.Struct, frozen=True):
     """The engine asked for a room.
 
     Attributes:
@@ -222,16 +213,14 @@ class ReceiveOpened:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveAborted:
+class ReceiveAborted(msgspec.Struct, frozen=True):
     """The engine gave a room up."""
 
     room: int
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class GreetedRank:
+class GreetedRank(msgspec.Struct, frozen=True):
     """One prefill rank after the handshake.
 
     Attributes:
@@ -246,31 +235,27 @@ class GreetedRank:
     staging: StagingWindow | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceGreeted:
+class InstanceGreeted(msgspec.Struct, frozen=True):
     """Every rank of a prefill instance answered the handshake."""
 
     instance: str
     ranks: tuple[GreetedRank, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceUnreachable:
+class InstanceUnreachable(msgspec.Struct, frozen=True):
     """The handshake with a prefill instance failed."""
 
     instance: str
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class NoticeDelivered:
+class NoticeDelivered(msgspec.Struct, frozen=True):
     """The transport delivered a notice in band; only the token of its grant says who sent it."""
 
     notice: Notice
 
 
-@dataclass(frozen=True, slots=True)
-class DigestsVerified:
+class DigestsVerified(msgspec.Struct, frozen=True):
     """What arrived was compared with its digests, see `VerifyDigests`.
 
     Attributes:
@@ -281,8 +266,7 @@ class DigestsVerified:
     failure: Failure | None
 
 
-@dataclass(frozen=True, slots=True)
-class Scattered:
+class Scattered(msgspec.Struct, frozen=True):
     """What a notice brought is in the pages, see `ScatterStaged`; or it is not, and nothing touches them any more.
 
     Attributes:
@@ -297,24 +281,21 @@ class Scattered:
 # On both -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class MessageReceived:
+class MessageReceived(msgspec.Struct, frozen=True):
     """A greeted peer sent a message; any message also proves that it lives."""
 
     peer: PeerId
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLeft:
+class PeerLeft(msgspec.Struct, frozen=True):
     """A life of a peer is over: the shell noticed it (no connection, or a later life said hello)."""
 
     peer: PeerId
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class PeerGone:
+class PeerGone(msgspec.Struct, frozen=True):
     """It is proved that the process of a peer's life has ended: somebody else answers where it did, or nobody can.
 
     Attributes:
@@ -325,8 +306,7 @@ class PeerGone:
     is_quiet: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class QuarantineReleased:
+class QuarantineReleased(msgspec.Struct, frozen=True):
     """An operator takes pages back that nobody has proved quiet.
 
     Attributes:
@@ -336,22 +316,19 @@ class QuarantineReleased:
     key: int
 
 
-@dataclass(frozen=True, slots=True)
-class DrainStarted:
+class DrainStarted(msgspec.Struct, frozen=True):
     """This rank is about to close: nothing new starts, what is open may finish."""
 
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class ClosingStarted:
+class ClosingStarted(msgspec.Struct, frozen=True):
     """This rank is closing: nothing new starts, everything open fails."""
 
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class TimePassed:
+class TimePassed(msgspec.Struct, frozen=True):
     """The clock reached `next_deadline()`."""
 
 

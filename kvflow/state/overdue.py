@@ -1,7 +1,8 @@
 """What can be overdue on a prefill rank: the keys of its deadlines. Pure."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from kvflow.state.events import DeliveryId
 from kvflow.wire.messages import PeerId
@@ -9,44 +10,38 @@ from kvflow.wire.messages import PeerId
 __all__ = ["Pending", "Stalled", "Unanswered", "Undelivered", "Undrained", "Ungranted", "Unopened"]
 
 
-@dataclass(frozen=True, slots=True)
-class Unopened:
+class Unopened(msgspec.Struct, frozen=True):
     """Deadline: the engine must open this room before the grant runs out."""
 
     room: int
     peer: PeerId
 
 
-@dataclass(frozen=True, slots=True)
-class Ungranted:
+class Ungranted(msgspec.Struct, frozen=True):
     """Deadline: every decode rank must have granted after the last chunk."""
 
     room: int
 
 
-@dataclass(frozen=True, slots=True)
-class Undelivered:
+class Undelivered(msgspec.Struct, frozen=True):
     """Deadline: the decode rank gives up."""
 
     delivery: DeliveryId
 
 
-@dataclass(frozen=True, slots=True)
-class Stalled:
+class Stalled(msgspec.Struct, frozen=True):
     """Deadline: a post of this delivery must have ended."""
 
     delivery: DeliveryId
 
 
-@dataclass(frozen=True, slots=True)
-class Unanswered:
+class Unanswered(msgspec.Struct, frozen=True):
     """Deadline: the decode rank should have said that it knows how the delivery ended."""
 
     delivery: DeliveryId
 
 
-@dataclass(frozen=True, slots=True)
-class Undrained:
+class Undrained(msgspec.Struct, frozen=True):
     """Deadline: posts must have ended after the room has."""
 
     room: int

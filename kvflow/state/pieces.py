@@ -5,8 +5,9 @@ metadata. The pieces of a delivery go in order, so that what all of them wait fo
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from kvflow.geometry.cutting import Cutting
 from kvflow.geometry.layers import ALL_LAYERS, LayerRange

@@ -1,7 +1,8 @@
 """What one prefill rank owes to one transfer, as its decode rank counts it. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from kvflow.geometry.debts import bytes_owed
 from kvflow.geometry.layers import ALL_LAYERS

@@ -17,8 +17,10 @@ among the first of each rotation; finding it takes the same work however many wa
 import enum
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from kvflow.config import NUM_PRIORITIES, Limits
 from kvflow.geometry.layers import ALL_LAYERS, LayerRange
@@ -52,8 +54,7 @@ class JobEnd(enum.Enum):
     """Its post has ended after all; its credit was given back before."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkJob:
+class ChunkJob(msgspec.Struct, frozen=True):
     """A part of a chunk on its way to one decode rank.
 
     Attributes:
@@ -212,8 +213,7 @@ class ChunkQueue:
         return self._windows.get(peer) or Window(limits.posts_per_peer, limits.bytes_per_peer, limits.rows_per_peer)
 
 
-@dataclass(slots=True)
-class _Line:
+class _Line(msgspec.Struct):
     """Jobs of one delivery, in order; `place` is when it is due and, among equals, who was first."""
 
     delivery: DeliveryId

@@ -1,8 +1,9 @@
 """All rooms that one decode rank receives, and the prefill instances it can receive them from."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Final, NamedTuple
+
+import msgspec
 
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
@@ -46,29 +47,25 @@ PREFILL_FAULTS: Final = frozenset(
 """Failures that speak against the instance, not against the request or the engines."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unreceived:
+class Unreceived(msgspec.Struct, frozen=True):
     """Deadline: the whole transfer."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stalled:
+class Stalled(msgspec.Struct, frozen=True):
     """Deadline: something must have arrived."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unanswered:
+class Unanswered(msgspec.Struct, frozen=True):
     """Deadline: every granted rank should have said its last word."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Undrained:
+class Undrained(msgspec.Struct, frozen=True):
     """Deadline: granted ranks must have said Drained after the transfer has failed."""
 
     generation: int

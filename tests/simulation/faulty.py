@@ -1,13 +1,12 @@
 """Deliberate faults in the protocol, one at a time. The simulation must find each of them."""
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvflow.backends.base import PostEnded, PostInDoubt
 from kvflow.errors import FailureReason
@@ -331,7 +330,7 @@ def slots_of_writes_that_linger_are_used_again(patch: Patch) -> None:
     original = slots.RemoteSlots.settled
 
     def settled(self: slots.RemoteSlots, event: Any, now: float) -> list[Effect]:
-        return original(self, dataclasses.replace(event, lingers=False), now)
+        return original(self, msgspec.structs.replace(event, lingers=False), now)
 
     patch.setattr(slots.RemoteSlots, "settled", settled)
 

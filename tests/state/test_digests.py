@@ -1,7 +1,6 @@
 """Digests in the core: asked for in the grant, carried by notices, compared before success."""
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from kvflow.config import Timeouts
@@ -74,7 +73,7 @@ def answer(core: CoreDriver, failure: Failure | None = None) -> list[Effect]:
 
 def test_grants_ask_for_digests_if_the_wish_does(core: CoreDriver, granted: list[Effect]) -> None:
     assert [message.digest for _, message in messages(granted, Grant) if isinstance(message, Grant)] == [True, True]
-    effects = core(dataclasses.replace(WISH, room=8, generation=2, digest=False))
+    effects = core(msgspec.structs.replace(WISH, room=8, generation=2, digest=False))
     assert [message.digest for _, message in messages(effects, Grant) if isinstance(message, Grant)] == [False, False]
 
 

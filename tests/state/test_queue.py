@@ -2,10 +2,10 @@
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from types import FrameType
 
 import pytest
+from msgspec.structs import replace
 
 from kvflow.config import NUM_PRIORITIES, Limits
 from kvflow.state import queue as queue_module

@@ -1,7 +1,6 @@
 """Staged notices on the decode side: scattered once, counted after that, and pages held meanwhile."""
 
-import dataclasses
-
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -197,7 +196,7 @@ def test_a_slot_that_is_asked_for_is_given_back_as_soon_as_it_is_not_read_any_mo
 
 
 def test_digests_are_compared_after_everything_is_scattered() -> None:
-    receiving = Receiving(dataclasses.replace(WISH, digest=True))
+    receiving = Receiving(msgspec.structs.replace(WISH, digest=True))
     for notice in (receiving.first, receiving.last):
         receiving.notice(notice)
     assert not [effect for effect in receiving.scattered(receiving.first) if isinstance(effect, VerifyDigests)]
@@ -206,7 +205,7 @@ def test_digests_are_compared_after_everything_is_scattered() -> None:
 
 def test_digests_are_not_compared_while_anything_is_scattered() -> None:
     """Also if a rank says in the meantime that it has written the same tokens directly."""
-    receiving = Receiving(dataclasses.replace(WISH, digest=True))
+    receiving = Receiving(msgspec.structs.replace(WISH, digest=True))
     receiving.notice(receiving.first)
     for notice in (receiving.first, receiving.last):
         effects = receiving.notice(replace(notice, staged=None))
