@@ -14,9 +14,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from kvflow.geometry.debts import Debt, bytes_owed
 from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import Component, KVLayout
-from kvflow.geometry.routes import BoundRoute, Debt, bytes_owed
+from kvflow.geometry.routes import BoundRoute
 from kvflow.geometry.tokens import TokenRange, closes
 
 __all__ = ["Cutting", "LayerPiece", "cutting_of"]

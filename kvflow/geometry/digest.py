@@ -16,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvflow.geometry.debts import Debt
 from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import Component, MemoryRange, Region
 from kvflow.geometry.pages import PageTable, locate
-from kvflow.geometry.routes import Debt, RoutePiece
+from kvflow.geometry.routes import RoutePiece
 from kvflow.geometry.tokens import TokenRange, cell_range
 
 __all__ = ["Cells", "View", "Written", "digest", "find_cells"]

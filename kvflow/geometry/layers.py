@@ -5,12 +5,21 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["ALL_LAYERS", "LayerBytes", "LayerRange"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["ALL_LAYERS", "LayerBytes", "LayerRange", "layers_within"]
 
 LayerRange = tuple[int, int | None]
 """Global layers `[start, stop)`, or all from `start` on if there is no `stop`."""
 
 ALL_LAYERS: LayerRange = (0, None)
+
+
+def layers_within(numbers: NDArray[np.int64], layers: LayerRange) -> NDArray[np.bool_]:
+    """Say of each layer, int64[n], whether it is in a range."""
+    start, stop = layers
+    return numbers >= start if stop is None else (numbers >= start) & (numbers < stop)
 
 
 class LayerBytes(NamedTuple):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvflow.errors import PlanError
 from kvflow.geometry.debts import Debt
-from kvflow.geometry.layers import ALL_LAYERS, LayerRange
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange, layers_within
 from kvflow.geometry.layout import KVLayout, Region, RegionKey
 from kvflow.geometry.pages import PageTable, locate
 from kvflow.geometry.routes import BoundRoute, RoutePiece, SlotGeometry
@@ -27,8 +27,6 @@ from kvflow.geometry.tokens import TokenRange, cell_range, closes, held_range
 __all__ = ["PackedPieces", "PackedRuns", "Payload", "find_pieces", "is_head_major", "pack"]
 
 Words = NDArray[np.uint64]
-
-MAX_LAYER = 2**62
 
 
 class Payload(NamedTuple):
@@ -178,7 +176,7 @@ def pack(
     at = 0
     for name in sorted(payload.ranges):
         own = pieces[name]
-        is_in = _between(own.layers, payload.layers)
+        is_in = layers_within(own.layers, payload.layers)
         grains = sorted({group.shape.tokens_per_cell for group in own.groups})
         cells = {grain: _positions(payload, name, grain) for grain in grains}
         counts = np.select([own.grains == grain for grain in grains], [len(cells[grain]) for grain in grains])
@@ -194,12 +192,6 @@ def pack(
                 runs += _runs_of(ours, positions, table, places[ours.numbers], head_major=payload.head_major)
         at += int(sizes.sum())
     return runs, at
-
-
-def _between(numbers: NDArray[np.int64], layers: LayerRange) -> NDArray[np.bool_]:
-    """Which of some layers are in a range."""
-    start, stop = layers
-    return (numbers >= start) & (numbers < (MAX_LAYER if stop is None else stop))
 
 
 def _positions(payload: Payload, name: str, tokens_per_cell: int) -> Words:

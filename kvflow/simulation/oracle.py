@@ -82,10 +82,7 @@ class Oracle:
         owner = area.owner(address) if area is not None else None
         if owner != write.sender.me:
             raise Violation(f"write {write.number} of {write.sender.me} lands in the window of {owner}")
-        slot = (
-            target.me,
-            (address - (target.staging.range.address if target.staging else 0)) // target.config.staging_slot_bytes,
-        )
+        slot = _slot(target, address)
         mine = (write.delivery, write.post_id)
         holder = self._holders.setdefault(slot, mine)
         if holder != mine:
@@ -98,9 +95,7 @@ class Oracle:
         """Pages must be held for as long as they are written from staging memory; then its slot is free."""
         if receiving.lease.is_free:
             raise Violation(f"{receiving.lease.name} is written from staging memory after it was given back")
-        host = receiving.host
-        start = host.staging.range.address if host.staging is not None else 0
-        self._holders.pop((host.me, (address - start) // host.config.staging_slot_bytes), None)
+        self._holders.pop(_slot(receiving.host, address), None)
 
     # Success is true -------------------------------------------------------------------------------------------------
 
@@ -248,3 +243,9 @@ class Oracle:
 
     def _receiving(self, target: "Host", generation: int) -> Receiving:
         return self._world.receiving_of(target, generation)
+
+
+def _slot(host: "Host", address: int) -> tuple[PeerId, int]:
+    """The slot that an address in the staging memory of a rank is in."""
+    start = host.staging.range.address if host.staging is not None else 0
+    return host.me, (address - start) // host.config.staging_slot_bytes

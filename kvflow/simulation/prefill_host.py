@@ -306,7 +306,7 @@ class PrefillHost(Host):
 
     def leftovers(self) -> dict[str, int]:
         """What is still kept for transfers."""
-        senders, senders_slots = self.core.senders, self.core.slots
+        senders = self.core.senders
         return {
             "rooms": len(senders.rooms),
             "waiting grants": len(senders.waiting),
@@ -317,7 +317,7 @@ class PrefillHost(Host):
             "plans": len(self._submit._waiting),
             "posts": self._submit.num_posted,
             "local slots": int(self._local.may_come),
-            "remote slots": senders_slots.num_awaited,
+            "remote slots": self.core.slots.num_awaited,
             "released posts": sum(delivery.has_posts for delivery in senders.unproved),
         }
 

@@ -10,9 +10,7 @@ from pathlib import Path
 import anyio
 import anyio.abc
 import msgspec
-import numpy as np
 import pytest
-from anyio.streams.text import TextReceiveStream
 
 from kvflow.backends.base import PostEnded
 from kvflow.backends.metadata import PeerMetadata
@@ -20,56 +18,31 @@ from kvflow.backends.mooncake import MooncakeBackend, agent
 from kvflow.backends.mooncake.address import LIFE_BYTES, EndpointAddress
 from kvflow.errors import BackendError
 from kvflow.geometry.plan import Descriptors
-from tests.backends.endpoints import Endpoint, copies, fresh_name, open_backend, open_endpoints, rows, same
+from kvflow.testing.contract.suite.processes import PIECE, Target
+from tests.backends.endpoints import Endpoint, copies, fresh_name, open_backend, open_endpoints, same
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[2]
 SIZE = 16 * 2**20
-PIECE = 2**20
 LANES = 4
 """Connections that the library opens to a peer; each carries one descriptor at a time."""
 
 FILL = 7
 
 
-class Peer:
+class Peer(Target):
     """An endpoint in another process."""
 
-    def __init__(self, name: str, process: anyio.abc.Process) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self.name = name
-        self.process = process
-        self._stdin = process.stdin
-        self._stdout = TextReceiveStream(process.stdout)
-        self._text = ""
-        self.metadata = b""
-
     @property
-    def address(self) -> EndpointAddress:
+    def endpoint(self) -> EndpointAddress:
         return EndpointAddress.unpack(unsealed(self.metadata).agent, agent=self.name, protocol="tcp")
 
     def metadata_with(self, **changes: object) -> bytes:
         """Its metadata with another address."""
-        address = msgspec.structs.replace(self.address, **changes)
+        address = msgspec.structs.replace(self.endpoint, **changes)
         return msgspec.structs.replace(unsealed(self.metadata), agent=address.pack()).pack()
-
-    async def read_line(self) -> str:
-        while "\n" not in self._text:
-            self._text += await self._stdout.receive()
-        line, _, self._text = self._text.partition("\n")
-        return line
-
-    async def count(self, value: int) -> int:
-        """How many of its bytes have a value."""
-        await self._stdin.send(b"%d\n" % value)
-        return int(await self.read_line())
-
-    async def kill(self) -> None:
-        self.process.kill()
-        await self.process.wait()
 
     async def stop(self) -> None:
         """Stop all of its threads, which takes a moment."""
@@ -78,9 +51,7 @@ class Peer:
 
     def all_of(self, source: Endpoint) -> Descriptors:
         """Copies of everything the source has."""
-        (memory,) = unsealed(self.metadata).memory.ranges
-        src = rows(source, range(0, SIZE, PIECE), PIECE)
-        return Descriptors(src, src + np.array([memory.address - source.address, 0, 0], np.int64).astype(np.uint64))
+        return self.pieces(source, *range(SIZE // PIECE))
 
 
 def thread_states(pid: int) -> list[str]:
@@ -96,11 +67,11 @@ def unsealed(metadata: bytes) -> PeerMetadata:
 @asynccontextmanager
 async def open_peer() -> AsyncIterator[Peer]:
     name = fresh_name("process")
-    command = [sys.executable, "-m", "tests.support.mooncake_process", name, str(SIZE)]
+    command = [sys.executable, "-m", "kvflow.testing.target", "mooncake", "{}", name, str(SIZE)]
     async with await anyio.open_process(command, cwd=ROOT, stderr=None) as process:
         peer = Peer(name, process)
         try:
-            peer.metadata = bytes.fromhex(await peer.read_line())
+            await peer.start()
             yield peer
         finally:
             if process.returncode is None:
@@ -218,7 +189,7 @@ async def test_a_process_that_comes_back_under_the_same_address_is_reached() -> 
     async with open_source() as source, forwarder(upstreams) as port:
         for post_id in range(3):
             async with open_peer() as peer:
-                upstreams.append(endpoint_of(peer.address))
+                upstreams.append(endpoint_of(peer.endpoint))
                 await source.backend.connect(peer.name, peer.metadata_with(session=f"127.0.0.1:{port}"))
                 await write_everything(source, peer, post_id)
                 await peer.kill()
@@ -229,7 +200,7 @@ async def test_the_address_of_a_life_that_is_over_is_refused() -> None:
     upstreams: list[tuple[str, int]] = []
     async with open_source() as source, forwarder(upstreams) as port, open_peer() as first, open_peer() as second:
         session = f"127.0.0.1:{port}"
-        upstreams += [endpoint_of(first.address), endpoint_of(second.address)]
+        upstreams += [endpoint_of(first.endpoint), endpoint_of(second.endpoint)]
         with pytest.raises(BackendError):
             await source.backend.connect(first.name, first.metadata_with(session=session))
         await source.backend.connect(second.name, second.metadata_with(session=session))

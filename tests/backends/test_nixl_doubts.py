@@ -21,12 +21,12 @@ from kvflow.backends.base import PostEnded
 from kvflow.backends.nixl import NixlBackend
 from kvflow.geometry.plan import Descriptors
 from tests.backends.endpoints import Endpoint, copies, fresh_name, make_layout, open_backend, open_endpoints, rows, same
-from tests.support.target_process import NUM_BYTES
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
 GREET_ANEW = "the connection to the peer has failed; it must be greeted anew"
+NUM_BYTES = 128 * 2**20
 PIECE = 2**14
 POSTS = 8
 
@@ -72,11 +72,12 @@ class Target:
 
 @asynccontextmanager
 async def target_process() -> AsyncIterator[Target]:
-    command = [sys.executable, "-m", "tests.support.target_process"]
+    name = fresh_name("target")
+    command = [sys.executable, "-m", "kvflow.testing.target", "nixl", "{}", name, str(NUM_BYTES)]
     async with await anyio.open_process(command, stdin=subprocess.PIPE, stderr=None) as process:
         assert process.stdout is not None
         line = await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", 10_000)
-        name, address, metadata = line.decode().split()
+        address, metadata = line.decode().split()
         yield Target(name, int(address), bytes.fromhex(metadata), process.pid)
         if process.returncode is None:
             process.kill()

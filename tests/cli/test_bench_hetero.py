@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from kvflow.cli.bench.hetero.options import CASES, DECODE, HeteroOptions, HeteroShape
+from kvflow.cli.bench.hetero.options import CASES, HeteroOptions, HeteroShape
 from kvflow.cli.bench.hetero.pool import RankPool
+from kvflow.cli.bench.workers.options import DECODE
 from kvflow.cli.main import main
 
 pytestmark = pytest.mark.timeout(180)  # it starts processes, which takes long where all cores are busy

@@ -2,12 +2,12 @@
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kvflow.geometry import BoundRoute, Share, bind_route, check_part, compile_routes, plan
+from kvflow.geometry import BoundRoute, Share, check_part, plan
 from kvflow.geometry.pages import Part
+from tests.support.links import links
 from tests.support.worlds import Rank, World, execute, worlds
 
 
@@ -16,12 +16,9 @@ from tests.support.worlds import Rank, World, execute, worlds
 @given(worlds())
 def test_every_wanted_cell_arrives_and_nothing_else_changes(world: World) -> None:
     world.compute()
-    layouts = {engine_rank: rank.layout for engine_rank, rank in world.prefill.items()}
-    for decode_rank, target in world.decode.items():
-        for route in compile_routes(layouts, target.layout, decode_rank=decode_rank):
-            source = world.prefill[route.engine_rank]
-            send(world, bind_route(route, source.layout, target.layout), source, target)
-        np.testing.assert_array_equal(target.memory, world.expected(target, world.held()))
+    for _, bound, source, target in links(world):
+        send(world, bound, source, target)
+    world.assert_arrived()
 
 
 def send(world: World, bound: BoundRoute, source: Rank, target: Rank) -> None:

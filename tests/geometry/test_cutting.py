@@ -1,16 +1,16 @@
 """Where chunks are cut: pieces cover exactly what the chunk covers, and are as large as they may be."""
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvflow.geometry import BoundRoute, Share, TokenRange, TokenShard, bind_route, check_part, compile_routes, plan
+from kvflow.geometry import BoundRoute, Share, TokenRange, TokenShard, check_part, plan
 from kvflow.geometry.cutting import Cutting, cutting_of
 from kvflow.geometry.debts import Debt, bytes_owed
 from kvflow.geometry.layers import LayerBytes, LayerRange
 from kvflow.geometry.pages import Part
 from kvflow.geometry.tokens import WHOLE, closes
+from tests.support.links import links
 from tests.support.worlds import Rank, World, execute, worlds
 
 
@@ -79,12 +79,9 @@ def test_layers_that_do_not_fit_a_slot_wait_for_the_last_and_go_by_tokens(
 @given(worlds(), st.integers(1, 400))
 def test_pieces_of_any_chunk_bring_every_wanted_cell_and_nothing_else(world: World, piece_bytes: int) -> None:
     world.compute()
-    layouts = {engine_rank: rank.layout for engine_rank, rank in world.prefill.items()}
-    for decode_rank, target in world.decode.items():
-        for route in compile_routes(layouts, target.layout, decode_rank=decode_rank):
-            source = world.prefill[route.engine_rank]
-            send_in_pieces(world, bind_route(route, source.layout, target.layout), (source, target), piece_bytes)
-        np.testing.assert_array_equal(target.memory, world.expected(target, world.held()))
+    for _, bound, source, target in links(world):
+        send_in_pieces(world, bound, (source, target), piece_bytes)
+    world.assert_arrived()
 
 
 def send_in_pieces(world: World, bound: BoundRoute, sides: tuple[Rank, Rank], piece_bytes: int) -> None:

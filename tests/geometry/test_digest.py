@@ -21,15 +21,14 @@ from kvflow.geometry import (
     RoutePiece,
     Share,
     Written,
-    bind_route,
     check_part,
-    compile_routes,
     digest,
     plan,
 )
+from kvflow.geometry.debts import Debt
 from kvflow.geometry.digest import BLOCK_BYTES
-from kvflow.geometry.routes import Debt
 from kvflow.geometry.tokens import WHOLE
+from tests.support.links import links
 from tests.support.worlds import CellName, Rank, World, execute, worlds
 
 Chunk = tuple[str, tuple[int, int], bool]
@@ -58,13 +57,6 @@ def digest_of(rank: Rank, written: Written, name: str, table_tokens: tuple[int, 
     component = rank.layout.component(name)
     pages = check_part(component, table(rank, name, table_tokens))
     return digest(written, component, pages, lambda memory: view(rank, memory))
-
-
-def routes(world: World) -> Iterator[tuple[Route, Rank, Rank]]:
-    layouts = {engine_rank: rank.layout for engine_rank, rank in world.prefill.items()}
-    for decode_rank, target in world.decode.items():
-        for route in compile_routes(layouts, target.layout, decode_rank=decode_rank):
-            yield route, world.prefill[route.engine_rank], target
 
 
 def move(world: World, bound: BoundRoute, source: Rank, target: Rank) -> None:
@@ -98,8 +90,7 @@ def wanted_cells(route: Route, world: World, target: Rank, chunk: Chunk) -> list
 @given(worlds(), st.randoms(use_true_random=False))
 def test_digests_agree_after_a_transfer_and_tell_any_changed_byte(world: World, random: Random) -> None:
     world.compute()
-    for route, source, target in routes(world):
-        bound = bind_route(route, source.layout, target.layout)
+    for route, bound, source, target in links(world):
         move(world, bound, source, target)
         for chunk in chunks(world, bound):
             name, tokens, closing = chunk
@@ -121,8 +112,7 @@ def test_digests_agree_after_a_transfer_and_tell_any_changed_byte(world: World, 
 @given(worlds())
 def test_what_is_not_wanted_does_not_matter(world: World) -> None:
     world.compute()
-    for route, source, target in routes(world):
-        bound = bind_route(route, source.layout, target.layout)
+    for route, bound, source, target in links(world):
         move(world, bound, source, target)
         everything = list(chunks(world, bound))
         works = [

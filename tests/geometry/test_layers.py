@@ -1,16 +1,16 @@
 """Layers of a chunk: what they cost, and which go together."""
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvflow.geometry import BoundRoute, Share, bind_route, check_part, compile_routes, plan
+from kvflow.geometry import BoundRoute, Share, check_part, plan
 from kvflow.geometry.cutting import Cutting, LayerPiece, cutting_of
 from kvflow.geometry.debts import Debt, bytes_owed
 from kvflow.geometry.layers import ALL_LAYERS, LayerBytes, LayerRange
 from kvflow.geometry.pages import Part
 from kvflow.geometry.tokens import WHOLE
+from tests.support.links import links
 from tests.support.worlds import Rank, World, execute, worlds
 
 TOKENS = {"kv": (0, 10)}
@@ -62,13 +62,9 @@ def test_a_peer_that_knows_no_layers_gets_one_piece() -> None:
 @given(worlds(), st.integers(1, 200), st.sets(st.integers(1, 6), min_size=1))
 def test_pieces_of_layers_bring_every_wanted_cell_and_nothing_else(world: World, least: int, stops: set[int]) -> None:
     world.compute()
-    layouts = {engine_rank: rank.layout for engine_rank, rank in world.prefill.items()}
-    for decode_rank, target in world.decode.items():
-        for route in compile_routes(layouts, target.layout, decode_rank=decode_rank):
-            source = world.prefill[route.engine_rank]
-            bound = bind_route(route, source.layout, target.layout)
-            send_by_layers(world, bound, (source, target), least, sorted(stops))
-        np.testing.assert_array_equal(target.memory, world.expected(target, world.held()))
+    for _, bound, source, target in links(world):
+        send_by_layers(world, bound, (source, target), least, sorted(stops))
+    world.assert_arrived()
 
 
 def send_by_layers(world: World, bound: BoundRoute, sides: tuple[Rank, Rank], least: int, stops: list[int]) -> None:

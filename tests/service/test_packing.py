@@ -17,7 +17,7 @@ from kvflow.stages.packing import PackWork
 from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import StagingStatistics
 from tests.service.test_any_layout import MAX_RANKS, hand_over, posts, stops_of_layers
-from tests.support.failures import catch, undisturbed
+from tests.support.failures import catch, receive_failure, undisturbed
 from tests.support.instances import BACKENDS, Deployment, deploy, make_pool, prefill_config
 from tests.support.waiting import until
 from tests.support.worlds import World, worlds
@@ -222,9 +222,7 @@ async def test_a_packed_write_that_fails_fails_the_room_and_its_slot_comes_back(
     async with packing(slots=1) as deployment:
         deployment.faults[0].plan.extend([None, "fail"])
         request = deployment.request(1, 40)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(catch, request.send)
-            failure = await catch(request.receive)
+        failure = await receive_failure(request)
         assert failure.reason is FailureReason.WRITE_FAILED
         assert not failure.quarantined
         await slots_are_back(deployment)
@@ -236,9 +234,7 @@ async def test_a_slot_in_doubt_is_never_used_again_and_without_slots_pieces_go_d
     async with packing(slots=1) as deployment:
         deployment.faults[0].plan.extend(["doubt"])
         request = deployment.request(1, 4)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(catch, request.send)
-            failure = await catch(request.receive)
+        failure = await receive_failure(request)
         assert failure.reason is FailureReason.WRITE_FAILED
         await until(lambda: staging(deployment.prefill[0]).slots_lost == 2)  # the one here and the one there
         another = deployment.request(2, 8)
@@ -252,9 +248,7 @@ async def test_a_damaged_payload_is_found_by_digests() -> None:
     async with packing(digest_every=1) as deployment:
         deployment.faults[0].plan.extend([None, "corrupt"])
         request = deployment.request(1, 12)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(catch, request.send)
-            failure = await catch(request.receive)
+        failure = await receive_failure(request)
         assert failure.reason is FailureReason.CORRUPT
         assert "tokens 4:8" in failure.detail
         await slots_are_back(deployment)

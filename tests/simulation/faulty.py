@@ -57,6 +57,16 @@ def one_complete_rank_is_enough(patch: Patch) -> None:
     patch.setattr(receiver.Receiver, "_review", review)
 
 
+def change_count(patch: Patch, count: Callable[[receiver.RankProgress, Notice], str | None]) -> None:
+    """Count notices in another way, which may call a rank complete while some are missing."""
+
+    def written(self: receiver.RankProgress) -> WrittenBy:
+        return WrittenBy(self.rank, tuple(self._notices.values()))
+
+    patch.setattr(receiver.RankProgress, "count", count)
+    patch.setattr(receiver.RankProgress, "written", property(written))
+
+
 def last_notice_is_enough(patch: Patch) -> None:
     """Notices are not counted, and their bytes not added up."""
     original = receiver.RankProgress.count
@@ -82,11 +92,7 @@ def notices_count_twice(patch: Patch) -> None:
             self.state = RankState.COMPLETE
         return found
 
-    def written(self: receiver.RankProgress) -> WrittenBy:
-        return WrittenBy(self.rank, tuple(self._notices.values()))
-
-    patch.setattr(receiver.RankProgress, "count", count)
-    patch.setattr(receiver.RankProgress, "written", property(written))
+    change_count(patch, count)
 
 
 def tokens_do_not_matter(patch: Patch) -> None:
@@ -288,11 +294,7 @@ def layers_of_a_chunk_count_as_the_whole(patch: Patch) -> None:
             self.state = RankState.COMPLETE
         return found
 
-    def written(self: receiver.RankProgress) -> WrittenBy:
-        return WrittenBy(self.rank, tuple(self._notices.values()))
-
-    patch.setattr(receiver.RankProgress, "count", count)
-    patch.setattr(receiver.RankProgress, "written", property(written))
+    change_count(patch, count)
 
 
 def staged_notices_count_before_they_are_scattered(patch: Patch) -> None:

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from kvflow.config import Limits
 from kvflow.errors import PlanError
-from kvflow.geometry import Component, KVLayout, Share, bind_route, check_part, compile_routes
+from kvflow.geometry import Component, KVLayout, Share, check_part
 from kvflow.geometry.pages import Part
 from kvflow.stages.planning import PeerGeometry, PlanWork, granted_pages
 from tests.support.cores import grant
 from tests.support.failures import catch, undisturbed
 from tests.support.instances import deploy
+from tests.support.links import links
 from tests.support.pools import Pool, PoolShape
 from tests.support.waiting import until
 from tests.support.worlds import World, worlds
@@ -108,24 +109,21 @@ async def test_large_plans_are_made_beside_the_event_loop(monkeypatch: pytest.Mo
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(worlds(), st.sampled_from([None, 1, 7, 1_000]))
 def test_no_plan_costs_more_than_was_counted_before_it_was_made(world: World, max_bytes: int | None) -> None:
-    layouts = {engine_rank: rank.layout for engine_rank, rank in world.prefill.items()}
-    for decode_rank, target in world.decode.items():
-        for route in compile_routes(layouts, target.layout, decode_rank=decode_rank):
-            source = world.prefill[route.engine_rank]
-            geometry = PeerGeometry(bind_route(route, source.layout, target.layout), target.layout, route.pieces)
-            ranges = {name: world.wanted[name] for name in geometry.route.debts}
-            shares = {
-                name: Share(
-                    tokens,
-                    check_part(source.layout.component(name), Part(tokens, source.pages(name, tokens))),
-                    check_part(target.layout.component(name), Part(tokens, target.pages(name, tokens))),
-                )
-                for name, tokens in ranges.items()
-            }
-            cost = geometry.cost(ranges, ranges, max_bytes)
-            descriptors = PlanWork(geometry.route, shares, max_bytes, None).plan()
-            assert descriptors.num_bytes == cost.num_bytes
-            assert len(descriptors.src) <= cost.num_rows
+    for route, bound, source, target in links(world):
+        geometry = PeerGeometry(bound, target.layout, route.pieces)
+        ranges = {name: world.wanted[name] for name in geometry.route.debts}
+        shares = {
+            name: Share(
+                tokens,
+                check_part(source.layout.component(name), Part(tokens, source.pages(name, tokens))),
+                check_part(target.layout.component(name), Part(tokens, target.pages(name, tokens))),
+            )
+            for name, tokens in ranges.items()
+        }
+        cost = geometry.cost(ranges, ranges, max_bytes)
+        descriptors = PlanWork(geometry.route, shares, max_bytes, None).plan()
+        assert descriptors.num_bytes == cost.num_bytes
+        assert len(descriptors.src) <= cost.num_rows
 
 
 class Gate:

@@ -10,23 +10,14 @@ from kvflow.state.effects import Effect, PostPlan, VerifyDigests
 from kvflow.state.events import Chunk, DeliveryId
 from kvflow.wire.messages import Cancel, Failure, Grant, Notice, PeerId, Received
 from tests.support.cores import ABORTED, DECODE, PREFILL, CoreDriver, debts, grant, messages, peer, reports
+from tests.support.receiving import ROOM, wish
 
-ROOM, GENERATION = 7, 1
+GENERATION = 1
 OTHER = peer("prefill", 1)
 CORRUPT = Failure(FailureReason.CORRUPT, Stage.AGGREGATE, "decode/0", "prefill/1: tokens 0:8 of component kv differ")
 DRAIN_S = 5.0
 
-WISH = ev.ReceiveOpened(
-    room=ROOM,
-    generation=GENERATION,
-    instance="prefill",
-    ranges={"kv": (0, 8)},
-    pages={"kv": b"\1\0\0\0"},
-    num_decode_ranks=1,
-    timeout_s=60.0,
-    secret=b"0123456789abcdef",
-    digest=True,
-)
+WISH = wish(GENERATION, digest=True)
 
 
 def notices(core: CoreDriver, effects: list[Effect], *senders: PeerId) -> list[Effect]:

@@ -11,22 +11,14 @@ from kvflow.state.events import GreetedRank
 from kvflow.state.staging import StagingArea
 from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, Received, Staged, Unstage, Unstaged
 from tests.support.cores import ABORTED, DECODE, PREFILL, CoreDriver, debts, messages, peer, reports
+from tests.support.receiving import ROOM, wish
 
-ROOM, GENERATION = 7, 1
+GENERATION = 1
 BROKEN = Failure(FailureReason.PROTOCOL, Stage.AGGREGATE, "decode/0", "payload has another size")
 UNSTAGED = Unstaged(room=ROOM, generation=GENERATION, engine_rank=0, seq=0)
 ASK = Unstage(room=ROOM, generation=GENERATION, engine_rank=0, seq=0)
 
-WISH = ev.ReceiveOpened(
-    room=ROOM,
-    generation=GENERATION,
-    instance="prefill",
-    ranges={"kv": (0, 8)},
-    pages={"kv": b"\1\0\0\0"},
-    num_decode_ranks=1,
-    timeout_s=60.0,
-    secret=b"0123456789abcdef",
-)
+WISH = wish(GENERATION)
 
 
 def area(num_windows: int = 1) -> StagingArea:

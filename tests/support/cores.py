@@ -3,7 +3,7 @@
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.cutting import Cutting
-from kvflow.geometry.routes import Debt
+from kvflow.geometry.debts import Debt
 from kvflow.geometry.tokens import WHOLE
 from kvflow.state import events as ev
 from kvflow.state.core import Core

@@ -2,12 +2,13 @@
 
 from collections.abc import Awaitable, Callable
 
+import anyio
 import pytest
 
 from kvflow.errors import TransferFailed
-from tests.support.instances import Deployment
+from tests.support.instances import Deployment, Request
 
-__all__ = ["catch", "undisturbed"]
+__all__ = ["catch", "receive_failure", "undisturbed"]
 
 
 async def catch(act: Callable[[], Awaitable[object]]) -> TransferFailed:
@@ -15,6 +16,19 @@ async def catch(act: Callable[[], Awaitable[object]]) -> TransferFailed:
     with pytest.raises(TransferFailed) as caught:
         await act()
     return caught.value
+
+
+async def receive_failure(request: Request) -> TransferFailed:
+    """The failure of receiving a request; sending it fails too."""
+    failures: list[TransferFailed] = []
+
+    async def receive() -> None:
+        failures.append(await catch(request.receive))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(catch, request.send)
+        tasks.start_soon(receive)
+    return failures[0]
 
 
 async def undisturbed(deployment: Deployment, room: int = 900) -> None:

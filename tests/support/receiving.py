@@ -18,6 +18,7 @@ def wish(
     tokens: tuple[int, int] = (0, 8),
     timeout_s: float = 60.0,
     footprint: Footprint = NO_MEMORY,
+    digest: bool = False,
 ) -> ev.ReceiveOpened:
     return ev.ReceiveOpened(
         room=room,
@@ -29,6 +30,7 @@ def wish(
         timeout_s=timeout_s,
         secret=b"0123456789abcdef",
         footprint=footprint,
+        digest=digest,
     )
 
 

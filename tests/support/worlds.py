@@ -124,6 +124,11 @@ class World:
             for region in component.regions
         }
 
+    def assert_arrived(self) -> None:
+        """Check that every wanted cell is on every decode rank, and that no other byte has changed."""
+        for rank in self.decode.values():
+            np.testing.assert_array_equal(rank.memory, self.expected(rank, self.held()))
+
     def size(self, name: CellName) -> int:
         return self.head_bytes[name[0], name[1]]
 

@@ -30,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_backend_option(idle)
     idle.add_argument("--pairs", type=int, default=1, metavar="N", help="prefill and decode ranks (default: 1 each)")
     idle.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long (default: %(default)s)")
-    idle.add_argument("--json", action="store_true", help="print one JSON object a row and nothing else")
-    idle.add_argument("--plot", default="", metavar="FILE", help="draw the row as well; needs kvflow[bench]")
+    comparisons.add_output_arguments(idle)
     idle.set_defaults(measure=_idle)
     plan = cases.add_parser("plan", help="time and memory of planning, and of compiling routes")
     plan.add_argument("--layers", type=counts, default=(32, 64, 80), metavar="N,...", help="default: 32,64,80")
@@ -133,10 +132,7 @@ def _failures(arguments: argparse.Namespace) -> str:
     from kvflow.cli.bench.failures import CASES, FailureSettings, measure_failures  # noqa: PLC0415 - as above
     from kvflow.cli.bench.workers.options import WorkerOptions  # noqa: PLC0415
 
-    cases = tuple(CASES) if arguments.cases == "all" else tuple(arguments.cases.split(","))
-    unknown = [case for case in cases if case not in CASES]
-    if unknown:
-        raise ConfigError("no such case", unknown=unknown, cases=list(CASES))
+    cases = comparisons.cases_of(arguments.cases, CASES)
     check_duration("--lease", arguments.lease)
     backend = check_backend(arguments.backend, between_processes=True)
     worker = WorkerOptions(backend=backend, lease_s=arguments.lease)

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import anyio
@@ -12,7 +12,7 @@ from kvflow.errors import ConfigError
 if TYPE_CHECKING:
     from kvflow.cli.bench.rows import Row
 
-__all__ = ["add_arguments", "add_common_arguments", "counts", "shown"]
+__all__ = ["add_arguments", "add_common_arguments", "add_output_arguments", "cases_of", "counts", "shown"]
 
 PAGE_SIZE = 16
 
@@ -27,6 +27,7 @@ def add_arguments(cases: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--tokens", type=counts, default=(16, 256, 512, 2048, 8192), metavar="N,...", help="default: 16 to 8192"
     )
     add_common_arguments(transfer)
+    _add_pool_argument(transfer)
     transfer.set_defaults(measure=_transfer)
     handover = cases.add_parser("handover", help="small requests: latency, rate and CPU, next to the bare transport")
     handover.add_argument(
@@ -38,16 +39,25 @@ def add_arguments(cases: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--requests", type=int, default=256, metavar="N", help="small ones in a round (default: %(default)s)"
     )
     add_common_arguments(handover)
+    _add_pool_argument(handover)
     handover.set_defaults(measure=_handover)
 
 
-def add_common_arguments(parser: argparse.ArgumentParser, *, rounds: int = 11) -> None:
-    """Declare what all such measurements have."""
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what all measurements between two processes have."""
     parser.add_argument("--backend", default="nixl", choices=["nixl", "mooncake"], help="transport between processes")
-    parser.add_argument("--rounds", type=int, default=rounds, metavar="N", help="of each side (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=11, metavar="N", help="of each way (default: %(default)s)")
+    add_output_arguments(parser)
+
+
+def _add_pool_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pool-megabytes", type=int, default=256, metavar="N", help="of each side at least (default: %(default)s)"
     )
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what all measurements that give rows have."""
     parser.add_argument("--json", action="store_true", help="print one JSON object a row and nothing else")
     parser.add_argument("--plot", default="", metavar="FILE", help="draw the rows as well; needs kvflow[bench]")
 
@@ -60,11 +70,24 @@ def counts(text: str) -> tuple[int, ...]:
     return numbers
 
 
+def cases_of(text: str, known: Collection[str]) -> tuple[str, ...]:
+    """Read an option with the names of several cases, or with "all".
+
+    Raises:
+        ConfigError: There is no such case.
+    """
+    cases = tuple(known) if text == "all" else tuple(text.split(","))
+    unknown = [case for case in cases if case not in known]
+    if unknown:
+        raise ConfigError("no such case", unknown=unknown, cases=list(known))
+    return cases
+
+
 def shown(arguments: argparse.Namespace, measure: Callable[[Callable[["Row"], None]], Sequence["Row"]]) -> str:
     """Measure, and give what is to be printed; draw it if that is wanted.
 
     Args:
-        arguments: With what `add_common_arguments` declares.
+        arguments: With what `add_output_arguments` declares.
         measure: Gives rows, and tells its argument of each.
     """
     from kvflow.cli.bench.rows import rows_as_json, rows_as_table  # noqa: PLC0415 - `kvflow --help` works without numpy

@@ -12,7 +12,7 @@ import torch
 
 import kvflow
 from kvflow.geometry import Component, Part, Region, RoutePiece, Written, check_part, digest
-from kvflow.geometry.routes import Debt
+from kvflow.geometry.debts import Debt
 from kvflow.geometry.tokens import WHOLE
 
 __all__ = ["DigestRow", "TransferRow", "measure_digests", "measure_transfers"]

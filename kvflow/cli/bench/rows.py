@@ -8,14 +8,26 @@ turns does not, so the ratio is what to look at. It is always kvflow's value div
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, TypeVar
 
 import msgspec
 
-__all__ = ["Measured", "Row", "Tail", "compare", "grouped", "percentile", "rows_as_json", "rows_as_table"]
+__all__ = [
+    "Measured",
+    "Row",
+    "Tail",
+    "compare",
+    "grouped",
+    "percentile",
+    "rows_as_json",
+    "rows_as_table",
+    "there_and_back",
+]
 
 DIGITS = 4
+
+Case = TypeVar("Case")
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +89,12 @@ class Row(Measured, frozen=True, kw_only=True):
     others: dict[str, float] = {}
     tail: Tail | None = None
     facts: dict[str, float | str] = {}
+
+
+def there_and_back(cases: Sequence[Case], rounds: int) -> Iterator[Case]:
+    """Give each case once in each round; rounds go forth and back in turn (A B, B A, ...)."""
+    for number in range(rounds):
+        yield from cases if number % 2 == 0 else reversed(cases)
 
 
 def compare(

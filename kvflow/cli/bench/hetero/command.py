@@ -4,7 +4,7 @@ import argparse
 
 import anyio
 
-from kvflow.cli.bench.comparisons import shown
+from kvflow.cli.bench.comparisons import add_common_arguments, cases_of, shown
 from kvflow.errors import ConfigError
 
 __all__ = ["add_arguments"]
@@ -21,10 +21,7 @@ def add_arguments(cases: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     hetero.add_argument("--cases", default="all", metavar="NAME,...", help="some of them (default: %(default)s)")
     hetero.add_argument("--tokens", type=int, default=512, metavar="N", help="of a request (default: %(default)s)")
     hetero.add_argument("--layers", type=int, default=32, metavar="N", help="of the model (default: %(default)s)")
-    hetero.add_argument("--backend", default="nixl", choices=["nixl", "mooncake"], help="transport between processes")
-    hetero.add_argument("--rounds", type=int, default=11, metavar="N", help="of each way (default: %(default)s)")
-    hetero.add_argument("--json", action="store_true", help="print one JSON object a row and nothing else")
-    hetero.add_argument("--plot", default="", metavar="FILE", help="draw the rows as well; needs kvflow[bench]")
+    add_common_arguments(hetero)
     hetero.set_defaults(measure=_hetero)
 
 
@@ -32,10 +29,7 @@ def _hetero(arguments: argparse.Namespace) -> str:
     from kvflow.cli.bench.hetero.measure import measure_hetero  # noqa: PLC0415 - `kvflow --help` works without numpy
     from kvflow.cli.bench.hetero.options import CASES, HeteroOptions, HeteroShape  # noqa: PLC0415 - as above
 
-    cases = tuple(CASES) if arguments.cases == "all" else tuple(arguments.cases.split(","))
-    unknown = [case for case in cases if case not in CASES]
-    if unknown:
-        raise ConfigError("no such case", unknown=unknown, cases=list(CASES))
+    cases = cases_of(arguments.cases, CASES)
     if min(arguments.tokens, arguments.layers, arguments.rounds) < 1 or arguments.tokens % PAGE_SIZE:
         raise ConfigError("options must be positive, and tokens fill whole pages", page_size=PAGE_SIZE)
     options = HeteroOptions(

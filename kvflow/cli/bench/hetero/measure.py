@@ -1,27 +1,20 @@
 """All of `kvflow bench hetero`."""
 
 import statistics
-import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-import anyio
 from msgspec import structs, to_builtins
 
-import kvflow
-from kvflow.cli.bench.hetero.options import CASES, DECODE, PREFILL, HeteroOptions, Load, Packing
-from kvflow.cli.bench.pair.pair import WrongBytes
-from kvflow.cli.bench.rows import Measured, Row, compare
+from kvflow.cli.bench.hetero.options import CASES, WAYS, HeteroOptions, Load
+from kvflow.cli.bench.rows import Measured, Row, compare, there_and_back
 from kvflow.cli.bench.workers.process import WorkerProcess
-
-if sys.version_info < (3, 11):
-    from exceptiongroup import BaseExceptionGroup
+from kvflow.cli.bench.workers.sides import WrongBytes, open_sides
+from kvflow.config import Packing
 
 __all__ = ["measure_hetero"]
 
 MODULE: Final = "kvflow.cli.bench.hetero.worker"
-WAYS: Final[tuple[Packing, ...]] = ("never", "always", "auto")
 
 
 class Round(NamedTuple):
@@ -74,21 +67,6 @@ class Sides:
             raise WrongBytes("wrong bytes have arrived", packing=packing, case=self._decode.options.case)
 
 
-@asynccontextmanager
-async def _open_sides(options: HeteroOptions) -> AsyncIterator[Sides]:
-    try:
-        async with kvflow.Registry() as registry, anyio.create_task_group() as tasks, AsyncExitStack() as stack:
-            workers = []
-            for side in (PREFILL, DECODE):
-                own = structs.replace(options, side=side, registry=registry.endpoint)
-                workers.append(await stack.enter_async_context(WorkerProcess(own, tasks, MODULE)))
-            for worker in workers:
-                await worker.expect_ready()
-            yield Sides(*workers)
-    except BaseExceptionGroup as group:  # what went wrong first; the rest is what it brought down
-        raise group.exceptions[0] from group
-
-
 async def measure_hetero(
     options: HeteroOptions, cases: Sequence[str], rounds: int, report: Callable[[Row], None]
 ) -> list[Row]:
@@ -106,13 +84,13 @@ async def measure_hetero(
     """
     rows: list[Row] = []
     for case in cases:
-        async with _open_sides(structs.replace(options, case=case)) as sides:
+        async with open_sides(structs.replace(options, case=case), MODULE) as workers:
+            sides = Sides(*workers)
             for way in WAYS:
                 await sides.check(way)
             played: dict[Packing, list[Round]] = {way: [] for way in WAYS}
-            for number in range(rounds):
-                for way in WAYS if number % 2 == 0 else reversed(WAYS):
-                    played[way].append(await sides.play(way))
+            for way in there_and_back(WAYS, rounds):
+                played[way].append(await sides.play(way))
         for row in _rows(options, case, played):
             report(row)
             rows.append(row)

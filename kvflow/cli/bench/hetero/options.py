@@ -4,14 +4,12 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["CASES", "DECODE", "PREFILL", "Case", "HeteroOptions", "HeteroShape", "Load", "Packing", "Side", "SideName"]
+from kvflow.cli.bench.workers.options import PREFILL, SideOptions
+from kvflow.config import Packing
 
-SideName = Literal["prefill", "decode"]
+__all__ = ["CASES", "WAYS", "Case", "HeteroOptions", "HeteroShape", "Load", "Side"]
 
-PREFILL: Final = "prefill"
-DECODE: Final = "decode"
-
-Packing = Literal["never", "always", "auto"]
+WAYS: Final[tuple[Packing, ...]] = ("never", "always", "auto")
 
 Axes = Literal["NHD", "HND"]
 
@@ -56,27 +54,19 @@ class HeteroShape(msgspec.Struct, frozen=True, kw_only=True):
     head_bytes: int = 256
 
 
-class HeteroOptions(msgspec.Struct, frozen=True, kw_only=True):
+class HeteroOptions(SideOptions, frozen=True, kw_only=True):
     """One process.
 
     Attributes:
-        side: Which one.
-        registry: Address of the registry.
-        backend: Transport between the processes.
         case: Of `CASES`.
         tokens: Of each request; whole pages on both sides.
         tables: Requests that have pages of their own, in random order over the pool.
-        log: How to print kvflow's log to standard error.
     """
 
-    side: SideName = PREFILL
-    registry: str = ""
-    backend: str = "nixl"
     case: str = "tp4-tp2"
     shape: HeteroShape = HeteroShape()
     tokens: int = 512
     tables: int = 4
-    log: Literal["none", "console", "json"] = "none"
 
     @property
     def own(self) -> Side:

@@ -6,14 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.cli.bench.hetero.options import HeteroOptions
+from kvflow.cli.bench.patterns import WORD_BYTES, named
 from kvflow.geometry import Component, KVLayout, MemoryRange, Region, head_range
 
 __all__ = ["RankPool"]
 
 TENSORS: Final = ("k", "v")
-WORD_BYTES: Final = 8
-PATTERN_STEP: Final = np.uint64(0x9E3779B97F4A7C15)
-"""Odd, so that no two cells of a pool are equal."""
 
 
 class RankPool:
@@ -62,8 +60,7 @@ class RankPool:
         options = self._options
         first = (request * len(self._tensors) + tensor) * options.tokens
         tokens = np.arange(first, first + options.tokens, dtype=np.uint64).reshape(-1, self._side.page_size)
-        cells = np.add.outer(tokens * np.uint64(options.shape.heads), np.arange(*self._heads, dtype=np.uint64))
-        return np.asarray((cells + np.uint64(1)) * PATTERN_STEP, np.uint64)
+        return named(np.add.outer(tokens * np.uint64(options.shape.heads), np.arange(*self._heads, dtype=np.uint64)))
 
     def _layout(self) -> KVLayout:
         shape, size = self._options.shape, self._side.page_size

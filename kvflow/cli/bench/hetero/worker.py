@@ -14,14 +14,16 @@ import anyio.to_thread
 import msgspec
 
 import kvflow
-from kvflow.cli.bench.hetero.options import PREFILL, HeteroOptions, Load, Packing
+from kvflow.cli.bench.hetero.options import WAYS, HeteroOptions, Load
 from kvflow.cli.bench.hetero.pool import RankPool
+from kvflow.cli.bench.workers.options import PREFILL
+from kvflow.cli.bench.workers.serving import next_order, run_worker
 from kvflow.cli.demo.line import PipeLine
+from kvflow.config import Packing
 
 __all__ = ["main"]
 
 LOOK_S: Final = 0.0005
-WAYS: Final[tuple[Packing, ...]] = ("never", "always", "auto")
 
 
 class PrefillSide:
@@ -127,7 +129,7 @@ class HeteroWorker:
                 pass
 
     async def _obey(self) -> bool:
-        match await anyio.to_thread.run_sync(self._hear):
+        match await next_order(self._line):
             case {"do": "play", "load": load}:
                 told = msgspec.convert(load, Load)
                 self._line.report("played", room=told.first_room, **await self._side.play(told))
@@ -141,12 +143,6 @@ class HeteroWorker:
                 return False
         return True
 
-    def _hear(self) -> dict[str, Any]:
-        try:
-            return self._line.receive()
-        except EOFError:  # whoever started this process is gone
-            return {"do": "leave"}
-
     def _has_arrived(self) -> bool:
         requests = range(self._options.tables)
         return all(pool.has_arrived(request) for pool in self._pools for request in requests)
@@ -158,12 +154,7 @@ def main() -> int:
     Returns:
         The exit code.
     """
-    line = PipeLine()
-    options = msgspec.json.decode(sys.argv[1], type=HeteroOptions)
-    if options.log != "none":
-        kvflow.configure_logging(options.log)
-    anyio.run(HeteroWorker(options, line).serve)
-    return 0
+    return run_worker(HeteroWorker, HeteroOptions)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,9 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["DECODE", "MAX_TABLES", "PREFILL", "SHAPES", "Load", "PairOptions", "Shape", "SideName", "Table", "Way"]
+from kvflow.cli.bench.workers.options import SideOptions
 
-SideName = Literal["prefill", "decode"]
-
-PREFILL: Final = "prefill"
-DECODE: Final = "decode"
+__all__ = ["MAX_TABLES", "SHAPES", "Load", "PairOptions", "Shape", "Table", "Way"]
 
 Table = Literal["contiguous", "random"]
 
@@ -60,24 +57,16 @@ SHAPES: Final = {
 """By name; `tiny` is for tests."""
 
 
-class PairOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of a pair.
+class PairOptions(SideOptions, frozen=True, kw_only=True):
+    """One process of a pair; its transport is "nixl" or "mooncake".
 
     Attributes:
-        side: Which one.
-        registry: Address of the registry.
-        backend: Transport, "nixl" or "mooncake".
         shape: Of `SHAPES`.
         slots: Pages of its pool.
-        log: How to print kvflow's log to standard error.
     """
 
-    side: SideName = PREFILL
-    registry: str = ""
-    backend: str = "nixl"
     shape: str = "llama3-8b"
     slots: int = 2
-    log: Literal["none", "console", "json"] = "none"
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

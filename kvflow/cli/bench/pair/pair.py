@@ -1,32 +1,24 @@
 """Both processes as the one who measures sees them: a round is played on both sides, through kvflow or without it."""
 
-import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-import anyio
 from msgspec import structs, to_builtins
 
-import kvflow
-from kvflow.cli.bench.pair.options import DECODE, PREFILL, Load, PairOptions, Way
+from kvflow.cli.bench.pair.options import Load, PairOptions, Way
+from kvflow.cli.bench.rows import there_and_back
+from kvflow.cli.bench.workers.options import DECODE, PREFILL
 from kvflow.cli.bench.workers.process import Report, WorkerProcess
-from kvflow.errors import KvflowError
+from kvflow.cli.bench.workers.sides import WrongBytes, open_sides
 
-if sys.version_info < (3, 11):
-    from exceptiongroup import BaseExceptionGroup
-
-__all__ = ["Pair", "Round", "WrongBytes", "open_pair", "rounds_in_turn"]
+__all__ = ["Pair", "Round", "open_pair", "rounds_in_turn"]
 
 MODULE: Final = "kvflow.cli.bench.pair.worker"
 
 ANSWER_S: Final = 300.0
 """How long a round may take, or filling gigabytes with a pattern on a busy machine."""
-
-
-class WrongBytes(KvflowError):
-    """What has arrived is not what was sent: nothing that was measured is worth anything."""
 
 
 @dataclass(frozen=True)
@@ -112,43 +104,25 @@ def _round(load: Load, prefill: Report, decode: Report) -> Round:
 
 @asynccontextmanager
 async def open_pair(options: PairOptions) -> AsyncIterator[Pair]:
-    """Start both processes and a registry, and end them on exit.
-
-    Raises:
-        WorkerFailed: A process hangs, or ended with an error or with something on its standard error.
-    """
-    try:
-        async with kvflow.Registry() as registry, anyio.create_task_group() as tasks, AsyncExitStack() as stack:
-            workers = []
-            for side in (PREFILL, DECODE):
-                own = structs.replace(options, side=side, registry=registry.endpoint)
-                workers.append(await stack.enter_async_context(WorkerProcess(own, tasks, MODULE, ANSWER_S)))
-            for worker in workers:
-                await worker.expect_ready()
-            pair = Pair(*workers)
-            await pair.connect()
-            yield pair
-    except BaseExceptionGroup as group:  # what went wrong first; the rest is what it brought down
-        raise group.exceptions[0] from group
+    """Start both processes and a registry, and end them on exit; errors as in `open_sides`."""
+    async with open_sides(options, MODULE, ANSWER_S) as workers:
+        pair = Pair(*workers)
+        await pair.connect()
+        yield pair
 
 
-async def rounds_in_turn(
-    pair: Pair, loads: dict[Way, Load], rounds: int, on_round: Callable[[int], None] = lambda _number: None
-) -> dict[Way, list[Round]]:
-    """Check the bytes of each way once, then play rounds of all of them in turn, there and back (A B B A ...).
+async def rounds_in_turn(pair: Pair, loads: dict[Way, Load], rounds: int) -> dict[Way, list[Round]]:
+    """Check the bytes of each way once, then play rounds of all of them in turn.
 
     Args:
         pair: Who plays.
         loads: By way; equal but for it.
         rounds: Of each way.
-        on_round: Told when a round of every way has been played.
     """
     for way, load in loads.items():
         if way != "memcpy":
             await pair.check(structs.replace(load, count=load.tables))
     played: dict[Way, list[Round]] = {way: [] for way in loads}
-    for number in range(rounds):
-        for way in list(loads) if number % 2 == 0 else reversed(loads):
-            played[way].append(await pair.play(loads[way]))
-        on_round(number + 1)
+    for way in there_and_back(list(loads), rounds):
+        played[way].append(await pair.play(loads[way]))
     return played

@@ -6,14 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.cli.bench.pair.options import SHAPES, Load, PairOptions, Shape
+from kvflow.cli.bench.patterns import WORD_BYTES, named
 from kvflow.geometry import Component, KVLayout, MemoryRange, Region
 
 __all__ = ["Pages", "PairPool", "Tables", "slots_for", "tables_of"]
-
-PATTERN_STEP: Final = np.uint64(0x9E3779B97F4A7C15)
-"""Odd, so that no two words of a pool are equal."""
-
-WORD_BYTES: Final = 8
 
 BLOCK_WORDS: Final = 2**16
 """Patterns are worked out in pieces that fit into a cache."""
@@ -106,7 +102,7 @@ class PairPool:
         """What a source has in some pages of a tensor: each word names its place."""
         words = self.shape.page_bytes // WORD_BYTES
         firsts = number * self._tensor_words + pages * words
-        return _named(np.add.outer(firsts, np.arange(words)).astype(np.uint64))
+        return named(np.add.outer(firsts, np.arange(words)).astype(np.uint64))
 
     def _layout(self) -> KVLayout:
         shape, ranges = self.shape, self.ranges
@@ -131,9 +127,4 @@ class PairPool:
 
 
 def _names(start: int, stop: int) -> NDArray[np.uint64]:
-    return _named(np.arange(start, stop, dtype=np.uint64))
-
-
-def _named(places: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    names: NDArray[np.uint64] = (places + np.uint64(1)) * PATTERN_STEP
-    return names
+    return named(np.arange(start, stop, dtype=np.uint64))

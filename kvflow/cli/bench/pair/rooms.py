@@ -7,8 +7,9 @@ from typing import Final
 import anyio
 
 import kvflow
-from kvflow.cli.bench.pair.options import PREFILL, Load
+from kvflow.cli.bench.pair.options import Load
 from kvflow.cli.bench.pair.pool import Tables
+from kvflow.cli.bench.workers.options import PREFILL
 
 __all__ = ["receive_rooms", "send_rooms"]
 

@@ -18,9 +18,11 @@ import numpy as np
 import kvflow
 from kvflow.cli.bench.bare.endpoint import BareEndpoint
 from kvflow.cli.bench.bare.loops import Napper, receive_announced, receive_lanes, send_announced, send_lanes
-from kvflow.cli.bench.pair.options import PREFILL, Load, PairOptions
+from kvflow.cli.bench.pair.options import Load, PairOptions
 from kvflow.cli.bench.pair.pool import PairPool, Tables, tables_of
 from kvflow.cli.bench.pair.rooms import receive_rooms, send_rooms
+from kvflow.cli.bench.workers.options import PREFILL
+from kvflow.cli.bench.workers.serving import next_order, run_worker
 from kvflow.cli.demo.line import PipeLine
 
 __all__ = ["main"]
@@ -79,7 +81,7 @@ class PairWorker:
         return BareNixl(name, self._pool)
 
     async def _obey(self) -> bool:
-        match await anyio.to_thread.run_sync(self._hear):
+        match await next_order(self._line):
             case {"do": "connect", "address": address}:
                 await self._beside(self._bare.connect, bytes.fromhex(address))
                 self._line.report("connected", room=0)
@@ -94,12 +96,6 @@ class PairWorker:
             case _:
                 return False
         return True
-
-    def _hear(self) -> dict[str, Any]:
-        try:
-            return self._line.receive()
-        except EOFError:  # whoever started this process is gone
-            return {"do": "leave"}
 
     async def _play(self, load: Load) -> None:
         """Play this side of one round, and report when its requests began or ended, and what it cost."""
@@ -187,12 +183,7 @@ def main() -> int:
     Returns:
         The exit code.
     """
-    line = PipeLine()
-    options = msgspec.json.decode(sys.argv[1], type=PairOptions)
-    if options.log != "none":
-        kvflow.configure_logging(options.log)
-    anyio.run(PairWorker(options, line).serve)
-    return 0
+    return run_worker(PairWorker, PairOptions)
 
 
 if __name__ == "__main__":

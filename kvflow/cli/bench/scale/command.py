@@ -4,7 +4,7 @@ import argparse
 
 import anyio
 
-from kvflow.cli.bench.comparisons import counts, shown
+from kvflow.cli.bench.comparisons import add_output_arguments, cases_of, counts, shown
 from kvflow.errors import ConfigError
 
 __all__ = ["add_arguments"]
@@ -13,9 +13,7 @@ __all__ = ["add_arguments"]
 def add_arguments(cases: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the measurement and its options."""
     scale = cases.add_parser("scale", help="cost and memory of a transfer among many, and with many peers")
-    scale.add_argument(
-        "--cases", default="memory,in-flight,peers,waiting", metavar="NAME,...", help="some of them (default: all)"
-    )
+    scale.add_argument("--cases", default="all", metavar="NAME,...", help="some of them (default: %(default)s)")
     scale.add_argument(
         "--in-flight", type=counts, default=(10, 100, 1_000, 10_000), metavar="N,...", help="default: 10 to 10000"
     )
@@ -26,14 +24,13 @@ def add_arguments(cases: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     scale.add_argument(
         "--seconds", type=float, default=20.0, metavar="S", help="for what waiting costs (default: %(default)s)"
     )
-    scale.add_argument("--json", action="store_true", help="print one JSON object a row and nothing else")
-    scale.add_argument("--plot", default="", metavar="FILE", help="draw the rows as well; needs kvflow[bench]")
+    add_output_arguments(scale)
     scale.set_defaults(measure=_scale)
 
 
 def _scale(arguments: argparse.Namespace) -> str:
     from kvflow.cli.bench.scale.cost import CostSettings  # noqa: PLC0415 - `kvflow --help` works without numpy
-    from kvflow.cli.bench.scale.measure import measure_scale  # noqa: PLC0415 - as above
+    from kvflow.cli.bench.scale.measure import CASES, measure_scale  # noqa: PLC0415 - as above
 
     options = (arguments.waiting, arguments.rounds, arguments.transfers, arguments.seconds)
     if min(options) <= 0:
@@ -45,5 +42,5 @@ def _scale(arguments: argparse.Namespace) -> str:
         transfers=arguments.transfers,
         standing_s=arguments.seconds,
     )
-    cases = arguments.cases.split(",")
+    cases = cases_of(arguments.cases, CASES)
     return shown(arguments, lambda report: anyio.run(measure_scale, settings, arguments.waiting, cases, report))

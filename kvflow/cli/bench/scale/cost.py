@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 import anyio
 from msgspec import structs
 
-from kvflow.cli.bench.rows import Measured, Row, compare
+from kvflow.cli.bench.rows import Measured, Row, compare, there_and_back
 from kvflow.cli.bench.scale.rooms import Rooms, deploy
 
 __all__ = ["CostSettings", "measure_in_flight", "measure_peers", "measure_standing"]
@@ -97,10 +97,8 @@ async def measure_standing(settings: CostSettings, report: Callable[[Row], None]
 async def _measure(cases: Sequence[_Case], settings: CostSettings) -> list[list[_Cost]]:
     """Give the costs of each case, one for each round."""
     costs: list[list[_Cost]] = [[] for _ in cases]
-    for number in range(settings.rounds):
-        order = range(len(cases)) if number % 2 == 0 else reversed(range(len(cases)))
-        for index in order:
-            costs[index].append(await _measure_once(cases[index], settings.transfers))
+    for index in there_and_back(range(len(cases)), settings.rounds):
+        costs[index].append(await _measure_once(cases[index], settings.transfers))
     return costs
 
 

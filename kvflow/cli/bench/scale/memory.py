@@ -5,13 +5,11 @@ be seen. The engine's own objects (a list of all rooms, and their page tables) a
 """
 
 import gc
-import resource
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import anyio
@@ -20,6 +18,7 @@ from anyio.abc import TaskGroup
 
 import kvflow
 from kvflow import blocking
+from kvflow.cli.bench.resident import resident_bytes
 from kvflow.cli.bench.rows import Measured, Row, compare
 from kvflow.cli.bench.scale.rooms import (
     PAGES,
@@ -202,11 +201,6 @@ class _BlockingSides(NamedTuple):
         return statistics.waiting_grants if case == "blocking-granted" else statistics.rooms
 
 
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
-
-
 def _allocated_bytes() -> int:
     return tracemalloc.get_traced_memory()[0]
 
@@ -220,7 +214,7 @@ def main() -> int:
     case, method, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
     if method == "tracemalloc":
         tracemalloc.start()
-    in_use = _allocated_bytes if method == "tracemalloc" else _resident_bytes
+    in_use = _allocated_bytes if method == "tracemalloc" else resident_bytes
     if case.startswith("blocking"):
         held = _measure_blocking(case, count, in_use)
     else:

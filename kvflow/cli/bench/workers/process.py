@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import anyio
 import msgspec
@@ -16,19 +16,15 @@ from anyio.abc import Process, TaskGroup
 from anyio.streams.buffered import BufferedByteReceiveStream
 from typing_extensions import Self
 
-from kvflow.cli.bench.hetero.options import HeteroOptions
-from kvflow.cli.bench.pair.options import PairOptions
-from kvflow.cli.bench.workers.options import WorkerOptions
+from kvflow.cli.bench.workers.options import AnyOptions
 from kvflow.errors import KvflowError
 
-__all__ = ["Report", "WorkerFailed", "WorkerProcess"]
+__all__ = ["ANSWER_S", "Report", "WorkerFailed", "WorkerProcess"]
 
 MAX_LINE_BYTES = 2**20
 ANSWER_S = 60.0
 
 Report = dict[str, Any]
-
-AnyOptions = TypeVar("AnyOptions", WorkerOptions, PairOptions, HeteroOptions)
 
 
 class WorkerFailed(KvflowError):

@@ -5,7 +5,6 @@ times on the machine's monotonic clock, which all processes of a machine share.
 """
 
 import os
-import resource
 import sys
 import threading
 import time
@@ -16,12 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
-import msgspec
 from anyio.abc import TaskGroup
 
 import kvflow
+from kvflow.cli.bench.resident import resident_bytes
 from kvflow.cli.bench.workers.options import PREFILL, WorkerOptions
 from kvflow.cli.bench.workers.pool import PagePool
+from kvflow.cli.bench.workers.serving import next_order, run_worker
 from kvflow.cli.demo.line import PipeLine
 from kvflow.errors import Stage
 
@@ -78,7 +78,7 @@ class Worker:
                 pass
 
     async def _obey(self, tasks: TaskGroup) -> bool:
-        match await anyio.to_thread.run_sync(self._hear):
+        match await next_order(self._line):
             case {"do": "transfer", "room": room}:
                 tasks.start_soon(self._transfer, room)
             case {"do": "abort", "room": room}:
@@ -89,12 +89,6 @@ class Worker:
             case _:
                 return False
         return True
-
-    def _hear(self) -> dict[str, Any]:
-        try:
-            return self._line.receive()
-        except EOFError:  # whoever started this process is gone
-            return {"do": "leave"}
 
     async def _transfer(self, room: int) -> None:
         """Run one transfer, whatever becomes of it."""
@@ -206,7 +200,7 @@ class Worker:
             "oddities": statistics.oddities,
             "fds": len(list(Path("/proc/self/fd").iterdir())),
             "threads": _num_threads(),
-            "rss_mb": _resident_bytes() / 1e6,
+            "rss_mb": resident_bytes() / 1e6,
         }
 
 
@@ -214,10 +208,6 @@ def _num_threads() -> int:
     """Threads of this process, without those that anyio keeps for a while after each use."""
     lent = [thread for thread in threading.enumerate() if thread.name == "AnyIO worker thread"]
     return len(list(Path("/proc/self/task").iterdir())) - len(lent)
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * resource.getpagesize()
 
 
 @contextmanager
@@ -242,12 +232,7 @@ def main() -> int:
     Returns:
         The exit code.
     """
-    line = PipeLine()
-    options = msgspec.json.decode(sys.argv[1], type=WorkerOptions)
-    if options.log != "none":
-        kvflow.configure_logging(options.log)
-    anyio.run(Worker(options, line).serve)
-    return 0
+    return run_worker(Worker, WorkerOptions)
 
 
 if __name__ == "__main__":

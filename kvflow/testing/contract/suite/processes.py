@@ -16,7 +16,7 @@ from kvflow.geometry.plan import Descriptors
 from kvflow.testing.contract.base import ContractBase, write
 from kvflow.testing.endpoints import Endpoint, fresh_name, rows
 
-__all__ = ["ProcessContract"]
+__all__ = ["PIECE", "ProcessContract", "Target"]
 
 PIECE = 2**20
 NUM_PIECES = 32
