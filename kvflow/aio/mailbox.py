@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 __all__ = ["Mailbox"]
@@ -11,11 +11,16 @@ Item = TypeVar("Item")
 
 
 class Mailbox(Generic[Item]):
-    """Items that any thread puts in and one task takes out. Create it on the event loop that takes."""
+    """Items that any thread puts in and one task takes out. Create it on the event loop that takes.
 
-    def __init__(self) -> None:
+    Args:
+        call_soon: Has something called on that event loop, from any thread; its own way by default.
+    """
+
+    def __init__(self, call_soon: Callable[[Callable[[], None]], object] | None = None) -> None:
         self._items: deque[Item] = deque()
         self._loop = asyncio.get_running_loop()
+        self._call_soon = call_soon or self._loop.call_soon_threadsafe
         self._is_waking = False
         self._taker: asyncio.Future[None] | None = None
         self._error: Exception | None = None
@@ -39,7 +44,7 @@ class Mailbox(Generic[Item]):
             return
         self._is_waking = True
         try:
-            self._loop.call_soon_threadsafe(self._set)
+            self._call_soon(self._set)
         except RuntimeError:  # the loop is closed: nobody will take anything any more
             self._items.clear()
 

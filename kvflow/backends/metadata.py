@@ -49,19 +49,21 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
             BackendError: Naming the first row that does not fit.
         """
         starts, lengths = self._bounds
-        owner = np.searchsorted(starts, rows[:, 0], side="right") - 1
-        offset = rows[:, 0] - starts[owner]  # wraps where owner is -1; such rows are refused by that alone
-        inside = (owner >= 0) & (offset <= lengths[owner]) & (rows[:, 1] <= lengths[owner] - offset)
-        inside &= (rows[:, 1] > 0) & (rows[:, 2] == self.device_id)
-        if not inside.all():
-            address, length, device = (int(word) for word in rows[np.flatnonzero(~inside)[0]])
-            raise BackendError("range is not registered", side=side, address=hex(address), length=length, device=device)
+        address, length, device = rows[:, 0], rows[:, 1], rows[:, 2]
+        owner = starts.searchsorted(address, side="right") - 1
+        offset, room = address - starts[owner], lengths[owner]
+        inside = (offset <= room) & (length - np.uint64(1) < room - offset) & (device == self.device_id)
+        if not np.logical_and.reduce(inside):
+            first = [int(word) for word in rows[np.flatnonzero(~inside)[0]]]
+            raise BackendError(
+                "range is not registered", side=side, address=hex(first[0]), length=first[1], device=first[2]
+            )
 
     @functools.cached_property
     def _bounds(self) -> tuple[Words, Words]:
-        """Where the ranges start, and how long they are."""
-        starts = np.array([memory.address for memory in self.ranges], np.uint64)
-        return starts, np.array([memory.length for memory in self.ranges], np.uint64)
+        """Where the ranges start, and how long they are; the first one is none and owns what lies before all others."""
+        starts = np.array([0, *(memory.address for memory in self.ranges)], np.uint64)
+        return starts, np.array([0, *(memory.length for memory in self.ranges)], np.uint64)
 
 
 class PeerMetadata(msgspec.Struct, frozen=True):

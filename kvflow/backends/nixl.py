@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from kvflow.aio.doorbell import Doorbell
 from kvflow.aio.mailbox import Mailbox
 from kvflow.backends.base import Backend, BackendEvent, Capabilities
 from kvflow.backends.host import host_view
@@ -108,8 +109,8 @@ class NixlBackend(Backend):
 
     @override
     async def open(self, agent_name: str) -> None:
-        mailbox: Mailbox[BackendEvent] = Mailbox()
-        self._mailbox = mailbox
+        self._doorbell = Doorbell()
+        self._mailbox = mailbox = Mailbox[BackendEvent](self._doorbell.call_soon)
         self._owner = OwnerThread(f"kvflow-nixl-{agent_name}", self._break_down, **self._intervals)
         options = (self._plugin, self._plugin_options, self._environment)
         create = functools.partial(NixlAgent, agent_name, *options, mailbox)
@@ -119,6 +120,7 @@ class NixlBackend(Backend):
             owner, self._owner = self._owner, None
             with anyio.CancelScope(shield=True):
                 await owner.stop()
+            self._doorbell.close()
             raise
         self._owner.submit(functools.partial(self._owner.adopt, self._agent))
 
@@ -186,6 +188,7 @@ class NixlBackend(Backend):
             await owner.call(functools.partial(self._agent.close, self._close_timeout_s))
             self._agent = None
         await owner.stop()
+        self._doorbell.close()
         return self._mailbox.take_nowait()
 
     def _break_down(self, error: Exception) -> None:

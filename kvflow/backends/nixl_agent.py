@@ -107,7 +107,8 @@ class NixlAgent:
         api = _import_api()
         self._log = get_logger(agent=name)
         self._mailbox = mailbox
-        self._emit = mailbox.put
+        self._news: list[BackendEvent] = []
+        self._emit = self._news.extend
         self._not_found = api.nixlBind.nixlNotFoundError
         self._disconnected = api.nixlBind.nixlRemoteDisconnectError
         # Threads of the plugin's own post in an order that nobody knows, so that no post is a fence for another.
@@ -176,10 +177,16 @@ class NixlAgent:
 
     def post(self, post_id: int, peer: str, kind: str, descriptors: Descriptors, notice: bytes) -> None:
         """Begin a write; what becomes of it is told as events."""
+        post = self._prepare(post_id, peer, kind, descriptors, notice)
+        self._hand_on()  # the next call may take long
+        if post is not None:
+            self._follow(post, self._agent.transfer)
+
+    def _prepare(self, post_id: int, peer: str, kind: str, descriptors: Descriptors, notice: bytes) -> _Post | None:
         connection = self._connections.get(peer)
         if connection is None or connection.has_failed:
             self._emit([PostEnded(post_id, "the connection to the peer has failed; it must be greeted anew")])
-            return
+            return None
         try:
             handle = self._agent.initialize_xfer(
                 "WRITE",
@@ -191,10 +198,9 @@ class NixlAgent:
         except Exception as error:  # noqa: BLE001 - nothing was posted; the caller learns it as an event
             connection.has_erred = True
             self._emit([PostEnded(post_id, _text(error))])
-            return
-        post = _Post(post_id, connection, handle, self._num_posts)
+            return None
         self._num_posts += 1
-        self._follow(post, self._agent.transfer)
+        return _Post(post_id, connection, handle, self._num_posts - 1)
 
     def watch(self, active: bool) -> None:
         """Poll sharply, or not."""
@@ -206,6 +212,7 @@ class NixlAgent:
 
     def poll(self) -> bool:
         """Let the library make progress, and tell what has happened; say whether anything has."""
+        self._hand_on()
         num_running = len(self._running)
         self._poll_posts()
         notices = self._agent.get_new_notifs()
@@ -213,6 +220,7 @@ class NixlAgent:
             self._emit([NoticeArrived(payload) for payloads in notices.values() for payload in payloads])
         self._end_failed()
         self._remove_leaving()
+        self._hand_on()
         return bool(notices) or len(self._running) != num_running
 
     def close(self, timeout_s: float) -> None:
@@ -230,6 +238,13 @@ class NixlAgent:
         self._agent = None
         # What was on its way goes on landing for about 100 ms, and nothing tells when it has stopped.
         self._emit([PostEnded(post_id, "stopped by closing the endpoint", lingers=True) for post_id in stopped])
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Put what has happened into the mailbox: not one by one, because each time wakes the event loop."""
+        if self._news:
+            self._mailbox.put(self._news)
+            self._news.clear()
 
     def _part_with_everybody(self) -> None:
         """Remove every peer, and let the library finish with it.

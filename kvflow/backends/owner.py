@@ -6,7 +6,7 @@ while something is expected and rarely otherwise.
 
 What is expected may be long in coming: a decode rank waits for the prefill of its request. So the longer nothing has
 happened, the longer are the pauses, in proportion: polling adds a few hundredths to whatever is waited for. And when
-something has just happened, the next thing is not looked for before half of the shortest recent gap has passed.
+something has just happened, the next thing is not looked for before most of the shortest recent gap has passed.
 """
 
 import asyncio
@@ -26,8 +26,11 @@ Result = TypeVar("Result")
 COMMANDS_PER_ROUND = 32
 """Commands run before polling is due again, so that a burst of posts does not hold up completions."""
 
-PAUSE_PER_WAIT: Final = 0.03
+PAUSE_PER_WAIT: Final = 0.015
 """A pause between polls as a part of the time for which nothing has happened."""
+
+LULL: Final = 0.8
+"""No poll for this part of the shortest recent gap after something was found."""
 
 GAPS: Final = 8
 """Recent gaps between polls that found something; the shortest of them says how soon the next one may."""
@@ -150,7 +153,7 @@ class OwnerThread:
         if not self._agent.is_busy():
             return self._idle_interval_s
         now = time.monotonic()
-        lull_s = min(self._gaps) / 2 - (now - self._found_at)
+        lull_s = LULL * min(self._gaps) - (now - self._found_at)
         pause_s = max(lull_s, PAUSE_PER_WAIT * (now - self._happened_at))
         return max(self._busy_interval_s, min(pause_s, self._quiet_interval_s))
 

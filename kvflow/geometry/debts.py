@@ -28,6 +28,11 @@ class Debt(NamedTuple):
     layer_bytes: Mapping[int, LayerBytes] = _NO_LAYERS
 
     @property
+    def is_whole(self) -> bool:
+        """Both sides hold every token."""
+        return self.src.size == self.dst.size == 1
+
+    @property
     def highest_layer(self) -> int:
         """The last layer that is owed; 0 if that is not known."""
         return max((costs.layers[-1] for costs in self.layer_bytes.values()), default=0)
@@ -53,9 +58,12 @@ class Debt(NamedTuple):
         """
         total = 0
         for tokens_per_cell, cost in self.cell_bytes.items():
-            cells = cell_range(tokens, tokens_per_cell, closing=closing)
-            shards = self.src.in_cells(tokens_per_cell), self.dst.in_cells(tokens_per_cell)
-            total += cost * count_shared(cells, *shards)
+            start, stop = cell_range(tokens, tokens_per_cell, closing=closing)
+            if self.is_whole:
+                total += cost * (stop - start)
+            else:
+                shards = self.src.in_cells(tokens_per_cell), self.dst.in_cells(tokens_per_cell)
+                total += cost * count_shared((start, stop), *shards)
         return total
 
 

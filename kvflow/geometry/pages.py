@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvflow.errors import PlanError
 from kvflow.geometry.layout import Component, KVLayout
-from kvflow.geometry.tokens import WHOLE, SharedRuns, TokenRange, TokenShard, check_range, held_range, shared_runs
+from kvflow.geometry.tokens import WHOLE, TokenRange, TokenShard, check_range, held_range, shared_runs
 
 __all__ = [
     "PageIndices",
@@ -121,13 +121,14 @@ def check_part(component: Component, part: Part, *, distinct: bool = False) -> P
         raise PlanError("a slot moves whole or not at all", component=component.name, rows=part.tokens, whole=whole)
     array = _as_integers(component, part.pages)
     held = held_range(part.tokens, component.shard)
-    needed = pages_spanned(held, component.tokens_per_slot)
+    size = component.tokens_per_slot
+    needed = pages_spanned(held, size)
     if array.size != needed:
         raise PlanError(
             "page table does not match the token range",
             component=component.name,
             tokens=part.tokens,
-            page_size=component.tokens_per_slot,
+            page_size=size,
             pages=int(array.size),
             needed=needed,
         )
@@ -136,7 +137,7 @@ def check_part(component: Component, part: Part, *, distinct: bool = False) -> P
         _check_distinct(component, array)
     table = array.astype(np.uint32)
     table.flags.writeable = False
-    return PageTable(table, held[0] - held[0] % component.tokens_per_slot, component.tokens_per_slot, component.shard)
+    return PageTable(table, held[0] - held[0] % size, size, component.shard)
 
 
 def _as_integers(component: Component, pages: PageIndices) -> NDArray[Any]:
@@ -154,9 +155,8 @@ def _as_integers(component: Component, pages: PageIndices) -> NDArray[Any]:
 
 
 def _check_inside(component: Component, array: NDArray[Any]) -> None:
-    outside = (array < 0) | (array >= component.slots)
-    if outside.any():
-        position = int(np.argmax(outside))
+    if array.size and (np.minimum.reduce(array) < 0 or np.maximum.reduce(array) >= component.slots):
+        position = int(np.argmax((array < 0) | (array >= component.slots)))
         raise PlanError(
             "page is outside the pool",
             component=component.name,
@@ -167,9 +167,12 @@ def _check_inside(component: Component, array: NDArray[Any]) -> None:
 
 
 def _check_distinct(component: Component, array: NDArray[Any]) -> None:
-    values = np.sort(array)
+    if array.size < 2:
+        return
+    values = array.copy()
+    values.sort()
     repeats = values[1:] == values[:-1]
-    if repeats.any():
+    if np.logical_or.reduce(repeats):
         page = int(values[np.argmax(repeats)])
         raise PlanError(
             "page is listed twice",
@@ -186,9 +189,10 @@ def check_parts(parts: Mapping[str, Part], layout: KVLayout, *, distinct: bool =
         PlanError: A part is for an unknown component, or its table does not fit.
     """
     known = {component.name: component for component in layout.components}
-    unknown = sorted(set(parts) - set(known))
+    unknown = parts.keys() - known.keys()
     if unknown:
-        raise PlanError("pages are for a component that the layout does not have", given=unknown, known=sorted(known))
+        given = sorted(unknown)
+        raise PlanError("pages are for a component that the layout does not have", given=given, known=sorted(known))
     return {name: check_part(known[name], part, distinct=distinct) for name, part in parts.items()}
 
 
@@ -235,13 +239,12 @@ def pair_pages(tokens: TokenRange, src: PageTable, dst: PageTable, *, joined: bo
             )
     is_plain = src.page_size == dst.page_size and src.shard.size == dst.shard.size == 1
     if joined and is_plain and tokens[0] < tokens[1]:
-        runs = _joined_runs(tokens, src, dst)
-    else:
-        runs = shared_runs(tokens, src.shard, dst.shard, src.page_size, dst.page_size)
+        return _joined_runs(tokens, src, dst)
+    runs = shared_runs(tokens, src.shard, dst.shard, src.page_size, dst.page_size)
     return TokenRuns(*locate(runs.starts, src), *locate(runs.starts, dst), runs.lengths)
 
 
-def _joined_runs(tokens: TokenRange, src: PageTable, dst: PageTable) -> SharedRuns:
+def _joined_runs(tokens: TokenRange, src: PageTable, dst: PageTable) -> TokenRuns:
     """Cut a range only where either table does not go on with the next page of its pool."""
     start, stop = tokens
     size = src.page_size
@@ -249,11 +252,16 @@ def _joined_runs(tokens: TokenRange, src: PageTable, dst: PageTable) -> SharedRu
     src_pages = src.pages[first - src.first_token // size : last - src.first_token // size]
     dst_pages = dst.pages[first - dst.first_token // size : last - dst.first_token // size]
     breaks = (src_pages[1:] - src_pages[:-1] != 1) | (dst_pages[1:] - dst_pages[:-1] != 1)
-    inner = np.flatnonzero(breaks)
-    edges = np.empty(len(inner) + 2, np.uint64)
+    numbers = np.empty(np.count_nonzero(breaks) + 1, np.int64)
+    numbers[0] = 0
+    np.add(breaks.nonzero()[0], 1, out=numbers[1:])
+    edges = np.empty(len(numbers) + 1, np.uint64)
+    np.multiply(numbers + first, size, out=edges[:-1], casting="unsafe")
     edges[0], edges[-1] = start, stop
-    edges[1:-1] = (inner.astype(np.uint64) + np.uint64(first + 1)) * np.uint64(size)
-    return SharedRuns(edges[:-1], edges[1:] - edges[:-1])
+    within = np.zeros(len(numbers), np.uint64)
+    within[0] = start % size
+    src_slots, dst_slots = src_pages[numbers].astype(np.uint64), dst_pages[numbers].astype(np.uint64)
+    return TokenRuns(src_slots, within, dst_slots, within, edges[1:] - edges[:-1])
 
 
 def locate(starts: NDArray[np.uint64], table: PageTable) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:

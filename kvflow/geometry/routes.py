@@ -4,9 +4,12 @@ Compiled once for each pair of ranks, at the handshake. A *route* names cells by
 it does not depend on how either side lays them out; a *bound route* adds both layouts and is what the planner uses.
 """
 
+import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -180,7 +183,8 @@ class SlotGeometry(NamedTuple):
         return cls(region.slot_stride, region.tokens_per_slot, region.token_stride, region.head_stride)
 
 
-class Leg(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Leg:
     """Pieces of a route that differ only in where they start.
 
     Attributes:
@@ -205,22 +209,22 @@ class Leg(NamedTuple):
     src_bases: NDArray[np.uint64]
     dst_bases: NDArray[np.uint64]
 
-    @property
+    @functools.cached_property
     def heads_touch(self) -> bool:
         """The wanted heads of one token are contiguous on both sides."""
         return self.num_heads == 1 or self.src.head_stride == self.dst.head_stride == self.head_bytes
 
-    @property
+    @functools.cached_property
     def unit_bytes(self) -> int:
         """What is contiguous of one token: all wanted heads, or one."""
         return self.head_bytes * (self.num_heads if self.heads_touch else 1)
 
-    @property
+    @functools.cached_property
     def tokens_touch(self) -> bool:
         """These units of neighbouring cells of a page are contiguous on both sides."""
         return self.src.token_stride == self.dst.token_stride == self.unit_bytes
 
-    @property
+    @functools.cached_property
     def pages_touch(self) -> bool:
         """Whole pages that follow each other in a pool are contiguous on both sides."""
         strides = (self.src.page_bytes(self.tokens_per_cell), self.dst.page_bytes(self.tokens_per_cell))
@@ -246,8 +250,8 @@ class Leg(NamedTuple):
             return self
         start, stop = layers
         chosen = start <= self.layers if stop is None else (start <= self.layers) & (self.layers < stop)
-        return self._replace(
-            layers=self.layers[chosen], src_bases=self.src_bases[chosen], dst_bases=self.dst_bases[chosen]
+        return dataclasses.replace(
+            self, layers=self.layers[chosen], src_bases=self.src_bases[chosen], dst_bases=self.dst_bases[chosen]
         )
 
 
@@ -273,7 +277,9 @@ class BoundRoute(NamedTuple):
     def max_rows(self, component: str, num_tokens: int, layers: LayerRange = ALL_LAYERS) -> int:
         """Most descriptors that a plan of that many tokens, and of these layers, of a component can have."""
         debt = self.debts.get(component)
-        step = math.gcd(*(shard.interleave for shard in (debt.src, debt.dst) if shard.size > 1)) if debt else 0
+        step = 0
+        if debt is not None and not debt.is_whole:
+            step = math.gcd(*(shard.interleave for shard in (debt.src, debt.dst) if shard.size > 1))
         return sum(leg.of_layers(layers).max_rows(num_tokens, step) for leg in self.legs if leg.component == component)
 
 

@@ -4,6 +4,7 @@ A planned chunk asks the core for leave and is posted only if the core says so, 
 transfer that has ended in the meantime.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -140,6 +141,7 @@ class Submit:
         self._context.dispatch(PostDoubted(job.delivery, job.seq, failure))
 
 
+@functools.lru_cache(maxsize=4096)
 def agent_name(peer: PeerId) -> str:
     """The name under which a life of a rank is known to the transport."""
     return str(peer)

@@ -127,10 +127,12 @@ class ChunkQueue:
         """Take the job whose turn it is and open its credit; None if no peer's next job fits its window."""
         while self._candidates:
             peer = next(iter(self._candidates))
-            job, window = self._lanes[peer].next_job(), self._window(peer)
+            line, window = self._lanes[peer].next_line(), self._windows.get(peer)
+            job = line.jobs[0]
             pools = self._pools(job)
-            if window.admits(job.cost.packed if pools else job.cost) and all(pool.num_free for pool in pools):
-                return self._take(peer, pools, now)
+            cost = job.cost.packed if pools else job.cost
+            if (window is None or window.admits(cost)) and all(pool.num_free for pool in pools):
+                return self._take(peer, line, pools, now)
             del self._candidates[peer]
         return None
 
@@ -190,14 +192,13 @@ class ChunkQueue:
         self._forget_if_empty(delivery.peer)
         return num_dropped
 
-    def _take(self, peer: PeerId, pools: tuple[SlotPool, ...], now: float) -> ChunkJob:
-        job = self._lanes[peer].take(now)
+    def _take(self, peer: PeerId, line: "_Line", pools: tuple[SlotPool, ...], now: float) -> ChunkJob:
+        job = self._lanes[peer].take(line, now)
         if pools:
             job = replace(job, slots=JobSlots(*(pool.take() for pool in pools)))
         charge = job.cost.packed if pools else job.cost
         self._charges[job.delivery, job.seq] = charge
-        window = self._windows[peer] = self._window(peer)
-        window.begin(charge)
+        self._window(peer).begin(charge)
         self._num_jobs -= 1
         self._candidates.move_to_end(peer)
         self._forget_if_empty(peer)
@@ -209,8 +210,10 @@ class ChunkQueue:
             del self._candidates[peer]
 
     def _window(self, peer: PeerId) -> Window:
-        limits = self._limits
-        return self._windows.get(peer) or Window(limits.posts_per_peer, limits.bytes_per_peer, limits.rows_per_peer)
+        if peer not in self._windows:
+            limits = self._limits
+            self._windows[peer] = Window(limits.posts_per_peer, limits.bytes_per_peer, limits.rows_per_peer)
+        return self._windows[peer]
 
 
 class _Line(msgspec.Struct):
@@ -242,11 +245,7 @@ class _Lane:
         self._lines[job.delivery] = line = _Line(job.delivery, deque([job]))
         self._join(line, job.enqueued_at)
 
-    def next_job(self) -> ChunkJob:
-        return self._next_line().jobs[0]
-
-    def take(self, now: float) -> ChunkJob:
-        line = self._next_line()
+    def take(self, line: _Line, now: float) -> ChunkJob:
         self._leave(line)
         job = line.jobs.popleft()
         if line.jobs:
@@ -262,7 +261,7 @@ class _Lane:
         self._leave(line)
         return len(line.jobs)
 
-    def _next_line(self) -> _Line:
+    def next_line(self) -> _Line:
         firsts = [next(iter(rotation.values())) for rotation in self._rotations if rotation]
         return min(firsts, key=lambda line: line.place)
 

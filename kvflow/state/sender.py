@@ -53,7 +53,7 @@ class Delivery:
     def pending(self) -> Pending:
         """What has not come yet."""
         is_pending = self.state.is_pending
-        return Pending(is_pending, is_pending and bool(self._posted), self.is_unanswered)
+        return Pending(is_pending, is_pending and bool(self._posted), is_pending and self.state.is_safe)
 
     @property
     def is_unanswered(self) -> bool:
@@ -343,6 +343,8 @@ class Sender:
 
     def _review(self) -> list[Effect]:
         """Draw the room's conclusion from its deliveries; report when a fact has changed."""
+        if self.state.is_going_on and self._is_all_going_on():
+            return []
         before = (self.state.outcome, self.state.memory)
         states = [delivery.state for delivery in self.deliveries.values()]
         has_all = self.is_finished and len(states) == self._num_decode_ranks
@@ -356,6 +358,10 @@ class Sender:
             self.state.apply(Signal.DOUBTED)
         after = (self.state.outcome, self.state.memory)
         return [self._report()] if after != before else []
+
+    def _is_all_going_on(self) -> bool:
+        """No delivery, if there are any, has come to anything yet."""
+        return all(delivery.state.is_going_on for delivery in self.deliveries.values())
 
     def _report(self) -> Effect:
         return ReportSender(self.room, self.state.outcome, self.state.memory, self.failure)

@@ -310,6 +310,11 @@ class TransferState:
         return self._outcome is Outcome.PENDING
 
     @property
+    def is_going_on(self) -> bool:
+        """Nothing is decided, and the pages are needed."""
+        return self._outcome is Outcome.PENDING and self._memory is Memory.HELD
+
+    @property
     def is_safe(self) -> bool:
         """Nobody can touch the pages any more."""
         return self._memory is Memory.SAFE

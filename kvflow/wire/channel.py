@@ -26,6 +26,10 @@ QUEUE_MESSAGES: Final = 10_000
 LINGER_MS: Final = 500
 """How long the last messages may take to leave after a socket was closed."""
 
+# As numbers: zmq's own flags are enums, and each operation with one costs as much as looking at the socket.
+NOBLOCK: Final = int(zmq.NOBLOCK)
+POLLIN: Final = int(zmq.POLLIN)
+
 MESSAGES_AT_ONCE: Final = 16
 """Messages taken before the event loop gets its turn."""
 
@@ -45,7 +49,7 @@ class _Socket:
 
     def _send(self, frames: list[bytes], **values: object) -> None:
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.send_multipart(frames, NOBLOCK)
         except zmq.Again as error:
             raise Unreachable("peer does not take its messages", **values) from error
         except zmq.ZMQError as error:
@@ -61,7 +65,7 @@ class _Socket:
                 self._num_at_once = 0
                 await asyncio.sleep(0)
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(NOBLOCK)
             except zmq.Again:
                 self._num_at_once = 0
                 await self._wait()
@@ -79,7 +83,7 @@ class _Socket:
 
     def _look(self) -> None:
         """Wake whoever waits if there are messages; looking also makes the file descriptor quiet again."""
-        has_messages = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        has_messages = int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN
         if has_messages and self._has_messages is not None and not self._has_messages.done():
             self._has_messages.set_result(None)
 

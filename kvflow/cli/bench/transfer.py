@@ -18,6 +18,9 @@ WAYS: Final[tuple[Way, ...]] = ("kvflow", "bare", "bare-napping", "bare-whole", 
 TABLES: Final[tuple[Table, ...]] = ("contiguous", "random")
 
 ROUND_BYTES: Final = 2**28
+MIN_TRANSFERS: Final = 8
+"""The first one of a round is slower than the others, through kvflow more so than without: threads find their cores."""
+
 MAX_TRANSFERS: Final = 32
 """Transfers of a round, unless that is more bytes than the above."""
 
@@ -66,7 +69,7 @@ async def measure_transfers(settings: TransferSettings, on_row: Callable[[Row], 
 
 def _loads(settings: TransferSettings, shape: Shape, tokens: int, table: Table) -> dict[Way, Load]:
     num_bytes = tokens * shape.token_bytes
-    count = max(1, min(MAX_TRANSFERS, ROUND_BYTES // num_bytes))
+    count = min(MAX_TRANSFERS, max(MIN_TRANSFERS, ROUND_BYTES // num_bytes))
     tables = max(1, min(MAX_TABLES, settings.pool_bytes // num_bytes))
     return {way: Load(way=way, tokens=tokens, table=table, count=count, tables=tables) for way in WAYS}
 

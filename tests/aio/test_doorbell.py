@@ -1,0 +1,104 @@
+"""The event loop is woken from any thread, and the thread that wakes it goes on."""
+
+import asyncio
+import sys
+import threading
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from kvflow.aio.doorbell import Doorbell
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+NUM_THREADS = 4
+CALLS_PER_THREAD = 500
+
+
+def num_files() -> int:
+    """Open files of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture(params=["linux", "elsewhere"])
+def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Linux, and a system without such descriptors."""
+    if request.param == "elsewhere":
+        monkeypatch.setattr(sys, "platform", "elsewhere")
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("system")
+async def test_every_call_from_any_thread_is_made_once_on_the_event_loop_in_order() -> None:
+    doorbell = Doorbell()
+    made: list[tuple[int, int]] = []
+    threads = set()
+    has_all = anyio.Event()
+
+    def make(thread: int, number: int) -> None:
+        threads.add(threading.get_ident())
+        made.append((thread, number))
+        if len(made) == NUM_THREADS * CALLS_PER_THREAD:
+            has_all.set()
+
+    def ring(thread: int) -> None:
+        for number in range(CALLS_PER_THREAD):
+            doorbell.call_soon(lambda number=number: make(thread, number))  # type: ignore[misc]
+
+    async with anyio.create_task_group() as tasks:
+        for thread in range(NUM_THREADS):
+            tasks.start_soon(anyio.to_thread.run_sync, ring, thread)
+    await has_all.wait()
+    for thread in range(NUM_THREADS):
+        assert [number for of, number in made if of == thread] == list(range(CALLS_PER_THREAD))
+    assert threads == {threading.get_ident()}
+    doorbell.close()
+
+
+async def test_the_thread_that_rings_keeps_the_interpreter() -> None:
+    """Between two rings nothing of the event loop runs, unless the thread gives the interpreter away itself."""
+    doorbell = Doorbell()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    seen: list[list[int]] = []
+    made: list[int] = []
+
+    def ring() -> None:
+        for number in range(100):
+            doorbell.call_soon(lambda number=number: made.append(number))  # type: ignore[misc]
+        seen.append(list(made))
+
+    try:
+        await anyio.to_thread.run_sync(ring)
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert seen == [[]]
+    await until(lambda: len(made) == 100)
+    doorbell.close()
+
+
+@pytest.mark.usefixtures("system")
+async def test_closing_makes_what_is_left_and_gives_the_descriptor_back() -> None:
+    before = num_files()
+    doorbell = Doorbell()
+    made: list[str] = []
+    doorbell.call_soon(lambda: made.append("left"))
+    doorbell.close()
+    await asyncio.sleep(0)
+    assert made == ["left"]
+    assert num_files() == before
+    doorbell.close()
+
+
+@pytest.mark.usefixtures("system")
+def test_nobody_answers_after_the_event_loop() -> None:
+    async def install() -> Doorbell:
+        return Doorbell()
+
+    doorbell = asyncio.run(install())
+    with pytest.raises(RuntimeError, match="closed"):
+        doorbell.call_soon(lambda: None)
+    doorbell.close()
