@@ -347,6 +347,8 @@ class Receivers:
 
     def _follow(self, receiver: Receiver, effects: list[Effect], now: float) -> list[Effect]:
         """Set and clear deadlines after a step of a room; forget it when it is over."""
+        if receiver.state.is_going_on and not receiver.is_verifying:
+            return effects
         generation = receiver.generation
         if not receiver.state.is_pending:
             if self._deadlines.clear(Unreceived(generation)):

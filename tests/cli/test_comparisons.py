@@ -72,6 +72,7 @@ def test_handover_gives_times_rates_and_costs(backend: str, capsys: pytest.Captu
     one_by_one, *pairs = rows
     for row in rows:
         check(row)
+        assert row["others"]["in event loops"] > 0
     assert (one_by_one["case"], one_by_one["unit"], one_by_one["better"]) == ("one at a time", "us", "lower")
     assert 0 < one_by_one["tail"]["kvflow_p50"] <= one_by_one["tail"]["kvflow_p99"]
     assert 0 < one_by_one["tail"]["bare_p50"] <= one_by_one["tail"]["bare_p99"]
@@ -117,7 +118,7 @@ def test_drawing_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPa
         draw([compare(REQUESTS, [1.0])], "rows.png")
 
 
-@pytest.mark.parametrize("way", ["kvflow", "bare", "bare-whole"])
+@pytest.mark.parametrize("way", ["kvflow", "bare", "bare-embedded", "bare-whole"])
 def test_bytes_of_a_round_are_looked_at(way: Way) -> None:
     async def play() -> None:
         load = Load(way=way, tokens=32, table="random", count=2, tables=2)

@@ -14,7 +14,8 @@ from kvflow.cli.bench.rows import Measured, Row, Tail, compare, percentile
 
 __all__ = ["HandoverSettings", "measure_handovers"]
 
-WAYS: Final[tuple[Way, ...]] = ("kvflow", "bare", "bare-napping")
+BARE_WAYS: Final[tuple[Way, ...]] = ("bare", "bare-napping")
+WAYS: Final[tuple[Way, ...]] = ("kvflow", *BARE_WAYS, "bare-embedded")
 
 Better = Literal["higher", "lower"]
 
@@ -100,7 +101,8 @@ def _time_row(settings: HandoverSettings, tokens: int, played: Mapping[Way, Sequ
     )
     measured = _measured(settings, tokens, "one at a time", "time from last chunk ready to decode may run")
     measured = msgspec.structs.replace(measured, unit="us", better="lower")
-    return compare(measured, times["kvflow"], times[way], tail=tail, facts={"bare_way": way, "requests": len(kvflow)})
+    facts = {"bare_way": way, "requests": len(kvflow)}
+    return compare(measured, times["kvflow"], times[way], others=_others(times), tail=tail, facts=facts)
 
 
 def _rate_rows(settings: HandoverSettings, load: Load, played: Mapping[Way, Sequence[Round]]) -> Iterator[Row]:
@@ -110,14 +112,18 @@ def _rate_rows(settings: HandoverSettings, load: Load, played: Mapping[Way, Sequ
     way = _best(rates, "higher")
     facts: dict[str, float | str] = {"requests_per_round": load.count}
     measured = msgspec.structs.replace(_measured(settings, load.tokens, case, "requests"), unit="1/s")
-    yield compare(measured, rates["kvflow"], rates[way], facts={**facts, "bare_way": way})
+    yield compare(measured, rates["kvflow"], rates[way], others=_others(rates), facts={**facts, "bare_way": way})
     way = _best(costs, "lower")
     measured = msgspec.structs.replace(
         _measured(settings, load.tokens, case, "CPU of both sides"), unit="ms per request", better="lower"
     )
-    yield compare(
-        measured, costs["kvflow"], costs[way], facts={**facts, "bare_way": way, **_threads(load, played["kvflow"])}
-    )
+    facts |= {"bare_way": way, **_threads(load, played["kvflow"])}
+    yield compare(measured, costs["kvflow"], costs[way], others=_others(costs), facts=facts)
+
+
+def _others(values: Mapping[Way, Sequence[float]]) -> dict[str, Sequence[float]]:
+    """What bare comes to where event loops and threads make its calls."""
+    return {"in event loops": values["bare-embedded"]}
 
 
 def _threads(load: Load, rounds: Sequence[Round]) -> dict[str, float]:
@@ -142,4 +148,4 @@ def _measured(settings: HandoverSettings, tokens: int, case: str, quantity: str)
 def _best(values: Mapping[Way, Sequence[float]], better: Better) -> Way:
     """Which of the bare ways is the better one: where cores are few, a loop that naps is often the faster one."""
     choose = max if better == "higher" else min
-    return choose(WAYS[1:], key=lambda way: statistics.median(values[way]))
+    return choose(BARE_WAYS, key=lambda way: statistics.median(values[way]))

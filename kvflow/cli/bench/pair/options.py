@@ -13,10 +13,10 @@ Table = Literal["contiguous", "random"]
 MAX_TABLES: Final = 128
 """Page tables of one load: enough that no cache keeps the pages of requests that are worth moving."""
 
-Way = Literal["kvflow", "bare", "bare-napping", "bare-whole", "memcpy"]
+Way = Literal["kvflow", "bare", "bare-napping", "bare-embedded", "bare-whole", "memcpy"]
 """Who moves the bytes: kvflow; the bare transport in a straight loop; the same with a nap whenever there is nothing to
-do, which is cheaper, and faster where cores are few; the same bytes in one descriptor; or numpy's `copyto` within the
-prefill process."""
+do, which is cheaper, and faster where cores are few; the same from an event loop through a thread; the same bytes in
+one descriptor; or numpy's `copyto` within the prefill process."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):

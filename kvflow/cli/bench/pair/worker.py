@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 import kvflow
+from kvflow.cli.bench.bare.embedded import receive_embedded, send_embedded
 from kvflow.cli.bench.bare.endpoint import BareEndpoint
 from kvflow.cli.bench.bare.loops import Napper, receive_announced, receive_lanes, send_announced, send_lanes
 from kvflow.cli.bench.pair.options import Load, PairOptions
@@ -107,6 +108,8 @@ class PairWorker:
             times = await run(self._rank, load, tables)  # type: ignore[arg-type]
         elif load.way == "memcpy":
             times = await self._beside(self._copy, load)
+        elif load.way == "bare-embedded":
+            times = await self._run_embedded(load, works)
         else:
             times = await self._beside(self._run_bare, load, works)
         ended = time.monotonic_ns()
@@ -128,7 +131,7 @@ class PairWorker:
 
     def _run_bare(self, load: Load, works: list[Any]) -> list[int]:
         """Play this side of a round without kvflow; gives no times on prefill if nothing is announced."""
-        rooms = range(load.first_room, load.first_room + load.count)
+        rooms = _rooms(load)
         napper = Napper(0.0 if load.way == "bare" else NAP_S)
         if not self._is_prefill:
             return (receive_announced if load.is_announced else receive_lanes)(self._bare, rooms, napper)
@@ -136,6 +139,13 @@ class PairWorker:
             return send_announced(self._bare, works, rooms, napper)
         send_lanes(self._bare, works, rooms, load.lanes, napper)
         return []
+
+    async def _run_embedded(self, load: Load, works: list[Any]) -> list[int]:
+        """The same from this event loop."""
+        rooms, lanes, is_announced = _rooms(load), load.lanes, load.is_announced
+        if self._is_prefill:
+            return await send_embedded(self._bare, works, rooms, lanes, is_announced=is_announced)
+        return await receive_embedded(self._bare, rooms, lanes, is_announced=is_announced)
 
     def _copy(self, load: Load) -> list[int]:
         """Copy as many bytes within this process, and give the time that each copy took; nothing on decode."""
@@ -165,6 +175,10 @@ class PairWorker:
     async def _beside(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Do what takes long beside the event loop: a rank whose loop is blocked is taken for dead."""
         return await anyio.to_thread.run_sync(work, *arguments, limiter=self._thread)
+
+
+def _rooms(load: Load) -> range:
+    return range(load.first_room, load.first_room + load.count)
 
 
 def _thread_times() -> dict[str, float]:
