@@ -254,7 +254,7 @@ class Core:
         return effects
 
     def _reclaim_windows(self) -> None:
-        if self.staging is not None:
+        if self.staging is not None and self.staging.has_windows_of_dead:
             self.staging.reclaim(self.receivers.scattered_peers())
 
     def _post_settled(self, event: ev.PostSettled, now: float) -> list[Effect]:

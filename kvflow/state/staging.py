@@ -36,6 +36,11 @@ class StagingArea:
         """Windows that belong to somebody."""
         return len(self._owners)
 
+    @property
+    def has_windows_of_dead(self) -> bool:
+        """There is something to `reclaim`."""
+        return bool(self._gone)
+
     def window(self, peer: PeerId) -> StagingWindow | None:
         """The window of a life of a prefill rank, which gets one if any is left."""
         if peer not in self._owners:

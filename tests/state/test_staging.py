@@ -9,7 +9,7 @@ from kvflow.state import events as ev
 from kvflow.state.effects import Effect, ScatterStaged, VerifyDigests
 from kvflow.state.events import GreetedRank
 from kvflow.state.staging import StagingArea
-from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, Received, Staged, Unstage, Unstaged
+from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, PeerId, Received, Staged, Unstage, Unstaged
 from tests.support.cores import ABORTED, DECODE, PREFILL, CoreDriver, debts, messages, peer, reports
 from tests.support.receiving import ROOM, wish
 
@@ -233,3 +233,25 @@ def test_a_window_of_the_dead_is_kept_while_it_is_being_read(receiving: Receivin
     assert receiving.area.window(peer("prefill", 0, 2)) is None
     receiving.scattered(receiving.first)
     assert receiving.area.window(peer("prefill", 0, 2)) is not None
+
+
+def test_who_is_being_read_is_looked_up_only_while_a_window_of_the_dead_waits(
+    receiving: Receiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receivers, looks = receiving.core.core.receivers, []
+    look_up = receivers.scattered_peers
+
+    def scattered_peers() -> dict[PeerId, None]:
+        looks.append(1)
+        return look_up()
+
+    monkeypatch.setattr(receivers, "scattered_peers", scattered_peers)
+    receiving.notice(receiving.first)
+    receiving.notice(receiving.last)
+    receiving.scattered(receiving.first)
+    assert not looks
+    receiving.core(ev.PeerGone(PREFILL))
+    receiving.scattered(receiving.last)
+    assert len(looks) == 2
+    receiving.scattered(receiving.last)
+    assert len(looks) == 2
