@@ -84,8 +84,9 @@ class _Use:
     """What a remote slot was posted for.
 
     Attributes:
-        notice: Says that the bytes are there; None unless they are.
-        has_ended: The write has.
+        notice: Says that the bytes are there, once they are.
+        is_written: They are: the write has ended well.
+        has_ended: The write has ended, well or not.
         is_unread: The decode rank does not read it any more.
         num_asked: How often the slot was asked for.
     """
@@ -206,19 +207,14 @@ class RemoteSlots:
 
     def unstaged(self, peer: PeerId, word: Unstaged) -> list[Effect]:
         """Take a decode rank's word that it does not read a slot any more."""
-        delivery = DeliveryId(word.room, peer, word.generation)
-        use = self._find(delivery, word.seq)[1]
-        if use is None:
-            return []
-        use.is_unread = True
-        return self._review(delivery, word.seq)
+        return self._unread(DeliveryId(word.room, peer, word.generation), word.seq)
 
     def over(self, delivery: DeliveryId) -> list[Effect]:
         """Take a decode rank's word that a transfer is over: it reads nothing of it any more that counts."""
         known = self._windows.get(delivery.peer)
         effects: list[Effect] = []
         for key in [key for key in known.uses if key[0] == delivery] if known is not None else []:
-            effects += self.unstaged(delivery.peer, _unstaged(*key))
+            effects += self._unread(*key)
         return effects
 
     def expired(self, key: Unreturned, now: float) -> list[Effect]:
@@ -233,6 +229,14 @@ class RemoteSlots:
         word = Unstage(room=delivery.room, generation=delivery.generation, engine_rank=use.notice.engine_rank, seq=seq)
         notices = [SendMessage(delivery.peer, use.notice)] if use.is_written else []
         return [*notices, SendMessage(delivery.peer, word)]
+
+    def _unread(self, delivery: DeliveryId, seq: int) -> list[Effect]:
+        """Note that the decode rank does not read a slot any more."""
+        use = self._find(delivery, seq)[1]
+        if use is None:
+            return []
+        use.is_unread = True
+        return self._review(delivery, seq)
 
     def _review(self, delivery: DeliveryId, seq: int) -> list[Effect]:
         """Set a slot free if it is."""
@@ -254,7 +258,3 @@ class RemoteSlots:
         for peer in peers:
             for delivery, seq in self._windows.pop(peer).uses:
                 self._deadlines.clear(Unreturned(delivery, seq))
-
-
-def _unstaged(delivery: DeliveryId, seq: int) -> Unstaged:
-    return Unstaged(room=delivery.room, generation=delivery.generation, engine_rank=0, seq=seq)
