@@ -14,7 +14,6 @@ import anyio.to_thread
 
 from kvflow.errors import FailureReason, PlanError, Stage
 from kvflow.geometry.digest import View
-from kvflow.geometry.layers import ALL_LAYERS
 from kvflow.geometry.layout import KVLayout, MemoryRange
 from kvflow.geometry.pack import PackedPieces, Payload
 from kvflow.geometry.pages import PageTable
@@ -82,9 +81,8 @@ class Scatter:
         if window is None or notice.staged is None:
             raise PlanError("notice is not staged", seq=notice.seq)
         opened = effect.opened
-        payload = Payload(
-            effect.rank.debts, notice.ranges, opened.ranges, notice.staged.head_major, notice.layers or ALL_LAYERS
-        )
+        head_major = notice.staged.head_major
+        payload = Payload(effect.rank.debts, notice.ranges, opened.ranges, head_major, notice.layer_range)
         slot = MemoryRange(window.slot_address(notice.staged.slot), window.slot_bytes)
         return PackWork(payload, self._pieces_of(effect.rank), self._tables_of(opened), slot)
 

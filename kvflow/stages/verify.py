@@ -9,7 +9,6 @@ import anyio.to_thread
 from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, Stage
-from kvflow.geometry.layers import ALL_LAYERS
 from kvflow.stages.context import StageContext
 from kvflow.stages.digests import DigestWork, OwnMemory
 from kvflow.stages.planning import granted_pages
@@ -77,7 +76,7 @@ class _Comparison:
 
     def _find_difference(self, written: WrittenBy, work: DigestWork) -> Failure | None:
         for notice in written.notices:
-            of_layers = replace(work, layers=notice.layers or ALL_LAYERS)
+            of_layers = replace(work, layers=notice.layer_range)
             for name, (start, stop) in notice.ranges.items():
                 if not self.is_wanted:
                     return None

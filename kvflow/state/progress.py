@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from kvflow.geometry.debts import bytes_owed
-from kvflow.geometry.layers import ALL_LAYERS
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.effects import WrittenBy
 from kvflow.state.events import GreetedRank
@@ -142,13 +141,13 @@ class RankProgress:
         for name, (start, stop) in notice.ranges.items():
             if start != positions.get(name) or stop < start:
                 return f"tokens {start}:{stop} of component {name} do not continue what was written"
-        owed = bytes_owed(self._debts, notice.ranges, self._wanted, notice.layers or ALL_LAYERS)
+        owed = bytes_owed(self._debts, notice.ranges, self._wanted, notice.layer_range)
         return None if notice.num_bytes == owed else f"{notice.num_bytes} bytes were written, {owed} were owed"
 
 
 def _layers_oddity(notice: Notice, before: Notice | None) -> str | None:
     """Say what is wrong with the layers of a notice; `before` is the one that it continues, if there is one."""
-    start, stop = notice.layers or ALL_LAYERS
+    start, stop = notice.layer_range
     expected = 0 if before is None or before.layers is None else before.layers[1]
     if start != expected or (stop is not None and stop <= start):
         return f"layers {start}:{stop or ''} of notice {notice.seq} do not continue what was written"

@@ -14,6 +14,7 @@ import msgspec
 
 from kvflow.config import MAX_SLOTS_PER_PEER, NUM_PRIORITIES
 from kvflow.errors import FailureReason, RemoteProtocolError, Stage
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.routes import Route
 
@@ -285,6 +286,11 @@ class Notice(Message, frozen=True, tag="notice"):
     digests: dict[str, int] = {}
     layers: tuple[Count, Count | None] | None = None
     staged: Staged | None = None
+
+    @property
+    def layer_range(self) -> LayerRange:
+        """Layers that were written."""
+        return self.layers or ALL_LAYERS
 
 
 class Unstaged(Message, frozen=True, tag="unstaged"):
