@@ -17,20 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.errors import RouteError
-from kvflow.geometry.debts import Costs, Debt, bytes_owed
-from kvflow.geometry.layers import ALL_LAYERS, LayerRange
+from kvflow.geometry.debts import Costs, Debt
+from kvflow.geometry.layers import ALL_LAYERS, LayerRange, layers_within
 from kvflow.geometry.layout import KVLayout, Region, RegionKey
 from kvflow.geometry.tokens import TokenRange, TokenShard, count_shared, overlap_pattern
 
 __all__ = [
     "BoundRoute",
-    "Debt",
     "Leg",
     "Route",
     "RoutePiece",
     "SlotGeometry",
     "bind_route",
-    "bytes_owed",
     "compile_routes",
 ]
 
@@ -248,8 +246,7 @@ class Leg:
         """The pieces of some layers."""
         if layers == ALL_LAYERS:
             return self
-        start, stop = layers
-        chosen = start <= self.layers if stop is None else (start <= self.layers) & (self.layers < stop)
+        chosen = layers_within(self.layers, layers)
         return dataclasses.replace(
             self, layers=self.layers[chosen], src_bases=self.src_bases[chosen], dst_bases=self.dst_bases[chosen]
         )

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvflow.errors import PlanError
+from kvflow.geometry.debts import Debt
 from kvflow.geometry.digest import View, Written, digest
 from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import PageTable
-from kvflow.geometry.routes import Debt, RoutePiece
+from kvflow.geometry.routes import RoutePiece
 from kvflow.geometry.tokens import TokenRange, closes
 
 __all__ = ["DigestWork", "OwnMemory", "check_digestible"]

@@ -16,12 +16,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, PlanError, Stage
+from kvflow.geometry.debts import bytes_owed
 from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pack import PackedPieces, Payload, is_head_major
 from kvflow.geometry.pages import PageTable, Part, check_parts
 from kvflow.geometry.plan import Descriptors, Share, count_rows, plan
-from kvflow.geometry.routes import BoundRoute, RoutePiece, bytes_owed
+from kvflow.geometry.routes import BoundRoute, RoutePiece
 from kvflow.geometry.tokens import TokenRange, closes
 from kvflow.stages.context import StageContext
 from kvflow.stages.digests import DigestWork, OwnMemory, check_digestible

@@ -6,8 +6,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from kvflow.geometry.cutting import Cutting
+from kvflow.geometry.debts import Debt
 from kvflow.geometry.pages import PageTable
-from kvflow.geometry.routes import Debt, RoutePiece
+from kvflow.geometry.routes import RoutePiece
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.wire.messages import Failure, Message, Notice, PeerId, Staged, StagingWindow
