@@ -17,7 +17,7 @@ from kvflow.geometry.pages import PageTable, TokenRuns, pair_pages
 from kvflow.geometry.routes import BoundRoute, Leg
 from kvflow.geometry.tokens import TokenRange, cell_range
 
-__all__ = ["Descriptors", "Share", "count_rows", "plan"]
+__all__ = ["Descriptors", "Outline", "Share", "outline", "plan"]
 
 Words = NDArray[np.uint64]
 
@@ -88,19 +88,59 @@ def plan(
     Raises:
         PlanError: Page tables do not reach over their tokens, or there are too many descriptors.
     """
-    parts = list(_parts(route, shares, layers, max_bytes))
-    return _spread(parts, route.src_device, route.dst_device)
+    return outline(route, shares, layers=layers, max_bytes=max_bytes).descriptors()
 
 
-def count_rows(
+class Outline(NamedTuple):
+    """A plan that is worked out, but not written down.
+
+    Attributes:
+        parts: What each leg has to move, from its bases.
+        src_device: Device ordinal of the sending side.
+        dst_device: The same of the receiving side.
+    """
+
+    parts: Sequence[tuple[Leg, _Extents]]
+    src_device: int
+    dst_device: int
+
+    @property
+    def num_rows(self) -> int:
+        """Descriptors that it has."""
+        return sum(len(leg.src_bases) * len(extents.lengths) for leg, extents in self.parts)
+
+    def descriptors(self) -> Descriptors:
+        """Write it down.
+
+        Raises:
+            PlanError: There are too many descriptors.
+        """
+        total = self.num_rows
+        if total > MAX_ROWS:
+            raise PlanError("plan has too many descriptors; send smaller chunks", descriptors=total, limit=MAX_ROWS)
+        src, dst = np.empty((total, 3), np.uint64), np.empty((total, 3), np.uint64)
+        src[:, 2], dst[:, 2] = self.src_device, self.dst_device
+        row = 0
+        for leg, extents in self.parts:
+            shape = (len(leg.src_bases), len(extents.lengths))
+            rows = slice(row, row + shape[0] * shape[1])
+            np.add.outer(leg.src_bases, extents.src, out=src[rows, 0].reshape(shape))
+            np.add.outer(leg.dst_bases, extents.dst, out=dst[rows, 0].reshape(shape))
+            src[rows, 1].reshape(shape)[:] = extents.lengths
+            dst[rows, 1].reshape(shape)[:] = extents.lengths
+            row = rows.stop
+        return Descriptors(src, dst)
+
+
+def outline(
     route: BoundRoute,
     shares: Mapping[str, Share],
     *,
     layers: LayerRange = ALL_LAYERS,
     max_bytes: int | None = None,
-) -> int:
-    """Count the descriptors of a plan without writing them down; arguments and errors as in `plan`."""
-    return sum(len(leg.src_bases) * len(extents.lengths) for leg, extents in _parts(route, shares, layers, max_bytes))
+) -> Outline:
+    """Work a plan out as far as is needed to count its descriptors; arguments and errors as in `plan`."""
+    return Outline(list(_parts(route, shares, layers, max_bytes)), route.src_device, route.dst_device)
 
 
 def _parts(
@@ -118,25 +158,6 @@ def _parts(
         if key not in runs:
             runs[key] = _cell_runs(shares[leg.component], leg.tokens_per_cell, joined=leg.pages_touch)
         yield chosen, _split(_merge(_extents(leg, runs[key])), max_bytes)
-
-
-def _spread(parts: Sequence[tuple[Leg, _Extents]], src_device: int, dst_device: int) -> Descriptors:
-    """Add the offsets of each leg to each of its bases."""
-    total = sum(len(leg.src_bases) * len(extents.lengths) for leg, extents in parts)
-    if total > MAX_ROWS:
-        raise PlanError("plan has too many descriptors; send smaller chunks", descriptors=total, limit=MAX_ROWS)
-    src, dst = np.empty((total, 3), np.uint64), np.empty((total, 3), np.uint64)
-    src[:, 2], dst[:, 2] = src_device, dst_device
-    row = 0
-    for leg, extents in parts:
-        shape = (len(leg.src_bases), len(extents.lengths))
-        rows = slice(row, row + shape[0] * shape[1])
-        np.add.outer(leg.src_bases, extents.src, out=src[rows, 0].reshape(shape))
-        np.add.outer(leg.dst_bases, extents.dst, out=dst[rows, 0].reshape(shape))
-        src[rows, 1].reshape(shape)[:] = extents.lengths
-        dst[rows, 1].reshape(shape)[:] = extents.lengths
-        row = rows.stop
-    return Descriptors(src, dst)
 
 
 def _cell_runs(share: Share, tokens_per_cell: int, *, joined: bool) -> TokenRuns:

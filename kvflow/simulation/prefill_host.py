@@ -288,12 +288,12 @@ class PrefillHost(Host):
         job = self._jobs.popleft()
         self._is_planning = False
         try:
-            job, work = self._planning.choose(job)
-            descriptors = work.plan()
+            work = self._planning.prepare(job)
+            plan = work.plan()
         except PlanError as error:
             self._planning.fail(job, error)
             return
-        chunk = PlannedChunk(job, descriptors, work.packing.staged if work.packing is not None else None)
+        chunk = self._planning.planned(job, plan)
         if work.digests is None:
             self._submit.offer(chunk)
         else:

@@ -6,7 +6,7 @@ without them pass by.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -21,7 +21,7 @@ from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pack import PackedPieces, Payload, is_head_major
 from kvflow.geometry.pages import PageTable, Part, check_parts
-from kvflow.geometry.plan import Descriptors, Share, count_rows, plan
+from kvflow.geometry.plan import Descriptors, Share, outline
 from kvflow.geometry.routes import BoundRoute, RoutePiece
 from kvflow.geometry.tokens import TokenRange, closes
 from kvflow.stages.context import StageContext
@@ -33,7 +33,7 @@ from kvflow.state.queue import ChunkJob
 from kvflow.state.window import Cost
 from kvflow.wire.messages import Grant, PeerId, Staged, StagingWindow
 
-__all__ = ["PeerGeometry", "PlanWork", "PlannedChunk", "Planning", "granted_pages"]
+__all__ = ["PeerGeometry", "Plan", "PlanWork", "PlannedChunk", "Planning", "granted_pages"]
 
 BYTES_GATHERED_INLINE: Final = 2**18
 """More than this is gathered beside the event loop."""
@@ -96,13 +96,24 @@ class PlannedChunk(msgspec.Struct, frozen=True):
     digests: Mapping[str, int] = msgspec.field(default_factory=dict)
 
 
+class Plan(NamedTuple):
+    """How a job is moved.
+
+    Attributes:
+        staged: Where it will be, if it is packed: gathered already.
+    """
+
+    descriptors: Descriptors
+    staged: Staged | None = None
+
+
 class PlanWork(msgspec.Struct, frozen=True):
     """A plan that is yet to be made; it may be made in any thread.
 
     Attributes:
         digests: What the grant asks for besides.
         layers: To move.
-        packing: How the job is packed, if it is.
+        packing: How the job is packed, if it has slots.
     """
 
     route: BoundRoute
@@ -112,24 +123,24 @@ class PlanWork(msgspec.Struct, frozen=True):
     layers: LayerRange = ALL_LAYERS
     packing: PackPlan | None = None
 
-    def plan(self) -> Descriptors:
+    def plan(self) -> Plan:
         """Make it; what is packed is gathered on the way.
+
+        A job that has slots goes directly all the same if that turns out to be quicker.
 
         Raises:
             PlanError: Page tables do not reach over their tokens, or there are too many descriptors.
         """
-        if self.packing is not None:
-            return self.packing.gather(self.route, self.max_bytes)
-        return plan(self.route, self.shares, layers=self.layers, max_bytes=self.max_bytes)
+        packing = self.packing
+        if packing is not None and packing.is_settled:
+            return self._pack(packing)
+        direct = outline(self.route, self.shares, layers=self.layers, max_bytes=self.max_bytes)
+        if packing is not None and packing.pays_off(direct.num_rows):
+            return self._pack(packing)
+        return Plan(direct.descriptors())
 
-    @property
-    def num_rows(self) -> int:
-        """Descriptors of the direct way, exactly.
-
-        Raises:
-            PlanError: Page tables do not reach over their tokens.
-        """
-        return count_rows(self.route, self.shares, layers=self.layers, max_bytes=self.max_bytes)
+    def _pack(self, packing: PackPlan) -> Plan:
+        return Plan(packing.gather(self.route, self.max_bytes), packing.staged)
 
 
 class Planning:
@@ -224,26 +235,26 @@ class Planning:
     def _plan(self, job: ChunkJob) -> None:
         began = self._context.now()
         try:
-            job, work = self.choose(job)
-            descriptors = work.plan()
+            work = self.prepare(job)
+            plan = work.plan()
         except (PlanError, MemoryError) as error:
             self.fail(job, error)
         else:
-            self._pass_on(job, work, descriptors, began)
+            self._pass_on(job, work, plan, began)
 
     async def _plan_in_thread(self, job: ChunkJob) -> None:
         began = self._context.now()
         try:
-            job, work = self.choose(job)
-            descriptors = await anyio.to_thread.run_sync(work.plan, limiter=self._large_plans)
+            work = self.prepare(job)
+            plan = await anyio.to_thread.run_sync(work.plan, limiter=self._large_plans)
         except (PlanError, MemoryError) as error:
             self.fail(job, error)
         else:
-            self._pass_on(job, work, descriptors, began)
+            self._pass_on(job, work, plan, began)
 
-    def _pass_on(self, job: ChunkJob, work: "PlanWork", descriptors: Descriptors, began: float) -> None:
+    def _pass_on(self, job: ChunkJob, work: PlanWork, plan: Plan, began: float) -> None:
         self._context.times.add(Stage.PLANNING, self._context.now() - began)
-        chunk = PlannedChunk(job, descriptors, work.packing.staged if work.packing is not None else None)
+        chunk = self.planned(job, plan)
         if work.digests is None:
             self._offer(chunk)
         else:
@@ -255,19 +266,13 @@ class Planning:
             return job.cost.num_rows
         return job.cost.num_bytes * self._context.config.limits.rows_planned_inline // BYTES_GATHERED_INLINE
 
-    def choose(self, job: ChunkJob) -> tuple[ChunkJob, PlanWork]:
-        """Look a job's page tables up; one that got slots gives them back if the direct way turns out to be quicker.
+    def planned(self, job: ChunkJob, plan: Plan) -> PlannedChunk:
+        """Put a job and its plan together; one that goes directly gives back the slots that it got."""
+        if job.slots is not None and plan.staged is None:
+            job = self._without_slots(job)
+        return PlannedChunk(job, plan.descriptors, plan.staged)
 
-        Raises:
-            PlanError: As `prepare`.
-        """
-        work = self.prepare(job)
-        staging = self._staging
-        if work.packing is None or staging is None or staging.pays_off(job.cost.num_bytes, work.num_rows):
-            return job, work
-        return self._without_slots(job), replace(work, packing=None)
-
-    def prepare(self, job: ChunkJob) -> "PlanWork":
+    def prepare(self, job: ChunkJob) -> PlanWork:
         """Bring together what the plan of a job needs.
 
         Raises:
@@ -295,7 +300,8 @@ class Planning:
         staged = Staged(job.slots.remote, is_head_major(geometry.route))
         payload = Payload(geometry.route.debts, job.ranges, job.grant.ranges, staged.head_major, job.layers)
         work = PackWork(payload, geometry.packed, job.pages, self._staging.slot(job.slots.local))
-        return PackPlan(work, job.cost.num_bytes, geometry.staging.slot_address(staged.slot), staged)
+        target = geometry.staging.slot_address(staged.slot)
+        return PackPlan(work, job.cost.num_bytes, target, staged, self._staging)
 
     def fail(self, job: ChunkJob, error: PlanError | MemoryError) -> None:
         """Give up a job that cannot be planned."""

@@ -152,6 +152,11 @@ class LocalStaging:
             return False
         return self.pays_off(cost.num_bytes, cost.num_rows)
 
+    @property
+    def packs_always(self) -> bool:
+        """Whatever has slots is packed, whether that is quicker or not."""
+        return self._packing == "always"
+
     def pays_off(self, num_bytes: int, num_rows: int) -> bool:
         """Say whether a piece is quicker when it is packed than in that many descriptors."""
         return pays_off(num_bytes, num_rows, self._row_overhead_s, self._packing)
@@ -180,12 +185,23 @@ class PackPlan(msgspec.Struct, frozen=True):
         num_bytes: What it comes to.
         target: Address of its slot at the decode rank.
         staged: The same, as its notice says it.
+        staging: Of this rank.
     """
 
     work: PackWork
     num_bytes: int
     target: int
     staged: Staged
+    staging: LocalStaging
+
+    @property
+    def is_settled(self) -> bool:
+        """It is packed however few descriptors the direct way takes."""
+        return self.staging.packs_always
+
+    def pays_off(self, num_rows: int) -> bool:
+        """Say whether it is quicker than so many descriptors of the direct way."""
+        return self.staging.pays_off(self.num_bytes, num_rows)
 
     def gather(self, route: BoundRoute, max_bytes: int | None) -> Descriptors:
         """Gather it, and say how it is moved; arguments as in `plan`."""

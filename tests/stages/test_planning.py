@@ -121,7 +121,7 @@ def test_no_plan_costs_more_than_was_counted_before_it_was_made(world: World, ma
             for name, tokens in ranges.items()
         }
         cost = geometry.cost(ranges, ranges, max_bytes)
-        descriptors = PlanWork(geometry.route, shares, max_bytes, None).plan()
+        descriptors = PlanWork(geometry.route, shares, max_bytes, None).plan().descriptors
         assert descriptors.num_bytes == cost.num_bytes
         assert len(descriptors.src) <= cost.num_rows
 
