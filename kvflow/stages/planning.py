@@ -311,8 +311,12 @@ class Planning:
         self._context.dispatch(PlanFailed(job.delivery, job.seq, failure))
 
     async def _add_digests(self, chunk: PlannedChunk, work: DigestWork) -> None:
-        digests = await anyio.to_thread.run_sync(work.digests, chunk.job.ranges, limiter=self._digests)
-        self._offer(replace(chunk, digests=digests))
+        try:
+            digests = await anyio.to_thread.run_sync(work.digests, chunk.job.ranges, limiter=self._digests)
+        except (PlanError, MemoryError) as error:
+            self.fail(chunk.job, error)
+        else:
+            self._offer(replace(chunk, digests=digests))
 
     def _granted(self, job: ChunkJob, layout: KVLayout) -> Mapping[str, PageTable]:
         """The decode rank's page tables, checked when the first chunk of a delivery needs them."""

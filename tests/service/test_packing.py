@@ -12,8 +12,11 @@ from hypothesis import HealthCheck, assume, given, settings
 import kvflow
 from kvflow.backends.memory import MemoryBackend
 from kvflow.config import Limits
-from kvflow.errors import ConfigError, FailureReason
+from kvflow.errors import ConfigError, FailureReason, PlanError, Stage
+from kvflow.geometry.plan import Outline, outline
+from kvflow.stages.digests import DigestWork
 from kvflow.stages.packing import PackWork
+from kvflow.state.packing import BLOCK_S
 from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import StagingStatistics
 from tests.service.test_any_layout import MAX_RANKS, hand_over, posts, stops_of_layers
@@ -179,6 +182,71 @@ async def test_small_pieces_are_packed_when_that_is_quicker_and_large_ones_never
             await request.hand_over()
             request.assert_arrived()
             assert bool(staging(deployment.prefill[0]).packed_posts) is expected
+
+
+@pytest.mark.parametrize("gathered_inline", [2**18, 1])
+async def test_a_piece_whose_pages_happen_to_follow_each_other_goes_direct_and_gives_its_slots_back(
+    gathered_inline: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows were expected to cost more than packing it; in fact there is one for each layer and tensor."""
+    outlined: list[str] = []
+
+    def noted(*args: object, **options: object) -> Outline:
+        outlined.append(threading.current_thread().name)
+        return outline(*args, **options)  # type: ignore[arg-type]
+
+    class Costly(MemoryBackend):
+        capabilities = kvflow.backends.base.Capabilities(
+            in_band_notices=True, memory_kinds=frozenset({"DRAM"}), ends_with_process=True, row_overhead_s=BLOCK_S / 8
+        )
+
+    monkeypatch.setattr("kvflow.stages.planning.outline", noted)
+    monkeypatch.setattr("kvflow.stages.planning.BYTES_GATHERED_INLINE", gathered_inline)
+    async with deploy(prefill_tp=0) as deployment, AsyncExitStack() as stack:
+        pool = make_pool()
+        config = prefill_config(deployment.registry.endpoint)
+        deployment.prefill.append(await deployment.open(kvflow.PrefillRank(config, pool.layout, Costly()), stack))
+        deployment.sources.append(pool)
+        for side in (pool, *deployment.targets):
+            deployment.free[id(side)] = list(range(20))
+        request = deployment.request(1, 30)
+        await request.hand_over()
+        request.assert_arrived()
+        found = staging(deployment.prefill[0])
+        assert (found.packed_posts, found.direct_posts) == (0, 1)
+        assert (deployment.prefill[0]._enqueue._slots.local.is_whole, len(outlined)) == (True, 1)
+        assert (outlined[0] == threading.current_thread().name) is (gathered_inline > 1)
+        for side in (pool, *deployment.targets):
+            deployment.free[id(side)] = list(range(50, 20, -2))
+        scattered = deployment.request(2, 30)
+        await scattered.hand_over()
+        scattered.assert_arrived()
+        assert staging(deployment.prefill[0]).packed_posts == 1
+
+
+async def test_who_packs_always_does_not_ask_what_the_direct_way_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with packing() as deployment:
+        monkeypatch.setattr("kvflow.stages.planning.outline", lambda *_, **__: 1 // 0)
+        await undisturbed(deployment)
+        assert staging(deployment.prefill[0]).packed_posts == 3
+
+
+@pytest.mark.parametrize("error", [PlanError("odd"), MemoryError()])
+async def test_a_piece_whose_digests_cannot_be_worked_out_fails_its_transfer_and_gives_its_slots_back(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_work: DigestWork, _ranges: object) -> dict[str, int]:
+        raise error
+
+    async with packing(digest_every=1, slots=1) as deployment:
+        with monkeypatch.context() as patch:
+            patch.setattr(DigestWork, "digests", fail)
+            failure = await receive_failure(deployment.request(1, 12))
+        assert (failure.reason, failure.stage) == (FailureReason.INVALID_PAGES, Stage.PLANNING)
+        assert failure.detail == (str(error) or "out of memory")
+        await until(lambda: not staging(deployment.prefill[0]).slots_taken)
+        await slots_are_back(deployment)
+        await undisturbed(deployment)
 
 
 async def test_packing_can_be_refused_by_either_side() -> None:
