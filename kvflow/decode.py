@@ -195,9 +195,7 @@ class DecodeRank(Rank["RoomReceiver"]):
     def _staging_area(self) -> StagingArea | None:
         if self._staging is None:
             return None
-        memory = self._staging.range
-        slot_bytes, num_slots = self.config.staging_slot_bytes, self._staging_slots
-        return StagingArea(memory.address, memory.length, slot_bytes=slot_bytes, num_slots=num_slots)
+        return self._staging.area(slot_bytes=self.config.staging_slot_bytes, num_slots=self._staging_slots)
 
     def _runners(self) -> list[Callable[[], Awaitable[None]]]:
         return [self._registry.run]

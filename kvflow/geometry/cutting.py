@@ -115,15 +115,15 @@ class Cutting(NamedTuple):
                     room = self.piece_bytes
         return pieces
 
-    def within_pages(self) -> "Cutting":
-        """The same, but cut within pages where a page is larger than a piece: for pieces that are packed."""
-        return self._replace(page_tokens={name: self._fitting(name) for name in self.page_tokens})
+    def within_pages(self, num_bytes: int) -> "Cutting":
+        """The same, but cut within pages that are larger than so many bytes: for pieces that are packed."""
+        return self._replace(page_tokens={name: self._fitting(name, num_bytes) for name in self.page_tokens})
 
-    def _fitting(self, name: str) -> int:
+    def _fitting(self, name: str, num_bytes: int) -> int:
         """Tokens of a page, halved until they fit."""
         debt, size = self.debts[name], self.page_tokens[name]
         grain = math.lcm(*debt.cell_bytes)
-        while debt.num_bytes((0, size), closing=True) > self.piece_bytes and size % (2 * grain) == 0:
+        while debt.num_bytes((0, size), closing=True) > num_bytes and size % (2 * grain) == 0:
             size //= 2
         return size
 

@@ -169,8 +169,8 @@ class DecodeHost(Host):
     def _staging_area(self) -> StagingArea | None:
         if self.staging is None or self.world.staging is None:
             return None
-        memory, shape = self.staging.range, self.world.staging
-        return StagingArea(memory.address, memory.length, slot_bytes=shape.slot_bytes, num_slots=shape.num_slots)
+        shape = self.world.staging
+        return self.staging.area(slot_bytes=shape.slot_bytes, num_slots=shape.num_slots)
 
     def remember(self, peer: PeerId) -> None:
         """Note where a rank listens; whoever had that address before is gone."""

@@ -44,8 +44,7 @@ class Scatter:
     def __init__(self, context: StageContext, layout: KVLayout, view: View) -> None:
         self._context = context
         self._layout = layout
-        self._view = view
-        self._memory: HostMemory | None = None
+        self._pages = functools.cache(functools.partial(HostMemory, layout, view))
         self._threads = anyio.CapacityLimiter(SCATTERS_AT_ONCE)
         self._tables: OrderedDict[int, Mapping[str, PageTable]] = OrderedDict()
         self._pieces: OrderedDict[PeerId, tuple[tuple[RoutePiece, ...], Mapping[str, PackedPieces]]] = OrderedDict()
@@ -87,12 +86,10 @@ class Scatter:
         return PackWork(payload, self._pieces_of(effect.rank), self._tables_of(opened), slot)
 
     def _pieces_of(self, rank: GreetedRank) -> Mapping[str, PackedPieces]:
-        if self._memory is None:
-            self._memory = HostMemory(self._layout, self._view)
         known = self._pieces.get(rank.peer)
         if known is not None and known[0] == rank.pieces:  # others of its instance may have changed, and its route too
             return known[1]
-        found = self._memory.find(rank.pieces)
+        found = self._pages().find(rank.pieces)
         self._pieces[rank.peer] = rank.pieces, found
         while len(self._pieces) > MAX_KEPT:
             self._pieces.popitem(last=False)

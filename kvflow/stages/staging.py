@@ -18,6 +18,7 @@ from kvflow.geometry.routes import BoundRoute, RoutePiece
 from kvflow.stages.packing import HostMemory, PackWork
 from kvflow.state.packing import pays_off
 from kvflow.state.slots import RemoteSlots, SlotPool
+from kvflow.state.staging import StagingArea
 from kvflow.state.window import Cost
 from kvflow.wire.messages import PeerId, Staged, StagingWindow
 
@@ -53,6 +54,10 @@ class StagingMemory:
     def holds(self, address: int) -> bool:
         """Say whether an address is in this memory."""
         return self.range.address <= address < self.range.end
+
+    def area(self, *, slot_bytes: int, num_slots: int) -> StagingArea:
+        """Cut it into windows, on a decode rank; arguments as in `StagingArea`."""
+        return StagingArea(self.range.address, self.range.length, slot_bytes=slot_bytes, num_slots=num_slots)
 
     def added_to(self, layout: KVLayout) -> KVLayout:
         """The layout with this memory among what is to be registered."""
@@ -130,27 +135,27 @@ class LocalStaging:
 
     def cut(self, cutting: Cutting, route: BoundRoute, window: StagingWindow) -> Cutting:
         """Say how chunks are cut: into pieces that fit a slot, if most of what goes along the route is to be packed."""
-        most = min(self._slot_bytes, window.slot_bytes)
+        most = self._most(window)
         num_bytes = sum(debt.num_bytes((0, SAMPLE_TOKENS), closing=True) for debt in route.debts.values())
         num_rows = sum(route.max_rows(name, SAMPLE_TOKENS) for name in route.debts)
         if not num_bytes or not self.pays_off(most, num_rows * most // num_bytes):
             return cutting
         at_once = cutting.layer_piece_bytes
-        return (
-            cutting._replace(piece_bytes=most)
-            .within_pages()
-            ._replace(
-                piece_bytes=min(most, cutting.piece_bytes),
-                layer_piece_bytes=None if at_once is None else min(at_once, max(1, most // 2)),
-                is_packed=True,
-            )
+        return cutting.within_pages(most)._replace(
+            piece_bytes=min(most, cutting.piece_bytes),
+            layer_piece_bytes=None if at_once is None else min(at_once, max(1, most // 2)),
+            is_packed=True,
         )
 
     def wants(self, cost: Cost, window: StagingWindow | None) -> bool:
         """Say whether a piece is to be packed, by what is known before it is planned."""
-        if window is None or not 0 < cost.num_bytes <= min(self._slot_bytes, window.slot_bytes):
+        if window is None or not 0 < cost.num_bytes <= self._most(window):
             return False
         return self.pays_off(cost.num_bytes, cost.num_rows)
+
+    def _most(self, window: StagingWindow) -> int:
+        """Bytes that fit a slot on both sides."""
+        return min(self._slot_bytes, window.slot_bytes)
 
     @property
     def packs_always(self) -> bool:

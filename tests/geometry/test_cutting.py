@@ -54,13 +54,16 @@ def test_pages_of_a_rank_that_holds_every_third_token_reach_over_three_times_the
 
 @pytest.mark.parametrize(("piece_bytes", "page"), [(200, 8), (80, 8), (79, 4), (40, 4), (20, 2), (19, 1), (9, 1)])
 def test_pages_that_do_not_fit_are_halved_until_they_do(piece_bytes: int, page: int) -> None:
-    assert cutting(piece_bytes).within_pages().page_tokens["swa"] == page
-    assert cutting(40).within_pages().cut({"swa": (3, 17)}, {"swa": (3, 17)})[:2] == [{"swa": (3, 4)}, {"swa": (4, 8)}]
+    assert cutting(200).within_pages(piece_bytes).page_tokens["swa"] == page
+    assert cutting(40).within_pages(40).cut({"swa": (3, 17)}, {"swa": (3, 17)})[:2] == [
+        {"swa": (3, 4)},
+        {"swa": (4, 8)},
+    ]
 
 
 def test_no_cell_is_cut_when_pages_are_halved() -> None:
-    rule = Cutting({"kv": Debt(WHOLE, WHOLE, {1: 10, 4: 10})}, {"kv": 16}, 1)
-    assert rule.within_pages().page_tokens == {"kv": 4}
+    rule = Cutting({"kv": Debt(WHOLE, WHOLE, {1: 10, 4: 10})}, {"kv": 16}, 80)
+    assert rule.within_pages(1).page_tokens == {"kv": 4}
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(4, [(0, 1), (1, None)]), (5, [(0, None)])])
