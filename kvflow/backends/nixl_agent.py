@@ -104,7 +104,7 @@ class NixlAgent:
     ) -> None:
         for variable, value in environment.items():
             os.environ.setdefault(variable, value)
-        api = _import_api()
+        api = import_api()
         self._log = get_logger(agent=name)
         self._mailbox = mailbox
         self._news: list[BackendEvent] = []
@@ -364,7 +364,7 @@ class NixlAgent:
         return True
 
 
-def _import_api() -> Any:
+def import_api() -> Any:
     """Import whichever NIXL build is installed.
 
     Raises:

@@ -18,7 +18,7 @@ from kvflow.backends.mooncake.writing import WritingEngine
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.layout import MemoryRange
 
-__all__ = ["PEER_TO_PEER", "Engine", "EngineSettings", "Protocol"]
+__all__ = ["PEER_TO_PEER", "Engine", "EngineSettings", "Protocol", "start_native"]
 
 Protocol = Literal["tcp", "rdma"]
 
@@ -66,7 +66,7 @@ class Engine(WritingEngine):
         self._addresses: list[int] = []
         is_peer_to_peer = settings.metadata_server == PEER_TO_PEER
         name = settings.host if is_peer_to_peer else f"kvflow-{secrets.token_hex(8)}"
-        self._native: Any = _start(library, name, settings)
+        self._native: Any = start_native(library, name, settings)
         self.session = f"{settings.host}:{int(self._native.get_rpc_port())}" if is_peer_to_peer else name
         try:
             if settings.protocol == "rdma":
@@ -142,7 +142,7 @@ class Engine(WritingEngine):
         return native
 
 
-def _start(library: Library, name: str, settings: EngineSettings) -> Any:
+def start_native(library: Library, name: str, settings: EngineSettings) -> Any:
     """Start a native engine. It draws its ports by lot and fails if one is taken, so it is tried again.
 
     Raises:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from typing_extensions import override
 
-from kvflow.backends.mooncake.engine import PEER_TO_PEER, EngineSettings
+from kvflow.backends.mooncake.engine import PEER_TO_PEER, EngineSettings, start_native
 from kvflow.backends.mooncake.environment import environment_for
 from kvflow.backends.mooncake.library import ENVIRONMENT, Library
 from kvflow.cli.bench.bare.endpoint import BareEndpoint
@@ -21,7 +21,6 @@ from kvflow.errors import BackendError, BackendUnavailable
 __all__ = ["BareMooncake"]
 
 HOST: Final = "127.0.0.1"
-START_ATTEMPTS: Final = 8
 
 WINDOW: Final = 64
 """Descriptors of one request under way at once, as many as kvflow has."""
@@ -66,7 +65,7 @@ class BareMooncake(BareEndpoint):
         settings = EngineSettings(HOST, "tcp", (), PEER_TO_PEER)
         self._pool = pool
         self._library = Library(environment_for(settings, ENVIRONMENT))
-        self._native: Any = _start(self._library)
+        self._native: Any = start_native(self._library, HOST, settings)
         self._session = f"{HOST}:{int(self._native.get_rpc_port())}"
         self._cells, self._out, self._seen = (np.zeros(CELLS, np.uint64) for _ in range(3))
         rows = [(pool.address, pool.bytes.nbytes)]
@@ -168,11 +167,3 @@ def _runs(tables: Tables) -> tuple[Pages, Pages]:
     joins = (np.diff(tables.src) == 1) & (np.diff(tables.dst) == 1)
     starts = np.append(0, np.flatnonzero(~joins) + 1)
     return starts, np.diff(np.append(starts, len(tables.src)))
-
-
-def _start(library: Library) -> Any:
-    for _ in range(START_ATTEMPTS):
-        native = library.engine.TransferEngine()
-        if native.initialize(HOST, PEER_TO_PEER, "tcp", "") == 0:
-            return native
-    raise BackendUnavailable("Mooncake could not start an engine")

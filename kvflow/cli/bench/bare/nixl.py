@@ -1,11 +1,8 @@
 """NIXL without kvflow: an agent of the same kind, with descriptor lists that were prepared when it met its peer."""
 
-import importlib
-import importlib.util
 import os
 import struct
 import time
-from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -14,10 +11,9 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvflow.backends.nixl import ENGINE_CONFIG, QUIET_ENVIRONMENT
-from kvflow.backends.nixl_agent import DISTRIBUTIONS, PARTING_ROUNDS
+from kvflow.backends.nixl_agent import PARTING_ROUNDS, import_api
 from kvflow.cli.bench.bare.endpoint import BareEndpoint
 from kvflow.cli.bench.pair.pool import PairPool, Tables
-from kvflow.errors import BackendUnavailable
 
 __all__ = ["BareNixl"]
 
@@ -59,7 +55,7 @@ class BareNixl(BareEndpoint):
     def __init__(self, name: str, pool: PairPool) -> None:
         for variable, value in QUIET_ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
-        api = _api()
+        api = import_api()
         self._pool = pool
         self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
         self._agent.create_backend("UCX", {"engine_config": ENGINE_CONFIG})
@@ -133,10 +129,3 @@ class BareNixl(BareEndpoint):
         size, slots = self._pool.shape.page_bytes, self._pool.slots
         starts = [base + number * slots * size for number in range(self._pool.shape.num_tensors)]
         return np.array([(start, size, 0, size, slots) for start in starts], np.uint64)
-
-
-def _api() -> ModuleType:
-    for distribution in DISTRIBUTIONS:
-        if importlib.util.find_spec(distribution) is not None:
-            return importlib.import_module(f"{distribution}._api")
-    raise BackendUnavailable("NIXL is not installed", tried=DISTRIBUTIONS)
