@@ -47,7 +47,9 @@ def test_one_wrong_byte_is_found() -> None:
     assert [pool.has_arrived(request) for request in range(2)] == [True, False]
 
 
-@pytest.mark.parametrize("options", [["--cases", "nobody"], ["--tokens", "100"], ["--rounds", "0"]])
+@pytest.mark.parametrize(
+    "options", [["--cases", "nobody"], ["--tokens", "100"], ["--rounds", "0"], ["--backend", "memory"]]
+)
 def test_what_cannot_be_measured_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "hetero", *options]) == 2
     assert "kvflow bench: " in capsys.readouterr().err

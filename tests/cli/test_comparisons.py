@@ -100,6 +100,7 @@ def test_rows_are_shown_to_a_person_and_drawn(tmp_path: Path, capsys: pytest.Cap
     [
         (["transfer", "--shapes", "tiny,gpt-5"], "gpt-5"),
         (["transfer", "--tokens", "16,17"], "page_size=16"),
+        (["handover", "--shape", "tiny,mla"], "tiny,mla"),
         (["handover", "--rounds", "0"], "--rounds"),
         (["handover", "--requests", "0"], "--requests"),
     ],

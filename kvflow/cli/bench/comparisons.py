@@ -26,8 +26,7 @@ def add_arguments(cases: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     transfer.add_argument(
         "--tokens", type=counts, default=(16, 256, 512, 2048, 8192), metavar="N,...", help="default: 16 to 8192"
     )
-    add_common_arguments(transfer)
-    _add_pool_argument(transfer)
+    _add_pair_arguments(transfer)
     transfer.set_defaults(measure=_transfer)
     handover = cases.add_parser("handover", help="small requests: latency, rate and CPU, next to the bare transport")
     handover.add_argument(
@@ -38,19 +37,20 @@ def add_arguments(cases: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     handover.add_argument(
         "--requests", type=int, default=256, metavar="N", help="small ones in a round (default: %(default)s)"
     )
-    add_common_arguments(handover)
-    _add_pool_argument(handover)
+    _add_pair_arguments(handover)
     handover.set_defaults(measure=_handover)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what all measurements between two processes have."""
-    parser.add_argument("--backend", default="nixl", choices=["nixl", "mooncake"], help="transport between processes")
+    """Declare what all measurements in rounds have."""
     parser.add_argument("--rounds", type=int, default=11, metavar="N", help="of each way (default: %(default)s)")
     add_output_arguments(parser)
 
 
-def _add_pool_argument(parser: argparse.ArgumentParser) -> None:
+def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what measurements next to a bare transport have; only these two are known bare."""
+    parser.add_argument("--backend", default="nixl", choices=["nixl", "mooncake"], help="transport between processes")
+    add_common_arguments(parser)
     parser.add_argument(
         "--pool-megabytes", type=int, default=256, metavar="N", help="of each side at least (default: %(default)s)"
     )
@@ -120,10 +120,12 @@ def _transfer(arguments: argparse.Namespace) -> str:
 def _handover(arguments: argparse.Namespace) -> str:
     from kvflow.cli.bench.handover import HandoverSettings, measure_handovers  # noqa: PLC0415 - as above
 
-    (shape,) = _shapes(arguments.shape)
+    shapes = _shapes(arguments.shape)
+    if len(shapes) > 1:
+        raise ConfigError("one shape at a time", option="--shape", value=arguments.shape)
     settings = HandoverSettings(
         backend=arguments.backend,
-        shape=shape,
+        shape=shapes[0],
         tokens=_tokens(arguments),
         in_flight=arguments.in_flight,
         rounds=_positive("--rounds", arguments.rounds),

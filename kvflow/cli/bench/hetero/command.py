@@ -5,6 +5,7 @@ import argparse
 import anyio
 
 from kvflow.cli.bench.comparisons import add_common_arguments, cases_of, shown
+from kvflow.cli.transport import add_backend_option, check_backend
 from kvflow.errors import ConfigError
 
 __all__ = ["add_arguments"]
@@ -21,6 +22,7 @@ def add_arguments(cases: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     hetero.add_argument("--cases", default="all", metavar="NAME,...", help="some of them (default: %(default)s)")
     hetero.add_argument("--tokens", type=int, default=512, metavar="N", help="of a request (default: %(default)s)")
     hetero.add_argument("--layers", type=int, default=32, metavar="N", help="of the model (default: %(default)s)")
+    add_backend_option(hetero)
     add_common_arguments(hetero)
     hetero.set_defaults(measure=_hetero)
 
@@ -32,7 +34,6 @@ def _hetero(arguments: argparse.Namespace) -> str:
     cases = cases_of(arguments.cases, CASES)
     if min(arguments.tokens, arguments.layers, arguments.rounds) < 1 or arguments.tokens % PAGE_SIZE:
         raise ConfigError("options must be positive, and tokens fill whole pages", page_size=PAGE_SIZE)
-    options = HeteroOptions(
-        backend=arguments.backend, tokens=arguments.tokens, shape=HeteroShape(layers=arguments.layers)
-    )
+    backend = check_backend(arguments.backend, between_processes=True)
+    options = HeteroOptions(backend=backend, tokens=arguments.tokens, shape=HeteroShape(layers=arguments.layers))
     return shown(arguments, lambda report: anyio.run(measure_hetero, options, cases, arguments.rounds, report))
