@@ -75,3 +75,9 @@ def test_worker_that_cannot_start_is_named_with_what_it_printed() -> None:
         run("abort-decode", WorkerOptions(backend="carrier pigeon"))
     assert caught.value.values["event"] == "ready"
     assert "carrier pigeon" in str(caught.value.values["printed"])
+
+
+def test_worker_whose_pool_is_empty_says_so_at_once() -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        run("abort-decode", WorkerOptions(pool_pages=100))
+    assert "pool is empty" in str(caught.value.values["detail"])

@@ -108,10 +108,11 @@ class WorkerProcess(Generic[AnyOptions]):
         """Wait until the worker has reported something, and take the report.
 
         Raises:
-            WorkerFailed: It has not within its time, or has ended without it.
+            WorkerFailed: It has not within its time, has ended without it, or has said that it cannot.
         """
         with anyio.move_on_after(self._answer_s):
             while (event, room) not in self._reports:
+                self._check_could(room)
                 if self._process.returncode is not None:
                     await self._heard.wait()
                     break
@@ -127,14 +128,21 @@ class WorkerProcess(Generic[AnyOptions]):
         self.endpoint = (await self.expect("ready"))["endpoint"]
 
     async def expect_chunk(self, room: int, index: int) -> bool:
-        """Wait until the worker has offered a chunk; False if the transfer has ended before."""
+        """Wait until the worker has offered a chunk; False if the transfer has ended before; errors as in `expect`."""
         with anyio.move_on_after(self._answer_s):
             while self._reports.get(("chunk", room), {"index": -1})["index"] < index:
+                self._check_could(room)
                 if ("ended", room) in self._reports:
                     return False
                 await self._changed.wait()
             return True
         raise WorkerFailed("worker did not report", side=self.options.side, event="chunk", room=room)
+
+    def _check_could(self, room: int) -> None:
+        """Raise what the worker has said about a room that it cannot move at all."""
+        refusal = self._reports.get(("refused", room))
+        if refusal is not None:
+            raise WorkerFailed("worker refused", side=self.options.side, room=room, detail=refusal["detail"])
 
     async def _listen(self) -> None:
         async with anyio.create_task_group() as tasks:

@@ -93,7 +93,11 @@ class Worker:
     async def _transfer(self, room: int) -> None:
         """Run one transfer, whatever becomes of it."""
         rank, reason = self._rank, ""
-        pages = self._pool.take(self._options.tokens)
+        try:
+            pages = self._pool.take(self._options.tokens)
+        except kvflow.CapacityExceeded as error:  # if it ended this process, that would have to wait for the next order
+            self._line.report("refused", room=room, detail=str(error))
+            return
         transfer: kvflow.RoomSender | kvflow.RoomReceiver
         run: Coroutine[Any, Any, _Known]
         if isinstance(rank, kvflow.PrefillRank):
