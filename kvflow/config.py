@@ -1,4 +1,7 @@
-"""Settings: frozen, checked once, passed in. Nothing here reads the environment; only the command line does."""
+"""Settings: frozen, checked once, passed in; none comes from the environment.
+
+Only the command line reads that, and backends, which look at what the libraries they load will read from it.
+"""
 
 import operator
 from collections.abc import Mapping

@@ -1,1 +1,4 @@
-"""The command line: `kvflow demo | bench | registry`. The only place that reads the environment or prints."""
+"""The command line: `kvflow demo | bench | registry | simulate`.
+
+The only place that prints, and, but for backends whose libraries do, the only one that reads the environment.
+"""

@@ -1,4 +1,7 @@
-"""A prefill rank in virtual time: the real stages, driven by hand in the order in which its tasks would run."""
+"""A prefill rank in virtual time: the real stages, and by hand what their tasks and threads do, in an order of its own.
+
+A job is taken when it is its turn, and planned up to `PLANNING_S` later, as one that is put off is.
+"""
 
 import functools
 from collections import deque
@@ -284,7 +287,7 @@ class PrefillHost(Host):
             self.world.schedule.after(PLANNING_S * self.world.rng.random(), self.call, self._plan_next)
 
     def _plan_next(self) -> None:
-        """Plan one job, as `Planning.run` does, and offer it to the core."""
+        """Plan one job, as `Planning` does, and offer it to the core."""
         job = self._jobs.popleft()
         self._is_planning = False
         try:
