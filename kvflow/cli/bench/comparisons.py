@@ -24,7 +24,11 @@ def add_arguments(cases: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--shapes", default="llama3-8b,mla", metavar="NAME,...", help="of a model's cache (default: %(default)s)"
     )
     transfer.add_argument(
-        "--tokens", type=counts, default=(16, 256, 512, 2048, 8192), metavar="N,...", help="default: 16 to 8192"
+        "--tokens",
+        type=counts,
+        default=(16, 256, 512, 2048, 8192, 32768),
+        metavar="N,...",
+        help="default: 16 to 32768, for which each side takes 4.3 GB",
     )
     _add_pair_arguments(transfer)
     transfer.set_defaults(measure=_transfer)

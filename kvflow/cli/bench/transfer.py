@@ -17,12 +17,10 @@ __all__ = ["TransferSettings", "measure_transfers"]
 WAYS: Final[tuple[Way, ...]] = ("kvflow", "bare", "bare-napping", "bare-whole", "memcpy")
 TABLES: Final[tuple[Table, ...]] = ("contiguous", "random")
 
-ROUND_BYTES: Final = 2**28
-MIN_TRANSFERS: Final = 8
-"""The first one of a round is slower than the others, through kvflow more so than without: threads find their cores."""
-
+ROUND_BYTES: Final = 2**30
+MIN_TRANSFERS: Final = 2
 MAX_TRANSFERS: Final = 32
-"""Transfers of a round, unless that is more bytes than the above."""
+"""Transfers of a round: as many as move so many bytes, within these bounds. The first one is slower than the others."""
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +36,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     backend: str = "nixl"
     shapes: tuple[str, ...] = ("llama3-8b", "mla")
-    tokens: tuple[int, ...] = (16, 256, 512, 2048, 8192)
+    tokens: tuple[int, ...] = (16, 256, 512, 2048, 8192, 32768)
     rounds: int = 11
     pool_bytes: int = 2**28
 
