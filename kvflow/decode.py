@@ -31,7 +31,7 @@ from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.effects import Handed
 from kvflow.state.staging import StagingArea
-from kvflow.state.tables import Outcome
+from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import StagingStatistics
 from kvflow.transfer import Transfer, check_instance, check_room
 from kvflow.wire.messages import Message, Notice, PeerId, Received
@@ -220,6 +220,8 @@ class DecodeRank(Rank["RoomReceiver"]):
         if receiver is not None and effect.handed is not None:
             receiver.hand(effect.handed)
             self._times.add(Stage.AGGREGATE, receiver.notices_s)
+        if effect.memory is Memory.SAFE:
+            self._scatter.drop(effect.generation)
         self._report(effect.generation, effect)
 
     def _send(self, peer: PeerId, message: Message) -> None:

@@ -29,7 +29,7 @@ __all__ = ["Scatter"]
 
 SCATTERS_AT_ONCE: Final = 2
 MAX_KEPT: Final = 256
-"""Transfers whose page tables, and ranks whose pieces, are kept for their next notices."""
+"""Ranks whose pieces are kept for their next notices."""
 
 
 class Scatter:
@@ -46,12 +46,16 @@ class Scatter:
         self._layout = layout
         self._pages = functools.cache(functools.partial(HostMemory, layout, view))
         self._threads = anyio.CapacityLimiter(SCATTERS_AT_ONCE)
-        self._tables: OrderedDict[int, Mapping[str, PageTable]] = OrderedDict()
+        self._tables: dict[int, Mapping[str, PageTable]] = {}
         self._pieces: OrderedDict[PeerId, tuple[tuple[RoutePiece, ...], Mapping[str, PackedPieces]]] = OrderedDict()
 
     def start(self, effect: ScatterStaged) -> None:
         """Begin to scatter, as the core said; it hears how it ended."""
         self._context.start_task(self._scatter, effect)
+
+    def drop(self, generation: int) -> None:
+        """Forget what is kept for a transfer that is over."""
+        self._tables.pop(generation, None)
 
     async def _scatter(self, effect: ScatterStaged) -> None:
         began = self._context.now()
@@ -98,6 +102,4 @@ class Scatter:
     def _tables_of(self, opened: ReceiveOpened) -> Mapping[str, PageTable]:
         if opened.generation not in self._tables:
             self._tables[opened.generation] = granted_pages(opened, self._layout)
-            while len(self._tables) > MAX_KEPT:
-                self._tables.popitem(last=False)
         return self._tables[opened.generation]

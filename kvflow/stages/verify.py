@@ -8,7 +8,7 @@ import anyio
 import anyio.to_thread
 from msgspec.structs import replace
 
-from kvflow.errors import FailureReason, Stage
+from kvflow.errors import FailureReason, PlanError, Stage
 from kvflow.stages.context import StageContext
 from kvflow.stages.digests import DigestWork, OwnMemory
 from kvflow.stages.planning import granted_pages
@@ -48,6 +48,9 @@ class Verify:
     async def _compare(self, generation: int, comparison: "_Comparison") -> None:
         try:
             failure = await anyio.to_thread.run_sync(comparison.run, limiter=self._threads)
+        except (PlanError, MemoryError) as error:
+            detail = f"digests cannot be compared: {str(error) or 'out of memory'}"
+            failure = self._context.failure(FailureReason.CORRUPT, Stage.AGGREGATE, detail)
         finally:
             del self._running[generation]
         self._context.dispatch(DigestsVerified(generation, failure))

@@ -21,7 +21,7 @@ from kvflow.errors import ConfigError, FailureReason, PlanError, Stage, Transfer
 from kvflow.geometry.layout import MemoryRange
 from kvflow.state.tables import Memory, Outcome
 from tests.service.test_any_layout import MAX_RANKS, hand_over, posts, stops_of_layers
-from tests.support.failures import catch, undisturbed
+from tests.support.failures import catch, receive_failure, undisturbed
 from tests.support.instances import BACKENDS, Deployment, Request, decode_config, deploy, make_pool, prefill_config
 from tests.support.pools import Pool
 from tests.support.registries import registry_in_thread
@@ -49,6 +49,22 @@ async def test_digests_agree_for_any_pair_of_layouts_over_nixl(world: World, pos
     for rank in (*world.prefill.values(), *world.decode.values()):
         rank.move(rank.memory.ctypes.data)
     await hand_over(world, "nixl", digest_every=1, bytes_per_post=post, stops=stops)
+
+
+@pytest.mark.parametrize("error", [PlanError("odd"), MemoryError()])
+async def test_what_cannot_be_compared_fails_its_transfer_alone(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise error
+
+    async with deploy(digest_every=1) as deployment:
+        with monkeypatch.context() as patch:
+            patch.setattr("kvflow.stages.verify._Comparison._find_difference", fail)
+            failure = await receive_failure(deployment.request(1, 12))
+        assert (failure.reason, failure.stage) == (FailureReason.CORRUPT, Stage.AGGREGATE)
+        assert (str(error) or "out of memory") in failure.detail
+        await undisturbed(deployment)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -229,6 +229,7 @@ async def test_who_packs_always_does_not_ask_what_the_direct_way_would_take(monk
         monkeypatch.setattr("kvflow.stages.planning.outline", lambda *_, **__: 1 // 0)
         await undisturbed(deployment)
         assert staging(deployment.prefill[0]).packed_posts == 3
+        assert not deployment.decode[0]._scatter._tables, "kept for transfers that are over"
 
 
 @pytest.mark.parametrize("error", [PlanError("odd"), MemoryError()])
