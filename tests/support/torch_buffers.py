@@ -7,7 +7,7 @@ from typing_extensions import override
 from kvflow.geometry.layout import MemoryKind
 from kvflow.testing.buffers import Buffer, Bytes
 
-__all__ = ["TorchBuffer", "device_of_nixl"]
+__all__ = ["TorchBuffer", "device_of_cuda", "device_of_nixl"]
 
 
 class TorchBuffer(Buffer):
@@ -36,3 +36,8 @@ def device_of_nixl() -> torch.device | None:
     """A GPU that NIXL may know, if torch has one."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found if found is not None and found.type in ("cuda", "xpu") else None
+
+
+def device_of_cuda() -> torch.device | None:
+    """The first GPU of CUDA, if there is one."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else None
