@@ -183,7 +183,7 @@ class DecodeRank(Rank["RoomReceiver"]):
             staging=self._core.staging,
         )
         self._aggregate = Aggregate(self._context, self._note)
-        self._scatter = Scatter(self._context, self.layout, self._backend.view)
+        self._scatter = Scatter(self._context, self.layout, self._backend.view, self._staging)
         self._verify = Verify(self._context, OwnMemory(self.layout, self._backend.view))
 
     def _staging_statistics(self) -> StagingStatistics:

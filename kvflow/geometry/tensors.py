@@ -1,4 +1,4 @@
-"""Layouts from torch tensors. The only module of kvflow that imports torch.
+"""Layouts from torch tensors. The only module of geometry that imports torch.
 
 Strides and addresses are read from the tensors, never computed from shapes, so views, transposed pools and one
 allocation for all layers need no special case. What cannot be read is the meaning of an axis, so it is declared:

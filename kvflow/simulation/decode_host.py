@@ -46,7 +46,7 @@ class DecodeHost(Host):
         self._greetings: dict[str, Greeting] = {}
         self._known: dict[PeerId, None] = {}
         self._probes: dict[PeerId, None] = {}
-        self._scatter = Scatter(self.context, table.layout, self.backend.view)
+        self._scatter = Scatter(self.context, table.layout, self.backend.view, self.staging)
         self.shape: Shape = self.world.instances[self.me.rank.instance].shape
 
     # The engine ------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from kvflow.simulation.requests import Receiving, Sending
 from kvflow.simulation.shapes import CellTable
 from kvflow.simulation.transport import SimBackend
 from kvflow.stages.context import StageContext
+from kvflow.stages.packing import HostCopier
 from kvflow.stages.staging import StagingMemory
 from kvflow.stages.submit import agent_name
 from kvflow.state import effects as ef
@@ -99,7 +100,7 @@ class Host(abc.ABC):
         self._alarm = math.inf
         self._num_events = 0
         self.backend = SimBackend(self, in_band=not world.without_notices, ends_with_process=world.is_fenced)
-        self.staging = StagingMemory(config.staging_bytes) if config.staging_bytes else None
+        self.staging = StagingMemory(config.staging_bytes, HostCopier()) if config.staging_bytes else None
         layout = self.staging.added_to(table.layout) if self.staging is not None else table.layout
         self.backend.register_now(layout, agent_name(me))
         self.core = Core(

@@ -26,7 +26,6 @@ from kvflow.simulation.requests import Request, Sending
 from kvflow.simulation.shapes import KV, STATE, CellTable
 from kvflow.stages.bootstrap import PrefillBootstrap
 from kvflow.stages.digests import DigestWork, OwnMemory
-from kvflow.stages.packing import HostMemory
 from kvflow.stages.planning import PlannedChunk, Planning
 from kvflow.stages.staging import LocalStaging, slots_of
 from kvflow.stages.submit import Submit, agent_name
@@ -107,7 +106,7 @@ class PrefillHost(Host):
         shape = self.world.staging
         if self.staging is None or shape is None:
             return None
-        pages = functools.partial(HostMemory, layout, self.backend.view)
+        pages = functools.partial(self.staging.pages, layout, self.backend.view)
         return LocalStaging(self.staging.range, shape.slot_bytes, pages, row_overhead_s=0.0, packing="always")
 
     # The engine ------------------------------------------------------------------------------------------------------

@@ -1,24 +1,31 @@
 """Copies the runs of a packed payload in the memory of a device, by torch. Loaded only where a layout has such memory.
 
 It does what `packing` does in host memory, at the same addresses. A device copies rows of a table quickly and starts
-slowly, so the runs of one length are copied at once: memory is seen as a table whose rows are as long as the runs and their
-distances allow, in words as wide as their addresses allow. Where runs lie on a grid of their own length, each of them
-is a row; elsewhere it is a few rows that follow each other.
+slowly, so the runs of one length are copied at once: memory is seen as a table whose rows are as long as the runs and
+their distances allow, in words as wide as their addresses allow. Where runs lie on a grid of their own length, each of
+them is a row; elsewhere it is a few rows that follow each other.
+
+Nothing here runs beside the engine's kernels by accident: a chunk's event was waited for before its pages are gathered,
+copies run on a stream of their own, and whoever has called waits for that. So what was scattered is there for every
+stream that is told of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from typing_extensions import Self
+from typing_extensions import Self, override
 
-from kvflow.errors import PlanError
-from kvflow.geometry.layout import MemoryRange
+from kvflow.errors import ConfigError, PlanError
+from kvflow.geometry.digest import View
+from kvflow.geometry.layout import KVLayout, MemoryRange, RegionKey
 from kvflow.geometry.pack import PackedRuns
+from kvflow.stages.packing import Allocation, Copier
 
-__all__ = ["Rows", "bytes_at", "copy_runs", "word_bytes"]
+__all__ = ["DeviceCopier", "Rows", "bytes_at", "copy_runs", "find_device", "word_bytes"]
 
 BLOCK_WORDS: Final = 2**20
 """Copied at once: 8 MiB of words, and as much for each of the two lists of rows. A slot of 4 MiB is rarely more."""
@@ -158,3 +165,58 @@ def copy_runs(
 def _copy_each(ends: tuple[Addresses, Addresses], length: int, device: torch.device) -> None:
     for source, target in zip(*(addresses.tolist() for addresses in ends), strict=True):
         bytes_at(target, length, device).copy_(bytes_at(source, length, device))
+
+
+def find_device(device_id: int) -> torch.device | None:
+    """The device that a layout names, if torch can copy in its memory: a GPU of CUDA."""
+    is_there = torch.cuda.is_available() and device_id < torch.cuda.device_count()
+    return torch.device("cuda", device_id) if is_there else None
+
+
+class DeviceCopier(Copier):
+    """Memory of one device, by torch. Temporary memory, a few times a block, comes from torch, which keeps it.
+
+    Args:
+        device: With an index unless it is the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @override
+    def allocate(self, num_bytes: int) -> Allocation:
+        try:
+            with self._own_stream():  # torch gives memory again that the stream may still be using
+                memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise ConfigError(
+                "device has no memory left for staging_bytes", device=str(self._device), num_bytes=num_bytes
+            ) from error
+        return Allocation(memory.data_ptr(), memory)
+
+    @override
+    def bases(self, layout: KVLayout, view: View) -> Mapping[RegionKey, int]:
+        return {key: region.address for key, region in layout.regions().items()}
+
+    @override
+    def copy(self, runs: Sequence[PackedRuns], slot: MemoryRange, *, gather: bool) -> None:
+        try:
+            with self._own_stream():
+                copy_runs(runs, slot, self._device, gather=gather)
+        except torch.cuda.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+    @override
+    def effort(self, num_bytes: int, most: int) -> int:
+        return most + 1  # it waits for the device
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """What is begun within is done when it is left, by any way."""
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            if self._stream is not None:
+                self._stream.synchronize()

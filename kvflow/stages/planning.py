@@ -6,7 +6,7 @@ without them pass by.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -34,9 +34,6 @@ from kvflow.state.window import Cost
 from kvflow.wire.messages import Grant, PeerId, Staged, StagingWindow
 
 __all__ = ["PeerGeometry", "Plan", "PlanWork", "PlannedChunk", "Planning", "granted_pages"]
-
-BYTES_GATHERED_INLINE: Final = 2**18
-"""More than this is gathered beside the event loop."""
 
 WIRE_PAGES = np.dtype("<u4")
 """How page indices travel in a Grant."""
@@ -262,9 +259,9 @@ class Planning:
 
     def _effort(self, job: ChunkJob) -> int:
         """What planning a job takes: its descriptors, or as many as can be planned while it is gathered."""
-        if job.slots is None:
+        if job.slots is None or self._staging is None:
             return job.cost.num_rows
-        return job.cost.num_bytes * self._context.config.limits.rows_planned_inline // BYTES_GATHERED_INLINE
+        return self._staging.copier.effort(job.cost.num_bytes, self._context.config.limits.rows_planned_inline)
 
     def planned(self, job: ChunkJob, plan: Plan) -> PlannedChunk:
         """Put a job and its plan together; one that goes directly gives back the slots that it got."""
@@ -299,7 +296,7 @@ class Planning:
             return None
         staged = Staged(job.slots.remote, is_head_major(geometry.route))
         payload = Payload(geometry.route.debts, job.ranges, job.grant.ranges, staged.head_major, job.layers)
-        work = PackWork(payload, geometry.packed, job.pages, self._staging.slot(job.slots.local))
+        work = PackWork(payload, geometry.packed, job.pages, self._staging.slot(job.slots.local), self._staging.copier)
         target = geometry.staging.slot_address(staged.slot)
         return PackPlan(work, job.cost.num_bytes, target, staged, self._staging)
 

@@ -19,8 +19,9 @@ from kvflow.geometry.pack import PackedPieces, Payload
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.routes import RoutePiece
 from kvflow.stages.context import StageContext
-from kvflow.stages.packing import HostMemory, PackWork
+from kvflow.stages.packing import PackWork, PageMemory
 from kvflow.stages.planning import granted_pages
+from kvflow.stages.staging import StagingMemory
 from kvflow.state.effects import ScatterStaged
 from kvflow.state.events import GreetedRank, ReceiveOpened, Scattered
 from kvflow.wire.messages import Failure, PeerId
@@ -38,13 +39,14 @@ class Scatter:
     Args:
         context: Of this rank.
         layout: Of this rank.
-        view: Lets its memory be written.
+        view: Lets its memory be written, if it is host memory.
+        staging: What peers write into; nothing is staged here if None.
     """
 
-    def __init__(self, context: StageContext, layout: KVLayout, view: View) -> None:
+    def __init__(self, context: StageContext, layout: KVLayout, view: View, staging: StagingMemory | None) -> None:
         self._context = context
         self._layout = layout
-        self._pages = functools.cache(functools.partial(HostMemory, layout, view))
+        self._pages = None if staging is None else functools.cache(functools.partial(staging.pages, layout, view))
         self._threads = anyio.CapacityLimiter(SCATTERS_AT_ONCE)
         self._tables: dict[int, Mapping[str, PageTable]] = {}
         self._pieces: OrderedDict[PeerId, tuple[tuple[RoutePiece, ...], Mapping[str, PackedPieces]]] = OrderedDict()
@@ -70,7 +72,7 @@ class Scatter:
         self._context.dispatch(Scattered(effect.opened.generation, effect.notice, failure))
 
     def failure(self, effect: ScatterStaged, error: PlanError | MemoryError) -> Failure:
-        """Why a notice could not be scattered; nothing of it was written then."""
+        """Why a notice could not be scattered."""
         detail = f"{effect.rank.peer.rank}: {str(error) or 'out of memory'}"
         return self._context.failure(FailureReason.PROTOCOL, Stage.AGGREGATE, detail)
 
@@ -81,19 +83,20 @@ class Scatter:
             PlanError: The notice has no place, or its pieces are not here.
         """
         window, notice = effect.rank.staging, effect.notice
-        if window is None or notice.staged is None:
+        if window is None or notice.staged is None or self._pages is None:
             raise PlanError("notice is not staged", seq=notice.seq)
         opened = effect.opened
         head_major = notice.staged.head_major
         payload = Payload(effect.rank.debts, notice.ranges, opened.ranges, head_major, notice.layer_range)
         slot = MemoryRange(window.slot_address(notice.staged.slot), window.slot_bytes)
-        return PackWork(payload, self._pieces_of(effect.rank), self._tables_of(opened), slot)
+        pages = self._pages()
+        return PackWork(payload, self._pieces_of(effect.rank, pages), self._tables_of(opened), slot, pages.copier)
 
-    def _pieces_of(self, rank: GreetedRank) -> Mapping[str, PackedPieces]:
+    def _pieces_of(self, rank: GreetedRank, pages: PageMemory) -> Mapping[str, PackedPieces]:
         known = self._pieces.get(rank.peer)
         if known is not None and known[0] == rank.pieces:  # others of its instance may have changed, and its route too
             return known[1]
-        found = self._pages().find(rank.pieces)
+        found = pages.find(rank.pieces)
         self._pieces[rank.peer] = rank.pieces, found
         while len(self._pieces) > MAX_KEPT:
             self._pieces.popitem(last=False)

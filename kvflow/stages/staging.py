@@ -11,11 +11,12 @@ import numpy as np
 from kvflow.backends.base import Backend
 from kvflow.config import Packing, PrefillConfig, RankConfig
 from kvflow.geometry.cutting import Cutting
+from kvflow.geometry.digest import View
 from kvflow.geometry.layout import KVLayout, MemoryRange, merge_ranges
 from kvflow.geometry.pack import PackedPieces
 from kvflow.geometry.plan import Descriptors
 from kvflow.geometry.routes import BoundRoute, RoutePiece
-from kvflow.stages.packing import HostMemory, PackWork
+from kvflow.stages.packing import Copier, HostCopier, PackWork, PageMemory
 from kvflow.state.packing import pays_off
 from kvflow.state.slots import RemoteSlots, SlotPool
 from kvflow.state.staging import StagingArea
@@ -40,16 +41,33 @@ SAMPLE_TOKENS: Final = 2**14
 
 
 class StagingMemory:
-    """Host memory for packed pieces; it has to live as long as the transport knows it.
+    """Memory for packed pieces; it has to live as long as the transport knows it.
 
     Args:
         num_bytes: Size.
+        copier: Of the kind of memory that it is to be, which is that of the pages.
+
+    Attributes:
+        range: Where it is.
+
+    Raises:
+        ConfigError: There is not so much of it.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self._memory = np.zeros(num_bytes + PAGE_BYTES, np.uint8)
-        start = int(self._memory.ctypes.data)
+    def __init__(self, num_bytes: int, copier: Copier) -> None:
+        self._copier = copier
+        self._memory = copier.allocate(num_bytes + PAGE_BYTES)
+        start = self._memory.address
         self.range = MemoryRange(start + -start % PAGE_BYTES, num_bytes)
+
+    def pages(self, layout: KVLayout, view: View) -> PageMemory:
+        """The pages of a layout, as packed pieces are gathered from them or scattered into them.
+
+        Args:
+            layout: Of the same kind of memory.
+            view: Lets it be read and written, if it is host memory.
+        """
+        return PageMemory(layout, view, self._copier)
 
     def holds(self, address: int) -> bool:
         """Say whether an address is in this memory."""
@@ -65,9 +83,24 @@ class StagingMemory:
 
 
 def staging_memory(config: RankConfig, layout: KVLayout) -> StagingMemory | None:
-    """The staging memory of a rank; a rank of device memory has none."""
-    has_any = bool(config.staging_bytes) and layout.memory_kind == "DRAM"
-    return StagingMemory(config.staging_bytes) if has_any else None
+    """The staging memory of a rank; None if it wants none, or nothing here can copy its kind of memory.
+
+    Raises:
+        ConfigError: There is not so much of it.
+    """
+    copier = _copier_of(layout) if config.staging_bytes else None
+    return None if copier is None else StagingMemory(config.staging_bytes, copier)
+
+
+def _copier_of(layout: KVLayout) -> Copier | None:
+    if layout.memory_kind == "DRAM":
+        return HostCopier()
+    try:
+        from kvflow.stages.device import DeviceCopier, find_device  # noqa: PLC0415 - torch is slow to import
+    except ImportError:
+        return None
+    device = find_device(layout.device_id)
+    return None if device is None else DeviceCopier(device)
 
 
 @dataclass(frozen=True)
@@ -113,7 +146,7 @@ class LocalStaging:
         self,
         memory: MemoryRange,
         slot_bytes: int,
-        pages: Callable[[], HostMemory],
+        pages: Callable[[], PageMemory],
         *,
         row_overhead_s: float,
         packing: Packing,
@@ -128,6 +161,11 @@ class LocalStaging:
     def slot(self, number: int) -> MemoryRange:
         """One of the slots."""
         return MemoryRange(self._memory.address + number * self._slot_bytes, self._slot_bytes)
+
+    @property
+    def copier(self) -> Copier:
+        """Of the kind of memory that this rank has."""
+        return self._pages().copier
 
     def find(self, pieces: Sequence[RoutePiece]) -> Mapping[str, PackedPieces]:
         """Find the pieces of a route in this rank's pages."""
@@ -176,7 +214,7 @@ def local_staging(
     return LocalStaging(
         memory.range,
         config.staging_slot_bytes,
-        lambda: HostMemory(layout, backend.view),
+        functools.partial(memory.pages, layout, backend.view),
         row_overhead_s=backend.capabilities.row_overhead_s,
         packing=config.packing,
     )

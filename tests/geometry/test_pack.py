@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,8 +26,9 @@ from kvflow.geometry.layout import MemoryRange
 from kvflow.geometry.pack import Payload, find_pieces, is_head_major, pack
 from kvflow.geometry.pages import Part
 from kvflow.geometry.tokens import WHOLE
-from kvflow.stages.packing import HostMemory, PackWork
-from tests.support.links import links
+from kvflow.stages.device import DeviceCopier
+from kvflow.stages.packing import Copier, HostCopier, PackWork, PageMemory
+from tests.support.links import Link, links
 from tests.support.worlds import Rank, World, worlds
 
 
@@ -40,13 +42,16 @@ class Order(NamedTuple):
 stops = st.sets(st.integers(1, 5), max_size=2).map(lambda found: tuple(sorted(found)))
 
 
-def memory_of(rank: Rank) -> HostMemory:
+COPIERS = [HostCopier(), DeviceCopier(torch.device("cpu"))]
+
+
+def memory_of(rank: Rank, copier: Copier) -> PageMemory:
     def view(memory: MemoryRange) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
         start = memory.address - rank.base
         assert 0 <= start <= start + memory.length <= len(rank.memory)
         return rank.memory[start : start + memory.length]
 
-    return HostMemory(rank.layout, view)
+    return PageMemory(rank.layout, view, copier)
 
 
 def payloads(world: World, bound: BoundRoute, order: Order) -> Iterator[Payload]:
@@ -60,8 +65,8 @@ def payloads(world: World, bound: BoundRoute, order: Order) -> Iterator[Payload]
             yield Payload(bound.debts, ranges, world.wanted, order.head_major, (layers[0] or 0, layers[1]))
 
 
-def move(world: World, route: Route, bound: BoundRoute, ends: tuple[Rank, Rank], order: Order) -> None:
-    source, target = ends
+def move(world: World, link: Link, order: Order, copier: Copier) -> None:
+    route, bound, source, target = link
     for payload in payloads(world, bound, order):
         src = {
             name: check_part(source.layout.component(name), Part(tokens, source.pages(name, tokens)))
@@ -76,26 +81,30 @@ def move(world: World, route: Route, bound: BoundRoute, ends: tuple[Rank, Rank],
         owed = bytes_owed(bound.debts, payload.ranges, world.wanted, payload.layers)
         staging = np.full(owed + 2, 0xAB, np.uint8)
         slot = MemoryRange(staging.ctypes.data + 1, owed)
-        PackWork(payload, memory_of(source).find(route.pieces), src, slot).gather(owed)
+        PackWork(payload, memory_of(source, copier).find(route.pieces), src, slot, copier).gather(owed)
         runs, total = pack(payload, find_pieces(route.pieces, source.layout), src)
         assert total == owed
         covered = sorted(
             at for group in runs for place in group.payload.tolist() for at in range(place, place + group.length)
         )
         assert covered == list(range(owed))
-        PackWork(payload, memory_of(target).find(route.pieces), dst, slot).scatter(owed)
+        PackWork(payload, memory_of(target, copier).find(route.pieces), dst, slot, copier).scatter(owed)
         assert staging[0] == staging[-1] == 0xAB
 
 
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize("copier", COPIERS, ids=lambda copier: type(copier).__name__)
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(worlds(), st.builds(Order, st.booleans(), stops))
-def test_every_wanted_cell_arrives_and_nothing_else_changes(world: World, order: Order) -> None:
+def test_every_wanted_cell_arrives_and_nothing_else_changes(copier: Copier, world: World, order: Order) -> None:
     world.compute()
-    for route, bound, source, target in links(world):
-        before = source.memory.copy()
-        move(world, route, bound, (source, target), order)
-        np.testing.assert_array_equal(source.memory, before)
+    if isinstance(copier, DeviceCopier):
+        for rank in (*world.prefill.values(), *world.decode.values()):
+            rank.move(rank.memory.ctypes.data)
+    for link in links(world):
+        before = link.source.memory.copy()
+        move(world, link, order, copier)
+        np.testing.assert_array_equal(link.source.memory, before)
     world.assert_arrived()
 
 
@@ -129,13 +138,13 @@ def test_a_whole_page_is_one_run_if_its_order_is_that_of_the_payload(order: str,
 def test_a_payload_of_another_size_or_of_other_pages_is_refused() -> None:
     layout = small_layout("NHD", (0, 2))
     memory = np.zeros(layout.component("kv").page_bytes * 4, np.uint8)
-    pieces = HostMemory(layout, lambda _: memory).find((RoutePiece("kv", "k", 0, (0, 2)),))
+    pieces = PageMemory(layout, lambda _: memory, HostCopier()).find((RoutePiece("kv", "k", 0, (0, 2)),))
     table = check_part(layout.component("kv"), Part((0, 4), [3]))
     slot = np.ones(256, np.uint8)
 
     def work(tokens: tuple[int, int], slot_bytes: int = 256) -> PackWork:
         payload = Payload({"kv": Debt(WHOLE, WHOLE, {})}, {"kv": tokens}, {"kv": (0, 8)})
-        return PackWork(payload, pieces, {"kv": table}, MemoryRange(slot.ctypes.data, slot_bytes))
+        return PackWork(payload, pieces, {"kv": table}, MemoryRange(slot.ctypes.data, slot_bytes), HostCopier())
 
     for wrong, num_bytes in [(work((0, 4)), 65), (work((0, 4), 63), 64), (work((0, 8)), 128)]:
         with pytest.raises(PlanError):

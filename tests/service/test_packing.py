@@ -201,7 +201,7 @@ async def test_a_piece_whose_pages_happen_to_follow_each_other_goes_direct_and_g
         )
 
     monkeypatch.setattr("kvflow.stages.planning.outline", noted)
-    monkeypatch.setattr("kvflow.stages.planning.BYTES_GATHERED_INLINE", gathered_inline)
+    monkeypatch.setattr("kvflow.stages.packing.BYTES_GATHERED_INLINE", gathered_inline)
     async with deploy(prefill_tp=0) as deployment, AsyncExitStack() as stack:
         pool = make_pool()
         config = prefill_config(deployment.registry.endpoint)
