@@ -58,8 +58,26 @@ async def hand_over(
     stops: tuple[int, ...] = (),
     packing: str = "auto",
 ) -> StagingStatistics:
-    """Open every rank, send and receive the request, and compare all memory with the model; say what was packed."""
+    """Compute, send and receive the request, and compare all memory with the model; say what was packed."""
     world.compute()
+    found = await transfer(
+        world, backend, digest_every=digest_every, bytes_per_post=bytes_per_post, stops=stops, packing=packing
+    )
+    for rank in world.decode.values():
+        np.testing.assert_array_equal(rank.memory, world.expected(rank, world.held()))
+    return found
+
+
+async def transfer(
+    world: World,
+    backend: str,
+    *,
+    digest_every: int = 0,
+    bytes_per_post: int = 2**20,
+    stops: tuple[int, ...] = (),
+    packing: str = "auto",
+) -> StagingStatistics:
+    """Open every rank, send and receive the request; say what was packed."""
     totals = [0, 0]
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
         senders, receivers = [], []
@@ -84,8 +102,6 @@ async def hand_over(
         for prefill, _ in senders:
             staging = prefill.statistics().staging
             totals = [totals[0] + staging.packed_posts, totals[1] + staging.direct_posts]
-    for rank in world.decode.values():
-        np.testing.assert_array_equal(rank.memory, world.expected(rank, world.held()))
     return StagingStatistics(packed_posts=totals[0], direct_posts=totals[1])
 
 

@@ -1,6 +1,7 @@
 """Runs are copied in the memory of a device as they are in host memory; the CPU is a device, too."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -10,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvflow.errors import PlanError
 from kvflow.geometry.layout import MemoryRange
 from kvflow.geometry.pack import PackedRuns
 from kvflow.stages import device, packing
-from kvflow.stages.device import Rows, bytes_at, word_bytes
+from kvflow.stages.device import DeviceCopier, Rows, bytes_at, find_device, word_bytes
 from tests.support.torch_buffers import device_of_cuda
 
 CPU = torch.device("cpu")
@@ -214,3 +216,91 @@ def test_memory_is_seen_where_it_is(on: torch.device) -> None:
     buffer[15] = 200
     seen[1] = 201
     assert (int(seen[5]), int(buffer[11])) == (200, 201)
+
+
+def test_memory_of_another_device_is_refused_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, gpu = np.arange(8, dtype=np.uint8), torch.device("cuda", 0)
+
+    def seen(raw: object, *, device: torch.device) -> torch.Tensor:
+        assert device == gpu
+        return torch.from_numpy(np.asarray(raw))
+
+    monkeypatch.setattr(torch, "as_tensor", seen)
+    assert bytes_at(buffer.ctypes.data, 8, gpu).tolist() == list(range(8))
+    monkeypatch.setattr(torch, "as_tensor", lambda raw, *, device: seen(raw, device=device).clone())
+    with pytest.raises(PlanError, match="device of the layout"):
+        bytes_at(buffer.ctypes.data, 8, gpu)
+
+
+class Stream:
+    """Stands for a stream of a device, and notes what happens around it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        patch.setattr(torch.cuda, "stream", self.current)
+        patch.setattr(device, "copy_runs", lambda *_, **__: self.log.append("begun"))
+
+    @contextmanager
+    def current(self, stream: object) -> Iterator[None]:
+        assert stream is self
+        self.log.append("current")
+        try:
+            yield
+        finally:
+            self.log.append("not current")
+
+    def synchronize(self) -> None:
+        self.log.append("done")
+
+
+def test_a_copy_is_begun_on_a_stream_of_its_own_and_done_when_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    copier, stream = DeviceCopier(CPU), Stream(monkeypatch)
+    monkeypatch.setattr(copier, "_stream", stream)
+    copier.copy([], MemoryRange(0, 0), gather=True)
+    assert stream.log == ["current", "begun", "not current", "done"]
+    copier.allocate(8)
+    assert stream.log[4:] == ["current", "not current", "done"]
+
+
+def test_a_copy_that_fails_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    copier, stream = DeviceCopier(CPU), Stream(monkeypatch)
+    monkeypatch.setattr(copier, "_stream", stream)
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.cuda.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(device, "copy_runs", fail)
+    with pytest.raises(MemoryError, match="no memory left"):
+        copier.copy([], MemoryRange(0, 0), gather=True)
+    assert stream.log == ["current", "not current", "done"]
+
+
+def test_memory_that_torch_cannot_copy_in_belongs_to_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_device(0) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [find_device(number) for number in range(3)] == [torch.device("cuda", 0), torch.device("cuda", 1), None]
+
+
+@pytest.mark.device
+@pytest.mark.skipif(device_of_cuda() is None, reason="no GPU")
+def test_what_a_gpu_has_scattered_is_there_for_every_stream() -> None:
+    """The copier's stream is busy for long before it can begin."""
+    on = device_of_cuda()
+    assert on is not None
+    copier = DeviceCopier(on)
+    pages = torch.zeros(2**24, dtype=torch.uint8, device=on)
+    slot = copier.allocate(2**22)
+    staged = bytes_at(slot.address, 2**22, on)
+    staged.copy_(torch.arange(2**22, device=on) % 251)
+    torch.cuda.synchronize(on)
+    at = np.arange(0, 2**22, 512, dtype=np.uint64)
+    runs = [PackedRuns(512, at * np.uint64(4) + np.uint64(pages.data_ptr()), at)]
+    with torch.cuda.stream(copier._stream):
+        torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]
+    copier.copy(runs, MemoryRange(slot.address, 2**22), gather=False)
+    with torch.cuda.stream(torch.cuda.Stream(on)):  # type: ignore[no-untyped-call]
+        found = pages.view(-1, 4, 512)[:, 0].reshape(-1).cpu()
+    assert torch.equal(found, staged.cpu())
+    assert not pages.view(-1, 4, 512)[:, 1:].any()
