@@ -198,8 +198,9 @@ class RankConfig:
         backend_options: Passed to the backend, see its class.
         timeouts: How long things may take.
         limits: How much there may be of things.
-        staging_bytes: Host memory for packed pieces (docs/packing.md); 0 for none. A decode rank gives a window of it
-            to each prefill rank that it greets, for as long as there are any; a prefill rank gathers into it.
+        staging_bytes: Memory for packed pieces (docs/packing.md); 0 for none. It is taken from the device if the pools
+            are there and torch can use it. A decode rank gives a window of it to each prefill rank that it greets, for
+            as long as there are any; a prefill rank gathers into it.
         staging_slot_bytes: Most bytes that are packed at once; the smaller value of the two sides counts.
     """
 

@@ -47,7 +47,8 @@ class PrefillRank(Rank["RoomSender"]):
         backend: A transport to use instead of the one that the settings name.
 
     Raises:
-        ConfigError: The control address cannot be bound, or the backend is not known.
+        ConfigError: The control address cannot be bound, the backend is not known, or the device has no memory left for
+            `staging_bytes`.
         BackendUnavailable: The transport's library is missing or broken.
         RegistrationError: The transport does not take the memory.
     """
