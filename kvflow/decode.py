@@ -71,8 +71,8 @@ class DecodeRank(Rank["RoomReceiver"]):
         backend: A transport to use instead of the one that the settings name.
 
     Raises:
-        ConfigError: The backend is not known, the settings ask for digests of device memory, or the device has no memory
-            left for `staging_bytes`.
+        ConfigError: The backend is not known, the settings ask for digests of device memory, or the device has no
+            memory left for `staging_bytes`.
         BackendUnavailable: The transport's library is missing or broken.
         RegistrationError: The transport does not take the memory.
     """

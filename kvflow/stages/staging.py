@@ -88,7 +88,8 @@ def staging_memory(config: RankConfig, layout: KVLayout) -> StagingMemory | None
     Raises:
         ConfigError: There is not so much of it.
     """
-    copier = _copier_of(layout) if config.staging_bytes else None
+    never_packs = isinstance(config, PrefillConfig) and config.packing == "never"
+    copier = _copier_of(layout) if config.staging_bytes and not never_packs else None
     return None if copier is None else StagingMemory(config.staging_bytes, copier)
 
 
@@ -209,7 +210,7 @@ def local_staging(
     memory: StagingMemory | None, config: PrefillConfig, layout: KVLayout, backend: Backend
 ) -> LocalStaging | None:
     """How a prefill rank packs; None if it does not."""
-    if memory is None or config.packing == "never":
+    if memory is None:
         return None
     return LocalStaging(
         memory.range,

@@ -258,6 +258,7 @@ async def test_packing_can_be_refused_by_either_side() -> None:
         await request.hand_over()
         request.assert_arrived()
         assert staging(deployment.prefill[0]).packed_posts == 0
+        assert deployment.prefill[0]._staging is None
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
