@@ -17,14 +17,13 @@ from kvflow.backends.base import Backend, BackendEvent, NoticeArrived
 from kvflow.config import DecodeConfig, check_count, check_duration, check_priority
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import Pages, Part, check_parts, spell_out
+from kvflow.geometry.pages import WIRE_PAGES, Pages, Part, check_parts, spell_out
 from kvflow.geometry.tokens import TokenRange
 from kvflow.rank import Rank
 from kvflow.registry import RegistryClient
 from kvflow.stages.aggregate import Aggregate
 from kvflow.stages.digests import OwnMemory, check_digestible
 from kvflow.stages.greeting import DecodeBootstrap
-from kvflow.stages.planning import WIRE_PAGES
 from kvflow.stages.scatter import Scatter
 from kvflow.stages.verify import Verify
 from kvflow.state import effects as ef

@@ -11,7 +11,7 @@ layers, or a single slot.
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvflow.geometry.debts import Debt, bytes_owed
@@ -46,6 +46,8 @@ class Cutting(NamedTuple):
             no such pieces.
         is_packed: Pieces go through staging slots of `piece_bytes`: a chunk whose layers would not fit is cut along its
             tokens instead.
+        direct: How a chunk is cut instead whose pages lie together in long runs; none is if None.
+        direct_run_bytes: From so many bytes of the chunk for each run on, they are long.
     """
 
     debts: Mapping[str, Debt]
@@ -53,6 +55,22 @@ class Cutting(NamedTuple):
     piece_bytes: int
     layer_piece_bytes: int | None = None
     is_packed: bool = False
+    direct: "Cutting | None" = None
+    direct_run_bytes: float = 0.0
+
+    def suiting(
+        self, ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange], num_runs: Callable[[], float]
+    ) -> "Cutting":
+        """Say how a chunk is cut, by how its pages lie.
+
+        Args:
+            ranges: By component, the tokens of the chunk.
+            wanted: For the same components, all tokens of the transfer.
+            num_runs: Counts runs of pages that follow each other on both sides; infinite if that is not known.
+        """
+        if self.direct is None or self._owed(ranges, wanted, ALL_LAYERS) < num_runs() * self.direct_run_bytes:
+            return self
+        return self.direct
 
     def join(
         self, stops: Sequence[int], ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange]

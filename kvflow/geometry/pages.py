@@ -6,7 +6,7 @@ holds token `start - start % page_size`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from kvflow.geometry.layout import Component, KVLayout
 from kvflow.geometry.tokens import WHOLE, TokenRange, TokenShard, check_range, held_range, shared_runs
 
 __all__ = [
+    "WIRE_PAGES",
     "PageIndices",
     "PageTable",
     "Pages",
@@ -23,11 +24,15 @@ __all__ = [
     "TokenRuns",
     "check_part",
     "check_parts",
+    "count_runs",
     "locate",
     "pages_spanned",
     "pair_pages",
     "spell_out",
 ]
+
+WIRE_PAGES: Final = np.dtype("<u4")
+"""How page indices travel."""
 
 PageIndices = Sequence[int] | NDArray[Any]
 """Positions in a pool, in token order: any flat sequence of integers."""
@@ -99,6 +104,11 @@ def pages_spanned(tokens: TokenRange, page_size: int) -> int:
     if start == stop:
         return 0
     return -(-stop // page_size) - start // page_size
+
+
+def count_runs(pages: NDArray[Any]) -> int:
+    """Count runs of pages that follow each other in their pool; `pages` is a flat array of integers."""
+    return int(np.count_nonzero(pages[1:] != pages[:-1] + 1)) + bool(len(pages))
 
 
 def check_part(component: Component, part: Part, *, distinct: bool = False) -> PageTable:

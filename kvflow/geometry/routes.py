@@ -267,6 +267,16 @@ class BoundRoute(NamedTuple):
     dst_device: int
     debts: dict[str, Debt]
 
+    @property
+    def num_bases(self) -> int:
+        """Descriptors that a run of pages takes which lie together on both sides."""
+        return sum(len(leg.src_bases) for leg in self.legs)
+
+    @property
+    def pages_touch(self) -> bool:
+        """Pages that follow each other in their pools go in one descriptor for each tensor and layer."""
+        return all(leg.pages_touch for leg in self.legs)
+
     def num_bytes(self, component: str, tokens: TokenRange, *, closing: bool) -> int:
         """Bytes that move for a token range of one component; 0 if none of it is owed."""
         return self.debts[component].num_bytes(tokens, closing=closing) if component in self.debts else 0

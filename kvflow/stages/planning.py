@@ -20,7 +20,7 @@ from kvflow.geometry.debts import bytes_owed
 from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pack import PackedPieces, Payload, is_head_major
-from kvflow.geometry.pages import PageTable, Part, check_parts
+from kvflow.geometry.pages import WIRE_PAGES, PageTable, Part, check_parts
 from kvflow.geometry.plan import Descriptors, Share, outline
 from kvflow.geometry.routes import BoundRoute, RoutePiece
 from kvflow.geometry.tokens import TokenRange, closes
@@ -34,9 +34,6 @@ from kvflow.state.window import Cost
 from kvflow.wire.messages import Grant, PeerId, Staged, StagingWindow
 
 __all__ = ["PeerGeometry", "Plan", "PlanWork", "PlannedChunk", "Planning", "granted_pages"]
-
-WIRE_PAGES = np.dtype("<u4")
-"""How page indices travel in a Grant."""
 
 PLANS_AT_ONCE = 4
 """Small plans made before the event loop gets its turn."""

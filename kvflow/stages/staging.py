@@ -17,7 +17,7 @@ from kvflow.geometry.pack import PackedPieces
 from kvflow.geometry.plan import Descriptors
 from kvflow.geometry.routes import BoundRoute, RoutePiece
 from kvflow.stages.packing import Copier, HostCopier, PackWork, PageMemory
-from kvflow.state.packing import pays_off
+from kvflow.state.packing import pays_off, rows_to_pay_off
 from kvflow.state.slots import RemoteSlots, SlotPool
 from kvflow.state.staging import StagingArea
 from kvflow.state.window import Cost
@@ -173,17 +173,24 @@ class LocalStaging:
         return self._pages().find(pieces)
 
     def cut(self, cutting: Cutting, route: BoundRoute, window: StagingWindow) -> Cutting:
-        """Say how chunks are cut: into pieces that fit a slot, if most of what goes along the route is to be packed."""
+        """Say how chunks are cut: into pieces that fit a slot, if most of what goes along the route is to be packed.
+
+        Chunks whose pages lie together need not be packed, and are cut as if there were no slots: small pieces would
+        make their descriptors shorter.
+        """
         most = self._most(window)
         num_bytes = sum(debt.num_bytes((0, SAMPLE_TOKENS), closing=True) for debt in route.debts.values())
         num_rows = sum(route.max_rows(name, SAMPLE_TOKENS) for name in route.debts)
         if not num_bytes or not self.pays_off(most, num_rows * most // num_bytes):
             return cutting
         at_once = cutting.layer_piece_bytes
+        can_be_direct = route.pages_touch and not self.packs_always
         return cutting.within_pages(most)._replace(
             piece_bytes=min(most, cutting.piece_bytes),
             layer_piece_bytes=None if at_once is None else min(at_once, max(1, most // 2)),
             is_packed=True,
+            direct=cutting if can_be_direct else None,
+            direct_run_bytes=most * route.num_bases / rows_to_pay_off(most, self._row_overhead_s),
         )
 
     def wants(self, cost: Cost, window: StagingWindow | None) -> bool:

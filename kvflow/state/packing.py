@@ -4,11 +4,12 @@ Directly, each descriptor costs its overhead. Packed, each byte is copied twice 
 costs a fixed time. The bytes of the write itself are the same either way.
 """
 
+import math
 from typing import Final
 
 from kvflow.config import Packing
 
-__all__ = ["BLOCK_S", "COPY_S_PER_BYTE", "pays_off"]
+__all__ = ["BLOCK_S", "COPY_S_PER_BYTE", "pays_off", "rows_to_pay_off"]
 
 COPY_S_PER_BYTE: Final = 0.15e-9
 """What a packed byte costs more than one of a large descriptor. Gathering and scattering take 0.3 ns each (512 bytes
@@ -32,5 +33,15 @@ def pays_off(num_bytes: int, num_rows: int, row_overhead_s: float, packing: Pack
         packing: As the settings say.
     """
     if packing == "auto":
-        return num_rows * row_overhead_s > num_bytes * COPY_S_PER_BYTE + BLOCK_S
+        return num_rows * row_overhead_s > _cost_s(num_bytes)
     return packing == "always" and num_bytes > 0
+
+
+def rows_to_pay_off(num_bytes: int, row_overhead_s: float) -> float:
+    """How many descriptors a piece may take at most to be as quick without packing; arguments as in `pays_off`."""
+    return _cost_s(num_bytes) / row_overhead_s if row_overhead_s else math.inf
+
+
+def _cost_s(num_bytes: int) -> float:
+    """What packing a piece costs."""
+    return num_bytes * COPY_S_PER_BYTE + BLOCK_S

@@ -4,17 +4,21 @@ What is said of the chunk as a whole is said of one of its pieces: the last one 
 metadata. The pieces of a delivery go in order, so that what all of them wait for is waited for by the first.
 """
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
 from kvflow.geometry.cutting import Cutting
 from kvflow.geometry.layers import ALL_LAYERS, LayerRange
+from kvflow.geometry.pages import WIRE_PAGES, count_runs
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.events import Chunk, ReadyEvent
+from kvflow.wire.messages import Grant
 
-__all__ = ["Piece", "pieces_of"]
+__all__ = ["Piece", "pieces_of", "runs_of_part"]
 
 
 class Piece(NamedTuple):
@@ -54,6 +58,19 @@ def pieces_of(
     cuts = cutting.cut(ranges, wanted)
     ends = len(cuts) - 1
     return [Piece(cut, _at(chunk, None if number else ready, last=number == ends)) for number, cut in enumerate(cuts)]
+
+
+def runs_of_part(chunk: Chunk, name: str, tokens: TokenRange, grant: Grant) -> float:
+    """Estimate the runs of pages in which tokens of one component lie on both sides; infinite if that is not known.
+
+    The granted pages are not checked yet. Their runs are taken to lie evenly over the tokens.
+    """
+    table, granted = chunk.pages.get(name), grant.pages.get(name, b"")
+    start, stop = grant.ranges[name]
+    if table is None or not granted or len(granted) % WIRE_PAGES.itemsize:
+        return math.inf
+    there = count_runs(np.frombuffer(granted, WIRE_PAGES)) * (tokens[1] - tokens[0]) / (stop - start)
+    return count_runs(table.pages) + there
 
 
 def _at(chunk: Chunk, ready: ReadyEvent | None, *, last: bool = True) -> Chunk:

@@ -6,7 +6,7 @@ until every write has ended.
 Whatever ends one delivery badly ends the whole room: decode ranks of one request are of no use without each other.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -17,7 +17,7 @@ from kvflow.geometry.tokens import TokenRange
 from kvflow.state.effects import DropChunks, DropPlan, Effect, EnqueueChunk, PostPlan, ReportSender, SendMessage
 from kvflow.state.events import Chunk, DeliveryId, PlanFinished
 from kvflow.state.overdue import Pending
-from kvflow.state.pieces import Piece, pieces_of
+from kvflow.state.pieces import Piece, pieces_of, runs_of_part
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
 from kvflow.state.words import drained, failed
@@ -79,10 +79,15 @@ class Delivery:
         if not ranges and not chunk.last:
             return []
         self._positions.update({name: stop for name, (_, stop) in ranges.items()})
+        cutting = self._cutting and self._cutting.suiting(ranges, self._wanted, lambda: self._num_runs(chunk, ranges))
         effects: list[Effect] = []
-        for piece in pieces_of(chunk, ranges, self._wanted, self._cutting):
+        for piece in pieces_of(chunk, ranges, self._wanted, cutting):
             effects += self._send(piece)
         return effects
+
+    def _num_runs(self, chunk: Chunk, ranges: Mapping[str, TokenRange]) -> float:
+        """About how many runs the pages of a part of a chunk lie in, both sides taken together."""
+        return sum(runs_of_part(chunk, name, tokens, self.grant) for name, tokens in ranges.items())
 
     def _send(self, piece: Piece) -> list[Effect]:
         """Number a piece and put it on its way."""

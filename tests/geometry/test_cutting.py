@@ -1,5 +1,7 @@
 """Where chunks are cut: pieces cover exactly what the chunk covers, and are as large as they may be."""
 
+import math
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -44,6 +46,22 @@ def test_what_follows_fills_the_last_piece_up() -> None:
 
 def test_a_slot_goes_whole_even_if_it_is_too_large() -> None:
     assert cut(cutting(40), kv=(0, 6), state=(0, 9)) == [{"kv": (0, 4)}, {"kv": (4, 6)}, {"state": (0, 9)}]
+
+
+@pytest.mark.parametrize(
+    ("num_runs", "is_direct"), [(0, True), (1, True), (2, True), (2.1, False), (20, False), (math.inf, False)]
+)
+def test_a_chunk_in_long_runs_is_cut_as_if_nothing_were_packed(num_runs: float, is_direct: bool) -> None:
+    """200 bytes, and runs of 100 are long."""
+    direct = cutting(100)
+    packed = cutting(40)._replace(is_packed=True, direct=direct, direct_run_bytes=100)
+    tokens = {"kv": (0, 20)}
+    assert packed.suiting(tokens, tokens, lambda: num_runs) is (direct if is_direct else packed)
+
+
+def test_runs_are_not_counted_where_there_is_no_choice() -> None:
+    rule, tokens = cutting(100), {"kv": (0, 20)}
+    assert rule.suiting(tokens, tokens, lambda: 1 // 0) is rule
 
 
 def test_pages_of_a_rank_that_holds_every_third_token_reach_over_three_times_the_tokens() -> None:

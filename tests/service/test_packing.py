@@ -224,6 +224,34 @@ async def test_a_piece_whose_pages_happen_to_follow_each_other_goes_direct_and_g
         assert staging(deployment.prefill[0]).packed_posts == 1
 
 
+async def test_a_large_chunk_whose_pages_follow_each_other_is_not_cut_into_slots() -> None:
+    """Descriptors are as long as the runs are, on whichever side these are shorter."""
+
+    class Costly(MemoryBackend):
+        capabilities = kvflow.backends.base.Capabilities(
+            in_band_notices=True, memory_kinds=frozenset({"DRAM"}), ends_with_process=True, row_overhead_s=BLOCK_S / 2
+        )
+
+    together, apart = list(range(20)), list(range(60, 20, -2))
+    slot = {"staging_slot_bytes": SLOT_BYTES, "staging_bytes": 8 * SLOT_BYTES}
+    async with deploy(prefill_tp=0, receiving={**slot, "staging_slots": 2}) as deployment, AsyncExitStack() as stack:
+        pool, (target,) = make_pool(), deployment.targets
+        config = prefill_config(deployment.registry.endpoint, **slot)
+        rank = await deployment.open(kvflow.PrefillRank(config, pool.layout, Costly()), stack)
+        deployment.prefill.append(rank)
+        deployment.sources.append(pool)
+        before = 0
+        for room, (ours, theirs) in enumerate([(together, together), (apart, together), (together, apart)], 1):
+            deployment.free[id(pool)], deployment.free[id(target)] = list(ours), list(theirs)
+            request = deployment.request(room, 30)
+            await request.hand_over()
+            request.assert_arrived()
+            found = staging(rank)
+            posts = found.packed_posts + found.direct_posts - before
+            before += posts
+            assert (posts == 1) is (ours is theirs), (ours, theirs)
+
+
 async def test_who_packs_always_does_not_ask_what_the_direct_way_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
     async with packing() as deployment:
         monkeypatch.setattr("kvflow.stages.planning.outline", lambda *_, **__: 1 // 0)
