@@ -37,11 +37,13 @@ class Doorbell:
         Raises:
             RuntimeError: The event loop is closed.
         """
-        if self._fd < 0 or self._loop.is_closed():
+        fd = self._fd
+        if fd < 0 or self._loop.is_closed():
             self._loop.call_soon_threadsafe(call)
             return
         self._calls.append(call)
-        self._write(self._fd, 1)
+        if self._write(fd, 1) != 0:
+            self._loop.call_soon_threadsafe(self._call_all)
 
     def close(self) -> None:
         """Make what is still to be called, and give the descriptor back. No thread rings any more."""
@@ -59,4 +61,8 @@ class Doorbell:
 
     def _call_all(self) -> None:
         while self._calls:
-            self._calls.popleft()()
+            call = self._calls.popleft()
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - as the event loop does it: the other calls are still made
+                self._loop.call_exception_handler({"message": "a call through a doorbell failed", "exception": error})

@@ -110,19 +110,25 @@ class NixlBackend(Backend):
     @override
     async def open(self, agent_name: str) -> None:
         self._doorbell = Doorbell()
+        try:
+            await self._start(agent_name)
+        except BaseException:
+            self._doorbell.close()
+            raise
+
+    async def _start(self, agent_name: str) -> None:
         self._mailbox = mailbox = Mailbox[BackendEvent](self._doorbell.call_soon)
-        self._owner = OwnerThread(f"kvflow-nixl-{agent_name}", self._break_down, **self._intervals)
+        owner = OwnerThread(f"kvflow-nixl-{agent_name}", self._break_down, **self._intervals)
         options = (self._plugin, self._plugin_options, self._environment)
         create = functools.partial(NixlAgent, agent_name, *options, mailbox)
         try:
-            self._agent = await self._owner.call(create)
+            self._agent = await owner.call(create)
         except BaseException:
-            owner, self._owner = self._owner, None
             with anyio.CancelScope(shield=True):
                 await owner.stop()
-            self._doorbell.close()
             raise
-        self._owner.submit(functools.partial(self._owner.adopt, self._agent))
+        self._owner = owner
+        owner.submit(functools.partial(owner.adopt, self._agent))
 
     @override
     async def register(self, layout: KVLayout) -> None:
@@ -183,13 +189,19 @@ class NixlBackend(Backend):
         if self._owner is None:
             return ()
         owner, self._owner = self._owner, None
-        if self._agent is not None:
-            owner.submit(functools.partial(owner.adopt, None))
-            await owner.call(functools.partial(self._agent.close, self._close_timeout_s))
-            self._agent = None
-        await owner.stop()
-        self._doorbell.close()
+        with anyio.CancelScope(shield=True):
+            try:
+                await self._stop(owner)
+            finally:
+                await owner.stop()
+                self._doorbell.close()
         return self._mailbox.take_nowait()
+
+    async def _stop(self, owner: OwnerThread) -> None:
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            owner.submit(functools.partial(owner.adopt, None))
+            await owner.call(functools.partial(agent.close, self._close_timeout_s))
 
     def _break_down(self, error: Exception) -> None:
         detail = f"{type(error).__name__}: {error}"

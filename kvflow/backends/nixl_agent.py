@@ -159,6 +159,7 @@ class NixlAgent:
         Raises:
             BackendError: NIXL does not take the blob, or it is another peer's.
         """
+        self._hand_on()
         self._leaving.pop(peer, None)
         self._kept.pop(peer, None)
         connection = self._connections.get(peer)
@@ -172,6 +173,7 @@ class NixlAgent:
 
     def disconnect(self, peer: str) -> None:
         """Part with a peer when its last post has ended: parting earlier loses sight of the post, not its bytes."""
+        self._hand_on()
         self._leaving[peer] = None
         self._remove_leaving()
 
@@ -199,8 +201,9 @@ class NixlAgent:
             connection.has_erred = True
             self._emit([PostEnded(post_id, _text(error))])
             return None
+        post = _Post(post_id, connection, handle, self._num_posts)
         self._num_posts += 1
-        return _Post(post_id, connection, handle, self._num_posts - 1)
+        return post
 
     def watch(self, active: bool) -> None:
         """Poll sharply, or not."""
@@ -214,13 +217,15 @@ class NixlAgent:
         """Let the library make progress, and tell what has happened; say whether anything has."""
         self._hand_on()
         num_running = len(self._running)
-        self._poll_posts()
-        notices = self._agent.get_new_notifs()
-        if notices and len(self._mailbox) < MAX_UNTAKEN:
-            self._emit([NoticeArrived(payload) for payloads in notices.values() for payload in payloads])
-        self._end_failed()
+        try:
+            self._poll_posts()
+            notices = self._agent.get_new_notifs()
+            if notices and len(self._mailbox) < MAX_UNTAKEN:
+                self._emit([NoticeArrived(payload) for payloads in notices.values() for payload in payloads])
+            self._end_failed()
+        finally:
+            self._hand_on()  # before a breakdown is told, and before peers are removed, which may take long
         self._remove_leaving()
-        self._hand_on()
         return bool(notices) or len(self._running) != num_running
 
     def close(self, timeout_s: float) -> None:
@@ -241,7 +246,10 @@ class NixlAgent:
         self._hand_on()
 
     def _hand_on(self) -> None:
-        """Put what has happened into the mailbox: not one by one, because each time wakes the event loop."""
+        """Put what has happened into the mailbox.
+
+        To be called before every call that may take long, but not sooner: who is woken by it wants the interpreter.
+        """
         if self._news:
             self._mailbox.put(self._news)
             self._news.clear()

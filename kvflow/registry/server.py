@@ -5,7 +5,7 @@ from types import TracebackType
 import anyio
 from typing_extensions import Self
 
-from kvflow.aio.clock import Clock
+from kvflow.aio.clock import Clock, now
 from kvflow.aio.tasks import OwnedTasks
 from kvflow.config import check_address
 from kvflow.errors import RemoteProtocolError, Unreachable
@@ -74,21 +74,21 @@ class Registry:
             self._clock.check()
 
     def _obey(self, connection: bytes, message: Message) -> None:
-        now = anyio.current_time()
+        at = now()
         match message:
             case Register(card=card, lease_s=lease_s):
-                answers = self._table.register(card, lease_s, now)
+                answers = self._table.register(card, lease_s, at)
                 self._send(connection, Registered(peer=card.peer))
                 self._answer(answers)
             case Unregister(peer=peer):
                 self._table.unregister(peer)
             case Lookup(instance=instance, timeout_s=timeout_s):
-                self._answer(self._table.lookup(instance, timeout_s, connection, now))
+                self._answer(self._table.lookup(instance, timeout_s, connection, at))
             case _:
                 raise RemoteProtocolError("message is not for a registry", message=type(message).__name__)
 
     def _expire(self) -> None:
-        self._answer(self._table.expire(anyio.current_time()))
+        self._answer(self._table.expire(now()))
 
     def _answer(self, answers: list[Answer]) -> None:
         for answer in answers:

@@ -50,7 +50,7 @@ class Verify:
             failure = await anyio.to_thread.run_sync(comparison.run, limiter=self._threads)
         except (PlanError, MemoryError) as error:
             detail = f"digests cannot be compared: {str(error) or 'out of memory'}"
-            failure = self._context.failure(FailureReason.CORRUPT, Stage.AGGREGATE, detail)
+            failure = self._context.failure(FailureReason.PROTOCOL, Stage.AGGREGATE, detail)
         finally:
             del self._running[generation]
         self._context.dispatch(DigestsVerified(generation, failure))

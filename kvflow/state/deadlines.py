@@ -28,8 +28,7 @@ class Deadlines(Generic[Key]):
         self._count += 1
         entry = self._due[key] = (when, self._count, key)
         heapq.heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._due) + 64:
-            self._prune()
+        self._prune()
 
     def set_once(self, key: Key, when: float) -> None:
         """Make `key` due at `when`, unless it is due already."""
@@ -38,7 +37,10 @@ class Deadlines(Generic[Key]):
 
     def clear(self, key: Key) -> bool:
         """Make `key` never due; say whether it was."""
-        return self._due.pop(key, None) is not None
+        if self._due.pop(key, None) is None:
+            return False
+        self._prune()
+        return True
 
     def next(self) -> float | None:
         """When the earliest deadline is due, or None."""
@@ -59,8 +61,9 @@ class Deadlines(Generic[Key]):
             heapq.heappop(self._heap)
 
     def _prune(self) -> None:
-        self._heap = [entry for entry in self._heap if self._is_live(entry)]
-        heapq.heapify(self._heap)
+        if len(self._heap) > 2 * len(self._due) + 64:
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapq.heapify(self._heap)
 
     def _is_live(self, entry: tuple[float, int, Key]) -> bool:
         return self._due.get(entry[2]) is entry

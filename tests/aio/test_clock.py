@@ -1,12 +1,13 @@
 """Deadlines that change while the clock sleeps."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
 import pytest
 
-from kvflow.aio.clock import Clock
+from kvflow.aio.clock import Clock, now
 
 pytestmark = pytest.mark.anyio
 
@@ -30,13 +31,13 @@ class Deadlines:
         return self.next
 
     def set(self, after_s: float | None) -> None:
-        self.next = None if after_s is None else anyio.current_time() + after_s
+        self.next = None if after_s is None else now() + after_s
         self.clock.check()
 
     def on_due(self) -> None:
         assert self.next is not None
-        self.due.append(anyio.current_time() - self.next)
-        self.next = anyio.current_time() + self.following.pop(0) if self.following else None
+        self.due.append(now() - self.next)
+        self.next = now() + self.following.pop(0) if self.following else None
         self.hit.set()
 
 
@@ -86,7 +87,7 @@ async def test_a_deadline_that_is_put_off_is_kept_at_its_new_time() -> None:
 
     def on_due() -> None:
         assert deadlines.next is not None
-        calls.append(anyio.current_time() >= deadlines.next)
+        calls.append(now() >= deadlines.next)
         if calls[-1]:
             deadlines.next = None
             on_time.set()
@@ -141,3 +142,25 @@ async def test_a_failure_in_the_call_ends_the_clock() -> None:
     clock = Clock(lambda: 0.0, on_due)
     with pytest.raises(ValueError, match="due"):
         await clock.run()
+
+
+class _Shifted(asyncio.SelectorEventLoop):
+    """An event loop whose clock has another origin."""
+
+    def time(self) -> float:
+        return super().time() + FAR_S
+
+
+def test_the_event_loop_may_have_a_clock_of_its_own() -> None:
+    async def wait_for_a_deadline() -> int:
+        deadlines = Deadlines()
+        async with running(deadlines):
+            deadlines.set(SOON_S)
+            await deadlines.hit.wait()
+        return deadlines.num_asked
+
+    loop = _Shifted()
+    try:
+        assert loop.run_until_complete(wait_for_a_deadline()) < 20
+    finally:
+        loop.close()

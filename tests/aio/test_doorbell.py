@@ -102,3 +102,21 @@ def test_nobody_answers_after_the_event_loop() -> None:
     with pytest.raises(RuntimeError, match="closed"):
         doorbell.call_soon(lambda: None)
     doorbell.close()
+
+
+@pytest.mark.usefixtures("system")
+async def test_a_call_that_raises_does_not_keep_the_others_from_being_made() -> None:
+    doorbell = Doorbell()
+    made: list[str] = []
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+    error = ValueError("odd")
+
+    def fail() -> None:
+        raise error
+
+    for call in (lambda: made.append("first"), fail, lambda: made.append("last")):
+        doorbell.call_soon(call)
+    await until(lambda: len(made) == 2)
+    assert (made, told) == (["first", "last"], [error])
+    doorbell.close()

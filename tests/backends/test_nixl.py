@@ -293,6 +293,60 @@ async def test_nothing_is_left_after_close() -> None:
     assert held()[1] <= num_files
 
 
+async def test_closing_is_not_cut_short_by_cancellation() -> None:
+    await open_and_close()
+    threads, num_files = held()
+    async with open_endpoints("nixl") as (source, target):
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await source.backend.aclose()
+        assert scope.cancelled_caught is False
+        await target.close()
+        assert held()[0] == threads
+        assert held()[1] <= num_files
+
+
+async def connect_in_vain(source: Endpoint, target: Endpoint) -> None:
+    with pytest.raises(BackendError):
+        await source.backend.connect("stranger", target.backend.metadata())
+
+
+async def test_what_has_ended_is_told_before_what_takes_long(monkeypatch: pytest.MonkeyPatch, agent_class: Any) -> None:
+    """A write that ends within its post has ended, whatever the thread does next."""
+    begins, goes_on = threading.Event(), threading.Event()
+    async with open_endpoints("nixl") as (source, target):
+        source.post(1, target, copies(source, target))
+        await source.take_ends()
+        with monkeypatch.context() as patch:
+            patch.setattr(agent_class, "add_remote_agent", lambda *_: goes_on.wait(2 * STUCK) and raising())
+            patch.setattr(agent_class, "transfer", lambda *_: "DONE")
+            backend: Any = source.backend
+            backend._owner.submit(lambda: begins.wait(STUCK))
+            source.post(2, target, copies(source, target))
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(connect_in_vain, source, target)
+                await anyio.wait_all_tasks_blocked()  # the thread finds the next command right behind the post
+                begins.set()
+                with anyio.move_on_after(STUCK):
+                    await source.take_ends(2)
+                is_told = len(source.ends()) == 2
+                goes_on.set()
+        assert is_told
+        assert [end.post_id for end in source.ends()] == [1, 2]
+
+
+async def test_what_has_ended_is_told_before_a_breakdown(monkeypatch: pytest.MonkeyPatch, agent_class: Any) -> None:
+    async with open_endpoints("nixl") as (source, target):
+        monkeypatch.setattr(agent_class, "transfer", lambda *_: "PROC")
+        monkeypatch.setattr(agent_class, "check_xfer_state", lambda *_: "DONE")
+        monkeypatch.setattr(agent_class, "get_new_notifs", raising)
+        source.post(1, target, copies(source, target))
+        with pytest.raises(BackendError, match="broke down"):
+            await source.take_until(lambda: False)
+        assert [end.post_id for end in source.ends()] == [1]
+        await close_soon(source)
+
+
 HANG_UP = "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"
 
 PROGRAM = """

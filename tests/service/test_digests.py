@@ -62,7 +62,7 @@ async def test_what_cannot_be_compared_fails_its_transfer_alone(
         with monkeypatch.context() as patch:
             patch.setattr("kvflow.stages.verify._Comparison._find_difference", fail)
             failure = await receive_failure(deployment.request(1, 12))
-        assert (failure.reason, failure.stage) == (FailureReason.CORRUPT, Stage.AGGREGATE)
+        assert (failure.reason, failure.stage) == (FailureReason.PROTOCOL, Stage.AGGREGATE)
         assert (str(error) or "out of memory") in failure.detail
         await undisturbed(deployment)
 

@@ -52,3 +52,12 @@ def test_cleared_deadlines_do_not_pile_up() -> None:
     for number in range(100_000):
         heap.set(number % 3, float(number))
     assert len(heap._heap) < 200
+
+
+def test_what_was_cleared_does_not_pile_up() -> None:
+    heap: Deadlines[int] = Deadlines()
+    for key in range(1_000):
+        heap.set(key, 1.0)
+    for key in range(1_000):
+        heap.clear(key)
+    assert len(heap._heap) < 100
