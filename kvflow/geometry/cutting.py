@@ -68,9 +68,11 @@ class Cutting(NamedTuple):
             wanted: For the same components, all tokens of the transfer.
             num_runs: Counts runs of pages that follow each other on both sides; infinite if that is not known.
         """
-        if self.direct is None or self._owed(ranges, wanted, ALL_LAYERS) < num_runs() * self.direct_run_bytes:
+        if self.direct is None:
             return self
-        return self.direct
+        num_bytes = self._owed(ranges, wanted, ALL_LAYERS)
+        is_small = num_bytes <= self.piece_bytes  # it stays whole either way
+        return self if is_small or num_bytes < num_runs() * self.direct_run_bytes else self.direct
 
     def join(
         self, stops: Sequence[int], ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange]
