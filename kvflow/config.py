@@ -213,7 +213,7 @@ class RankConfig:
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     staging_bytes: int = 0
-    staging_slot_bytes: int = 4 * 2**20
+    staging_slot_bytes: int = 8 * 2**20
 
     def __post_init__(self) -> None:
         if self.staging_bytes != 0:
@@ -262,8 +262,8 @@ class DecodeConfig(RankConfig):
         staging_slots: Slots of the window of one prefill rank.
     """
 
-    staging_bytes: int = 256 * 2**20
-    staging_slots: int = 4
+    staging_bytes: int = 384 * 2**20
+    staging_slots: int = 3
 
     digest_every: int = 0
 

@@ -28,7 +28,7 @@ from kvflow.stages.packing import Allocation, Copier
 __all__ = ["DeviceCopier", "Rows", "bytes_at", "copy_runs", "find_device", "word_bytes"]
 
 BLOCK_WORDS: Final = 2**20
-"""Copied at once: 8 MiB of words, and as much for each of the two lists of rows. A slot of 4 MiB is rarely more."""
+"""Copied at once: 8 MiB of words, and as much for each of the two lists of rows. A slot is as much."""
 
 WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 WIDEST: Final = max(WORDS)
