@@ -88,7 +88,11 @@ class _Socket:
             self._has_messages.set_result(None)
 
     def close(self) -> None:
-        """Stop; messages that were sent still leave within a bound."""
+        """Stop; messages that were sent still leave within a bound.
+
+        The event loop has to forget the descriptor before its number is given to another socket: it would take that one
+        for known, and never look at it.
+        """
         if self._has_messages is not None:
             self._has_messages.cancel()
         if not self._socket.closed and not self._loop.is_closed():
@@ -118,7 +122,7 @@ class Listener(_Socket):
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self.close()
             raise ConfigError("address cannot be bound", bind=bind, detail=str(error)) from error
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         host, _, port = bound.removeprefix("tcp://").rpartition(":")
@@ -158,7 +162,7 @@ class Dialer(_Socket):
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self.close()
             raise ConfigError("address cannot be used", endpoint=endpoint, detail=str(error)) from error
 
     async def receive(self) -> list[bytes]:

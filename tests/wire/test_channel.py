@@ -1,8 +1,10 @@
 """Control sockets on a real network: both ways, refusals at once, and never a hang."""
 
+import asyncio
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -98,6 +100,16 @@ async def test_address_in_use() -> None:
             Listener(listener.endpoint)
         assert caught.value.values["bind"] == listener.endpoint
         assert "in use" in str(caught.value.values["detail"])
+
+
+async def test_the_event_loop_forgets_a_socket_that_could_not_be_bound() -> None:
+    """Else it takes the next socket, whose descriptor has the same number, for this one and never looks at it."""
+    loop: Any = asyncio.get_running_loop()
+    with closing(Listener(LOCAL)) as listener:
+        known = set(loop._selector.get_map())
+        with pytest.raises(ConfigError, match="cannot be bound"):
+            Listener(listener.endpoint)
+        assert set(loop._selector.get_map()) == known
 
 
 BAD_ENDPOINTS = ["", "nonsense", "127.0.0.1:5000", "tcp://", "tcp://127.0.0.1", "http://x:1"]
