@@ -228,19 +228,22 @@ class Leg:
         strides = (self.src.page_bytes(self.tokens_per_cell), self.dst.page_bytes(self.tokens_per_cell))
         return self.tokens_touch and strides == (self.src.slot_stride, self.dst.slot_stride)
 
-    def max_rows(self, num_tokens: int, step: int) -> int:
+    def max_rows(self, num_tokens: int, step: int, layers: LayerRange) -> int:
         """Most descriptors for that many tokens, before large ones are split.
 
         Args:
             num_tokens: Tokens.
             step: Where shards may change, in tokens; 0 if both sides hold every token.
+            layers: To move.
         """
         cuts = num_tokens // self.src.tokens_per_slot + num_tokens // self.dst.tokens_per_slot + 3
         if step:
             cuts = num_tokens // math.gcd(step, self.src.tokens_per_slot, self.dst.tokens_per_slot) + 3
         num_cells = num_tokens // self.tokens_per_cell + 2
         pieces = min(cuts, num_cells) if self.tokens_touch else num_cells
-        return len(self.src_bases) * pieces * (1 if self.heads_touch else self.num_heads)
+        is_whole = layers == ALL_LAYERS
+        num_bases = len(self.layers) if is_whole else int(np.count_nonzero(layers_within(self.layers, layers)))
+        return num_bases * pieces * (1 if self.heads_touch else self.num_heads)
 
     def of_layers(self, layers: LayerRange) -> "Leg":
         """The pieces of some layers."""
@@ -287,7 +290,7 @@ class BoundRoute(NamedTuple):
         step = 0
         if debt is not None and not debt.is_whole:
             step = math.gcd(*(shard.interleave for shard in (debt.src, debt.dst) if shard.size > 1))
-        return sum(leg.of_layers(layers).max_rows(num_tokens, step) for leg in self.legs if leg.component == component)
+        return sum(leg.max_rows(num_tokens, step, layers) for leg in self.legs if leg.component == component)
 
 
 def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:

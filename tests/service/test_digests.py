@@ -228,12 +228,11 @@ async def test_closing_a_rank_waits_for_who_reads_its_memory() -> None:
         request = deployment.request(1, 10)
         failures: list[TransferFailed] = []
 
-        async def receive() -> None:
-            failures.append(await catch(request.receive))
+        async def fail() -> None:
+            failures.append(await receive_failure(request))
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(catch, request.send)
-            tasks.start_soon(receive)
+            tasks.start_soon(fail)
             await until(lambda: backend.viewers)
             async with anyio.create_task_group() as closing:
                 closing.start_soon(deployment.close, *deployment.decode)
