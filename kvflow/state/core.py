@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.config import PINGS_PER_LEASE, Limits, Timeouts
+from kvflow.config import Limits, Timeouts
 from kvflow.errors import FailureReason, LocalProtocolError, RankDraining, Stage
 from kvflow.state import events as ev
 from kvflow.state.breaker import Breaker
@@ -49,8 +49,8 @@ MIN_LEASE_S = 1e-3
 """However short a lease a peer asks for, there is time between two looks at it."""
 
 
-class LeaseEnd(msgspec.Struct, frozen=True):
-    """Deadline: something must have been heard from a peer."""
+class NextLook(msgspec.Struct, frozen=True):
+    """Deadline: see whether something was heard from a peer."""
 
     peer: PeerId
 
@@ -207,7 +207,7 @@ class Core:
             effects += self._left(other, failure, now)
         peer = self.peers.setdefault(peer_id, Peer(peer_id))
         peer.greeted(max(lease_s, MIN_LEASE_S), now)
-        self.deadlines.set(LeaseEnd(peer_id), peer.expires)
+        self.deadlines.set(NextLook(peer_id), now + peer.third_s)
         return effects
 
     def _message_received(self, event: ev.MessageReceived, now: float) -> list[Effect]:
@@ -216,7 +216,7 @@ class Core:
             return [CountOddity("message_from_stranger", event.peer, None)]
         effects: list[Effect] = []
         if not peer.is_connected:
-            self.deadlines.set(LeaseEnd(peer.id), now + peer.lease_s)
+            self.deadlines.set(NextLook(peer.id), now + peer.third_s)
             effects = self.receivers.reconnected(peer.id)
         peer.heard(now)
         return [*effects, *self._obey(event.peer, event.message, now)]
@@ -309,7 +309,7 @@ class Core:
         if peer is None:
             return []
         peer.left()
-        self.deadlines.clear(LeaseEnd(peer_id))
+        self.deadlines.clear(NextLook(peer_id))
         self.deadlines.clear(NextPing(peer_id))
         self.deadlines.clear(Oblivion(peer_id))
         self._breakers.pop(peer_id, None)
@@ -340,8 +340,8 @@ class Core:
 
     def _expired(self, key: Hashable, now: float, late_s: float) -> list[Effect]:
         match key:
-            case LeaseEnd(peer):
-                return self._lease_ended(self.peers[peer], now, late_s)
+            case NextLook(peer):
+                return self._look_after(self.peers[peer], now, late_s)
             case NextPing(peer):
                 return self._ping(self.peers[peer], now)
             case Oblivion(peer):
@@ -350,15 +350,11 @@ class Core:
                 return self.slots.expired(key, now)
         return [*self.senders.expired(key, now), *self.receivers.expired(key, now)]
 
-    def _lease_ended(self, peer: Peer, now: float, late_s: float) -> list[Effect]:
-        """Take a silent peer for lost, unless it is this process that was not running."""
-        ping_s = peer.lease_s / PINGS_PER_LEASE
-        if peer.expires > now:
-            self.deadlines.set(LeaseEnd(peer.id), peer.expires)
-            return []
-        if late_s > ping_s and not peer.is_spared:
-            peer.is_spared = True
-            self.deadlines.set(LeaseEnd(peer.id), now + ping_s)
+    def _look_after(self, peer: Peer, now: float, late_s: float) -> list[Effect]:
+        """Take a peer for lost once it was silent for a whole lease."""
+        next_look = peer.look(now, late_s)
+        if next_look is not None:
+            self.deadlines.set(NextLook(peer.id), next_look)
             return []
         failure = self._failure(FailureReason.PEER_LOST, f"{peer.id.rank} was silent for {peer.lease_s} s")
         if peer.id in self.senders.acquaintances:  # a decode rank can prove nothing here; if it lives, it greets anew

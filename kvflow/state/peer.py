@@ -1,5 +1,6 @@
 """The acquaintance with one life of a peer: greeted, heard, lost."""
 
+from kvflow.config import PINGS_PER_LEASE
 from kvflow.state.tables import PEER, PeerSignal, PeerState
 from kvflow.wire.messages import PeerId
 
@@ -11,16 +12,16 @@ class Peer:
 
     Attributes:
         lease_s: Silence after which it must be taken for dead.
-        expires: When that is, on the shell's monotonic clock.
-        is_spared: The lease was extended once in this silence, because this process was not running.
+        heard_at: When something was last heard, on the shell's monotonic clock.
     """
 
     def __init__(self, peer: PeerId) -> None:
         self.id = peer
         self.state = PeerState.LOST  # until `greeted`, which follows at once
         self.lease_s = 0.0
-        self.expires = 0.0
-        self.is_spared = False
+        self.heard_at = 0.0
+        self._silent_thirds = 0
+        self._is_spared = False
 
     @property
     def is_connected(self) -> bool:
@@ -36,8 +37,33 @@ class Peer:
     def heard(self, now: float) -> None:
         """A message came: the lease begins anew."""
         self._apply(PeerSignal.HEARD)
-        self.expires = now + self.lease_s
-        self.is_spared = False
+        self.heard_at = now
+        self._silent_thirds = 0
+
+    @property
+    def third_s(self) -> float:
+        """How long after one look at it the next is due."""
+        return self.lease_s / PINGS_PER_LEASE
+
+    def look(self, now: float, late_s: float) -> float | None:
+        """Count a third of the lease that was silent.
+
+        A third of which this process slept through a half is not counted, except after another such one: what the peer
+        said meanwhile may lie unread, and a peer in the same process could say nothing.
+
+        Args:
+            now: The time.
+            late_s: By how much this look comes too late.
+
+        Returns:
+            When to look next, or None if the whole lease was silent.
+        """
+        if self.heard_at + self.third_s > now:
+            return self.heard_at + self.third_s
+        self._is_spared = late_s > self.third_s / 2 and not self._is_spared
+        if not self._is_spared:
+            self._silent_thirds += 1
+        return now + self.third_s if self._silent_thirds < PINGS_PER_LEASE else None
 
     def expired(self) -> None:
         """The lease is over."""
