@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from kvflow.geometry.blocks import Blocks
 from kvflow.geometry.layout import KVLayout, MemoryKind, MemoryRange
 from kvflow.geometry.plan import Descriptors
 
@@ -32,6 +33,8 @@ class Capabilities:
         max_descriptor_bytes: Longest single descriptor it takes; None for no limit.
         ends_with_process: Nothing lands any more once the process that wrote has ended. Not so where bytes can sit in
             the network, or in the receiver's own library, and land later.
+        prepared_lists: `post_blocks` is quicker than `post`, because it refers to lists that are kept for each peer.
+            Only without `max_descriptor_bytes`.
         row_overhead_s: What each descriptor costs besides its bytes, in seconds, measured; 0 if that is not known.
             Where it is more than copying the bytes twice, small pieces are packed.
     """
@@ -40,6 +43,7 @@ class Capabilities:
     memory_kinds: frozenset[MemoryKind]
     max_descriptor_bytes: int | None = None
     ends_with_process: bool = False
+    prepared_lists: bool = False
     row_overhead_s: float = 0.0
 
 
@@ -162,6 +166,21 @@ class Backend(abc.ABC):
         Raises:
             BackendError: A range is not registered, or the peer is not connected; nothing was posted.
         """
+
+    def post_blocks(self, post_id: int, peer: str, blocks: Blocks, notice: bytes) -> None:
+        """Start to write blocks; otherwise like `post`, which is what it comes down to without prepared lists.
+
+        Args:
+            post_id: As in `post`.
+            peer: A connected peer.
+            blocks: At least one, and no position beyond its lists. Those are the same object in every post to a peer,
+                until the peer wants other cells than before.
+            notice: As in `post`.
+
+        Raises:
+            BackendError: A list has memory that is not registered, or the peer is not connected; nothing was posted.
+        """
+        self.post(post_id, peer, blocks.descriptors(), notice)
 
     @abc.abstractmethod
     def watch(self, *, active: bool) -> None:

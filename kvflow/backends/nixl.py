@@ -35,7 +35,8 @@ from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_unreg
 from kvflow.backends.nixl_agent import NixlAgent
 from kvflow.backends.owner import OwnerThread
 from kvflow.errors import BackendError
-from kvflow.geometry.layout import KVLayout, MemoryRange
+from kvflow.geometry.blocks import BlockLists, Blocks, spans
+from kvflow.geometry.layout import KVLayout, MemoryKind, MemoryRange
 from kvflow.geometry.plan import Descriptors
 
 __all__ = ["NixlBackend"]
@@ -73,7 +74,7 @@ class NixlBackend(Backend):
     """
 
     name = "nixl"
-    capabilities = Capabilities(in_band_notices=True, memory_kinds=frozenset({"DRAM", "VRAM"}))
+    capabilities = Capabilities(in_band_notices=True, memory_kinds=frozenset({"DRAM", "VRAM"}), prepared_lists=True)
 
     def __init__(  # noqa: PLR0913 - options by keyword, each with a default
         self,
@@ -106,6 +107,7 @@ class NixlBackend(Backend):
         self._memory: RegisteredMemory | None = None
         self._blob = b""
         self._peers: dict[str, PeerMetadata] = {}
+        self._checked: dict[str, BlockLists] = {}
 
     @override
     async def open(self, agent_name: str) -> None:
@@ -162,18 +164,35 @@ class NixlBackend(Backend):
     @override
     async def disconnect(self, peer: str) -> None:
         is_known = self._peers.pop(peer, None) is not None
+        self._checked.pop(peer, None)
         if is_known and self._owner is not None and self._agent is not None:
             self._owner.submit(functools.partial(self._agent.disconnect, peer))
 
     @override
     def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
-        owner, agent = self._running()
+        mine, theirs = self._memories(peer)
+        mine.check(descriptors.src, side="source")
+        theirs.check(descriptors.dst, side="destination")
+        self._submit(post_id, peer, theirs.memory_kind, descriptors, notice)
+
+    @override
+    def post_blocks(self, post_id: int, peer: str, blocks: Blocks, notice: bytes) -> None:
+        mine, theirs = self._memories(peer)
+        if self._checked.get(peer) is not blocks.lists:
+            mine.check(spans(blocks.lists.src), side="source")
+            theirs.check(spans(blocks.lists.dst), side="destination")
+            self._checked[peer] = blocks.lists
+        self._submit(post_id, peer, theirs.memory_kind, blocks, notice)
+
+    def _memories(self, peer: str) -> tuple[RegisteredMemory, RegisteredMemory]:
+        """What is registered here, and what a connected peer has registered."""
         if self._memory is None or peer not in self._peers:
             raise BackendError("peer is not connected", peer=peer)
-        theirs = self._peers[peer].memory
-        self._memory.check(descriptors.src, side="source")
-        theirs.check(descriptors.dst, side="destination")
-        owner.submit(functools.partial(agent.post, post_id, peer, theirs.memory_kind, descriptors, notice))
+        return self._memory, self._peers[peer].memory
+
+    def _submit(self, post_id: int, peer: str, kind: MemoryKind, moves: Descriptors | Blocks, notice: bytes) -> None:
+        owner, agent = self._running()
+        owner.submit(functools.partial(agent.post, post_id, peer, kind, moves, notice))
 
     @override
     def watch(self, *, active: bool) -> None:

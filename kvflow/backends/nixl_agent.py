@@ -26,7 +26,9 @@ from typing import Any, Final
 from kvflow.aio.mailbox import Mailbox
 from kvflow.backends.base import BackendEvent, NoticeArrived, PostEnded, PostInDoubt
 from kvflow.backends.metadata import RegisteredMemory
+from kvflow.backends.nixl_lists import PreparedLists
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
+from kvflow.geometry.blocks import Blocks
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
 
@@ -55,10 +57,12 @@ class _Connection:
         blob: The metadata that it was made of.
         has_erred: Some post over it could not be begun or carried out.
         has_failed: Every post over it raises from now on.
+        lists: For posts that name blocks.
     """
 
     peer: str
     blob: bytes
+    lists: PreparedLists
     has_erred: bool = False
     has_failed: bool = False
 
@@ -177,26 +181,20 @@ class NixlAgent:
         self._leaving[peer] = None
         self._remove_leaving()
 
-    def post(self, post_id: int, peer: str, kind: str, descriptors: Descriptors, notice: bytes) -> None:
+    def post(self, post_id: int, peer: str, kind: str, moves: Descriptors | Blocks, notice: bytes) -> None:
         """Begin a write; what becomes of it is told as events."""
-        post = self._prepare(post_id, peer, kind, descriptors, notice)
+        post = self._prepare(post_id, peer, kind, moves, notice)
         self._hand_on()  # the next call may take long
         if post is not None:
             self._follow(post, self._agent.transfer)
 
-    def _prepare(self, post_id: int, peer: str, kind: str, descriptors: Descriptors, notice: bytes) -> _Post | None:
+    def _prepare(self, post_id: int, peer: str, kind: str, moves: Descriptors | Blocks, notice: bytes) -> _Post | None:
         connection = self._connections.get(peer)
         if connection is None or connection.has_failed:
             self._emit([PostEnded(post_id, "the connection to the peer has failed; it must be greeted anew")])
             return None
         try:
-            handle = self._agent.initialize_xfer(
-                "WRITE",
-                self._agent.get_xfer_descs(descriptors.src, self._kind),
-                self._agent.get_xfer_descs(descriptors.dst, kind),
-                peer,
-                notice,
-            )
+            handle = self._make(connection, kind, moves, notice)
         except Exception as error:  # noqa: BLE001 - nothing was posted; the caller learns it as an event
             connection.has_erred = True
             self._emit([PostEnded(post_id, _text(error))])
@@ -204,6 +202,15 @@ class NixlAgent:
         post = _Post(post_id, connection, handle, self._num_posts)
         self._num_posts += 1
         return post
+
+    def _make(self, connection: _Connection, kind: str, moves: Descriptors | Blocks, notice: bytes) -> Any:
+        """Give a handle for a write."""
+        if isinstance(moves, Blocks):
+            src, dst = connection.lists.of(moves.lists, (self._kind, kind), self._clean_up)
+            return self._agent.make_prepped_xfer("WRITE", src, moves.src, dst, moves.dst, notice)
+        rows = self._agent.get_xfer_descs
+        src, dst = rows(moves.src, self._kind), rows(moves.dst, kind)
+        return self._agent.initialize_xfer("WRITE", src, dst, connection.peer, notice)
 
     def watch(self, active: bool) -> None:
         """Poll sharply, or not."""
@@ -259,7 +266,8 @@ class NixlAgent:
 
         UCX aborts the process if an agent is destroyed while something is queued for a peer that has closed.
         """
-        for peer in self._connections:
+        for peer, connection in self._connections.items():
+            connection.lists.drop(self._clean_up)
             self._clean_up(self._agent.remove_remote_agent, peer)
         for _ in range(PARTING_ROUNDS):
             self._clean_up(self._agent.get_new_notifs)
@@ -271,7 +279,7 @@ class NixlAgent:
         except Exception as error:
             raise BackendError("NIXL refused the peer's metadata", peer=peer, detail=_text(error)) from error
         if name == peer:
-            self._connections[peer] = _Connection(peer, blob)
+            self._connections[peer] = _Connection(peer, blob, PreparedLists(self._agent, peer))
             return
         if name not in self._connections:
             self._clean_up(self._agent.remove_remote_agent, name)
@@ -352,6 +360,7 @@ class NixlAgent:
         if self._is_in_use(connection):
             return False
         del self._connections[connection.peer]
+        connection.lists.drop(self._clean_up)
         self._clean_up(self._agent.remove_remote_agent, connection.peer)
         return True
 

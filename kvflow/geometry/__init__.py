@@ -1,6 +1,7 @@
 """What memory looks like, and which bytes go where. Pure: no I/O, no clock, no torch (but for `tensors`)."""
 
 from kvflow.geometry.axes import Axes
+from kvflow.geometry.blocks import BlockLists, Blocks, RouteBlocks
 from kvflow.geometry.digest import Written, digest
 from kvflow.geometry.indices import group_concurrent_contiguous, kv_to_page_indices, prompt_tokens, window_tokens
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, RegionKey
@@ -13,6 +14,8 @@ from kvflow.geometry.tokens import TokenRange, TokenShard
 
 __all__ = [
     "Axes",
+    "BlockLists",
+    "Blocks",
     "BoundRoute",
     "BufferLists",
     "Component",
@@ -26,6 +29,7 @@ __all__ = [
     "Region",
     "RegionKey",
     "Route",
+    "RouteBlocks",
     "RoutePiece",
     "Share",
     "TokenRange",

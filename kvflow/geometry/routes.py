@@ -164,8 +164,9 @@ def check_cells_match(key: RegionKey, src: _Holding, dst: _Holding) -> None:
 
 
 class SlotGeometry(NamedTuple):
-    """How one side steps through a pool, in bytes; equal for all layers of an ordinary pool."""
+    """How one side steps through a pool of so many slots, in bytes; equal for all layers of an ordinary pool."""
 
+    slots: int
     slot_stride: int
     tokens_per_slot: int
     token_stride: int
@@ -178,7 +179,7 @@ class SlotGeometry(NamedTuple):
     @classmethod
     def of(cls, region: Region) -> "SlotGeometry":
         """The steps of a region."""
-        return cls(region.slot_stride, region.tokens_per_slot, region.token_stride, region.head_stride)
+        return cls(region.slots, region.slot_stride, region.tokens_per_slot, region.token_stride, region.head_stride)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from kvflow.backends.base import Backend
 from kvflow.errors import FailureReason, KvflowError, RemoteProtocolError, RouteError, Stage, Unreachable
+from kvflow.geometry.blocks import RouteBlocks
 from kvflow.geometry.cutting import cutting_of
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.routes import BoundRoute, bind_route
@@ -189,7 +190,8 @@ class PrefillBootstrap:
             self._peers.pop(former, None)
         self._peers[connection] = hello.peer
         self._lines[hello.peer] = connection
-        geometry = PeerGeometry(route, hello.layout, hello.route.pieces)
+        blocks = RouteBlocks.of(route) if self._backend.capabilities.prepared_lists else None
+        geometry = PeerGeometry(route, hello.layout, hello.route.pieces, blocks=blocks)
         limits = self._context.config.limits
         version = min(PROTOCOL_VERSION, hello.versions[1])
         layer_piece_bytes = limits.bytes_per_layer_piece if version >= LAYERS_SINCE else None

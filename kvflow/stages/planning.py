@@ -16,6 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, PlanError, Stage
+from kvflow.geometry.blocks import Blocks, RouteBlocks
 from kvflow.geometry.debts import bytes_owed
 from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import KVLayout
@@ -48,6 +49,7 @@ class PeerGeometry(msgspec.Struct, frozen=True):
         pieces: What it wants from here, as it said it.
         staging: Where it takes packed pieces; nowhere if None.
         packed: The pieces, where this rank has them, if any of them may be packed.
+        blocks: The route in blocks, if it can be said so and the transport prepares lists.
     """
 
     route: BoundRoute
@@ -55,6 +57,7 @@ class PeerGeometry(msgspec.Struct, frozen=True):
     pieces: tuple[RoutePiece, ...]
     staging: StagingWindow | None = None
     packed: Mapping[str, PackedPieces] = msgspec.field(default_factory=dict)
+    blocks: RouteBlocks | None = None
 
     def cost(
         self,
@@ -78,14 +81,15 @@ class PeerGeometry(msgspec.Struct, frozen=True):
 
 
 class PlannedChunk(msgspec.Struct, frozen=True):
-    """A job with its descriptors, and with the digest of each component if the grant asks for them.
+    """A job with its plan, and with the digest of each component if the grant asks for them.
 
     Attributes:
+        moves: What to copy.
         staged: Where it will be, if it is packed: gathered already.
     """
 
     job: ChunkJob
-    descriptors: Descriptors
+    moves: Descriptors | Blocks
     staged: Staged | None = None
     digests: Mapping[str, int] = msgspec.field(default_factory=dict)
 
@@ -94,10 +98,11 @@ class Plan(NamedTuple):
     """How a job is moved.
 
     Attributes:
+        moves: What to copy.
         staged: Where it will be, if it is packed: gathered already.
     """
 
-    descriptors: Descriptors
+    moves: Descriptors | Blocks
     staged: Staged | None = None
 
 
@@ -108,6 +113,7 @@ class PlanWork(msgspec.Struct, frozen=True):
         digests: What the grant asks for besides.
         layers: To move.
         packing: How the job is packed, if it has slots.
+        blocks: The route in blocks, if that may do.
     """
 
     route: BoundRoute
@@ -116,6 +122,7 @@ class PlanWork(msgspec.Struct, frozen=True):
     digests: DigestWork | None
     layers: LayerRange = ALL_LAYERS
     packing: PackPlan | None = None
+    blocks: RouteBlocks | None = None
 
     def plan(self) -> Plan:
         """Make it; what is packed is gathered on the way.
@@ -128,6 +135,9 @@ class PlanWork(msgspec.Struct, frozen=True):
         packing = self.packing
         if packing is not None and packing.is_settled:
             return self._pack(packing)
+        blocks = None if packing is not None or self.blocks is None else self.blocks.plan(self.shares, self.layers)
+        if blocks is not None:
+            return Plan(blocks)
         direct = outline(self.route, self.shares, layers=self.layers, max_bytes=self.max_bytes)
         if packing is not None and packing.pays_off(direct.num_rows):
             return self._pack(packing)
@@ -264,7 +274,7 @@ class Planning:
         """Put a job and its plan together; one that goes directly gives back the slots that it got."""
         if job.slots is not None and plan.staged is None:
             job = self._without_slots(job)
-        return PlannedChunk(job, plan.descriptors, plan.staged)
+        return PlannedChunk(job, plan.moves, plan.staged)
 
     def prepare(self, job: ChunkJob) -> PlanWork:
         """Bring together what the plan of a job needs.
@@ -286,7 +296,7 @@ class Planning:
             for name, tokens in job.ranges.items()
         }
         packing = self._packing(job, geometry)
-        return PlanWork(geometry.route, shares, self._memory.max_bytes, digests, job.layers, packing)
+        return PlanWork(geometry.route, shares, self._memory.max_bytes, digests, job.layers, packing, geometry.blocks)
 
     def _packing(self, job: ChunkJob, geometry: PeerGeometry) -> PackPlan | None:
         if job.slots is None or self._staging is None or geometry.staging is None:

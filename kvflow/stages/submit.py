@@ -12,6 +12,7 @@ import msgspec
 
 from kvflow.backends.base import Backend, PostEnded, PostInDoubt
 from kvflow.errors import BackendError, FailureReason, Stage
+from kvflow.geometry.blocks import Blocks
 from kvflow.stages.context import StageContext
 from kvflow.stages.planning import PlannedChunk
 from kvflow.state.effects import DropPlan, PostPlan
@@ -105,8 +106,12 @@ class Submit:
         (self.direct if effect.notice.staged is None else self.packed).add(effect.notice.num_bytes)
         self._posts[post_id] = _Post(chunk.job, effect.notice, self._context.now())
         payload = encode(effect.notice) if self._backend.capabilities.in_band_notices else b""
+        peer = agent_name(effect.delivery.peer)
         try:
-            self._backend.post(post_id, agent_name(effect.delivery.peer), chunk.descriptors, payload)
+            if isinstance(chunk.moves, Blocks):
+                self._backend.post_blocks(post_id, peer, chunk.moves, payload)
+            else:
+                self._backend.post(post_id, peer, chunk.moves, payload)
         except BackendError as error:
             self.ended(PostEnded(post_id, str(error)))
 

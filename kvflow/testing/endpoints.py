@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.backends.base import Backend, BackendEvent, NoticeArrived, PostEnded, PostInDoubt
+from kvflow.geometry.blocks import Blocks
 from kvflow.geometry.plan import Descriptors
 from kvflow.testing.buffers import Buffer, Bytes, HostBuffer
 
@@ -69,10 +70,14 @@ class Endpoint:
         for other in others:
             await self.backend.connect(other.name, other.backend.metadata())
 
-    def post(self, post_id: int, other: "Endpoint", descriptors: Descriptors, notice: bytes = b"") -> None:
+    def post(self, post_id: int, other: "Endpoint", moves: Descriptors | Blocks, notice: bytes = b"") -> None:
         """Start to write; a notice goes in band where that is possible."""
         in_band = self.backend.capabilities.in_band_notices
-        self.backend.post(post_id, other.name, descriptors, notice if in_band else b"")
+        payload = notice if in_band else b""
+        if isinstance(moves, Blocks):
+            self.backend.post_blocks(post_id, other.name, moves, payload)
+        else:
+            self.backend.post(post_id, other.name, moves, payload)
         self.posted.append(post_id)
         if notice and not in_band:
             self.outgoing[post_id] = (other, notice)

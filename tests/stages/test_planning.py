@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvflow.config import Limits
 from kvflow.errors import PlanError
-from kvflow.geometry import Component, KVLayout, Share, check_part
+from kvflow.geometry import Component, Descriptors, KVLayout, Share, check_part
 from kvflow.geometry.pages import Part
 from kvflow.stages.planning import PeerGeometry, PlanWork, granted_pages
 from tests.support.cores import grant
@@ -121,7 +121,8 @@ def test_no_plan_costs_more_than_was_counted_before_it_was_made(world: World, ma
             for name, tokens in ranges.items()
         }
         cost = geometry.cost(ranges, ranges, max_bytes)
-        descriptors = PlanWork(geometry.route, shares, max_bytes, None).plan().descriptors
+        descriptors = PlanWork(geometry.route, shares, max_bytes, None).plan().moves
+        assert isinstance(descriptors, Descriptors)
         assert descriptors.num_bytes == cost.num_bytes
         assert len(descriptors.src) <= cost.num_rows
 

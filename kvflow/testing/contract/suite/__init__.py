@@ -1,5 +1,6 @@
 """The tests, by what they are about."""
 
+from kvflow.testing.contract.suite.blocks import BlockContract
 from kvflow.testing.contract.suite.closing import ClosingContract
 from kvflow.testing.contract.suite.memory import MemoryContract
 from kvflow.testing.contract.suite.metadata import MetadataContract
@@ -13,6 +14,7 @@ __all__ = ["BackendContract"]
 
 class BackendContract(
     WriteContract,
+    BlockContract,
     PeerContract,
     MetadataContract,
     RangeContract,

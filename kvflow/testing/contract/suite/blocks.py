@@ -1,0 +1,120 @@
+"""Writes that name blocks instead of addresses."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvflow.errors import BackendError
+from kvflow.geometry.blocks import BlockLists, Blocks
+from kvflow.testing.contract.base import ContractBase, check_only_this_arrives, write
+from kvflow.testing.endpoints import Endpoint
+
+__all__ = ["BlockContract"]
+
+Words = NDArray[np.uint64]
+
+PAGE, CELL, GAP = 4096, 256, 512
+PAGES_HERE, PAGES_THERE = 24, 40
+SIZE = PAGES_THERE * (PAGE + GAP)
+
+
+def runs(endpoint: Endpoint, *described: tuple[int, int, int, int]) -> Words:
+    """One side of block lists: for each run offset, bytes of a block, bytes from block to block, and blocks."""
+    device = endpoint.buffer.device_id
+    rows = [(endpoint.address + start, length, device, step, count) for start, length, step, count in described]
+    return np.array(rows, np.uint64)
+
+
+def two_runs(source: Endpoint, target: Endpoint) -> BlockLists:
+    """Pages with gaps between them, and the first of their cells in a row; the target has more of both."""
+    sides = ((source, PAGES_HERE), (target, PAGES_THERE))
+    return BlockLists(*(runs(side, (0, PAGE, PAGE + GAP, pages), (0, CELL, CELL, pages * 16)) for side, pages in sides))
+
+
+def blocks(lists: BlockLists, src: list[int], dst: list[int]) -> Blocks:
+    return Blocks(lists, np.array(src, np.int32), np.array(dst, np.int32))
+
+
+class BlockContract(ContractBase):
+    """`post_blocks`."""
+
+    async def test_every_block_arrives_and_no_other_byte_changes(self) -> None:
+        """Single blocks, rows of neighbours on one side or both, and cells behind the pages."""
+        async with self.open_some(SIZE) as (source, target):
+            lists = two_runs(source, target)
+            pages = [(3, 7), (4, 8), (5, 9), (0, 20), (1, 30), (23, 39)]
+            cells = [(0, 1), (1, 2), (2, 3), (17, 11), (PAGES_HERE * 16 - 1, 5)]
+            before, expected = source.buffer.read(), target.buffer.read()
+            for src, dst in pages:
+                here, there = src * (PAGE + GAP), dst * (PAGE + GAP)
+                expected[there : there + PAGE] = before[here : here + PAGE]
+            for src, dst in cells:
+                expected[dst * CELL : (dst + 1) * CELL] = before[src * CELL : (src + 1) * CELL]
+            named = [*pages, *((PAGES_HERE + src, PAGES_THERE + dst) for src, dst in cells)]
+            source.post(7, target, blocks(lists, *(list(side) for side in zip(*named, strict=True))), b"done")
+            await source.take_ends()
+            await target.take_notices()
+            assert np.array_equal(target.buffer.read(), expected)
+            await source.close()
+            await target.close()
+            assert [(end.post_id, end.error) for end in source.ends()] == [(7, None)]
+            assert target.notices() == [b"done"]
+
+    async def test_lists_may_change_from_post_to_post(self) -> None:
+        """A peer that wants other cells than before is greeted anew, while posts of before are under way."""
+        async with self.open_some(SIZE) as (source, target):
+            lists = [two_runs(source, target) for _ in range(3)]
+            before, expected = source.buffer.read(), target.buffer.read()
+            for post_id in range(12):
+                source.post(post_id, target, blocks(lists[post_id % 3], [post_id], [12 + post_id]))
+                here, there = post_id * (PAGE + GAP), (12 + post_id) * (PAGE + GAP)
+                expected[there : there + PAGE] = before[here : here + PAGE]
+            await source.take_ends(12)
+            assert {end.error for end in source.ends()} == {None}
+            assert np.array_equal(target.buffer.read(), expected)
+
+    async def test_lists_outlive_a_connection(self) -> None:
+        async with self.open_some(SIZE) as (source, target):
+            lists = two_runs(source, target)
+            for post_id in range(3):
+                source.buffer.write(0, np.full(PAGE, 10 + post_id, np.uint8))
+                source.post(post_id, target, blocks(lists, [0], [post_id]))
+                await source.take_ends(post_id + 1)
+                start = post_id * (PAGE + GAP)
+                assert set(target.buffer.read(start, start + PAGE).tolist()) == {10 + post_id}
+                await source.backend.disconnect(target.name)
+                await source.connect(target)
+            assert {end.error for end in source.ends()} == {None}
+
+    @pytest.mark.parametrize("side", ["source", "destination"])
+    @pytest.mark.parametrize(
+        ("run", "device"),
+        [
+            pytest.param((-1, 64, 64, 4), 0, id="one byte before"),
+            pytest.param((SIZE - 255, 64, 64, 4), 0, id="one byte after"),
+            pytest.param((0, 64, 64, SIZE // 64 + 1), 0, id="too many blocks"),
+            pytest.param((0, 64, SIZE, 2), 0, id="second block behind"),
+            pytest.param((0, 64, 64, 4), 1, id="other device"),
+        ],
+    )
+    async def test_lists_of_memory_that_is_not_registered_are_refused(
+        self, side: str, run: tuple[int, int, int, int], device: int
+    ) -> None:
+        """The bad run hides behind a good one. Of both the first block is named, and of the bad one also the last."""
+        async with self.open_some(SIZE) as (source, target):
+            good = ((0, 64, 64, 4), (256, 64, 64, 4))
+            bad = (good[0], run)
+            is_source = side == "source"
+            lists = BlockLists(runs(source, *(bad if is_source else good)), runs(target, *(good if is_source else bad)))
+            (lists.src if is_source else lists.dst)[1, 2] += np.uint64(device)
+            named = [0, 4, 4 + run[3] - 1], [0, 4, 7]
+            for post_id in (8, 9):
+                with pytest.raises(BackendError):
+                    source.post(post_id, target, blocks(lists, *(named if is_source else named[::-1])), b"bad")
+            await check_only_this_arrives(source, target)
+
+    async def test_blocks_cannot_be_written_to_a_peer_that_is_not_connected(self) -> None:
+        async with self.open_some(SIZE) as (source, target), self.open_one(SIZE, seed=9) as third:
+            with pytest.raises(BackendError):
+                source.post(9, third, blocks(two_runs(source, third), [0], [0]), b"bad")
+            await write(source, target, 1)
