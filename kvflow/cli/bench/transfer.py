@@ -14,7 +14,7 @@ from kvflow.cli.bench.rows import Measured, Row, compare
 
 __all__ = ["TransferSettings", "measure_transfers"]
 
-WAYS: Final[tuple[Way, ...]] = ("kvflow", "bare", "bare-napping", "bare-whole", "memcpy")
+WAYS: Final[tuple[Way, ...]] = ("kvflow", "bare", "bare-napping", "bare-embedded", "bare-whole", "memcpy")
 TABLES: Final[tuple[Table, ...]] = ("contiguous", "random")
 
 ROUND_BYTES: Final = 2**30
@@ -90,6 +90,10 @@ def _row(backend: str, shape: str, load: Load, rounds: Mapping[Way, Sequence[Rou
         measured,
         rates["kvflow"],
         rates[bare_way],
-        others={"one descriptor": rates["bare-whole"], "memcpy": rates["memcpy"]},
+        others={
+            "in event loops": rates["bare-embedded"],
+            "one descriptor": rates["bare-whole"],
+            "memcpy": rates["memcpy"],
+        },
         facts={"bytes": num_bytes, "bare_way": bare_way, "transfers_per_round": load.count},
     )
