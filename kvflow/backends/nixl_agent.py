@@ -20,12 +20,12 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from kvflow.aio.mailbox import Mailbox
 from kvflow.backends.base import BackendEvent, NoticeArrived, PostEnded, PostInDoubt
 from kvflow.backends.metadata import RegisteredMemory
+from kvflow.backends.nixl_posts import Connection, Post
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
@@ -45,39 +45,6 @@ MAX_KEPT: Final = 256
 
 MAX_UNTAKEN: Final = 1_000_000
 """Events kept for a rank that does not take them; notices beyond it are lost, as on a full receive queue."""
-
-
-@dataclass(eq=False)
-class _Connection:
-    """One endpoint to a peer.
-
-    Attributes:
-        blob: The metadata that it was made of.
-        has_erred: Some post over it could not be begun or carried out.
-        has_failed: Every post over it raises from now on.
-    """
-
-    peer: str
-    blob: bytes
-    has_erred: bool = False
-    has_failed: bool = False
-
-
-@dataclass(eq=False)
-class _Post:
-    """A post that has begun.
-
-    Attributes:
-        number: How many began before it on this agent.
-        fence: Once in doubt: the number of the first post that can prove that this one has ended.
-    """
-
-    post_id: int
-    connection: _Connection
-    handle: Any
-    number: int
-    fence: int = 0
-    error: str = ""
 
 
 class NixlAgent:
@@ -115,10 +82,10 @@ class NixlAgent:
         self._has_fences = plugin == "UCX" and int(plugin_options.get("num_threads", "0")) == 0
         self._kind = "DRAM"
         self._registered: list[Any] = []
-        self._running: dict[int, _Post] = {}
-        self._doubtful: dict[int, _Post] = {}
-        self._failed: dict[int, _Post] = {}
-        self._connections: dict[str, _Connection] = {}
+        self._running: dict[int, Post] = {}
+        self._doubtful: dict[int, Post] = {}
+        self._failed: dict[int, Post] = {}
+        self._connections: dict[str, Connection] = {}
         self._leaving: dict[str, None] = {}
         self._kept: dict[str, None] = {}
         self._num_posts = 0
@@ -184,7 +151,7 @@ class NixlAgent:
         if post is not None:
             self._follow(post, self._agent.transfer)
 
-    def _prepare(self, post_id: int, peer: str, kind: str, descriptors: Descriptors, notice: bytes) -> _Post | None:
+    def _prepare(self, post_id: int, peer: str, kind: str, descriptors: Descriptors, notice: bytes) -> Post | None:
         connection = self._connections.get(peer)
         if connection is None or connection.has_failed:
             self._emit([PostEnded(post_id, "the connection to the peer has failed; it must be greeted anew")])
@@ -201,7 +168,7 @@ class NixlAgent:
             connection.has_erred = True
             self._emit([PostEnded(post_id, _text(error))])
             return None
-        post = _Post(post_id, connection, handle, self._num_posts)
+        post = Post(post_id, connection, handle, self._num_posts)
         self._num_posts += 1
         return post
 
@@ -271,7 +238,7 @@ class NixlAgent:
         except Exception as error:
             raise BackendError("NIXL refused the peer's metadata", peer=peer, detail=_text(error)) from error
         if name == peer:
-            self._connections[peer] = _Connection(peer, blob)
+            self._connections[peer] = Connection(peer, blob)
             return
         if name not in self._connections:
             self._clean_up(self._agent.remove_remote_agent, name)
@@ -281,7 +248,7 @@ class NixlAgent:
         for post in list(self._running.values()):
             self._follow(post, self._agent.check_xfer_state)
 
-    def _follow(self, post: _Post, call: Callable[[Any], str]) -> None:
+    def _follow(self, post: Post, call: Callable[[Any], str]) -> None:
         """Begin a post or look after it, and file it under what it has come to."""
         try:
             state = call(post.handle)
@@ -297,7 +264,7 @@ class NixlAgent:
         if self._has_fences:
             self._end_fenced(post)
 
-    def _fail(self, post: _Post, error: Exception) -> None:
+    def _fail(self, post: Post, error: Exception) -> None:
         post.error = _text(error)
         post.connection.has_erred = True
         if isinstance(error, self._disconnected):
@@ -308,7 +275,7 @@ class NixlAgent:
         self._doubtful[post.post_id] = post
         self._emit([PostInDoubt(post.post_id, post.error)])
 
-    def _end(self, post: _Post, error: str | None, *, lingers: bool = False) -> None:
+    def _end(self, post: Post, error: str | None, *, lingers: bool = False) -> None:
         self._clean_up(self._agent.release_xfer_handle, post.handle)
         self._emit([PostEnded(post.post_id, error, lingers)])
 
@@ -322,7 +289,7 @@ class NixlAgent:
             self._end(post, post.error, lingers=True)
         self._failed.clear()
 
-    def _end_fenced(self, fence: _Post) -> None:
+    def _end_fenced(self, fence: Post) -> None:
         """End the doubts that a post has dispelled by being done."""
         for post in list(self._doubtful.values()):
             if post.connection is fence.connection and post.fence <= fence.number:
@@ -336,7 +303,7 @@ class NixlAgent:
             if connection is None or self._try_to_keep(connection) or self._try_to_remove(connection):
                 del self._leaving[peer]
 
-    def _try_to_keep(self, connection: _Connection) -> bool:
+    def _try_to_keep(self, connection: Connection) -> bool:
         """Keep an endpoint for when its peer comes back, unless it is not sound or in use."""
         if connection.has_erred or self._is_in_use(connection):
             return False
@@ -347,7 +314,7 @@ class NixlAgent:
             self._try_to_remove(self._connections[oldest])
         return True
 
-    def _try_to_remove(self, connection: _Connection) -> bool:
+    def _try_to_remove(self, connection: Connection) -> bool:
         """Remove a peer, unless something may be under way over its endpoint."""
         if self._is_in_use(connection):
             return False
@@ -355,7 +322,7 @@ class NixlAgent:
         self._clean_up(self._agent.remove_remote_agent, connection.peer)
         return True
 
-    def _is_in_use(self, connection: _Connection) -> bool:
+    def _is_in_use(self, connection: Connection) -> bool:
         """A post over it has not ended."""
         posts = [*self._running.values(), *self._doubtful.values(), *self._failed.values()]
         return any(post.connection is connection for post in posts)
