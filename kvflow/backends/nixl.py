@@ -7,6 +7,8 @@ What the library really does shapes this file:
 * A post may copy everything inline before it returns, and any call may block. Every call is made by the owner thread.
 * Errors are raised, never returned, and an error does not say that the bytes have stopped: such a post is in doubt
   (`nixl_agent` says until when).
+* A write costs several calls besides its bytes, so small ones that have come to wait for one peer go as one
+  (`nixl_posts`). Their notices travel together (`notices`).
 * Releasing a running handle does not stop it, so handles are polled to the end and only then released.
 * What a process has written over TCP may land after its death, when the receiver polls again. Not so what it has
   written on one host, which it does itself.
@@ -20,7 +22,7 @@ Source: measurements with nixl 1.5.1 (UCX 1.23) on Linux, host memory.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import anyio
 import numpy as np
@@ -33,6 +35,7 @@ from kvflow.backends.base import Backend, BackendEvent, Capabilities
 from kvflow.backends.host import host_view
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_unregistered
 from kvflow.backends.nixl_agent import NixlAgent
+from kvflow.backends.nixl_posts import Outbox, Write
 from kvflow.backends.owner import OwnerThread
 from kvflow.errors import BackendError
 from kvflow.geometry.layout import KVLayout, MemoryRange
@@ -50,8 +53,22 @@ QUIET_ENVIRONMENT: Final = {
     "UCX_DEBUG_SIGNO": "0",
 }
 
+FORMAT: Final = "nixl/2"
+"""The transport as peers know it; the number is that of what its notices look like, which both sides must share."""
+
 ENGINE_CONFIG: Final = "CMA_ERROR_HANDLING=y"
 """Keeps the copies that UCX makes from process to process on one host, although peer error handling is on."""
+
+
+class _Peer(NamedTuple):
+    """A connected peer.
+
+    Attributes:
+        outbox: One of its own for each time that it is connected, so that nothing goes over a later connection.
+    """
+
+    memory: RegisteredMemory
+    outbox: Outbox
 
 
 class NixlBackend(Backend):
@@ -105,7 +122,7 @@ class NixlBackend(Backend):
         self._agent: NixlAgent | None = None
         self._memory: RegisteredMemory | None = None
         self._blob = b""
-        self._peers: dict[str, PeerMetadata] = {}
+        self._peers: dict[str, _Peer] = {}
 
     @override
     async def open(self, agent_name: str) -> None:
@@ -142,7 +159,7 @@ class NixlBackend(Backend):
     def metadata(self) -> bytes:
         if self._memory is None:
             raise BackendError("no memory is registered yet", backend=self.name)
-        return PeerMetadata(self.name, self._blob, self._memory).pack()
+        return PeerMetadata(FORMAT, self._blob, self._memory).pack()
 
     @override
     def view(self, memory: MemoryRange) -> NDArray[np.uint8]:
@@ -155,9 +172,9 @@ class NixlBackend(Backend):
         if peer in self._peers:
             return
         owner, agent = self._running()
-        theirs = PeerMetadata.unpack(metadata, backend=self.name)
+        theirs = PeerMetadata.unpack(metadata, backend=FORMAT)
         await owner.call(functools.partial(agent.connect, peer, theirs.agent))
-        self._peers[peer] = theirs
+        self._peers[peer] = _Peer(theirs.memory, Outbox(peer, theirs.memory.memory_kind))
 
     @override
     async def disconnect(self, peer: str) -> None:
@@ -170,10 +187,11 @@ class NixlBackend(Backend):
         owner, agent = self._running()
         if self._memory is None or peer not in self._peers:
             raise BackendError("peer is not connected", peer=peer)
-        theirs = self._peers[peer].memory
+        memory, outbox = self._peers[peer]
         self._memory.check(descriptors.src, side="source")
-        theirs.check(descriptors.dst, side="destination")
-        owner.submit(functools.partial(agent.post, post_id, peer, theirs.memory_kind, descriptors, notice))
+        memory.check(descriptors.dst, side="destination")
+        outbox.put(Write(post_id, descriptors, notice))
+        owner.submit(functools.partial(agent.post_next, outbox))
 
     @override
     def watch(self, *, active: bool) -> None:

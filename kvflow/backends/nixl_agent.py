@@ -19,14 +19,15 @@ Source: nixl 1.5.1 (UCX 1.23) on Linux, host memory, one host.
 import importlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from kvflow.aio.mailbox import Mailbox
-from kvflow.backends.base import BackendEvent, NoticeArrived, PostEnded, PostInDoubt
+from kvflow.backends.base import BackendEvent, NoticeArrived, PostEnded
 from kvflow.backends.metadata import RegisteredMemory
-from kvflow.backends.nixl_posts import Connection, Post
-from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
+from kvflow.backends.nixl_posts import Connection, Outbox, Post, Write, joined
+from kvflow.backends.notices import pack_notices, unpack_notices
+from kvflow.errors import BackendError, BackendUnavailable, RegistrationError, RemoteProtocolError
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
 
@@ -144,33 +145,40 @@ class NixlAgent:
         self._leaving[peer] = None
         self._remove_leaving()
 
-    def post(self, post_id: int, peer: str, kind: str, descriptors: Descriptors, notice: bytes) -> None:
-        """Begin a write; what becomes of it is told as events."""
-        post = self._prepare(post_id, peer, kind, descriptors, notice)
+    def post_next(self, outbox: Outbox) -> None:
+        """Begin what is next in an outbox, if anything is; what becomes of it is told as events."""
+        writes = outbox.take()
+        if not writes:  # they went with an earlier one
+            return
+        post = self._prepare(outbox, writes)
         self._hand_on()  # the next call may take long
         if post is not None:
             self._follow(post, self._agent.transfer)
 
-    def _prepare(self, post_id: int, peer: str, kind: str, descriptors: Descriptors, notice: bytes) -> Post | None:
-        connection = self._connections.get(peer)
+    def _prepare(self, outbox: Outbox, writes: Sequence[Write]) -> Post | None:
+        connection = self._connections.get(outbox.peer)
         if connection is None or connection.has_failed:
-            self._emit([PostEnded(post_id, "the connection to the peer has failed; it must be greeted anew")])
+            error = "the connection to the peer has failed; it must be greeted anew"
+            self._emit([PostEnded(write.post_id, error) for write in writes])
             return None
         try:
-            handle = self._agent.initialize_xfer(
-                "WRITE",
-                self._agent.get_xfer_descs(descriptors.src, self._kind),
-                self._agent.get_xfer_descs(descriptors.dst, kind),
-                peer,
-                notice,
-            )
+            handle = self._make_handle(outbox, joined(writes), pack_notices(write.notice for write in writes))
         except Exception as error:  # noqa: BLE001 - nothing was posted; the caller learns it as an event
             connection.has_erred = True
-            self._emit([PostEnded(post_id, _text(error))])
+            self._emit([PostEnded(write.post_id, _text(error)) for write in writes])
             return None
-        post = Post(post_id, connection, handle, self._num_posts)
+        post = Post(tuple(write.post_id for write in writes), connection, handle, self._num_posts)
         self._num_posts += 1
         return post
+
+    def _make_handle(self, outbox: Outbox, descriptors: Descriptors, payload: bytes) -> Any:
+        return self._agent.initialize_xfer(
+            "WRITE",
+            self._agent.get_xfer_descs(descriptors.src, self._kind),
+            self._agent.get_xfer_descs(descriptors.dst, outbox.kind),
+            outbox.peer,
+            payload,
+        )
 
     def watch(self, active: bool) -> None:
         """Poll sharply, or not."""
@@ -188,7 +196,8 @@ class NixlAgent:
             self._poll_posts()
             notices = self._agent.get_new_notifs()
             if notices and len(self._mailbox) < MAX_UNTAKEN:
-                self._emit([NoticeArrived(payload) for payloads in notices.values() for payload in payloads])
+                for payloads in notices.values():
+                    self._take_in(payloads)
             self._end_failed()
         finally:
             self._hand_on()  # before a breakdown is told, and before peers are removed, which may take long
@@ -200,7 +209,7 @@ class NixlAgent:
         give_up = time.monotonic() + timeout_s
         while self._running and time.monotonic() < give_up and self._clean_up(self.poll):
             time.sleep(CLOSE_POLL_S)
-        stopped = [*self._running, *self._doubtful, *self._failed]
+        stopped = self._unended()
         for posts in (self._running, self._doubtful, self._failed):
             posts.clear()
         self._part_with_everybody()
@@ -209,8 +218,17 @@ class NixlAgent:
         self._registered.clear()
         self._agent = None
         # What was on its way goes on landing for about 100 ms, and nothing tells when it has stopped.
-        self._emit([PostEnded(post_id, "stopped by closing the endpoint", lingers=True) for post_id in stopped])
+        for post in stopped:
+            self._emit(post.ended("stopped by closing the endpoint", lingers=True))
         self._hand_on()
+
+    def _take_in(self, payloads: Sequence[bytes]) -> None:
+        for payload in payloads:
+            try:
+                notices = unpack_notices(payload)
+            except RemoteProtocolError:
+                notices = [payload]  # anybody can have sent it; it is refused and counted where notices are read
+            self._emit([NoticeArrived(notice) for notice in notices])
 
     def _hand_on(self) -> None:
         """Put what has happened into the mailbox.
@@ -253,13 +271,13 @@ class NixlAgent:
         try:
             state = call(post.handle)
         except Exception as error:  # noqa: BLE001 - the caller learns it as an event
-            self._running.pop(post.post_id, None)
+            self._running.pop(post.number, None)
             self._fail(post, error)
             return
         if state != "DONE":
-            self._running[post.post_id] = post
+            self._running[post.number] = post
             return
-        self._running.pop(post.post_id, None)
+        self._running.pop(post.number, None)
         self._end(post, None)
         if self._has_fences:
             self._end_fenced(post)
@@ -269,23 +287,23 @@ class NixlAgent:
         post.connection.has_erred = True
         if isinstance(error, self._disconnected):
             post.connection.has_failed = True
-            self._failed[post.post_id] = post
+            self._failed[post.number] = post
             return
         post.fence = self._num_posts
-        self._doubtful[post.post_id] = post
-        self._emit([PostInDoubt(post.post_id, post.error)])
+        self._doubtful[post.number] = post
+        self._emit(post.in_doubt())
 
     def _end(self, post: Post, error: str | None, *, lingers: bool = False) -> None:
         self._clean_up(self._agent.release_xfer_handle, post.handle)
-        self._emit([PostEnded(post.post_id, error, lingers)])
+        self._emit(post.ended(error, lingers=lingers))
 
     def _end_failed(self) -> None:
         """End what an endpoint has failed with; the library has made progress since."""
         for post in self._doubtful.values():
             if post.connection.has_failed:
-                self._failed[post.post_id] = post
-        for post_id, post in self._failed.items():
-            self._doubtful.pop(post_id, None)
+                self._failed[post.number] = post
+        for number, post in self._failed.items():
+            self._doubtful.pop(number, None)
             self._end(post, post.error, lingers=True)
         self._failed.clear()
 
@@ -293,7 +311,7 @@ class NixlAgent:
         """End the doubts that a post has dispelled by being done."""
         for post in list(self._doubtful.values()):
             if post.connection is fence.connection and post.fence <= fence.number:
-                del self._doubtful[post.post_id]
+                del self._doubtful[post.number]
                 self._end(post, post.error)
 
     def _remove_leaving(self) -> None:
@@ -324,8 +342,10 @@ class NixlAgent:
 
     def _is_in_use(self, connection: Connection) -> bool:
         """A post over it has not ended."""
-        posts = [*self._running.values(), *self._doubtful.values(), *self._failed.values()]
-        return any(post.connection is connection for post in posts)
+        return any(post.connection is connection for post in self._unended())
+
+    def _unended(self) -> list[Post]:
+        return [*self._running.values(), *self._doubtful.values(), *self._failed.values()]
 
     def _clean_up(self, call: Callable[..., object], *args: object) -> bool:
         """Make a call after which nothing depends on its success; say whether it succeeded."""
