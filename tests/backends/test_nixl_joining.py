@@ -10,6 +10,8 @@ import anyio
 import pytest
 
 from kvflow.backends.base import NoticeArrived, PostEnded
+from kvflow.backends.metadata import PeerMetadata
+from kvflow.backends.nixl import FORMAT
 from kvflow.backends.nixl_posts import MAX_JOINED, MAX_JOINED_BYTES, MAX_SMALL_BYTES
 from kvflow.errors import BackendError
 from tests.backends.endpoints import Endpoint, copies, open_endpoints, same
@@ -267,6 +269,15 @@ async def test_what_waits_for_a_peer_that_is_parted_with_goes_before_the_parting
         assert await take_slots(source, target, 6) == list(range(6))
         await source.take_ends(6)
         assert ended_well(source) == list(range(6))
+
+
+async def test_a_peer_with_payloads_of_another_kind_is_refused() -> None:
+    async with open_endpoints("nixl") as (source, target):
+        theirs = PeerMetadata.unpack(target.backend.metadata(), backend=FORMAT)
+        former = PeerMetadata("nixl", theirs.agent, theirs.memory)
+        await source.backend.disconnect(target.name)
+        with pytest.raises(BackendError, match="another transport"):
+            await source.backend.connect(target.name, former.pack())
 
 
 @pytest.mark.parametrize("payload", [b"raw", b"\2\0\0\0ab\0\0\0\0", b"\xff" * 100_000], ids=["raw", "empty", "cut"])
