@@ -7,6 +7,8 @@ What the library really does shapes this file:
 * A post may copy everything inline before it returns, and any call may block. Every call is made by the owner thread.
 * Errors are raised, never returned, and an error does not say that the bytes have stopped: such a post is in doubt
   (`nixl_agent` says until when).
+* A write costs several calls besides its bytes, so small ones that have come to wait for one peer go as one
+  (`nixl_posts`). Their notices travel together (`notices`).
 * Releasing a running handle does not stop it, so handles are polled to the end and only then released.
 * What a process has written over TCP may land after its death, when the receiver polls again. Not so what it has
   written on one host, which it does itself.
@@ -20,6 +22,7 @@ Source: measurements with nixl 1.5.1 (UCX 1.23) on Linux, host memory.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import anyio
@@ -33,10 +36,11 @@ from kvflow.backends.base import Backend, BackendEvent, Capabilities
 from kvflow.backends.host import host_view
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_unregistered
 from kvflow.backends.nixl_agent import NixlAgent
+from kvflow.backends.nixl_posts import Outbox, Write
 from kvflow.backends.owner import OwnerThread
 from kvflow.errors import BackendError
 from kvflow.geometry.blocks import BlockLists, Blocks, spans
-from kvflow.geometry.layout import KVLayout, MemoryKind, MemoryRange
+from kvflow.geometry.layout import KVLayout, MemoryRange
 from kvflow.geometry.plan import Descriptors
 
 __all__ = ["NixlBackend"]
@@ -51,8 +55,25 @@ QUIET_ENVIRONMENT: Final = {
     "UCX_DEBUG_SIGNO": "0",
 }
 
+FORMAT: Final = "nixl/2"
+"""The transport as peers know it; the number is that of what its notices look like, which both sides must share."""
+
 ENGINE_CONFIG: Final = "CMA_ERROR_HANDLING=y"
 """Keeps the copies that UCX makes from process to process on one host, although peer error handling is on."""
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A connected peer.
+
+    Attributes:
+        outbox: One of its own for each time that it is connected, so that nothing goes over a later connection.
+        lists: The last ones that were found to be of registered memory.
+    """
+
+    memory: RegisteredMemory
+    outbox: Outbox
+    lists: BlockLists | None = None
 
 
 class NixlBackend(Backend):
@@ -106,8 +127,7 @@ class NixlBackend(Backend):
         self._agent: NixlAgent | None = None
         self._memory: RegisteredMemory | None = None
         self._blob = b""
-        self._peers: dict[str, PeerMetadata] = {}
-        self._checked: dict[str, BlockLists] = {}
+        self._peers: dict[str, _Peer] = {}
 
     @override
     async def open(self, agent_name: str) -> None:
@@ -144,7 +164,7 @@ class NixlBackend(Backend):
     def metadata(self) -> bytes:
         if self._memory is None:
             raise BackendError("no memory is registered yet", backend=self.name)
-        return PeerMetadata(self.name, self._blob, self._memory).pack()
+        return PeerMetadata(FORMAT, self._blob, self._memory).pack()
 
     @override
     def view(self, memory: MemoryRange) -> NDArray[np.uint8]:
@@ -157,42 +177,42 @@ class NixlBackend(Backend):
         if peer in self._peers:
             return
         owner, agent = self._running()
-        theirs = PeerMetadata.unpack(metadata, backend=self.name)
+        theirs = PeerMetadata.unpack(metadata, backend=FORMAT)
         await owner.call(functools.partial(agent.connect, peer, theirs.agent))
-        self._peers[peer] = theirs
+        self._peers[peer] = _Peer(theirs.memory, Outbox(peer, theirs.memory.memory_kind))
 
     @override
     async def disconnect(self, peer: str) -> None:
         is_known = self._peers.pop(peer, None) is not None
-        self._checked.pop(peer, None)
         if is_known and self._owner is not None and self._agent is not None:
             self._owner.submit(functools.partial(self._agent.disconnect, peer))
 
     @override
     def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
-        mine, theirs = self._memories(peer)
+        mine, to = self._both_sides(peer)
         mine.check(descriptors.src, side="source")
-        theirs.check(descriptors.dst, side="destination")
-        self._submit(post_id, peer, theirs.memory_kind, descriptors, notice)
+        to.memory.check(descriptors.dst, side="destination")
+        self._post(to.outbox, Write(post_id, descriptors, notice))
 
     @override
     def post_blocks(self, post_id: int, peer: str, blocks: Blocks, notice: bytes) -> None:
-        mine, theirs = self._memories(peer)
-        if self._checked.get(peer) is not blocks.lists:
+        mine, to = self._both_sides(peer)
+        if to.lists is not blocks.lists:
             mine.check(spans(blocks.lists.src), side="source")
-            theirs.check(spans(blocks.lists.dst), side="destination")
-            self._checked[peer] = blocks.lists
-        self._submit(post_id, peer, theirs.memory_kind, blocks, notice)
+            to.memory.check(spans(blocks.lists.dst), side="destination")
+            to.lists = blocks.lists
+        self._post(to.outbox, Write(post_id, blocks, notice))
 
-    def _memories(self, peer: str) -> tuple[RegisteredMemory, RegisteredMemory]:
-        """What is registered here, and what a connected peer has registered."""
+    def _both_sides(self, peer: str) -> tuple[RegisteredMemory, _Peer]:
+        """What is registered here, and a connected peer."""
         if self._memory is None or peer not in self._peers:
             raise BackendError("peer is not connected", peer=peer)
-        return self._memory, self._peers[peer].memory
+        return self._memory, self._peers[peer]
 
-    def _submit(self, post_id: int, peer: str, kind: MemoryKind, moves: Descriptors | Blocks, notice: bytes) -> None:
+    def _post(self, outbox: Outbox, write: Write) -> None:
         owner, agent = self._running()
-        owner.submit(functools.partial(agent.post, post_id, peer, kind, moves, notice))
+        outbox.put(write)
+        owner.submit(functools.partial(agent.post_next, outbox))
 
     @override
     def watch(self, *, active: bool) -> None:

@@ -19,15 +19,16 @@ Source: nixl 1.5.1 (UCX 1.23) on Linux, host memory, one host.
 import importlib
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from kvflow.aio.mailbox import Mailbox
-from kvflow.backends.base import BackendEvent, NoticeArrived, PostEnded, PostInDoubt
+from kvflow.backends.base import BackendEvent, NoticeArrived, PostEnded
 from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.nixl_lists import PreparedLists
-from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
+from kvflow.backends.nixl_posts import Connection, Outbox, Post, Write, joined
+from kvflow.backends.notices import pack_notices, unpack_notices
+from kvflow.errors import BackendError, BackendUnavailable, RegistrationError, RemoteProtocolError
 from kvflow.geometry.blocks import Blocks
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
@@ -47,41 +48,6 @@ MAX_KEPT: Final = 256
 
 MAX_UNTAKEN: Final = 1_000_000
 """Events kept for a rank that does not take them; notices beyond it are lost, as on a full receive queue."""
-
-
-@dataclass(eq=False)
-class _Connection:
-    """One endpoint to a peer.
-
-    Attributes:
-        blob: The metadata that it was made of.
-        has_erred: Some post over it could not be begun or carried out.
-        has_failed: Every post over it raises from now on.
-        lists: For posts that name blocks.
-    """
-
-    peer: str
-    blob: bytes
-    lists: PreparedLists
-    has_erred: bool = False
-    has_failed: bool = False
-
-
-@dataclass(eq=False)
-class _Post:
-    """A post that has begun.
-
-    Attributes:
-        number: How many began before it on this agent.
-        fence: Once in doubt: the number of the first post that can prove that this one has ended.
-    """
-
-    post_id: int
-    connection: _Connection
-    handle: Any
-    number: int
-    fence: int = 0
-    error: str = ""
 
 
 class NixlAgent:
@@ -119,10 +85,10 @@ class NixlAgent:
         self._has_fences = plugin == "UCX" and int(plugin_options.get("num_threads", "0")) == 0
         self._kind = "DRAM"
         self._registered: list[Any] = []
-        self._running: dict[int, _Post] = {}
-        self._doubtful: dict[int, _Post] = {}
-        self._failed: dict[int, _Post] = {}
-        self._connections: dict[str, _Connection] = {}
+        self._running: dict[int, Post] = {}
+        self._doubtful: dict[int, Post] = {}
+        self._failed: dict[int, Post] = {}
+        self._connections: dict[str, Connection] = {}
         self._leaving: dict[str, None] = {}
         self._kept: dict[str, None] = {}
         self._num_posts = 0
@@ -181,36 +147,40 @@ class NixlAgent:
         self._leaving[peer] = None
         self._remove_leaving()
 
-    def post(self, post_id: int, peer: str, kind: str, moves: Descriptors | Blocks, notice: bytes) -> None:
-        """Begin a write; what becomes of it is told as events."""
-        post = self._prepare(post_id, peer, kind, moves, notice)
+    def post_next(self, outbox: Outbox) -> None:
+        """Begin what is next in an outbox, if anything is; what becomes of it is told as events."""
+        writes = outbox.take()
+        if not writes:  # they went with an earlier one
+            return
+        post = self._prepare(outbox, writes)
         self._hand_on()  # the next call may take long
         if post is not None:
             self._follow(post, self._agent.transfer)
 
-    def _prepare(self, post_id: int, peer: str, kind: str, moves: Descriptors | Blocks, notice: bytes) -> _Post | None:
-        connection = self._connections.get(peer)
+    def _prepare(self, outbox: Outbox, writes: Sequence[Write]) -> Post | None:
+        connection = self._connections.get(outbox.peer)
         if connection is None or connection.has_failed:
-            self._emit([PostEnded(post_id, "the connection to the peer has failed; it must be greeted anew")])
+            error = "the connection to the peer has failed; it must be greeted anew"
+            self._emit([PostEnded(write.post_id, error) for write in writes])
             return None
         try:
-            handle = self._make(connection, kind, moves, notice)
+            payload = pack_notices(write.notice for write in writes)
+            handle = self._make_handle(connection, outbox.kind, joined(writes), payload)
         except Exception as error:  # noqa: BLE001 - nothing was posted; the caller learns it as an event
             connection.has_erred = True
-            self._emit([PostEnded(post_id, _text(error))])
+            self._emit([PostEnded(write.post_id, _text(error)) for write in writes])
             return None
-        post = _Post(post_id, connection, handle, self._num_posts)
+        post = Post(tuple(write.post_id for write in writes), connection, handle, self._num_posts)
         self._num_posts += 1
         return post
 
-    def _make(self, connection: _Connection, kind: str, moves: Descriptors | Blocks, notice: bytes) -> Any:
-        """Give a handle for a write."""
+    def _make_handle(self, connection: Connection, kind: str, moves: Descriptors | Blocks, payload: bytes) -> Any:
         if isinstance(moves, Blocks):
             src, dst = connection.lists.of(moves.lists, (self._kind, kind), self._clean_up)
-            return self._agent.make_prepped_xfer("WRITE", src, moves.src, dst, moves.dst, notice)
+            return self._agent.make_prepped_xfer("WRITE", src, moves.src, dst, moves.dst, payload)
         rows = self._agent.get_xfer_descs
         src, dst = rows(moves.src, self._kind), rows(moves.dst, kind)
-        return self._agent.initialize_xfer("WRITE", src, dst, connection.peer, notice)
+        return self._agent.initialize_xfer("WRITE", src, dst, connection.peer, payload)
 
     def watch(self, active: bool) -> None:
         """Poll sharply, or not."""
@@ -228,7 +198,8 @@ class NixlAgent:
             self._poll_posts()
             notices = self._agent.get_new_notifs()
             if notices and len(self._mailbox) < MAX_UNTAKEN:
-                self._emit([NoticeArrived(payload) for payloads in notices.values() for payload in payloads])
+                for payloads in notices.values():
+                    self._take_in(payloads)
             self._end_failed()
         finally:
             self._hand_on()  # before a breakdown is told, and before peers are removed, which may take long
@@ -240,7 +211,7 @@ class NixlAgent:
         give_up = time.monotonic() + timeout_s
         while self._running and time.monotonic() < give_up and self._clean_up(self.poll):
             time.sleep(CLOSE_POLL_S)
-        stopped = [*self._running, *self._doubtful, *self._failed]
+        stopped = self._unended()
         for posts in (self._running, self._doubtful, self._failed):
             posts.clear()
         self._part_with_everybody()
@@ -249,8 +220,17 @@ class NixlAgent:
         self._registered.clear()
         self._agent = None
         # What was on its way goes on landing for about 100 ms, and nothing tells when it has stopped.
-        self._emit([PostEnded(post_id, "stopped by closing the endpoint", lingers=True) for post_id in stopped])
+        for post in stopped:
+            self._emit(post.ended("stopped by closing the endpoint", lingers=True))
         self._hand_on()
+
+    def _take_in(self, payloads: Sequence[bytes]) -> None:
+        for payload in payloads:
+            try:
+                notices = unpack_notices(payload)
+            except RemoteProtocolError:
+                notices = [payload]  # anybody can have sent it; it is refused and counted where notices are read
+            self._emit([NoticeArrived(notice) for notice in notices])
 
     def _hand_on(self) -> None:
         """Put what has happened into the mailbox.
@@ -279,7 +259,7 @@ class NixlAgent:
         except Exception as error:
             raise BackendError("NIXL refused the peer's metadata", peer=peer, detail=_text(error)) from error
         if name == peer:
-            self._connections[peer] = _Connection(peer, blob, PreparedLists(self._agent, peer))
+            self._connections[peer] = Connection(peer, blob, PreparedLists(self._agent, peer))
             return
         if name not in self._connections:
             self._clean_up(self._agent.remove_remote_agent, name)
@@ -289,52 +269,52 @@ class NixlAgent:
         for post in list(self._running.values()):
             self._follow(post, self._agent.check_xfer_state)
 
-    def _follow(self, post: _Post, call: Callable[[Any], str]) -> None:
+    def _follow(self, post: Post, call: Callable[[Any], str]) -> None:
         """Begin a post or look after it, and file it under what it has come to."""
         try:
             state = call(post.handle)
         except Exception as error:  # noqa: BLE001 - the caller learns it as an event
-            self._running.pop(post.post_id, None)
+            self._running.pop(post.number, None)
             self._fail(post, error)
             return
         if state != "DONE":
-            self._running[post.post_id] = post
+            self._running[post.number] = post
             return
-        self._running.pop(post.post_id, None)
+        self._running.pop(post.number, None)
         self._end(post, None)
         if self._has_fences:
             self._end_fenced(post)
 
-    def _fail(self, post: _Post, error: Exception) -> None:
+    def _fail(self, post: Post, error: Exception) -> None:
         post.error = _text(error)
         post.connection.has_erred = True
         if isinstance(error, self._disconnected):
             post.connection.has_failed = True
-            self._failed[post.post_id] = post
+            self._failed[post.number] = post
             return
         post.fence = self._num_posts
-        self._doubtful[post.post_id] = post
-        self._emit([PostInDoubt(post.post_id, post.error)])
+        self._doubtful[post.number] = post
+        self._emit(post.in_doubt())
 
-    def _end(self, post: _Post, error: str | None, *, lingers: bool = False) -> None:
+    def _end(self, post: Post, error: str | None, *, lingers: bool = False) -> None:
         self._clean_up(self._agent.release_xfer_handle, post.handle)
-        self._emit([PostEnded(post.post_id, error, lingers)])
+        self._emit(post.ended(error, lingers=lingers))
 
     def _end_failed(self) -> None:
         """End what an endpoint has failed with; the library has made progress since."""
         for post in self._doubtful.values():
             if post.connection.has_failed:
-                self._failed[post.post_id] = post
-        for post_id, post in self._failed.items():
-            self._doubtful.pop(post_id, None)
+                self._failed[post.number] = post
+        for number, post in self._failed.items():
+            self._doubtful.pop(number, None)
             self._end(post, post.error, lingers=True)
         self._failed.clear()
 
-    def _end_fenced(self, fence: _Post) -> None:
+    def _end_fenced(self, fence: Post) -> None:
         """End the doubts that a post has dispelled by being done."""
         for post in list(self._doubtful.values()):
             if post.connection is fence.connection and post.fence <= fence.number:
-                del self._doubtful[post.post_id]
+                del self._doubtful[post.number]
                 self._end(post, post.error)
 
     def _remove_leaving(self) -> None:
@@ -344,7 +324,7 @@ class NixlAgent:
             if connection is None or self._try_to_keep(connection) or self._try_to_remove(connection):
                 del self._leaving[peer]
 
-    def _try_to_keep(self, connection: _Connection) -> bool:
+    def _try_to_keep(self, connection: Connection) -> bool:
         """Keep an endpoint for when its peer comes back, unless it is not sound or in use."""
         if connection.has_erred or self._is_in_use(connection):
             return False
@@ -355,7 +335,7 @@ class NixlAgent:
             self._try_to_remove(self._connections[oldest])
         return True
 
-    def _try_to_remove(self, connection: _Connection) -> bool:
+    def _try_to_remove(self, connection: Connection) -> bool:
         """Remove a peer, unless something may be under way over its endpoint."""
         if self._is_in_use(connection):
             return False
@@ -364,10 +344,12 @@ class NixlAgent:
         self._clean_up(self._agent.remove_remote_agent, connection.peer)
         return True
 
-    def _is_in_use(self, connection: _Connection) -> bool:
+    def _is_in_use(self, connection: Connection) -> bool:
         """A post over it has not ended."""
-        posts = [*self._running.values(), *self._doubtful.values(), *self._failed.values()]
-        return any(post.connection is connection for post in posts)
+        return any(post.connection is connection for post in self._unended())
+
+    def _unended(self) -> list[Post]:
+        return [*self._running.values(), *self._doubtful.values(), *self._failed.values()]
 
     def _clean_up(self, call: Callable[..., object], *args: object) -> bool:
         """Make a call after which nothing depends on its success; say whether it succeeded."""

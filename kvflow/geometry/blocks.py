@@ -52,11 +52,13 @@ class Blocks(NamedTuple):
         lists: What is counted.
         src: int32[num_blocks], positions on the sending side.
         dst: The same on the receiving side.
+        num_bytes: Of all blocks.
     """
 
     lists: BlockLists
     src: Positions
     dst: Positions
+    num_bytes: int
 
     def descriptors(self) -> Descriptors:
         """The same without the lists: a row for each block."""
@@ -64,16 +66,23 @@ class Blocks(NamedTuple):
 
 
 class _Starts(NamedTuple):
-    """Where the runs of the pieces of a leg begin; two int32[num_pieces] arrays."""
+    """Where the runs of the pieces of a leg begin.
+
+    Attributes:
+        src: int32[num_pieces], positions on the sending side.
+        dst: The same on the receiving side.
+        block_bytes: Of each block of these runs.
+    """
 
     src: Positions
     dst: Positions
+    block_bytes: int
 
     def of_layers(self, leg: Leg, layers: LayerRange) -> "_Starts":
         if layers == ALL_LAYERS:
             return self
         chosen = layers_within(leg.layers, layers)
-        return _Starts(self.src[chosen], self.dst[chosen])
+        return _Starts(self.src[chosen], self.dst[chosen], self.block_bytes)
 
 
 class _Segment(NamedTuple):
@@ -82,6 +91,10 @@ class _Segment(NamedTuple):
     starts: _Starts
     src: Positions
     dst: Positions
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.starts.src) * len(self.src)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,13 +173,15 @@ class RouteBlocks:
                 if found is None:
                     return None
                 segments += found
-        if not 0 < sum(len(segment.starts.src) * len(segment.src) for segment in segments) <= MAX_BLOCKS:
+        counts = [segment.num_blocks for segment in segments]
+        if not 0 < sum(counts) <= MAX_BLOCKS:
             return None
+        num_bytes = sum(count * segment.starts.block_bytes for count, segment in zip(counts, segments, strict=True))
         src = [np.add.outer(segment.starts.src, segment.src).ravel() for segment in segments]
         dst = [np.add.outer(segment.starts.dst, segment.dst).ravel() for segment in segments]
         if len(segments) == 1:
-            return Blocks(self.lists, src[0], dst[0])
-        return Blocks(self.lists, np.concatenate(src), np.concatenate(dst))
+            return Blocks(self.lists, src[0], dst[0], num_bytes)
+        return Blocks(self.lists, np.concatenate(src), np.concatenate(dst), num_bytes)
 
 
 class _Lists:
@@ -193,7 +208,8 @@ class _Lists:
             starts.append(self._counts[side] + np.arange(len(bases), dtype=np.int64) * count)
             self._runs[side].append(runs)
             self._counts[side] += len(bases) * count
-        return _Starts(*(positions.astype(np.int32) for positions in starts))
+        src, dst = (positions.astype(np.int32) for positions in starts)
+        return _Starts(src, dst, block_bytes)
 
     def finished(self) -> BlockLists:
         return BlockLists(*(np.concatenate(runs) for runs in self._runs))

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -171,8 +172,9 @@ async def test_a_later_post_over_the_same_endpoint_is_a_fence(monkeypatch: pytes
     async with open_endpoints("nixl") as (source, target):
         with monkeypatch.context() as patch:
             patch.setattr(api.nixl_agent, "transfer", failing(NativeError(), first=2))
-            for post_id in (1, 2):
-                source.post(post_id, target, copies(source, target))
+            source.post(1, target, copies(source, target))
+            await source.take_until(source.doubts)  # otherwise the next one may be joined with it
+            source.post(2, target, copies(source, target))
             await source.take_until(lambda: len(source.doubts()) == 2)
         assert not source.ends()
         source.post(3, target, copies(source, target))
@@ -185,21 +187,25 @@ async def test_a_post_that_began_before_the_doubt_is_no_fence(monkeypatch: pytes
     async with open_endpoints("nixl") as (source, target):
         handles: list[object] = []
         raised: list[object] = []
+        may_end = threading.Event()
 
         def transfer(_: object, handle: object) -> str:
             handles.append(handle)
             return "PROC"
 
         def check(_: object, handle: object) -> str:
-            if handles.index(handle) == 1:
+            if may_end.is_set() and handles.index(handle) == 1:
                 raised.append(handle)
                 raise NativeError
             return "DONE" if raised else "PROC"
 
         monkeypatch.setattr(api.nixl_agent, "transfer", transfer)
         monkeypatch.setattr(api.nixl_agent, "check_xfer_state", check)
-        for post_id in (1, 2):
-            source.post(post_id, target, copies(source, target))
+        source.post(1, target, copies(source, target))
+        await until(lambda: len(handles) == 1)  # otherwise the next one may be joined with it
+        source.post(2, target, copies(source, target))
+        await until(lambda: len(handles) == 2)
+        may_end.set()
         await source.take_until(lambda: source.doubts() and source.ends())
         assert ([doubt.post_id for doubt in source.doubts()], [end.post_id for end in source.ends()]) == ([2], [1])
         await source.close()
@@ -212,8 +218,9 @@ async def test_posts_of_several_threads_are_no_fences(monkeypatch: pytest.Monkey
         with monkeypatch.context() as patch:
             patch.setattr(api.nixl_agent, "transfer", failing(NativeError(), first=1))
             source.post(1, target, copies(source, target))
+            await source.take_until(source.doubts)
             source.post(2, target, copies(source, target))
-            await source.take_until(lambda: source.doubts() and source.ends())
+            await source.take_ends()
         assert [end.post_id for end in source.ends()] == [2]
         await source.close()
         assert sorted(end.post_id for end in source.ends()) == [1, 2]

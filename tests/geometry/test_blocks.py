@@ -43,6 +43,8 @@ def test_every_wanted_cell_arrives_and_nothing_else_changes(world: worlds.World)
                 src = check_part(source.layout.component(name), Part(chunk, source.pages(name, chunk)))
                 share = {name: Share(chunk, src, dst, chunk[1] == stop)}
                 planned = None if blocks is None else blocks.plan(share)
+                if planned is not None:
+                    assert planned.num_bytes == bound.num_bytes(name, chunk, closing=chunk[1] == stop)
                 worlds.execute(plan(bound, share) if planned is None else planned.descriptors(), source, target)
     world.assert_arrived()
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvflow.backends.nixl import NixlBackend
-from kvflow.geometry import Blocks, Descriptors
+from kvflow.backends.nixl_posts import Outbox, Write
+from kvflow.geometry import Blocks
 from tests.support.instances import deploy
 
 pytestmark = pytest.mark.anyio
@@ -13,15 +13,13 @@ pytestmark = pytest.mark.anyio
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """What kind of moves has been posted, in order."""
     kinds: list[type] = []
-    submit = NixlBackend._submit
+    put = Outbox.put
 
-    def record(
-        self: NixlBackend, post_id: int, peer: str, kind: str, moves: Descriptors | Blocks, notice: bytes
-    ) -> None:
-        kinds.append(type(moves))
-        submit(self, post_id, peer, kind, moves, notice)
+    def record(self: Outbox, write: Write) -> None:
+        kinds.append(type(write.moves))
+        put(self, write)
 
-    monkeypatch.setattr(NixlBackend, "_submit", record)
+    monkeypatch.setattr(Outbox, "put", record)
     return kinds
 
 

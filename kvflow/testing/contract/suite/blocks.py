@@ -32,7 +32,8 @@ def two_runs(source: Endpoint, target: Endpoint) -> BlockLists:
 
 
 def blocks(lists: BlockLists, src: list[int], dst: list[int]) -> Blocks:
-    return Blocks(lists, np.array(src, np.int32), np.array(dst, np.int32))
+    num_bytes = sum(CELL if position >= PAGES_HERE else PAGE for position in src)
+    return Blocks(lists, np.array(src, np.int32), np.array(dst, np.int32), num_bytes)
 
 
 class BlockContract(ContractBase):
