@@ -26,9 +26,11 @@ class Deadlines(Generic[Key]):
     def set(self, key: Key, when: float) -> None:
         """Make `key` due at `when`, instead of whenever it was due before."""
         self._count += 1
+        is_replaced = key in self._due
         entry = self._due[key] = (when, self._count, key)
         heapq.heappush(self._heap, entry)
-        self._prune()
+        if is_replaced:
+            self._prune()
 
     def set_once(self, key: Key, when: float) -> None:
         """Make `key` due at `when`, unless it is due already."""
@@ -44,26 +46,29 @@ class Deadlines(Generic[Key]):
 
     def next(self) -> float | None:
         """When the earliest deadline is due, or None."""
-        self._drop_dead()
-        return self._heap[0][0] if self._heap else None
+        entry = self._first()
+        return None if entry is None else entry[0]
 
     def pop_due(self, now: float) -> Key | None:
         """Remove and return one key whose deadline is not after `now`, earliest first, or None."""
-        self._drop_dead()
-        if not self._heap or self._heap[0][0] > now:
+        entry = self._first()
+        if entry is None or entry[0] > now:
             return None
-        key = heapq.heappop(self._heap)[2]
-        del self._due[key]
-        return key
+        heapq.heappop(self._heap)
+        del self._due[entry[2]]
+        return entry[2]
 
-    def _drop_dead(self) -> None:
-        while self._heap and not self._is_live(self._heap[0]):
+    def _first(self) -> tuple[float, int, Key] | None:
+        """The earliest living entry; dead ones before it are dropped."""
+        while self._heap:
+            entry = self._heap[0]
+            if self._due.get(entry[2]) is entry:
+                return entry
             heapq.heappop(self._heap)
+        return None
 
     def _prune(self) -> None:
+        """Keep the dead from outnumbering the living by far; to be called when there is one more of them."""
         if len(self._heap) > 2 * len(self._due) + 64:
-            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            self._heap = list(self._due.values())
             heapq.heapify(self._heap)
-
-    def _is_live(self, entry: tuple[float, int, Key]) -> bool:
-        return self._due.get(entry[2]) is entry
