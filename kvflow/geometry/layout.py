@@ -11,13 +11,14 @@ All addresses are unsigned 64-bit. Device addresses with bit 63 set are ordinary
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
 
 from kvflow.errors import LayoutError
-from kvflow.geometry.tokens import WHOLE, TokenShard
+from kvflow.geometry.tokens import WHOLE, TokenRange, TokenShard
 
 __all__ = ["ADDRESS_LIMIT", "Component", "KVLayout", "MemoryKind", "MemoryRange", "Region", "RegionKey"]
 
@@ -164,7 +165,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 COMPONENT_KINDS = ("paged", "slot")
 
 
-class Component(msgspec.Struct, frozen=True):
+class Component(msgspec.Struct, frozen=True, dict=True):
     """Regions that share one page table.
 
     Attributes:
@@ -220,23 +221,23 @@ class Component(msgspec.Struct, frozen=True):
                     tokens_per_slot=(region.tokens_per_slot, first.tokens_per_slot),
                 )
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """Pages of the pool."""
         return self.regions[0].slots
 
-    @property
+    @cached_property
     def tokens_per_slot(self) -> int:
         """Page size in tokens."""
         return self.regions[0].tokens_per_slot
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes of the cells that one page holds, over all regions."""
         return sum(region.cells_per_slot * region.num_heads * region.head_bytes for region in self.regions)
 
 
-class KVLayout(msgspec.Struct, frozen=True):
+class KVLayout(msgspec.Struct, frozen=True, dict=True):
     """All KV memory of one rank.
 
     Attributes:
@@ -269,18 +270,26 @@ class KVLayout(msgspec.Struct, frozen=True):
             msgspec.structs.force_setattr(self, "allocations", merge_ranges(self._extents()))
         self._check_allocations()
 
+    @cached_property
+    def by_name(self) -> Mapping[str, Component]:
+        """Every component by its name."""
+        return {component.name: component for component in self.components}
+
+    @cached_property
+    def whole_slots(self) -> Mapping[str, TokenRange]:
+        """By name, all rows of a slot of each component that is addressed by request."""
+        return {name: (0, part.tokens_per_slot) for name, part in self.by_name.items() if part.kind == "slot"}
+
     def component(self, name: str) -> Component:
         """The component called `name`.
 
         Raises:
             LayoutError: There is none.
         """
-        for component in self.components:
-            if component.name == name:
-                return component
-        raise LayoutError(
-            "layout has no such component", component=name, known=[component.name for component in self.components]
-        )
+        component = self.by_name.get(name)
+        if component is None:
+            raise LayoutError("layout has no such component", component=name, known=list(self.by_name))
+        return component
 
     def regions(self) -> dict[RegionKey, Region]:
         """Every region by its key, in declaration order."""

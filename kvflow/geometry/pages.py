@@ -99,11 +99,12 @@ def pages_spanned(tokens: TokenRange, page_size: int) -> int:
     Raises:
         PlanError: The range is reversed, negative or absurdly large.
     """
-    check_range(tokens)
+    return _span(check_range(tokens), page_size)
+
+
+def _span(tokens: TokenRange, page_size: int) -> int:
     start, stop = tokens
-    if start == stop:
-        return 0
-    return -(-stop // page_size) - start // page_size
+    return -(-stop // page_size) - start // page_size if start < stop else 0
 
 
 def count_runs(pages: NDArray[Any]) -> int:
@@ -126,13 +127,12 @@ def check_part(component: Component, part: Part, *, distinct: bool = False) -> P
         PlanError: Wrong type, shape, count or index, or a slot is not meant as a whole.
     """
     check_range(part.tokens)
-    whole = (0, component.tokens_per_slot)
-    if component.kind == "slot" and part.tokens not in (whole, (0, 0)):
-        raise PlanError("a slot moves whole or not at all", component=component.name, rows=part.tokens, whole=whole)
+    size = component.tokens_per_slot
+    if component.kind == "slot" and part.tokens not in ((0, size), (0, 0)):
+        raise PlanError("a slot moves whole or not at all", component=component.name, rows=part.tokens, whole=(0, size))
     array = _as_integers(component, part.pages)
     held = held_range(part.tokens, component.shard)
-    size = component.tokens_per_slot
-    needed = pages_spanned(held, size)
+    needed = _span(held, size)
     if array.size != needed:
         raise PlanError(
             "page table does not match the token range",
@@ -165,7 +165,10 @@ def _as_integers(component: Component, pages: PageIndices) -> NDArray[Any]:
 
 
 def _check_inside(component: Component, array: NDArray[Any]) -> None:
-    if array.size and (np.minimum.reduce(array) < 0 or np.maximum.reduce(array) >= component.slots):
+    if not array.size:
+        return
+    is_low = array.dtype.kind == "i" and np.minimum.reduce(array) < 0
+    if is_low or np.maximum.reduce(array) >= component.slots:
         position = int(np.argmax((array < 0) | (array >= component.slots)))
         raise PlanError(
             "page is outside the pool",
@@ -198,10 +201,9 @@ def check_parts(parts: Mapping[str, Part], layout: KVLayout, *, distinct: bool =
     Raises:
         PlanError: A part is for an unknown component, or its table does not fit.
     """
-    known = {component.name: component for component in layout.components}
-    unknown = parts.keys() - known.keys()
-    if unknown:
-        given = sorted(unknown)
+    known = layout.by_name
+    if not parts.keys() <= known.keys():
+        given = sorted(parts.keys() - known.keys())
         raise PlanError("pages are for a component that the layout does not have", given=given, known=sorted(known))
     return {name: check_part(known[name], part, distinct=distinct) for name, part in parts.items()}
 
@@ -215,13 +217,12 @@ def spell_out(pages: Mapping[str, Pages], layout: KVLayout, tokens: TokenRange) 
         PlanError: A token range is none.
     """
     tokens = check_range(tokens)
-    slots = {component.name: component.tokens_per_slot for component in layout.components if component.kind == "slot"}
     parts = {}
     for name, given in pages.items():
-        if given is not None:
-            implied = (0, slots[name]) if name in slots else tokens
-            part = given if isinstance(given, Part) else Part(implied, given)
-            parts[name] = Part(check_range(part.tokens), part.pages)
+        if isinstance(given, Part):
+            parts[name] = Part(check_range(given.tokens), given.pages)
+        elif given is not None:
+            parts[name] = Part(layout.whole_slots.get(name, tokens), given)
     return parts
 
 
