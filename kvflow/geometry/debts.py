@@ -81,10 +81,10 @@ def bytes_owed(
         wanted: For the same components, all tokens of the transfer.
         layers: Of the part.
     """
-    return sum(
-        debts[name].of_layers(layers).num_bytes(tokens, closing=closes(tokens, wanted[name]))
-        for name, tokens in ranges.items()
-    )
+    total = 0
+    for name, tokens in ranges.items():
+        total += debts[name].of_layers(layers).num_bytes(tokens, closing=closes(tokens, wanted[name]))
+    return total
 
 
 class Costs(NamedTuple):
