@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from kvflow.config import NUM_PRIORITIES, Limits
+from kvflow.config import Limits
 from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.tokens import TokenRange
@@ -230,7 +230,7 @@ class _Lane:
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
         self._lines: dict[DeliveryId, _Line] = {}
-        self._rotations: list[OrderedDict[DeliveryId, _Line]] = [OrderedDict() for _ in range(NUM_PRIORITIES)]
+        self._rotations: dict[int, OrderedDict[DeliveryId, _Line]] = {}
         self._num_joined = 0
 
     @property
@@ -262,15 +262,19 @@ class _Lane:
         return len(line.jobs)
 
     def next_line(self) -> _Line:
-        firsts = [next(iter(rotation.values())) for rotation in self._rotations if rotation]
-        return min(firsts, key=lambda line: line.place)
+        firsts = [next(iter(rotation.values())) for rotation in self._rotations.values()]
+        return firsts[0] if len(firsts) == 1 else min(firsts, key=lambda line: line.place)
 
     def _join(self, line: _Line, now: float) -> None:
         job = line.jobs[0]
         due = max(now, job.enqueued_at + job.grant.priority * self._ageing_s)
         line.place = (due, self._num_joined)
         self._num_joined += 1
-        self._rotations[job.grant.priority][line.delivery] = line
+        self._rotations.setdefault(job.grant.priority, OrderedDict())[line.delivery] = line
 
     def _leave(self, line: _Line) -> None:
-        del self._rotations[line.jobs[0].grant.priority][line.delivery]
+        priority = line.jobs[0].grant.priority
+        rotation = self._rotations[priority]
+        del rotation[line.delivery]
+        if not rotation:
+            del self._rotations[priority]
