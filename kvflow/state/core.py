@@ -258,11 +258,11 @@ class Core:
             self.staging.reclaim(self.receivers.scattered_peers())
 
     def _post_settled(self, event: ev.PostSettled, now: float) -> list[Effect]:
-        was_doubted = self.senders.is_doubted(event.delivery)
+        is_news = event.failure is not None and not self.senders.is_doubted(event.delivery)
         effects = [*self.senders.post_settled(event, now), *self.slots.settled(event, now)]
         if event.failure is None:
             self._breakers.pop(event.delivery.peer, None)
-        elif not was_doubted:
+        elif is_news:
             effects += self._write_failed(event.delivery.peer, event.failure, now)
         return effects
 

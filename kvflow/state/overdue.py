@@ -7,7 +7,7 @@ import msgspec
 from kvflow.state.events import DeliveryId
 from kvflow.wire.messages import PeerId
 
-__all__ = ["Pending", "Stalled", "Unanswered", "Undelivered", "Undrained", "Ungranted", "Unopened"]
+__all__ = ["Pending", "RoomPending", "Stalled", "Unanswered", "Undelivered", "Undrained", "Ungranted", "Unopened"]
 
 
 class Unopened(msgspec.Struct, frozen=True):
@@ -59,3 +59,15 @@ class Pending(NamedTuple):
     outcome: bool = True
     post: bool = False
     answer: bool = False
+
+
+class RoomPending(NamedTuple):
+    """What a room waits for; each has a deadline.
+
+    Attributes:
+        grants: Of every decode rank, after the last chunk.
+        drain: That posts end, after the room has.
+    """
+
+    grants: bool = False
+    drain: bool = False

@@ -16,7 +16,7 @@ from kvflow.geometry.layers import ALL_LAYERS
 from kvflow.geometry.tokens import TokenRange
 from kvflow.state.effects import DropChunks, DropPlan, Effect, EnqueueChunk, PostPlan, ReportSender, SendMessage
 from kvflow.state.events import Chunk, DeliveryId, PlanFinished
-from kvflow.state.overdue import Pending
+from kvflow.state.overdue import Pending, RoomPending
 from kvflow.state.pieces import Piece, pieces_of, runs_of_part
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
@@ -53,7 +53,7 @@ class Delivery:
     def pending(self) -> Pending:
         """What has not come yet."""
         is_pending = self.state.is_pending
-        return Pending(is_pending, is_pending and bool(self._posted), self.is_unanswered)
+        return Pending(is_pending, is_pending and bool(self._posted), is_pending and self.state.is_safe)
 
     @property
     def is_unanswered(self) -> bool:
@@ -233,7 +233,7 @@ class Sender:
         self._me = me
         self._chunks: list[Chunk] = []
         self._num_decode_ranks: int | None = None
-        self.watched: tuple[bool, Memory, bool] | None = None
+        self.watched = RoomPending()
 
     @property
     def is_finished(self) -> bool:
@@ -241,9 +241,14 @@ class Sender:
         return bool(self._chunks) and self._chunks[-1].last
 
     @property
-    def lacks_grants(self) -> bool:
+    def pending(self) -> RoomPending:
+        """What has not come yet."""
+        return RoomPending(self.state.is_pending and self._lacks_grants, self.state.memory is Memory.DRAINING)
+
+    @property
+    def _lacks_grants(self) -> bool:
         """Everything is offered, but not every decode rank has asked for it."""
-        return self.is_finished and len(self.deliveries) != self._num_decode_ranks
+        return len(self.deliveries) != self._num_decode_ranks and self.is_finished
 
     def offer(self, chunk: Chunk, footprint: Footprint) -> list[Effect]:
         """Take a chunk from the engine.

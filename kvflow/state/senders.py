@@ -9,7 +9,7 @@ from kvflow.state.acquaintances import Acquaintances
 from kvflow.state.deadlines import Deadlines
 from kvflow.state.effects import CountOddity, DropPlan, Effect, SendMessage
 from kvflow.state.events import Chunk, DeliveryId, PlanFinished, PostSettled
-from kvflow.state.overdue import Pending, Stalled, Unanswered, Undelivered, Undrained, Ungranted, Unopened
+from kvflow.state.overdue import Pending, RoomPending, Stalled, Unanswered, Undelivered, Undrained, Ungranted, Unopened
 from kvflow.state.quarantine import Footprint, Quarantine
 from kvflow.state.sender import Delivery, Sender
 from kvflow.state.tables import Memory, Signal
@@ -174,14 +174,15 @@ class Senders:
     def post_settled(self, event: PostSettled, now: float) -> list[Effect]:
         """Note that a post has ended."""
         sender, delivery = self._find(event.delivery)
-        unproved = self.unproved.find(event.delivery)
-        if unproved is not None:
-            return self.unproved.post_settled(unproved, event.seq, lingers=event.lingers)
         if sender is None or delivery is None:
+            unproved = self.unproved.find(event.delivery)
+            if unproved is not None:
+                return self.unproved.post_settled(unproved, event.seq, lingers=event.lingers)
             return [CountOddity("settled_unknown_post", event.delivery.peer, event.delivery.room)]
-        self._deadlines.clear(Stalled(event.delivery))
-        delivery.watched = delivery.watched._replace(post=False)  # the next one has all its time, from now on
         effects = sender.post_settled(delivery, event.seq, event.failure, lingers=event.lingers)
+        if delivery.has_posts:  # the next one has all its time, from now on
+            self._deadlines.clear(Stalled(event.delivery))
+            delivery.watched = delivery.watched._replace(post=False)
         return self._follow(sender, effects, now)
 
     def is_doubted(self, delivery_id: DeliveryId) -> bool:
@@ -284,26 +285,26 @@ class Senders:
             pending = delivery.pending
             if pending != delivery.watched:
                 self._watch(delivery, pending, now)
-        facts = (sender.state.is_pending, sender.state.memory, sender.lacks_grants)
-        if facts != sender.watched:
-            sender.watched = facts
-            self._watch_room(sender, now)
-        return effects
-
-    def _watch_room(self, sender: Sender, now: float) -> None:
-        ungranted, undrained = Ungranted(sender.room), Undrained(sender.room)
-        if sender.state.is_pending and sender.lacks_grants:
-            self._deadlines.set_once(ungranted, now + self._timeouts.grant_s)
-        else:
-            self._deadlines.clear(ungranted)
-        if sender.state.memory is Memory.DRAINING:
-            self._deadlines.set_once(undrained, now + self._timeouts.drain_s)
-        else:
-            self._deadlines.clear(undrained)
+        room_pending = sender.pending
+        if room_pending != sender.watched:
+            self._watch_room(sender, room_pending, now)
         if sender.state.memory is Memory.QUARANTINED:
             self._quarantine.put(sender.room, sender.footprint)
         if sender.state.is_safe and not sender.state.is_pending:
             self._bury(sender)
+        return effects
+
+    def _watch_room(self, sender: Sender, pending: RoomPending, now: float) -> None:
+        """Set and clear the deadlines of what has begun or ended to be pending."""
+        before, sender.watched = sender.watched, pending
+        if pending.grants and not before.grants:
+            self._deadlines.set_once(Ungranted(sender.room), now + self._timeouts.grant_s)
+        elif before.grants and not pending.grants:
+            self._deadlines.clear(Ungranted(sender.room))
+        if pending.drain and not before.drain:
+            self._deadlines.set_once(Undrained(sender.room), now + self._timeouts.drain_s)
+        elif before.drain and not pending.drain:
+            self._deadlines.clear(Undrained(sender.room))
 
     def _watch(self, delivery: Delivery, pending: Pending, now: float) -> None:
         """Set and clear the deadlines of what has begun or ended to be pending."""
