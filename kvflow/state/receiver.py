@@ -74,7 +74,7 @@ class Receiver:
         effects: list[Effect] = []
         for rank in ranks:
             engine_rank = rank.peer.rank.engine_rank
-            if any(name in rank.debts for name in self.opened.ranges):
+            if not rank.debts.keys().isdisjoint(self.opened.ranges):
                 token = grant_token(self.opened.secret, engine_rank)
                 self.ranks[engine_rank] = RankProgress(rank, token, self.opened.ranges)
             effects.append(SendMessage(rank.peer, self._grant(rank.peer, timeout_s)))

@@ -168,7 +168,8 @@ class Receivers:
             return self._answer_again(notice.room, notice.generation, sender, "notice_of_unknown_transfer")
         before = receiver.num_notices
         effects = receiver.notice(notice, sender)
-        if receiver.num_notices != before:
+        is_waiting = receiver.state.is_pending and not receiver.is_verifying
+        if is_waiting and receiver.num_notices != before:
             self._deadlines.set(Stalled(receiver.generation), now + self._timeouts.progress_s)
         return self._follow(receiver, effects, now)
 
@@ -354,7 +355,8 @@ class Receivers:
             if self._deadlines.clear(Unreceived(generation)):
                 self._judge(receiver, now)
                 receiver.num_repeats = 0
-                self._deadlines.set(Unanswered(generation), now + self._timeouts.repeat_s)
+                if not receiver.state.is_safe:
+                    self._deadlines.set(Unanswered(generation), now + self._timeouts.repeat_s)
             self._ungreeted.get(receiver.opened.instance, {}).pop(generation, None)
         if not receiver.state.is_pending or receiver.is_verifying:
             self._deadlines.clear(Stalled(generation))
