@@ -6,7 +6,7 @@ window. Full windows fill this queue, and when too much waits for one decode ran
 rooms that go there.
 """
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -60,7 +60,7 @@ class Enqueue:
         self._context = context
         self._cost = cost
         self._on_change = on_change
-        self._num_queued: Counter[PeerId] = Counter()
+        self._num_queued: defaultdict[PeerId, int] = defaultdict(int)
         self._gates: dict[PeerId, _Gate] = {}
         self._device_waits = anyio.CapacityLimiter(DEVICE_WAITS_AT_ONCE)
         self._not_ready: dict[DeliveryId, deque[EnqueueChunk]] = {}
@@ -77,7 +77,7 @@ class Enqueue:
 
     def is_full(self, peer: PeerId) -> bool:
         """As many chunks wait for this peer as may."""
-        return self._num_queued[peer] >= self._context.config.limits.queued_chunks
+        return self._num_queued.get(peer, 0) >= self._context.config.limits.queued_chunks
 
     def put(self, effect: EnqueueChunk) -> None:
         """Take in a part of a chunk; chunks of a delivery go in order, whatever their devices do."""

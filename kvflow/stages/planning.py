@@ -324,11 +324,12 @@ class Planning:
 
     def _granted(self, job: ChunkJob, layout: KVLayout) -> Mapping[str, PageTable]:
         """The decode rank's page tables, checked when the first chunk of a delivery needs them."""
-        of_room = self._tables.setdefault(job.delivery.room, {})
-        if job.delivery not in of_room:
-            of_room[job.delivery] = granted_pages(job.grant, layout)
-        granted = of_room[job.delivery]
-        if job.is_last:
+        granted = self._tables.get(job.delivery.room, {}).get(job.delivery)
+        if granted is None:
+            granted = granted_pages(job.grant, layout)
+            if not job.is_last:
+                self._tables.setdefault(job.delivery.room, {})[job.delivery] = granted
+        elif job.is_last:
             self.drop(job.delivery)
         return granted
 
