@@ -140,7 +140,7 @@ class DecodeRank(Rank["RoomReceiver"]):
             generation=0,
             instance=check_instance(prefill),
             ranges={name: part.tokens for name, part in parts.items()},
-            pages={name: table.pages.astype(WIRE_PAGES).tobytes() for name, table in tables.items()},
+            pages={name: table.pages.astype(WIRE_PAGES, copy=False).tobytes() for name, table in tables.items()},
             num_decode_ranks=num_ranks,
             timeout_s=timeout_s,
             secret=b"",
@@ -152,8 +152,8 @@ class DecodeRank(Rank["RoomReceiver"]):
     def _wanted(self, tokens: TokenRange, pages: Mapping[str, Pages], *, digest: bool) -> dict[str, Part]:
         if digest:
             check_digestible(self.layout)
-        unsaid = [component.name for component in self.layout.components if component.name not in pages]
-        if unsaid:
+        if not pages.keys() >= self.layout.by_name.keys():
+            unsaid = [name for name in self.layout.by_name if name not in pages]
             raise PlanError("pages must be given for each component, or None", missing=unsaid, given=sorted(pages))
         parts = spell_out(pages, self.layout, tokens)
         if not parts:

@@ -260,9 +260,11 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
 
     def footprint(self, tables: Mapping[str, PageTable]) -> Footprint:
         """What some pages take of the pools."""
-        counts = {name: len(table.pages) for name, table in tables.items()}
-        num_bytes = sum(count * self._page_bytes[name] for name, count in counts.items())
-        return Footprint(sum(counts.values()), num_bytes)
+        num_pages = num_bytes = 0
+        for name, table in tables.items():
+            num_pages += len(table.pages)
+            num_bytes += len(table.pages) * self._page_bytes[name]
+        return Footprint(num_pages, num_bytes)
 
     def failure(self, reason: FailureReason, detail: str) -> Failure:
         """A failure that this rank or its engine caused."""

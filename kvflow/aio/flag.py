@@ -1,6 +1,7 @@
 """Something that becomes true once, and that anybody can wait for."""
 
-import anyio
+import asyncio
+
 import anyio.lowlevel
 
 __all__ = ["Flag"]
@@ -17,7 +18,7 @@ class Flag:
 
     def __init__(self) -> None:
         self.is_set = False
-        self._event: anyio.Event | None = None
+        self._event: asyncio.Event | None = None
 
     def set(self) -> None:
         """Make it true, and wake whoever waits."""
@@ -31,5 +32,5 @@ class Flag:
             await anyio.lowlevel.checkpoint()
             return
         if self._event is None:
-            self._event = anyio.Event()
+            self._event = asyncio.Event()
         await self._event.wait()
