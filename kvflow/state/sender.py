@@ -353,25 +353,22 @@ class Sender:
 
     def _review(self) -> list[Effect]:
         """Draw the room's conclusion from its deliveries; report when a fact has changed."""
-        if self.state.is_going_on and self._is_all_going_on():
+        states = [delivery.state for delivery in self.deliveries.values()]
+        if self.state.is_going_on and all(state.is_going_on for state in states):
             return []
         before = (self.state.outcome, self.state.memory)
-        states = [delivery.state for delivery in self.deliveries.values()]
         has_all = self.is_finished and len(states) == self._num_decode_ranks
+        is_safe = all(state.is_safe for state in states)
         if has_all and all(state.outcome is Outcome.SUCCESS for state in states):
             self.state.apply(Signal.COMPLETED)
-        elif has_all and all(state.is_safe for state in states):
+        elif has_all and is_safe:
             self.state.apply(Signal.WRITTEN)
-        if not self.state.is_pending and all(state.is_safe for state in states):
+        if is_safe and not self.state.is_pending:
             self.state.apply(Signal.QUIET)
         if any(state.memory is Memory.QUARANTINED for state in states):
             self.state.apply(Signal.DOUBTED)
         after = (self.state.outcome, self.state.memory)
         return [self._report()] if after != before else []
-
-    def _is_all_going_on(self) -> bool:
-        """No delivery, if there are any, has come to anything yet."""
-        return all(delivery.state.is_going_on for delivery in self.deliveries.values())
 
     def _report(self) -> Effect:
         return ReportSender(self.room, self.state.outcome, self.state.memory, self.failure)

@@ -286,43 +286,30 @@ BREAKER: Final[Mapping[tuple[BreakerState, BreakerSignal], BreakerState]] = Mapp
 
 
 class TransferState:
-    """The two facts of one transfer; `apply` is the only thing that ever changes them."""
+    """The two facts of one transfer; `apply` is the only thing that ever changes them.
 
-    __slots__ = ("_memory", "_outcome")
+    Attributes:
+        outcome: Whether the engine gets what it asked for.
+        memory: Whether somebody can still touch the pages.
+        is_pending: The outcome is open.
+        is_safe: Nobody can touch the pages any more.
+        is_going_on: Nothing is decided, and the pages are needed.
+    """
+
+    __slots__ = ("is_going_on", "is_pending", "is_safe", "memory", "outcome")
 
     def __init__(self) -> None:
-        self._outcome = Outcome.PENDING
-        self._memory = Memory.HELD
-
-    @property
-    def outcome(self) -> Outcome:
-        """Whether the engine gets what it asked for."""
-        return self._outcome
-
-    @property
-    def memory(self) -> Memory:
-        """Whether somebody can still touch the pages."""
-        return self._memory
-
-    @property
-    def is_pending(self) -> bool:
-        """The outcome is open."""
-        return self._outcome is Outcome.PENDING
-
-    @property
-    def is_going_on(self) -> bool:
-        """Nothing is decided, and the pages are needed."""
-        return self._outcome is Outcome.PENDING and self._memory is Memory.HELD
-
-    @property
-    def is_safe(self) -> bool:
-        """Nobody can touch the pages any more."""
-        return self._memory is Memory.SAFE
+        self._become(Outcome.PENDING, Memory.HELD)
 
     def apply(self, signal: Signal) -> None:
         """Change both facts as the tables say."""
-        self._outcome = OUTCOME[self._outcome, signal]
-        self._memory = MEMORY[self._memory, signal]
+        self._become(OUTCOME[self.outcome, signal], MEMORY[self.memory, signal])
+
+    def _become(self, outcome: Outcome, memory: Memory) -> None:
+        self.outcome, self.memory = outcome, memory
+        self.is_pending = outcome is Outcome.PENDING
+        self.is_safe = memory is Memory.SAFE
+        self.is_going_on = self.is_pending and memory is Memory.HELD
 
     def __repr__(self) -> str:
-        return f"TransferState({self._outcome.value}, {self._memory.value})"
+        return f"TransferState({self.outcome.value}, {self.memory.value})"
