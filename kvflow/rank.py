@@ -175,7 +175,8 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
             while self._events:
                 current = self._events.popleft()
                 effects = self._core.handle(current, now())
-                self._trace(current, effects)
+                if LOGGER.isEnabledFor(logging.DEBUG):
+                    self._trace(current, effects)
                 for effect in effects:
                     self._perform(effect)
         finally:
@@ -325,6 +326,10 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
 
     def _report(self, key: int, effect: ef.ReportSender | ef.ReportReceiver) -> None:
         """Pass on to the engine how a transfer stands; forget it when nothing more can follow."""
+        level = logging.INFO if effect.failure is None else logging.WARNING
+        if LOGGER.isEnabledFor(level):  # most often it is not, and values cost more than the question
+            name, values = describe(effect)
+            self._log.log(level, name, **values)
         transfer = self._transfers.get(key)
         if transfer is None:
             return
@@ -338,15 +343,8 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
             self._settled.set()
 
     def _trace(self, event: ev.Event, effects: list[ef.Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, (ef.ReportSender, ef.ReportReceiver)):
-                level = logging.INFO if effect.failure is None else logging.WARNING
-                if LOGGER.isEnabledFor(level):  # most often it is not, and values cost more than the question
-                    name, values = describe(effect)
-                    self._log.log(level, name, **values)
-        if LOGGER.isEnabledFor(logging.DEBUG):
-            name, values = describe(event)
-            self._log.debug(name, **values, effects=[type(effect).__name__ for effect in effects])
+        name, values = describe(event)
+        self._log.debug(name, **values, effects=[type(effect).__name__ for effect in effects])
 
     async def _take_events(self) -> None:
         while True:
