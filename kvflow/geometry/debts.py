@@ -1,18 +1,18 @@
 """What one rank owes to another, in bytes: both count with the same numbers, so that each notice can be checked."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
 
 from kvflow.geometry.layers import ALL_LAYERS, LayerBytes, LayerRange
 from kvflow.geometry.tokens import TokenRange, TokenShard, cell_range, closes, count_shared
 
 __all__ = ["Costs", "Debt", "bytes_owed"]
 
-_NO_LAYERS: Final[Mapping[int, LayerBytes]] = MappingProxyType({})
 
-
-class Debt(NamedTuple):
+@dataclass(frozen=True)
+class Debt:
     """What one component costs on the way along a route.
 
     Attributes:
@@ -24,20 +24,20 @@ class Debt(NamedTuple):
 
     src: TokenShard
     dst: TokenShard
-    cell_bytes: dict[int, int]
-    layer_bytes: Mapping[int, LayerBytes] = _NO_LAYERS
+    cell_bytes: Mapping[int, int]
+    layer_bytes: Mapping[int, LayerBytes] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Both sides hold every token."""
         return self.src.size == self.dst.size == 1
 
-    @property
+    @cached_property
     def highest_layer(self) -> int:
         """The last layer that is owed; 0 if that is not known."""
         return max((costs.layers[-1] for costs in self.layer_bytes.values()), default=0)
 
-    @property
+    @cached_property
     def max_layers(self) -> int:
         """No more layers are owed than this, and at least one."""
         return sum(len(costs.layers) for costs in self.layer_bytes.values()) or 1
@@ -47,7 +47,7 @@ class Debt(NamedTuple):
         if layers == ALL_LAYERS:
             return self
         costs = {tokens_per_cell: costs.between(layers) for tokens_per_cell, costs in self.layer_bytes.items()}
-        return self._replace(cell_bytes=costs)
+        return replace(self, cell_bytes=costs)
 
     def num_bytes(self, tokens: TokenRange, *, closing: bool) -> int:
         """Bytes that move for a token range.
