@@ -28,6 +28,7 @@ LINGER_MS: Final = 500
 
 # As numbers: zmq's own flags are enums, and each operation with one costs as much as looking at the socket.
 NOBLOCK: Final = int(zmq.NOBLOCK)
+NOBLOCK_MORE: Final = NOBLOCK | int(zmq.SNDMORE)
 POLLIN: Final = int(zmq.POLLIN)
 
 MESSAGES_AT_ONCE: Final = 16
@@ -49,7 +50,9 @@ class _Socket:
 
     def _send(self, frames: list[bytes], **values: object) -> None:
         try:
-            self._socket.send_multipart(frames, NOBLOCK)
+            for frame in frames[:-1]:
+                self._socket.send(frame, NOBLOCK_MORE)
+            self._socket.send(frames[-1], NOBLOCK)
         except zmq.Again as error:
             raise Unreachable("peer does not take its messages", **values) from error
         except zmq.ZMQError as error:
