@@ -23,7 +23,8 @@ def unpack_notices(payload: bytes) -> list[bytes]:
     Raises:
         RemoteProtocolError: Not what `pack_notices` gives: a notice is cut or empty, or there are too many.
     """
-    notices, start = [], 0
+    notices: list[bytes] = []
+    start = 0
     while start < len(payload):
         body = start + LENGTH_BYTES
         end = body + int.from_bytes(payload[start:body], "little")
