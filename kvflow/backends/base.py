@@ -34,7 +34,6 @@ class Capabilities:
         ends_with_process: Nothing lands any more once the process that wrote has ended. Not so where bytes can sit in
             the network, or in the receiver's own library, and land later.
         prepared_lists: `post_blocks` is quicker than `post`, because it refers to lists that are kept for each peer.
-            Only without `max_descriptor_bytes`.
         row_overhead_s: What each descriptor costs besides its bytes, in seconds, measured; 0 if that is not known.
             Where it is more than copying the bytes twice, small pieces are packed.
     """
@@ -45,6 +44,11 @@ class Capabilities:
     ends_with_process: bool = False
     prepared_lists: bool = False
     row_overhead_s: float = 0.0
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Blocks are worth it, and none of them can be too long."""
+        return self.prepared_lists and self.max_descriptor_bytes is None
 
 
 @dataclass(frozen=True)

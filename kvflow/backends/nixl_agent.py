@@ -176,7 +176,7 @@ class NixlAgent:
 
     def _make_handle(self, connection: Connection, kind: str, moves: Descriptors | Blocks, payload: bytes) -> Any:
         if isinstance(moves, Blocks):
-            src, dst = connection.lists.of(moves.lists, (self._kind, kind), self._clean_up)
+            src, dst = connection.lists.of(self._agent, moves.lists, (self._kind, kind), self._clean_up)
             return self._agent.make_prepped_xfer("WRITE", src, moves.src, dst, moves.dst, payload)
         rows = self._agent.get_xfer_descs
         src, dst = rows(moves.src, self._kind), rows(moves.dst, kind)
@@ -211,17 +211,17 @@ class NixlAgent:
         give_up = time.monotonic() + timeout_s
         while self._running and time.monotonic() < give_up and self._clean_up(self.poll):
             time.sleep(CLOSE_POLL_S)
-        stopped = self._unended()
+        error = "stopped by closing the endpoint"
+        stopped = [end for post in self._unended() for end in post.ended(error, lingers=True)]
         for posts in (self._running, self._doubtful, self._failed):
             posts.clear()
         self._part_with_everybody()
         for registered in self._registered:
             self._clean_up(self._agent.deregister_memory, registered)
         self._registered.clear()
-        self._agent = None
+        self._agent = None  # the last reference, since no post is kept any more: handles hold the agent too
         # What was on its way goes on landing for about 100 ms, and nothing tells when it has stopped.
-        for post in stopped:
-            self._emit(post.ended("stopped by closing the endpoint", lingers=True))
+        self._emit(stopped)
         self._hand_on()
 
     def _take_in(self, payloads: Sequence[bytes]) -> None:
@@ -247,7 +247,7 @@ class NixlAgent:
         UCX aborts the process if an agent is destroyed while something is queued for a peer that has closed.
         """
         for peer, connection in self._connections.items():
-            connection.lists.drop(self._clean_up)
+            connection.lists.drop(self._agent, self._clean_up)
             self._clean_up(self._agent.remove_remote_agent, peer)
         for _ in range(PARTING_ROUNDS):
             self._clean_up(self._agent.get_new_notifs)
@@ -259,7 +259,7 @@ class NixlAgent:
         except Exception as error:
             raise BackendError("NIXL refused the peer's metadata", peer=peer, detail=_text(error)) from error
         if name == peer:
-            self._connections[peer] = Connection(peer, blob, PreparedLists(self._agent, peer))
+            self._connections[peer] = Connection(peer, blob, PreparedLists(peer))
             return
         if name not in self._connections:
             self._clean_up(self._agent.remove_remote_agent, name)
@@ -340,7 +340,7 @@ class NixlAgent:
         if self._is_in_use(connection):
             return False
         del self._connections[connection.peer]
-        connection.lists.drop(self._clean_up)
+        connection.lists.drop(self._agent, self._clean_up)
         self._clean_up(self._agent.remove_remote_agent, connection.peer)
         return True
 

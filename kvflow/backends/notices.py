@@ -4,13 +4,16 @@ from collections.abc import Iterable
 
 from kvflow.errors import RemoteProtocolError
 
-__all__ = ["pack_notices", "unpack_notices"]
+__all__ = ["MAX_NOTICES", "pack_notices", "unpack_notices"]
 
 LENGTH_BYTES = 4
 
+MAX_NOTICES = 64
+"""In one payload: more than is ever joined. Anybody can send one, and a notice of few bytes takes many in memory."""
+
 
 def pack_notices(notices: Iterable[bytes]) -> bytes:
-    """Give the payload that brings some notices in order; empty ones stand for none and are left out."""
+    """Give the payload that brings up to `MAX_NOTICES` in order; empty ones stand for none and are left out."""
     return b"".join(len(notice).to_bytes(LENGTH_BYTES, "little") + notice for notice in notices if notice)
 
 
@@ -18,13 +21,14 @@ def unpack_notices(payload: bytes) -> list[bytes]:
     """Give the notices of a payload, in order.
 
     Raises:
-        RemoteProtocolError: Not what `pack_notices` gives: a notice is cut or empty.
+        RemoteProtocolError: Not what `pack_notices` gives: a notice is cut or empty, or there are too many.
     """
-    notices, start = [], 0
+    notices: list[bytes] = []
+    start = 0
     while start < len(payload):
         body = start + LENGTH_BYTES
         end = body + int.from_bytes(payload[start:body], "little")
-        if not body < end <= len(payload):
+        if not body < end <= len(payload) or len(notices) == MAX_NOTICES:
             raise RemoteProtocolError("notices are malformed", num_bytes=len(payload), offset=start)
         notices.append(payload[body:end])
         start = end

@@ -190,7 +190,7 @@ class PrefillBootstrap:
             self._peers.pop(former, None)
         self._peers[connection] = hello.peer
         self._lines[hello.peer] = connection
-        blocks = RouteBlocks.of(route) if self._backend.capabilities.prepared_lists else None
+        blocks = RouteBlocks.of(route) if self._backend.capabilities.takes_blocks else None
         geometry = PeerGeometry(route, hello.layout, hello.route.pieces, blocks=blocks)
         limits = self._context.config.limits
         version = min(PROTOCOL_VERSION, hello.versions[1])

@@ -1,4 +1,4 @@
-"""Third stage: page tables become descriptors.
+"""Third stage: page tables become descriptors, or blocks of lists that the transport has prepared.
 
 Small plans are worked out on the event loop as soon as it is their turn, which is quicker than handing them over; large
 ones in a worker thread, so that the loop stays prompt. Digests, which a decode rank may ask for, always are; transfers

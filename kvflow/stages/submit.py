@@ -1,4 +1,4 @@
-"""Fourth stage: descriptors are posted to the transport, and followed to their end.
+"""Fourth stage: what is planned is posted to the transport, and followed to its end.
 
 A planned chunk asks the core for leave and is posted only if the core says so, so that nothing is posted for a
 transfer that has ended in the meantime.

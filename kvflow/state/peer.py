@@ -39,6 +39,7 @@ class Peer:
         self._apply(PeerSignal.HEARD)
         self.heard_at = now
         self._silent_thirds = 0
+        self._is_spared = False
 
     @property
     def third_s(self) -> float:
@@ -48,8 +49,8 @@ class Peer:
     def look(self, now: float, late_s: float) -> float | None:
         """Count a third of the lease that was silent.
 
-        A third of which this process slept through a half is not counted, except after another such one: what the peer
-        said meanwhile may lie unread, and a peer in the same process could say nothing.
+        A third of which this process slept through a half is not counted, except after another such one in the same
+        silence: what the peer said meanwhile may lie unread, and a peer in the same process could say nothing.
 
         Args:
             now: The time.

@@ -2,6 +2,7 @@
 
 import importlib
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -276,6 +277,26 @@ async def test_closing_ends_joined_posts_that_do_not_end_by_themselves(
         await source.close()
         source.check_ends()
         assert {end.lingers for end in source.ends()} == {True}
+
+
+@pytest.mark.parametrize("is_stuck", [True, False], ids=["stuck", "done"])
+async def test_the_agent_is_gone_before_what_it_stopped_is_told(
+    monkeypatch: pytest.MonkeyPatch, api: Any, is_stuck: bool
+) -> None:
+    """Only that stops a write for certain, so nothing that is left of a post or a peer may keep it."""
+    async with open_endpoints("nixl", NUM_SLOTS * SLOT, options={"close_timeout_s": 0.02}) as (source, target):
+        if is_stuck:
+            monkeypatch.setattr(api.nixl_agent, "transfer", lambda *_: "PROC")
+            monkeypatch.setattr(api.nixl_agent, "check_xfer_state", lambda *_: "PROC")
+        post_blocks(source, target, slots_as_blocks(source, target), [0, 1])
+        if not is_stuck:
+            await source.take_ends(2)
+        agent: Any = source.backend
+        agent = agent._agent
+        native, told = weakref.ref(agent._agent), []
+        monkeypatch.setattr(agent, "_emit", lambda events: told.append((len(events), native() is None)))
+        await source.backend.aclose()
+        assert told == [(2 if is_stuck else 0, True)]
 
 
 async def test_what_waits_when_the_agent_breaks_ends_all_the_same(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.backends.notices import pack_notices, unpack_notices
+from kvflow.backends.nixl_posts import MAX_JOINED
+from kvflow.backends.notices import MAX_NOTICES, pack_notices, unpack_notices
 from kvflow.errors import RemoteProtocolError
 
 NOTICES = st.lists(st.binary(min_size=1, max_size=40) | st.just(bytes(70_000)), max_size=6)
@@ -48,3 +49,12 @@ def test_what_anybody_may_send_is_read_in_one_way_or_refused(payload: bytes) -> 
 def test_malformed_payloads_are_refused(payload: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         unpack_notices(payload)
+
+
+def test_no_more_notices_are_read_than_are_ever_joined() -> None:
+    """A payload of many short ones would take many times its size."""
+    notices = [b"n"] * MAX_NOTICES
+    assert unpack_notices(pack_notices(notices)) == notices
+    with pytest.raises(RemoteProtocolError):
+        unpack_notices(pack_notices([*notices, b"n"]))
+    assert MAX_JOINED <= MAX_NOTICES

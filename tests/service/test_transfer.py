@@ -222,9 +222,9 @@ async def test_chunk_that_is_cancelled_while_it_waits_was_not_offered() -> None:
 
 
 class NarrowBackend(MemoryBackend):
-    """Takes short descriptors only."""
+    """Takes short descriptors only, so that no page can be a block."""
 
-    capabilities = replace(MemoryBackend.capabilities, max_descriptor_bytes=100)
+    capabilities = replace(MemoryBackend.capabilities, max_descriptor_bytes=100, prepared_lists=True)
 
     def __init__(self) -> None:
         super().__init__()

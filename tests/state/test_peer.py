@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvflow.config import PINGS_PER_LEASE
 from kvflow.state.peer import Peer
 from kvflow.wire.messages import PeerId, RankId
 
@@ -77,3 +78,14 @@ def test_a_process_that_is_always_late_loses_the_dead_too() -> None:
     while peer.look(now := now + 2 * THIRD_S, THIRD_S) is not None:
         looks += 1
     assert looks <= 6
+
+
+def test_a_word_between_two_sleeps_lets_neither_be_counted() -> None:
+    peer = greeted()
+    peer.look(2 * THIRD_S, THIRD_S)
+    peer.heard(2.5 * THIRD_S)
+    looks, now = 0, 10 * THIRD_S
+    next_look = peer.look(now, 6 * THIRD_S)
+    while next_look is not None:
+        looks, next_look = looks + 1, peer.look(next_look, 0.0)
+    assert looks == PINGS_PER_LEASE
