@@ -170,10 +170,10 @@ class Limits:
     transfers: int = 16_384
     pending_grants: int = 16_384
     queued_chunks: int = 1_024
-    bytes_per_post: int = 32 * 2**20
+    bytes_per_post: int = 64 * 2**20
     bytes_per_layer_piece: int = 4 * 2**20
     posts_per_peer: int = 16
-    bytes_per_peer: int = 2**30
+    bytes_per_peer: int = 128 * 2**20
     rows_per_peer: int = 2**21
     quarantined_pages: int = 65_536
     quarantined_bytes: int = 4 * 2**30
