@@ -72,7 +72,7 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         area = self._staging_area()
         self._core = Core(self.me, config.timeouts, config.limits, ends_with_process=ends_with_process, staging=area)
         self._page_bytes = {component.name: component.page_bytes for component in layout.components}
-        self._clock = Clock(self._core.deadlines.next, lambda: self.dispatch(ev.TimePassed()))
+        self._clock = Clock(self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()))
         self._times = StageTimes()
         self._log = get_logger(instance=config.instance, engine_rank=config.engine_rank)
         self._oddities = OddityLog(self._log, now)

@@ -112,13 +112,16 @@ class _LegBlocks:
             return None
         size = src.page_size
         start, stop = cell_range(share.tokens, self.leg.tokens_per_cell, closing=share.closing)
-        if not (_covers(src, start, stop) and _covers(dst, start, stop)):
+        if start == stop:
+            return []
+        if not (src.covers((start, stop)) and dst.covers((start, stop))):
             return None
         segments = []
         first, last = -(-start // size), stop // size
         if first < last:
             starts = self.pages.of_layers(self.leg, layers)
-            segments.append(_Segment(starts, _pages(src, first, last), _pages(dst, first, last)))
+            pages = (side.between(first, last).astype(np.int32) for side in (src, dst))
+            segments.append(_Segment(starts, *pages))
         for page, begin, end in _partial_pages(start, stop, size):
             if self.cells is None:
                 return None
@@ -239,19 +242,9 @@ def _page_is_block(leg: Leg) -> bool:
     return is_head_major or (leg.heads_touch and leg.tokens_touch)
 
 
-def _covers(table: PageTable, start: int, stop: int) -> bool:
-    return table.first_token <= start and stop <= table.first_token + len(table.pages) * table.page_size
-
-
-def _pages(table: PageTable, first: int, last: int) -> Positions:
-    """Pool pages of the `first` to the `last` page of a request."""
-    skipped = table.first_token // table.page_size
-    return table.pages[first - skipped : last - skipped].astype(np.int32)
-
-
 def _cells(table: PageTable, page: int, begin: int, end: int) -> Positions:
     """Cells `begin` to `end` of one page of a request."""
-    first = int(table.pages[page - table.first_token // table.page_size]) * table.page_size
+    first = int(table.between(page, page + 1)[0]) * table.page_size
     return np.arange(first + begin, first + end, dtype=np.int32)
 
 

@@ -224,10 +224,8 @@ def _runs_of(
 
 
 def _check_covered(tokens: TokenRange, table: PageTable) -> None:
-    start, stop = held_range(tokens, table.shard)
-    end = table.first_token + len(table.pages) * table.page_size
-    if start < stop and not table.first_token <= start <= stop <= end:
-        raise PlanError("token range is outside the page table", tokens=tokens, covered=(table.first_token, end))
+    if not table.covers(held_range(tokens, table.shard)):
+        raise PlanError("token range is outside the page table", tokens=tokens, covered=(table.first_token, table.end))
 
 
 class _Units(NamedTuple):

@@ -55,6 +55,21 @@ class PageTable(NamedTuple):
     page_size: int
     shard: TokenShard = WHOLE
 
+    @property
+    def end(self) -> int:
+        """Place after the last token that the pages have room for."""
+        return self.first_token + len(self.pages) * self.page_size
+
+    def covers(self, places: TokenRange) -> bool:
+        """Say whether the pages have room for all places of a range among the tokens held."""
+        start, stop = places
+        return start >= stop or (self.first_token <= start and stop <= self.end)
+
+    def between(self, first: int, last: int) -> NDArray[np.uint32]:
+        """The pool pages from page `first` of the tokens held to before page `last`, which must be covered."""
+        skipped = self.first_token // self.page_size
+        return self.pages[first - skipped : last - skipped]
+
     def in_cells(self, tokens_per_cell: int) -> "PageTable":
         """The same table for a tensor in which several tokens share a cell: cells take the place of tokens."""
         if tokens_per_cell == 1:
@@ -242,12 +257,9 @@ def pair_pages(tokens: TokenRange, src: PageTable, dst: PageTable, *, joined: bo
         PlanError: A table does not reach over the range.
     """
     for side, table in (("src", src), ("dst", dst)):
-        start, stop = held_range(tokens, table.shard)
-        end = table.first_token + len(table.pages) * table.page_size
-        if start < stop and not table.first_token <= start <= stop <= end:
-            raise PlanError(
-                "token range is outside the page table", side=side, tokens=tokens, covered=(table.first_token, end)
-            )
+        if not table.covers(held_range(tokens, table.shard)):
+            covered = (table.first_token, table.end)
+            raise PlanError("token range is outside the page table", side=side, tokens=tokens, covered=covered)
     is_plain = src.page_size == dst.page_size and src.shard.size == dst.shard.size == 1
     if joined and is_plain and tokens[0] < tokens[1]:
         return _joined_runs(tokens, src, dst)
@@ -260,8 +272,7 @@ def _joined_runs(tokens: TokenRange, src: PageTable, dst: PageTable) -> TokenRun
     start, stop = tokens
     size = src.page_size
     first, last = start // size, -(-stop // size)
-    src_pages = src.pages[first - src.first_token // size : last - src.first_token // size]
-    dst_pages = dst.pages[first - dst.first_token // size : last - dst.first_token // size]
+    src_pages, dst_pages = src.between(first, last), dst.between(first, last)
     breaks = (src_pages[1:] - src_pages[:-1] != 1) | (dst_pages[1:] - dst_pages[:-1] != 1)
     numbers = np.empty(np.count_nonzero(breaks) + 1, np.int64)
     numbers[0] = 0

@@ -29,11 +29,7 @@ __all__ = ["RankProgress", "Receiver"]
 
 
 class Receiver:
-    """One room, from the engine's wish to the last proof that its pages are quiet.
-
-    Attributes:
-        num_notices: Notices counted, of all ranks.
-    """
+    """One room, from the engine's wish to the last proof that its pages are quiet."""
 
     def __init__(self, me: PeerId, opened: ReceiveOpened, *, gives_up: float, progress_s: float) -> None:
         self._progress_s = progress_s
@@ -43,7 +39,6 @@ class Receiver:
         self.failure: Failure | None = None
         self.ranks: dict[int, RankProgress] = {}
         self.num_repeats = 0
-        self.num_notices = 0
         self._me = me
         self.is_verifying = False
         self._is_verified = False
@@ -63,6 +58,11 @@ class Receiver:
     def granted(self) -> tuple[PeerId, ...]:
         """Every rank of the instance, once they may write."""
         return self._granted
+
+    @property
+    def num_notices(self) -> int:
+        """Notices counted, of all ranks."""
+        return sum(progress.num_notices for progress in self.ranks.values())
 
     def involves(self, peer: PeerId) -> bool:
         """Say whether a peer was granted these pages."""
@@ -140,18 +140,11 @@ class Receiver:
         is_late = progress.state is RankState.DRAINED
         if notice.staged is not None and not progress.has(notice.seq):
             return self._stage(progress, notice)
-        oddity = "notice_after_drained" if is_late else self._count(progress, notice)
+        oddity = "notice_after_drained" if is_late else progress.count(notice)
         if oddity is not None:
             return [self._oddity(oddity, progress.peer)]
         again = [self._unstaged(progress.peer, notice.seq)] if notice.staged is not None else []
         return [*again, *self._judge(progress)]
-
-    def _count(self, progress: RankProgress, notice: Notice) -> str | None:
-        """Count a notice once; say what is odd about it if it does not count."""
-        before = progress.num_notices
-        oddity = progress.count(notice)
-        self.num_notices += progress.num_notices - before
-        return oddity
 
     def _stage(self, progress: RankProgress, notice: Notice) -> list[Effect]:
         """Have what a notice brought scattered, once, and only while somebody wants it."""
@@ -171,7 +164,7 @@ class Receiver:
         unstaged = self._unstaged(progress.peer, notice.seq)
         if failure is not None:
             return [unstaged, *self.stop(Signal.FAILED, failure)]
-        oddity = self._count(progress, notice)
+        oddity = progress.count(notice)
         if oddity is not None:
             return [unstaged, self._oddity(oddity, progress.peer), *self._review()]
         return [unstaged, *self._judge(progress)]

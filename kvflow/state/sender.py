@@ -53,7 +53,7 @@ class Delivery:
     def pending(self) -> Pending:
         """What has not come yet."""
         is_pending = self.state.is_pending
-        return Pending(is_pending, is_pending and bool(self._posted), is_pending and self.state.is_safe)
+        return Pending(is_pending, is_pending and bool(self._posted), self.is_unanswered)
 
     @property
     def is_unanswered(self) -> bool:

@@ -1,6 +1,5 @@
 """When NIXL cannot tell whether a post has ended, and what proves that it has."""
 
-import importlib
 import os
 import signal
 import subprocess
@@ -34,12 +33,6 @@ POSTS = 8
 
 class NativeError(Exception):
     """An error of NIXL that leaves the endpoint as it was."""
-
-
-@pytest.fixture
-def api() -> Any:
-    """The library as kvflow imports it."""
-    return importlib.import_module("nixl_cu12._api")
 
 
 def failing(error: Exception, *, first: int) -> Any:

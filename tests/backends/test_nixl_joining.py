@@ -1,6 +1,5 @@
 """Posts that come to wait for the owner thread go as one native write, if they are small and for the same peer."""
 
-import importlib
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -30,12 +29,6 @@ NUM_SLOTS = 40
 
 class NativeError(Exception):
     """An error of NIXL that leaves the endpoint as it was."""
-
-
-@pytest.fixture
-def api() -> Any:
-    """The library as kvflow imports it."""
-    return importlib.import_module("nixl_cu12._api")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Lists that NIXL has prepared for a peer: each is of the right memory, and each is given up."""
 
-import importlib
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,9 @@ NUM_SLOTS = 12
 class Lists:
     """Lists that are prepared and not given up: peer and kind of memory, by handle."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
         self.held: dict[int, tuple[str, str]] = {}
         self.wanted: list[tuple[str, str]] = []
-        api: Any = importlib.import_module("nixl_cu12._api")
         prepare, release = api.nixl_agent.prep_xfer_dlist, api.nixl_agent.release_dlist_handle
 
         def record(agent: Any, peer: str, runs: Any, kind: str) -> Any:
@@ -39,8 +37,8 @@ class Lists:
 
 
 @pytest.fixture
-def lists(monkeypatch: pytest.MonkeyPatch) -> Lists:
-    return Lists(monkeypatch)
+def lists(monkeypatch: pytest.MonkeyPatch, api: Any) -> Lists:
+    return Lists(monkeypatch, api)
 
 
 def of_slots(source: Endpoint, target: Endpoint) -> BlockLists:

@@ -1,7 +1,5 @@
 """Blocks against the oracle, and when a plan can be said in them."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,14 +13,12 @@ from kvflow.geometry import (
     RouteBlocks,
     Share,
     bind_route,
-    check_part,
     compile_routes,
     plan,
 )
 from kvflow.geometry.layers import LayerRange
-from kvflow.geometry.pages import Part
 from tests.support import pools, worlds
-from tests.support.links import links
+from tests.support.links import chunk_shares, links
 from tests.support.pools import Pool, PoolShape
 
 SHAPE = PoolShape(num_pages=8, page_size=4, heads=(0, 2), head_bytes=8, num_layers=3)
@@ -36,16 +32,11 @@ def test_every_wanted_cell_arrives_and_nothing_else_changes(world: worlds.World)
     world.compute()
     for _, bound, source, target in links(world):
         blocks = RouteBlocks.of(bound)
-        for name in bound.debts:
-            start, stop = world.wanted[name]
-            dst = check_part(target.layout.component(name), Part((start, stop), target.pages(name, (start, stop))))
-            for chunk in pairwise([start, *world.cuts[name], stop]):
-                src = check_part(source.layout.component(name), Part(chunk, source.pages(name, chunk)))
-                share = {name: Share(chunk, src, dst, chunk[1] == stop)}
-                planned = None if blocks is None else blocks.plan(share)
-                if planned is not None:
-                    assert planned.num_bytes == bound.num_bytes(name, chunk, closing=chunk[1] == stop)
-                worlds.execute(plan(bound, share) if planned is None else planned.descriptors(), source, target)
+        for name, share in chunk_shares(world, bound, source, target):
+            planned = None if blocks is None else blocks.plan({name: share})
+            if planned is not None:
+                assert planned.num_bytes == bound.num_bytes(name, share.tokens, closing=share.closing)
+            worlds.execute(plan(bound, {name: share}) if planned is None else planned.descriptors(), source, target)
     world.assert_arrived()
 
 

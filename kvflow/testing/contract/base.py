@@ -12,10 +12,10 @@ import pytest
 from kvflow.backends import create_backend
 from kvflow.backends.base import Backend
 from kvflow.geometry.layout import MemoryKind
-from kvflow.testing.buffers import Buffer, HostBuffer
+from kvflow.testing.buffers import Buffer, Bytes, HostBuffer
 from kvflow.testing.endpoints import Endpoint, copies, open_endpoint, random_bytes, same
 
-__all__ = ["ContractBase", "check_only_this_arrives", "write"]
+__all__ = ["ContractBase", "check_one_post", "check_only_this_arrives", "write"]
 
 
 class ContractBase:
@@ -103,15 +103,21 @@ async def write(source: Endpoint, target: Endpoint, post_id: int) -> None:
     assert same(source, target, 0, 64)
 
 
+async def check_one_post(source: Endpoint, target: Endpoint, expected: Bytes, *, post_id: int, notice: bytes) -> None:
+    """Wait for the only post, close both sides, and check that it arrived, once, and nothing else did."""
+    await source.take_ends()
+    await target.take_notices()
+    assert np.array_equal(target.buffer.read(), expected)
+    await source.close()
+    await target.close()
+    assert [(end.post_id, end.error) for end in source.ends()] == [(post_id, None)]
+    assert target.notices() == [notice]
+    assert np.array_equal(target.buffer.read(), expected)
+
+
 async def check_only_this_arrives(source: Endpoint, target: Endpoint) -> None:
     """After something was refused: both endpoints still work, and nothing of it was written or told."""
     expected = target.buffer.read()
     expected[:64] = source.buffer.read(0, 64)
     source.post(1, target, copies(source, target), b"good")
-    await source.take_ends()
-    await target.take_notices()
-    await source.close()
-    await target.close()
-    assert [(end.post_id, end.error) for end in source.ends()] == [(1, None)]
-    assert target.notices() == [b"good"]
-    assert np.array_equal(target.buffer.read(), expected)
+    await check_one_post(source, target, expected, post_id=1, notice=b"good")

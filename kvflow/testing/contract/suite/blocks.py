@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from kvflow.errors import BackendError
 from kvflow.geometry.blocks import BlockLists, Blocks
-from kvflow.testing.contract.base import ContractBase, check_only_this_arrives, write
+from kvflow.testing.contract.base import ContractBase, check_one_post, check_only_this_arrives, write
 from kvflow.testing.endpoints import Endpoint
 
 __all__ = ["BlockContract"]
@@ -53,13 +53,7 @@ class BlockContract(ContractBase):
                 expected[dst * CELL : (dst + 1) * CELL] = before[src * CELL : (src + 1) * CELL]
             named = [*pages, *((PAGES_HERE + src, PAGES_THERE + dst) for src, dst in cells)]
             source.post(7, target, blocks(lists, *(list(side) for side in zip(*named, strict=True))), b"done")
-            await source.take_ends()
-            await target.take_notices()
-            assert np.array_equal(target.buffer.read(), expected)
-            await source.close()
-            await target.close()
-            assert [(end.post_id, end.error) for end in source.ends()] == [(7, None)]
-            assert target.notices() == [b"done"]
+            await check_one_post(source, target, expected, post_id=7, notice=b"done")
 
     async def test_lists_may_change_from_post_to_post(self) -> None:
         """A peer that wants other cells than before is greeted anew, while posts of before are under way."""

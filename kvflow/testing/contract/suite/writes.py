@@ -8,7 +8,7 @@ import pytest
 
 from kvflow.backends.base import NoticeArrived
 from kvflow.geometry.plan import Descriptors
-from kvflow.testing.contract.base import ContractBase
+from kvflow.testing.contract.base import ContractBase, check_one_post
 from kvflow.testing.endpoints import Endpoint, copies, random_bytes, rows, same
 
 __all__ = ["WriteContract"]
@@ -40,14 +40,8 @@ class WriteContract(ContractBase):
             for start, place in zip(offsets, to, strict=True):
                 expected[place : place + length] = before[start : start + length]
             source.post(7, target, copies(source, target, offsets, length, to=to), b"done")
-            await source.take_ends()
-            await target.take_notices()
-            assert np.array_equal(target.buffer.read(), expected)
+            await check_one_post(source, target, expected, post_id=7, notice=b"done")
             assert np.array_equal(source.buffer.read(), before)
-            await source.close()
-            await target.close()
-            assert [(end.post_id, end.error) for end in source.ends()] == [(7, None)]
-            assert target.notices() == [b"done"]
 
     async def test_descriptors_of_one_post_may_have_any_lengths(self) -> None:
         lengths = [1, MIB, 2, 65_537, 3, 300_001, 5, 4096, 1, 77]
