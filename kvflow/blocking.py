@@ -10,11 +10,11 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 from typing_extensions import Self
 
 from kvflow import decode, prefill
 from kvflow.aio.calls import Calls
+from kvflow.aio.loop_thread import LoopThread
 from kvflow.backends.base import Backend
 from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import Handover
@@ -31,20 +31,6 @@ __all__ = ["BlockingReceiver", "BlockingSender", "DecodeRank", "LoopThread", "Me
 
 Result = TypeVar("Result")
 AnyRank = TypeVar("AnyRank", prefill.PrefillRank, decode.DecodeRank)
-
-
-class LoopThread:
-    """An event loop in a thread, which several ranks of a process can share. Use it as a context manager."""
-
-    def __enter__(self) -> Self:
-        self._stack = ExitStack()
-        self.portal: BlockingPortal = self._stack.enter_context(start_blocking_portal("asyncio", name="kvflow-loop"))
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.close()
 
 
 class _BlockingTransfer:

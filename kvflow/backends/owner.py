@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
 
+from kvflow.aio.standstill import Standstill
+
 __all__ = ["OwnerThread", "Polled"]
 
 Result = TypeVar("Result")
@@ -78,7 +80,9 @@ class OwnerThread:
         self._idle_interval_s = idle_interval_s
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._agent: Polled | None = None
+        self._is_exiting = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._standstill = Standstill(self._thread, self._exit)
         self._thread.start()
 
     def adopt(self, agent: Polled | None) -> None:
@@ -105,6 +109,7 @@ class OwnerThread:
 
     async def stop(self) -> None:
         """Run what is queued, then end the thread."""
+        self._standstill.cancel()
         ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._commands.put(lambda: ended.set_result(None))
         self._commands.put(None)
@@ -113,11 +118,16 @@ class OwnerThread:
 
     def _run(self) -> None:
         _pause_precisely()
-        is_running = True
-        while is_running:
-            is_running = self._run_commands()
+        while self._run_commands():
             if self._agent is not None:
                 self._guard(self._poll)
+        if self._is_exiting:
+            self._standstill.stand_still()
+
+    def _exit(self) -> None:
+        """Have the thread leave what is queued."""
+        self._is_exiting = True
+        self._commands.put(None)
 
     def _poll(self) -> None:
         if self._agent is not None and self._agent.poll():
@@ -140,7 +150,7 @@ class OwnerThread:
                 command = self._commands.get(timeout=wait_s)
             except queue.Empty:
                 break
-            if command is None:
+            if command is None or self._is_exiting:
                 return False
             self._guard(command)
             self._happened_at = time.monotonic()

@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import functools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -295,3 +297,43 @@ def test_a_loop_that_has_ended_does_not_matter_to_the_thread() -> None:
 
     anyio.run(leave_behind)
     anyio.run(use_again)
+
+
+AT_EXIT = """
+import asyncio, atexit, functools, sys, threading, time
+from kvflow.aio import standstill
+from kvflow.backends.owner import OwnerThread
+
+begun, exiting = threading.Event(), threading.Event()
+
+class Agent:
+    def poll(self):
+        begun.set()
+        exiting.wait()
+        {ending}
+        print("returned", flush=True)
+        return True
+
+    def is_busy(self):
+        return True
+
+intervals = {{"busy_interval_s": 0.0, "quiet_interval_s": 0.0, "idle_interval_s": None}}
+owner = OwnerThread("owner", print, **intervals)
+owner.submit(functools.partial(owner.adopt, Agent()))
+begun.wait()
+owner.submit(lambda: print("not any more", flush=True))
+standstill.TIMEOUT_S = {timeout_s}
+atexit.register(exiting.set)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "timeout_s", "printed"),
+    [("time.sleep(0.2)", 60.0, b"returned\n"), ("threading.Event().wait()", 0.1, b"")],
+    ids=["returns", "hangs"],
+)
+async def test_the_process_ends_after_the_call_that_runs(ending: str, timeout_s: float, printed: bytes) -> None:
+    program = AT_EXIT.format(ending=ending, timeout_s=timeout_s)
+    ended = await anyio.run_process([sys.executable, "-c", program], check=False, stderr=subprocess.PIPE)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, printed, b"")

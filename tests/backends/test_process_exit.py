@@ -92,6 +92,7 @@ WAYS = {
     "closed while writes run": ("pass", CLOSED, 0),
     "left open while writes run": ("pass", LEFT_OPEN, 0),
     "left open after writes": (END, LEFT_OPEN, 0),
+    "left open while it polls": (f"{END}; endpoint.backend.watch(active=True)", LEFT_OPEN, 0),
     "exits while writes run": ("sys.exit(3)", CLOSED, 3),
     "exits with the endpoint left open": ("sys.exit(3)", LEFT_OPEN, 3),
     "interrupted": ("signal.raise_signal(signal.SIGINT); await anyio.sleep_forever()", INTERRUPTED, 5),

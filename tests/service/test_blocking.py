@@ -1,10 +1,13 @@
 """The blocking ranks, as a scheduler loop uses them: start, go on, poll."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from tests.support.instances import BACKENDS, decode_config, make_pool, prefill_
 from tests.support.pools import Pool
 from tests.support.registries import registry_in_thread
 
+ROOT = Path(__file__).parents[2]
 TOKENS = (0, 8)
 PAGES = {"kv": [5, 2]}
 
@@ -202,3 +206,23 @@ def test_pages_of_a_refused_transfer_are_safe() -> None:
         assert second.memory is Memory.SAFE
         first.abort()
         assert first.wait(10) is Outcome.ABORTED
+
+
+LEFT_OPEN = """
+import sys
+from kvflow import blocking
+from tests.support.instances import make_pool, prefill_config
+
+pool = make_pool()
+opened = blocking.PrefillRank(prefill_config({1!r}, backend={0!r}), pool.layout).__enter__()
+sender = opened.send(1)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_process_ends_although_its_ranks_are_open(backend: str) -> None:
+    with registry_in_thread() as endpoint:
+        command = [sys.executable, "-c", LEFT_OPEN.format(backend, endpoint)]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, b"", b"")
