@@ -136,7 +136,7 @@ class NixlAgent:
         if connection is not None and not connection.has_failed and connection.blob == blob:
             return
         if connection is not None:
-            self.poll()  # what ran over it raises now
+            self._clean_up(self.poll)  # what ran over it raises now
             if not self._try_to_remove(connection):
                 raise BackendError("posts over the former endpoint of a peer have not ended", peer=peer)
         self._add(peer, blob)

@@ -19,6 +19,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from kvflow.backends import nixl_agent
 from kvflow.backends.base import PostEnded
 from kvflow.backends.nixl import NixlBackend
+from kvflow.errors import BackendError
 from kvflow.geometry.plan import Descriptors
 from tests.backends.endpoints import Endpoint, copies, fresh_name, make_layout, open_backend, open_endpoints, rows, same
 from tests.support.waiting import until
@@ -255,6 +256,18 @@ async def test_a_peer_whose_endpoint_has_failed_gets_a_new_one_when_it_is_connec
         await target.take_notices()
         assert {end.post_id: end.error is None for end in source.ends()} == {1: False, 2: True}
         assert same(source, target, 0, 64)
+
+
+async def test_a_peer_is_not_connected_anew_while_the_library_is_broken(
+    monkeypatch: pytest.MonkeyPatch, api: Any
+) -> None:
+    async with open_endpoints("nixl") as (source, target):
+        monkeypatch.setattr(api.nixl_agent, "transfer", failing(api.nixlBind.nixlRemoteDisconnectError(), first=1))
+        monkeypatch.setattr(api.nixl_agent, "get_new_notifs", failing(NativeError(), first=10**6))
+        source.post(1, target, copies(source, target))
+        await source.backend.disconnect(target.name)
+        with pytest.raises(BackendError, match="have not ended"):
+            await source.connect(target)
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, agent_class: Any, method: str) -> list[object]:
