@@ -53,7 +53,7 @@ imports: install
 	$(BIN)/lint-imports
 
 unit: install
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 clean:
 	rm -rf $(VENV)
