@@ -1,6 +1,5 @@
 """An event loop in a thread of its own."""
 
-import asyncio
 from concurrent.futures import Future
 from contextlib import suppress
 from threading import Thread
@@ -10,31 +9,27 @@ import anyio
 from anyio.from_thread import BlockingPortal
 from typing_extensions import Self
 
-from kvflow.aio.standstill import Standstill
-
 __all__ = ["LoopThread"]
 
 
 class LoopThread:
     """An event loop in a thread, which several ranks of a process can share. Use it as a context manager.
 
-    One that is left open stands still when the process ends, and holds nothing up.
+    One that is left open holds nothing up when the process ends.
     """
 
     portal: BlockingPortal
 
     def __enter__(self) -> Self:
-        self._running: Future[asyncio.AbstractEventLoop] = Future()
+        self._running: Future[None] = Future()
         self._thread = Thread(target=self._run, name="kvflow-loop", daemon=True)
         self._thread.start()
-        self._loop = self._running.result()
-        self._standstill = Standstill(self._thread, self._interrupt)
+        self._running.result()
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._standstill.cancel()
         with suppress(RuntimeError):  # it is not running any more
             self.portal.call(self.portal.stop, exc_type is not None)
         self._thread.join()
@@ -49,8 +44,5 @@ class LoopThread:
 
     async def _serve(self) -> None:
         async with BlockingPortal() as self.portal:
-            self._running.set_result(asyncio.get_running_loop())
+            self._running.set_result(None)
             await self.portal.sleep_until_stopped()
-
-    def _interrupt(self) -> None:
-        self._loop.call_soon_threadsafe(self._standstill.stand_still)

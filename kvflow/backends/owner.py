@@ -80,9 +80,8 @@ class OwnerThread:
         self._idle_interval_s = idle_interval_s
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._agent: Polled | None = None
-        self._is_exiting = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._standstill = Standstill(self._thread, self._exit)
+        self._standstill = Standstill(self._thread, lambda: self._commands.put(_nothing))
         self._thread.start()
 
     def adopt(self, agent: Polled | None) -> None:
@@ -105,6 +104,7 @@ class OwnerThread:
                 _resolve(future, function)
 
         self._commands.put(run)
+        self._standstill.go_on()
         return await asyncio.wrap_future(future)
 
     async def stop(self) -> None:
@@ -121,13 +121,6 @@ class OwnerThread:
         while self._run_commands():
             if self._agent is not None:
                 self._guard(self._poll)
-        if self._is_exiting:
-            self._standstill.stand_still()
-
-    def _exit(self) -> None:
-        """Have the thread leave what is queued."""
-        self._is_exiting = True
-        self._commands.put(None)
 
     def _poll(self) -> None:
         if self._agent is not None and self._agent.poll():
@@ -146,11 +139,13 @@ class OwnerThread:
         """Wait for commands until polling is due, and run a few; False once the thread should end."""
         wait_s = self._interval_s()
         for _ in range(COMMANDS_PER_ROUND):
+            if self._standstill.is_due:
+                self._standstill.stand_still()
             try:
                 command = self._commands.get(timeout=wait_s)
             except queue.Empty:
                 break
-            if command is None or self._is_exiting:
+            if command is None:
                 return False
             self._guard(command)
             self._happened_at = time.monotonic()
@@ -171,6 +166,10 @@ class OwnerThread:
 def _pause_precisely() -> None:
     """Let the pauses of this thread be as long as they are meant to be; Linux adds 50 us to each otherwise."""
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
+
+
+def _nothing() -> None:
+    """A command that only wakes the thread."""
 
 
 def _resolve(future: "concurrent.futures.Future[Any]", function: Callable[[], Any]) -> None:

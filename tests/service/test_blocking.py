@@ -208,21 +208,35 @@ def test_pages_of_a_refused_transfer_are_safe() -> None:
         assert first.wait(10) is Outcome.ABORTED
 
 
-LEFT_OPEN = """
-import sys
+PROGRAM = """
+import atexit, sys
+from contextlib import ExitStack
 from kvflow import blocking
 from tests.support.instances import make_pool, prefill_config
 
-pool = make_pool()
-opened = blocking.PrefillRank(prefill_config({1!r}, backend={0!r}), pool.layout).__enter__()
-sender = opened.send(1)
+stack, pool = ExitStack(), make_pool()
+stack.callback(print, "closed")
+{begin}
+rank = stack.enter_context(blocking.PrefillRank(prefill_config({endpoint!r}, backend={backend!r}), pool.layout))
+rank.send(1).abort()
+{end}
 sys.exit(3)
 """
+CLOSE = "atexit.register(stack.close)"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_process_ends_although_its_ranks_are_open(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("begin", "end", "printed"),
+    [
+        ("", "", b""),
+        ("atexit.register(stack.close)", "", b"closed\n"),
+        ("", "atexit.register(stack.close)", b"closed\n"),
+    ],
+    ids=["left open", "closed late at exit", "closed first at exit"],
+)
+def test_a_process_ends_although_its_ranks_are_open(backend: str, begin: str, end: str, printed: bytes) -> None:
     with registry_in_thread() as endpoint:
-        command = [sys.executable, "-c", LEFT_OPEN.format(backend, endpoint)]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (3, b"", b"")
+        program = PROGRAM.format(backend=backend, endpoint=endpoint, begin=begin, end=end)
+        ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, printed, b"")
