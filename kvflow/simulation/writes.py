@@ -150,6 +150,9 @@ class DataPlane:
         if stalled is not None:
             stalled.when_awake.append(lambda: self.step(write))
             return
+        if write.captured is None and not write.sender.is_alive:  # it has just died; whether that ends it is said next
+            self._next(write)
+            return
         if write.fails_at == 0:
             self._fail(write)
             return

@@ -38,6 +38,11 @@ class RankProgress:
         """Notices counted."""
         return len(self._notices)
 
+    @property
+    def num_arrived(self) -> int:
+        """The same, and those that will be counted when what they brought has been scattered."""
+        return len(self._notices) + len(self._scattering)
+
     def apply(self, signal: RankSignal) -> None:
         """Change state as the table says."""
         self.state = RANK[self.state, signal]

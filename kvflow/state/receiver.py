@@ -64,6 +64,11 @@ class Receiver:
         """Notices counted, of all ranks."""
         return sum(progress.num_notices for progress in self.ranks.values())
 
+    @property
+    def num_arrived(self) -> int:
+        """The same, and those of which something is being scattered."""
+        return sum(progress.num_arrived for progress in self.ranks.values())
+
     def involves(self, peer: PeerId) -> bool:
         """Say whether a peer was granted these pages."""
         return peer in self._granted

@@ -166,10 +166,10 @@ class Receivers:
         receiver = self._find(notice.room, notice.generation)
         if receiver is None:
             return self._answer_again(notice.room, notice.generation, sender, "notice_of_unknown_transfer")
-        before = receiver.num_notices
+        before = receiver.num_arrived
         effects = receiver.notice(notice, sender)
         is_waiting = receiver.state.is_pending and not receiver.is_verifying
-        if is_waiting and receiver.num_notices != before:
+        if is_waiting and receiver.num_arrived != before:
             self._deadlines.set(Stalled(receiver.generation), now + self._timeouts.progress_s)
         return self._follow(receiver, effects, now)
 
@@ -317,7 +317,7 @@ class Receivers:
         return max(receiver.gives_up - now, MIN_TIMEOUT_S)
 
     def _stall(self, receiver: Receiver) -> str:
-        if receiver.num_notices:
+        if receiver.num_arrived:
             return f"nothing arrived for {self._timeouts.progress_s} s"
         return f"nothing arrived within {self._timeouts.first_bytes_s} s"
 

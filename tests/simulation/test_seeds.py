@@ -24,6 +24,11 @@ def test_no_promise_is_broken(first: int) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("seed", [13514, 46135])
+def test_a_promise_that_was_broken_once_is_kept(seed: int) -> None:
+    assert run_seed(seed).violation is None
+
+
 def test_without_faults_every_transfer_succeeds() -> None:
     for seed in range(40):
         result = run_seed(seed, faults=Faults(), tells=True)

@@ -6,23 +6,13 @@ from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
 from kvflow.state import events as ev
 from kvflow.state.effects import Effect, ReportReceiver, ReportSender
-from kvflow.wire.messages import Failed, Failure, Ping, Pong
-from tests.support.cores import ABORTED, DECODE, PREFILL, CoreDriver, grant, messages, peer, reports
+from kvflow.wire.messages import Failed, Failure
+from tests.support.cores import ABORTED, DECODE, PREFILL, CoreDriver, grant, messages, pass_time, peer, reports
 from tests.support.receiving import ROOM, Wire, wish
 from tests.support.sending import chunk, post, settle
 
 OTHER = peer("prefill", 1)
 TIMEOUTS = Timeouts(first_bytes_s=20.0, progress_s=6.0, lease_s=2.0, transfer_s=600.0)
-
-
-def pass_time(core: CoreDriver, seconds: float) -> list[Effect]:
-    """Let time pass while every peer shows that it lives."""
-    effects: list[Effect] = []
-    for _ in range(round(seconds)):
-        for other in list(core.core.peers):
-            core.hear(other, Pong(peer=other) if core.core.me == DECODE else Ping(peer=other))
-        effects += core.sleep(1.0)
-    return effects
 
 
 def failures(effects: list[Effect]) -> list[Failure]:

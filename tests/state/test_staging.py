@@ -4,16 +4,18 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from kvflow.config import Timeouts
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
 from kvflow.state import events as ev
 from kvflow.state.effects import Effect, ScatterStaged, VerifyDigests
 from kvflow.state.events import GreetedRank
 from kvflow.state.staging import StagingArea
 from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, PeerId, Received, Staged, Unstage, Unstaged
-from tests.support.cores import ABORTED, DECODE, PREFILL, CoreDriver, debts, messages, peer, reports
+from tests.support.cores import ABORTED, DECODE, PREFILL, CoreDriver, debts, messages, pass_time, peer, reports
 from tests.support.receiving import ROOM, wish
 
 GENERATION = 1
+TIMEOUTS = Timeouts()
 BROKEN = Failure(FailureReason.PROTOCOL, Stage.AGGREGATE, "decode/0", "payload has another size")
 UNSTAGED = Unstaged(room=ROOM, generation=GENERATION, engine_rank=0, seq=0)
 ASK = Unstage(room=ROOM, generation=GENERATION, engine_rank=0, seq=0)
@@ -81,6 +83,16 @@ def test_a_staged_notice_counts_when_it_is_scattered_in_any_order(receiving: Rec
     assert messages(effects, Unstaged) == [(PREFILL, UNSTAGED)]
     assert reports(effects) == [("success", "safe")]
     assert messages(effects, Received)
+
+
+def test_what_arrives_is_progress_before_it_is_scattered_and_again_when_it_has_been() -> None:
+    receiving = Receiving(wish(GENERATION, timeout_s=600.0))
+    pass_time(receiving.core, TIMEOUTS.first_bytes_s - 1)
+    receiving.notice(receiving.first)
+    assert reports(pass_time(receiving.core, TIMEOUTS.progress_s - 1)) == []
+    receiving.scattered(receiving.first)
+    assert reports(pass_time(receiving.core, TIMEOUTS.progress_s - 1)) == []
+    assert reports(pass_time(receiving.core, 1)) == [("failed", "draining")]
 
 
 def test_a_duplicate_is_scattered_once_and_answered_again_when_it_has_been(receiving: Receiving) -> None:

@@ -9,7 +9,7 @@ from kvflow.state import events as ev
 from kvflow.state.core import Core
 from kvflow.state.effects import Effect, ReportReceiver, ReportSender, SendMessage
 from kvflow.state.invariants import check_invariants
-from kvflow.wire.messages import Failure, Grant, Message, PeerId, RankId
+from kvflow.wire.messages import Failure, Grant, Message, PeerId, Ping, Pong, RankId
 
 __all__ = [
     "ABORTED",
@@ -20,6 +20,7 @@ __all__ = [
     "debts",
     "grant",
     "messages",
+    "pass_time",
     "peer",
     "reports",
 ]
@@ -81,6 +82,16 @@ class CoreDriver:
     def meet_prefill(self, *others: PeerId, bytes_per_token: int = 2, instance: str = "prefill") -> list[Effect]:
         ranks = tuple(ev.GreetedRank(other, debts(bytes_per_token)) for other in others)
         return self(ev.InstanceGreeted(instance, ranks))
+
+
+def pass_time(core: CoreDriver, seconds: float) -> list[Effect]:
+    """Let time pass while every peer shows that it lives."""
+    effects: list[Effect] = []
+    for _ in range(round(seconds)):
+        for other in list(core.core.peers):
+            core.hear(other, Pong(peer=other) if core.core.me == DECODE else Ping(peer=other))
+        effects += core.sleep(1.0)
+    return effects
 
 
 def debts(bytes_per_token: int = 2) -> dict[str, Debt]:
