@@ -43,6 +43,15 @@ class Breaker:
         self._num_failures = 0
         self._pause_s = FIRST_PAUSE_S
 
+    def undecided(self, now: float) -> None:
+        """The probe ended for a reason that says nothing about the peer, so the next transfer is one.
+
+        Where several ranks avoid a peer, each from a time of its own, the probe of one ends because of the others.
+        """
+        if self.state is BreakerState.PROBING:
+            self._open_until = now
+        self._apply(BreakerSignal.UNDECIDED)
+
     def failed(self, now: float) -> None:
         """A transfer failed, and the peer is the reason."""
         if now < self._last_strike + STRIKE_S:

@@ -29,7 +29,11 @@ __all__ = ["RankProgress", "Receiver"]
 
 
 class Receiver:
-    """One room, from the engine's wish to the last proof that its pages are quiet."""
+    """One room, from the engine's wish to the last proof that its pages are quiet.
+
+    Attributes:
+        is_probe: Its end is to say whether its instance is worth another try.
+    """
 
     def __init__(self, me: PeerId, opened: ReceiveOpened, *, gives_up: float, progress_s: float) -> None:
         self._progress_s = progress_s
@@ -39,6 +43,7 @@ class Receiver:
         self.failure: Failure | None = None
         self.ranks: dict[int, RankProgress] = {}
         self.num_repeats = 0
+        self.is_probe = False
         self._me = me
         self.is_verifying = False
         self._is_verified = False

@@ -14,7 +14,7 @@ from kvflow.state.events import GreetedRank, ReceiveOpened, Scattered
 from kvflow.state.ledger import Ledger
 from kvflow.state.quarantine import Quarantine
 from kvflow.state.receiver import Receiver
-from kvflow.state.tables import Memory, Outcome, Signal
+from kvflow.state.tables import BreakerState, Memory, Outcome, Signal
 from kvflow.wire.messages import Cancel, Drained, Failed, Failure, Notice, PeerId, Received, Unstage, Unstaged
 
 __all__ = ["Receivers"]
@@ -129,8 +129,10 @@ class Receivers:
         self.rooms[opened.room] = receiver.generation
         self._deadlines.set(Unreceived(receiver.generation), receiver.gives_up)
         breaker = self._breakers.get(opened.instance)
-        if breaker is not None and not breaker.admits(now):
-            return self._follow(receiver, receiver.stop(Signal.FAILED, self._avoided(opened.instance)), now)
+        if breaker is not None:
+            if not breaker.admits(now):
+                return self._follow(receiver, receiver.stop(Signal.FAILED, self._avoided(opened.instance)), now)
+            receiver.is_probe = breaker.state is BreakerState.PROBING
         ranks = self._instances.get(opened.instance)
         if ranks is not None:
             return self._grant(receiver, ranks, now)
@@ -345,6 +347,8 @@ class Receivers:
             self._breakers.setdefault(instance, Breaker()).failed(now)
             while len(self._breakers) > MAX_BREAKERS:
                 del self._breakers[next(iter(self._breakers))]
+        elif receiver.is_probe and instance in self._breakers:
+            self._breakers[instance].undecided(now)
 
     def _follow(self, receiver: Receiver, effects: list[Effect], now: float) -> list[Effect]:
         """Set and clear deadlines after a step of a room; forget it when it is over."""

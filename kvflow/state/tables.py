@@ -252,6 +252,8 @@ class BreakerSignal(str, enum.Enum):
     """The failure that was one too many."""
     PROBED = "probed"
     """The pause is over and one transfer is let through."""
+    UNDECIDED = "undecided"
+    """The one that was let through ended without saying anything about the peer."""
 
 
 class BreakerState(str, enum.Enum):
@@ -272,15 +274,19 @@ BREAKER: Final[Mapping[tuple[BreakerState, BreakerSignal], BreakerState]] = Mapp
         (BreakerState.CLOSED, BreakerSignal.FAILED): BreakerState.CLOSED,
         (BreakerState.CLOSED, BreakerSignal.TRIPPED): BreakerState.OPEN,
         (BreakerState.CLOSED, BreakerSignal.PROBED): BreakerState.CLOSED,
+        (BreakerState.CLOSED, BreakerSignal.UNDECIDED): BreakerState.CLOSED,
         # A transfer from before the pause got through after all.
         (BreakerState.OPEN, BreakerSignal.SUCCEEDED): BreakerState.CLOSED,
         (BreakerState.OPEN, BreakerSignal.FAILED): BreakerState.OPEN,
         (BreakerState.OPEN, BreakerSignal.TRIPPED): BreakerState.OPEN,
         (BreakerState.OPEN, BreakerSignal.PROBED): BreakerState.PROBING,
+        (BreakerState.OPEN, BreakerSignal.UNDECIDED): BreakerState.OPEN,
         (BreakerState.PROBING, BreakerSignal.SUCCEEDED): BreakerState.CLOSED,
         (BreakerState.PROBING, BreakerSignal.FAILED): BreakerState.OPEN,
         (BreakerState.PROBING, BreakerSignal.TRIPPED): BreakerState.OPEN,
         (BreakerState.PROBING, BreakerSignal.PROBED): BreakerState.PROBING,
+        # The pause is over already, so the next one is let through.
+        (BreakerState.PROBING, BreakerSignal.UNDECIDED): BreakerState.OPEN,
     }
 )
 

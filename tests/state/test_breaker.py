@@ -88,8 +88,32 @@ def test_a_probe_of_which_nothing_is_heard_does_not_close_the_door_for_good() ->
     assert breaker.admits(13.0)
 
 
+def test_after_a_probe_that_decides_nothing_the_next_transfer_is_the_probe() -> None:
+    breaker = Breaker()
+    fail(breaker, 0.0, 1.0, 2.0)
+    for now in (3.0, 3.1, 3.2):
+        assert breaker.admits(now)
+        assert not breaker.admits(now)
+        breaker.undecided(now)
+    assert breaker.admits(3.3)
+    fail(breaker, 3.4)
+    assert not breaker.admits(5.3), "the pause has doubled once"
+    assert breaker.admits(5.4)
+
+
+def test_nothing_decided_changes_nothing_but_while_it_probes() -> None:
+    breaker = Breaker()
+    fail(breaker, 0.0, 1.0)
+    breaker.undecided(1.5)
+    fail(breaker, 2.0)
+    breaker.undecided(2.5)
+    assert not breaker.admits(2.9)
+    assert breaker.admits(3.0)
+
+
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["failed", "failed", "succeeded", "admits"]), st.floats(0.0, 4.0)), max_size=60
+    st.tuples(st.sampled_from(["failed", "failed", "succeeded", "undecided", "admits"]), st.floats(0.0, 4.0)),
+    max_size=60,
 )
 
 
@@ -100,6 +124,8 @@ def test_whatever_happens_a_transfer_is_let_through_within_the_longest_pause(ste
         now += seconds
         if step == "failed":
             breaker.failed(now)
+        elif step == "undecided":
+            breaker.undecided(now)
         elif step == "succeeded":
             breaker.succeeded()
             assert breaker.admits(now)
@@ -157,6 +183,16 @@ def test_an_instance_that_never_answers_is_avoided_at_once_and_tried_after_the_p
     wire = Wire(decode, decode.meet_prefill(PREFILL))
     assert reports(wire.notice(PREFILL, 0, (0, 8), last=True)) == [("success", "safe")]
     assert len(decode(wish(7, room=9))) == 1, "it is trusted again"
+
+
+def test_a_probe_that_another_rank_ends_does_not_cost_a_pause(decode: CoreDriver) -> None:
+    """Each rank of a decode instance avoids prefill from a time of its own, and one that avoids it ends the request."""
+    trip(decode)
+    decode.sleep(1.0)
+    for generation in (4, 6, 8):
+        assert reasons(decode(wish(generation))) == []
+        assert reasons(decode(wish(generation + 1, room=8)))[0] is FailureReason.PEER_FAILING
+        assert reasons(decode(ev.ReceiveAborted(ROOM, ABORTED)))[0] is FailureReason.ABORTED
 
 
 def test_another_instance_is_not_blamed(decode: CoreDriver) -> None:
