@@ -24,6 +24,7 @@ from kvflow.wire.messages import Card, PeerId, RankId, Register
 from tests.support.failures import catch, undisturbed
 from tests.support.instances import (
     NUM_PAGES,
+    QUICK,
     Deployment,
     decode_config,
     deploy,
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def deployment() -> AsyncIterator[Deployment]:
-    async with deploy() as opened:
+    async with deploy(timeouts=QUICK) as opened:
         yield opened
         await undisturbed(opened)
 
