@@ -300,7 +300,7 @@ def test_a_loop_that_has_ended_does_not_matter_to_the_thread() -> None:
 
 
 AT_EXIT = """
-import asyncio, atexit, functools, sys, threading, time
+import atexit, functools, sys, threading, time
 from kvflow.aio import standstill
 from kvflow.backends.owner import OwnerThread
 

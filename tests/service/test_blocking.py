@@ -230,8 +230,8 @@ CLOSE = "atexit.register(stack.close)"
     ("begin", "end", "printed"),
     [
         ("", "", b""),
-        ("atexit.register(stack.close)", "", b"closed\n"),
-        ("", "atexit.register(stack.close)", b"closed\n"),
+        (CLOSE, "", b"closed\n"),
+        ("", CLOSE, b"closed\n"),
     ],
     ids=["left open", "closed late at exit", "closed first at exit"],
 )

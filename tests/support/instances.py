@@ -35,9 +35,10 @@ UNTOUCHED = 0xEE
 """Fill of the decode pools; no cell has it, because its value would be larger than that of any cell."""
 
 QUICK = Timeouts(handshake_s=2.0, transfer_s=15.0, grant_s=5.0, drain_s=0.5, lease_s=2.0)
+"""Short, so that a test which waits for a deadline does not wait long; none is hit by accident."""
+
 PATIENT = Timeouts(handshake_s=15.0, transfer_s=30.0, grant_s=20.0, drain_s=0.5, lease_s=2.0)
 """For whole instances of which nobody is unreachable, however many ranks share a busy machine."""
-"""Short, so that a test which waits for a deadline does not wait long; none is hit by accident."""
 
 DEFAULT_LIMITS = Limits()
 
