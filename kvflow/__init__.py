@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvflow.backends import known_backends
     from kvflow.config import DecodeConfig, Limits, PrefillConfig, Timeouts
     from kvflow.decode import DecodeRank, Handover, RoomReceiver
+    from kvflow.directory.server import Registry
     from kvflow.errors import (
         BackendError,
         BackendUnavailable,
@@ -28,16 +29,16 @@ if TYPE_CHECKING:
         RemoteProtocolError,
         RouteError,
         Stage,
+        ThreadShortage,
         TransferFailed,
         Unreachable,
     )
+    from kvflow.geometry.engines import head_range
     from kvflow.geometry.layout import KVLayout
-    from kvflow.geometry.pages import Part
-    from kvflow.geometry.shards import head_range
+    from kvflow.geometry.pages import TokenPages
     from kvflow.geometry.tensors import layout_from_tensors
     from kvflow.observe.logs import configure_logging
     from kvflow.prefill import PrefillRank, RoomSender
-    from kvflow.registry.server import Registry
     from kvflow.state.events import LayersReady
     from kvflow.state.tables import Memory, Outcome
     from kvflow.statistics import RankStatistics
@@ -59,7 +60,6 @@ __all__ = [
     "LocalProtocolError",
     "Memory",
     "Outcome",
-    "Part",
     "PlanError",
     "PrefillConfig",
     "PrefillRank",
@@ -74,7 +74,9 @@ __all__ = [
     "RoomSender",
     "RouteError",
     "Stage",
+    "ThreadShortage",
     "Timeouts",
+    "TokenPages",
     "TransferFailed",
     "Unreachable",
     "configure_logging",
@@ -83,7 +85,7 @@ __all__ = [
     "layout_from_tensors",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES: Final = {
     "BackendError": "kvflow.errors",
@@ -102,7 +104,7 @@ _HOMES: Final = {
     "LocalProtocolError": "kvflow.errors",
     "Memory": "kvflow.state.tables",
     "Outcome": "kvflow.state.tables",
-    "Part": "kvflow.geometry.pages",
+    "TokenPages": "kvflow.geometry.pages",
     "PlanError": "kvflow.errors",
     "PrefillConfig": "kvflow.config",
     "PrefillRank": "kvflow.prefill",
@@ -111,17 +113,18 @@ _HOMES: Final = {
     "RankDraining": "kvflow.errors",
     "RankStatistics": "kvflow.statistics",
     "RegistrationError": "kvflow.errors",
-    "Registry": "kvflow.registry.server",
+    "Registry": "kvflow.directory.server",
     "RemoteProtocolError": "kvflow.errors",
     "RoomReceiver": "kvflow.decode",
     "RoomSender": "kvflow.prefill",
     "RouteError": "kvflow.errors",
     "Stage": "kvflow.errors",
+    "ThreadShortage": "kvflow.errors",
     "Timeouts": "kvflow.config",
     "TransferFailed": "kvflow.errors",
     "Unreachable": "kvflow.errors",
     "configure_logging": "kvflow.observe.logs",
-    "head_range": "kvflow.geometry.shards",
+    "head_range": "kvflow.geometry.engines",
     "known_backends": "kvflow.backends",
     "layout_from_tensors": "kvflow.geometry.tensors",
 }

@@ -1,16 +1,15 @@
 """The same two ranks for engines with a synchronous scheduler loop.
 
 The event loop runs in a thread of its own. Nothing here waits for a transfer: a scheduler starts one, goes on with its
-steps, and asks `poll()` in between. Only opening and closing a rank wait.
+steps, and looks at `outcome`, `failure` and `memory` in between, which are true at once. Only opening and closing a
+rank wait, and what says so.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Generic, TypeVar
-
-from typing_extensions import Self
+from typing import Generic, Self, TypeVar
 
 from kvflow import decode, prefill
 from kvflow.aio.calls import Calls
@@ -18,14 +17,24 @@ from kvflow.aio.loop_thread import LoopThread
 from kvflow.backends.base import Backend
 from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import Handover
-from kvflow.errors import KvflowError, LocalProtocolError
+from kvflow.errors import (
+    CapacityExceeded,
+    FailureReason,
+    KvflowError,
+    LocalProtocolError,
+    RankBroken,
+    RankDraining,
+)
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
-from kvflow.geometry.tokens import TokenRange
+from kvflow.geometry.ranges import TokenRange
+from kvflow.ports import Ports
+from kvflow.stages.enqueue import finish_chunk, make_chunk
 from kvflow.state.events import Chunk, LayersReady, ReadyEvent
 from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import RankStatistics
 from kvflow.transfer import Transfer
+from kvflow.wire.messages import Failure
 
 __all__ = ["BlockingReceiver", "BlockingSender", "DecodeRank", "LoopThread", "Memory", "Outcome", "PrefillRank"]
 
@@ -36,75 +45,92 @@ AnyRank = TypeVar("AnyRank", prefill.PrefillRank, decode.DecodeRank)
 class _BlockingTransfer:
     """One room: what the engine's thread may do and ask. Made on the event loop."""
 
-    __slots__ = ("_calls", "_error", "_has_ended", "_transfer", "room")
+    __slots__ = ("_calls", "_error", "_failure", "_transfer", "room")
 
-    def __init__(self, calls: Calls, transfer: Transfer) -> None:
+    def __init__(self, calls: Calls, rank: prefill.PrefillRank | decode.DecodeRank, transfer: Transfer) -> None:
         self.room = transfer.room
         self._calls = calls
         self._transfer = transfer
-        self._error: Exception | None = None
-        self._has_ended = False
-        transfer.on_settled = self._end
+        self._error: KvflowError | None = None
+        self._failure: Failure | None = None
+        transfer.on_change = self._notify
         try:
             transfer.open()
         except KvflowError as error:
+            self._failure = rank.failure(_reason_of(error), str(error))
             self._error = error
-            self._end()
+
+    @property
+    def outcome(self) -> Outcome:
+        """Whether it succeeded; decided once. FAILED if it could not even begin."""
+        return Outcome.FAILED if self._error is not None else self._transfer.outcome
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why it did not succeed, once that is decided."""
+        return self._failure or self._transfer.failure
 
     @property
     def memory(self) -> Memory:
-        """Whether somebody can still touch the pages."""
+        """Whether somebody can still touch the pages: they may be used again when it is SAFE."""
         return self._transfer.memory
 
-    def poll(self) -> Outcome:
-        """Say how the transfer stands, without waiting.
-
-        Returns:
-            PENDING until it has ended *and* nobody can touch its pages (or `memory` says that they are quarantined).
-        """
-        if not self._has_ended:
-            return Outcome.PENDING
-        if self._error is not None:
-            return Outcome.FAILED
-        return self._transfer.outcome
+    @property
+    def is_settled(self) -> bool:
+        """Its outcome is decided, and its pages are quiet or in quarantine: nothing is left to wait for."""
+        if self.outcome is Outcome.PENDING:
+            return False
+        return self.memory in (Memory.SAFE, Memory.QUARANTINED)
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
-        """Wait until `poll` no longer says PENDING, or the time is up. For scripts and tests, not for schedulers."""
+        """Wait until `is_settled`, or until the time is up. For scripts and tests, not for schedulers."""
         with self._calls.done:
-            self._calls.done.wait_for(lambda: self._has_ended, timeout_s)
-        return self.poll()
+            self._calls.done.wait_for(lambda: self.is_settled, timeout_s)
+        return self.outcome
 
     def abort(self) -> None:
-        """Give the transfer up. Go on polling: its pages may not be safe yet. Does nothing after the end."""
-        if not self._has_ended:
-            self._calls.put(self._transfer.give_up)
+        """Give the transfer up. Its pages may not be safe yet: `memory` says so. Does nothing after the end."""
+        if self.outcome is Outcome.PENDING:
+            self._calls.put(self._transfer.abort)
 
-    def _end(self) -> None:
-        self._transfer.on_settled = None
+    def _notify(self) -> None:
         with self._calls.done:
-            self._has_ended = True
             self._calls.done.notify_all()
 
     def _check_success(self) -> None:
-        if not self._has_ended:
-            raise LocalProtocolError("transfer has not ended; poll first", room=self.room)
         if self._transfer.failure is not None:
             raise self._transfer.error() from self._error
         if self._error is not None:
             raise self._error
+        if self._transfer.outcome is Outcome.PENDING:
+            raise LocalProtocolError("transfer has not ended; look at its outcome first", room=self.room)
+
+
+def _reason_of(error: KvflowError) -> FailureReason:
+    """Say with which reason a transfer fails that the rank did not even begin."""
+    match error:
+        case CapacityExceeded():
+            return FailureReason.CAPACITY
+        case RankDraining():
+            return FailureReason.PEER_CLOSED
+        case RankBroken():
+            return FailureReason.BROKEN
+        case _:
+            return FailureReason.PROTOCOL
 
 
 class BlockingSender(_BlockingTransfer):
     """One room, as the prefill engine sends it. Made by `PrefillRank.send`."""
 
-    __slots__ = ("_chunks", "_is_feeding", "_rank", "_sender")
+    __slots__ = ("_chunks", "_is_feeding", "_is_finished", "_rank", "_sender")
 
     def __init__(self, calls: Calls, rank: prefill.PrefillRank, sender: prefill.RoomSender) -> None:
         self._rank = rank
         self._sender = sender
         self._chunks: deque[Chunk] = deque()
         self._is_feeding = False
-        super().__init__(calls, sender)
+        self._is_finished = False
+        super().__init__(calls, rank, sender)
 
     def chunk(
         self,
@@ -119,8 +145,11 @@ class BlockingSender(_BlockingTransfer):
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;
                 the room stays open.
+            LocalProtocolError: After `finish`, or after the end.
+            TransferFailed: The transfer has failed; there is no need to compute the rest.
         """
-        self._put(prefill.make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers))
+        self._check_unfinished()
+        self._put(make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers))
 
     def finish(
         self,
@@ -134,20 +163,29 @@ class BlockingSender(_BlockingTransfer):
         """Send the last tokens and the metadata; see `kvflow.RoomSender.finish`.
 
         Raises:
-            PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;
-                the room stays open.
+            As in `chunk`; and PlanError if the metadata is too long.
         """
-        chunk = prefill.make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers)
-        self._put(prefill.finish_chunk(chunk, metadata))
+        self._check_unfinished()
+        chunk = make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers)
+        self._put(finish_chunk(chunk, metadata, self._rank.config.limits.metadata_bytes))
+        self._is_finished = True
 
     def result(self) -> None:
         """Return if every decode rank has everything.
 
         Raises:
-            LocalProtocolError: The transfer has not ended yet, or its chunks did not follow on each other.
-            TransferFailed: It failed or was aborted.
+            LocalProtocolError: The transfer has not ended yet, or its room was in use.
+            CapacityExceeded, RankDraining, RankBroken: It could not begin.
+            TransferFailed: It failed or was aborted. If it was aborted because its chunks did not follow on each other,
+                `__cause__` is a LocalProtocolError with both.
         """
         self._check_success()
+
+    def _check_unfinished(self) -> None:
+        if self.outcome in (Outcome.FAILED, Outcome.ABORTED):
+            self._check_success()
+        if self._is_finished or self.outcome is not Outcome.PENDING:
+            raise LocalProtocolError("no chunk follows `finish`", room=self.room)
 
     def _put(self, chunk: Chunk) -> None:
         self._chunks.append(chunk)
@@ -155,7 +193,7 @@ class BlockingSender(_BlockingTransfer):
 
     def _wake(self) -> None:
         """Pass chunks on, unless that is going on."""
-        if self._chunks and not self._is_feeding:
+        if self._chunks and not self._is_feeding and self._sender.outcome is Outcome.PENDING:
             self._is_feeding = True
             self._rank.start_task(self._feed)
 
@@ -166,8 +204,9 @@ class BlockingSender(_BlockingTransfer):
                 await self._sender.offer(self._chunks.popleft())
         except KvflowError as error:
             if self._sender.outcome is Outcome.PENDING:  # else it has failed meanwhile, which is said elsewhere
+                self._failure = self._rank.failure(FailureReason.ABORTED, str(error))
                 self._error = error
-                self._sender.give_up()
+                self._sender.abort()
         finally:
             self._is_feeding = False
 
@@ -177,15 +216,16 @@ class BlockingReceiver(_BlockingTransfer):
 
     __slots__ = ("_receiver",)
 
-    def __init__(self, calls: Calls, receiver: decode.RoomReceiver) -> None:
+    def __init__(self, calls: Calls, rank: decode.DecodeRank, receiver: decode.RoomReceiver) -> None:
         self._receiver = receiver
-        super().__init__(calls, receiver)
+        super().__init__(calls, rank, receiver)
 
     def result(self) -> Handover:
         """Give what the transfer brought.
 
         Raises:
             LocalProtocolError: The transfer has not ended yet, or its room was in use.
+            CapacityExceeded, RankDraining, RankBroken: It could not begin.
             TransferFailed: It failed or was aborted.
         """
         self._check_success()
@@ -214,15 +254,10 @@ class _BlockingRank(Generic[AnyRank]):
             self._portal = loop.portal
             self._rank: AnyRank = self._portal.call(self._make_rank)
             stack.enter_context(self._portal.wrap_async_context_manager(self._rank))
-            self._calls = self._portal.call(self._start_calls)
+            self._calls = self._portal.call(Calls)
             self._stack = stack.pop_all()
         self._is_open = True
         return self
-
-    def _start_calls(self) -> Calls:
-        calls = Calls()
-        self._rank.start_task(calls.run)
-        return calls
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -231,7 +266,7 @@ class _BlockingRank(Generic[AnyRank]):
         self._stack.close()
 
     def statistics(self) -> RankStatistics:
-        """Counts at this moment.
+        """Give counts at this moment.
 
         Raises:
             LocalProtocolError: The rank is not open.
@@ -262,19 +297,47 @@ class _BlockingRank(Generic[AnyRank]):
 
         self._call(release)
 
-    def drain(self, timeout_s: float | None = None) -> bool:
-        """Take nothing new and wait until what is open has ended; see `kvflow.DecodeRank.drain`.
+    def start_drain(self) -> None:
+        """Take nothing new, and let what is open end; see `kvflow.DecodeRank.start_drain`.
+
+        A scheduler goes on with its steps, chunks of open rooms included, until `is_drained`.
+
+        Raises:
+            LocalProtocolError, RankBroken: The rank is not open, or broken.
+        """
+        self._call(self._rank.start_drain)
+
+    @property
+    def is_drained(self) -> bool:
+        """Draining has begun, and every transfer has its outcome, with its pages safe or in quarantine.
 
         Raises:
             LocalProtocolError: The rank is not open.
         """
-        if not self._is_open:
-            raise LocalProtocolError("rank is not open")
+        self._check_open()
+        return self._rank.is_drained
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Start to drain, and wait until all is done. For scripts: chunks must come from another thread meanwhile.
+
+        Args:
+            timeout_s: How long to wait; without limit by default.
+
+        Returns:
+            What `is_drained` says.
+
+        Raises:
+            LocalProtocolError, RankBroken: The rank is not open, or broken.
+        """
+        self._check_open()
         return self._portal.call(self._rank.drain, timeout_s)
 
-    def _call(self, function: Callable[[], Result]) -> Result:
+    def _check_open(self) -> None:
         if not self._is_open:
             raise LocalProtocolError("rank is not open")
+
+    def _call(self, function: Callable[[], Result]) -> Result:
+        self._check_open()
         return self._portal.call(function)
 
 
@@ -286,6 +349,7 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank]):
         layout: The pools to send from; they must stay allocated until the rank is closed.
         backend: A transport to use instead of the one that the settings name.
         loop: The thread to run on; one of its own by default.
+        ports: The world to use instead of the real one.
     """
 
     def __init__(
@@ -295,8 +359,9 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank]):
         backend: Backend | None = None,
         *,
         loop: LoopThread | None = None,
+        ports: Ports | None = None,
     ) -> None:
-        super().__init__(lambda: prefill.PrefillRank(config, layout, backend), loop)
+        super().__init__(lambda: prefill.PrefillRank(config, layout, backend, ports=ports), loop)
 
     @property
     def endpoint(self) -> str:
@@ -306,8 +371,8 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank]):
     def send(self, room: int) -> BlockingSender:
         """Start to send a room; see `kvflow.PrefillRank.send`.
 
-        A room that is in use shows in `poll`. Chunks are queued without bound here: a scheduler that must not run ahead
-        looks at `statistics().queued_chunks`.
+        A room that is in use shows in `outcome`. Chunks are queued without bound here: a scheduler that must not run
+        ahead looks at `statistics().queued_chunks`.
 
         Raises:
             LocalProtocolError: The room is no integer, or the rank is not open.
@@ -323,6 +388,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank]):
         layout: The pools to receive into; they must stay allocated until the rank is closed.
         backend: A transport to use instead of the one that the settings name.
         loop: The thread to run on; one of its own by default.
+        ports: The world to use instead of the real one.
     """
 
     def __init__(
@@ -332,8 +398,9 @@ class DecodeRank(_BlockingRank[decode.DecodeRank]):
         backend: Backend | None = None,
         *,
         loop: LoopThread | None = None,
+        ports: Ports | None = None,
     ) -> None:
-        super().__init__(lambda: decode.DecodeRank(config, layout, backend), loop)
+        super().__init__(lambda: decode.DecodeRank(config, layout, backend, ports=ports), loop)
 
     def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,
@@ -347,7 +414,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank]):
         digest: bool | None = None,
         priority: int = 0,
     ) -> BlockingReceiver:
-        """Start to receive a room; see `kvflow.DecodeRank.receive`. What is wrong with the room shows in `poll`.
+        """Start to receive a room; see `kvflow.DecodeRank.receive`. A room that is in use shows in `outcome`.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
@@ -365,6 +432,6 @@ class DecodeRank(_BlockingRank[decode.DecodeRank]):
                 digest=digest,
                 priority=priority,
             )
-            return BlockingReceiver(self._calls, receiver)
+            return BlockingReceiver(self._calls, self._rank, receiver)
 
         return self._call(make)

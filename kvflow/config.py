@@ -1,16 +1,23 @@
 """Settings: frozen, checked once, passed in; none comes from the environment.
 
 Only the command line reads that, and backends, which look at what the libraries they load will read from it.
+
+Every setting is checked when it is made, and what is wrong is named with its value. Integers of any kind that can be an
+index are taken, numpy's among them, and become plain ones.
 """
 
+import ipaddress
 import operator
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal, SupportsIndex, get_args
+from typing import Final, Literal, SupportsIndex, get_args
 
 from kvflow.errors import ConfigError
 
 __all__ = [
+    "MAX_METADATA_BYTES",
     "MAX_SLOTS_PER_PEER",
     "NUM_PRIORITIES",
     "DecodeConfig",
@@ -20,9 +27,17 @@ __all__ = [
     "RankConfig",
     "Timeouts",
     "check_address",
-    "check_count",
+    "check_argument",
+    "check_bind",
     "check_duration",
+    "check_endpoint",
+    "check_instance_name",
+    "check_num_ranks",
     "check_priority",
+    "check_type",
+    "is_instance_name",
+    "join_address",
+    "split_address",
 ]
 
 
@@ -32,6 +47,14 @@ MAX_RANKS = 2**32
 MAX_COUNT = 2**53
 MAX_SLOTS_PER_PEER = 4_096
 
+MAX_STAGING_BYTES: Final = 2**40
+"""Catches a mistake in the unit; nobody stages a tebibyte."""
+
+MAX_METADATA_BYTES: Final = 32 * 2**20
+"""Half of what a message may take, so that a notice with digests and ranges always fits."""
+
+MAX_INSTANCE_CHARACTERS: Final = 256
+
 PINGS_PER_LEASE = 3
 
 NUM_PRIORITIES = 8
@@ -40,33 +63,128 @@ NUM_PRIORITIES = 8
 Packing = Literal["auto", "never", "always"]
 """Whether small pieces are gathered, moved in one piece, and scattered: when it pays off, never, or wherever it can."""
 
-WILDCARDS = ("tcp://*", "tcp://0.0.0.0", "tcp://[::]")
+ADDRESS: Final = re.compile(r"tcp://(\*|[A-Za-z0-9._-]+|\[[A-Za-z0-9:._%-]+\]):([0-9]{1,5})", re.ASCII)
+HOST: Final = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 
 
-def check_address(setting: str, address: str) -> None:
-    """Refuse what is not `tcp://host:port`; ZMQ itself takes ports beyond 65535 and uses others instead.
+def split_address(setting: str, address: object) -> tuple[str, int]:
+    """Take `tcp://host:port` apart; ZMQ itself takes ports beyond 65535 and uses others instead.
+
+    Returns:
+        The host, an IPv6 address without brackets; the port.
+
+    Raises:
+        ConfigError: It does not look like that. Names the setting.
+    """
+    match = ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if match is None or int(match[2]) > MAX_PORT:
+        raise ConfigError("address must look like tcp://host:port", setting=setting, value=address)
+    host = match[1]
+    if host.startswith("["):
+        host = host[1:-1]
+        if not _is_ipv6(host):
+            raise ConfigError("only an IPv6 address stands in brackets", setting=setting, value=address)
+    return host, int(match[2])
+
+
+def join_address(host: str, port: int) -> str:
+    """Give `tcp://host:port`; an IPv6 address gets its brackets if it has none."""
+    is_bare = ":" in host and not host.startswith("[")
+    return f"tcp://[{host}]:{port}" if is_bare else f"tcp://{host}:{port}"
+
+
+def check_address(setting: str, address: object) -> None:
+    """Refuse what is not `tcp://host:port`.
 
     Raises:
         ConfigError: Naming the setting.
     """
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not host or not (port.isdecimal() and int(port) <= MAX_PORT):
-        raise ConfigError("address must look like tcp://host:port", setting=setting, value=address)
+    split_address(setting, address)
 
 
-def check_count(setting: str, value: SupportsIndex) -> int:
+def check_endpoint(setting: str, address: object) -> None:
+    """Refuse an address that nobody can connect to: a wildcard, or port 0.
+
+    Raises:
+        ConfigError: It is malformed, or such an address. Names the setting.
+    """
+    host, port = split_address(setting, address)
+    if port == 0 or _is_wildcard(host):
+        raise ConfigError("address must name a host and a port to connect to", setting=setting, value=address)
+
+
+def check_bind(bind: object, advertise: object) -> None:
+    """Refuse an address that cannot be served, or that others could not reach.
+
+    Args:
+        bind: "tcp://host:port".
+        advertise: Host to give to others, without a port; the one of `bind` if None.
+
+    Raises:
+        ConfigError: One of them is malformed, or `bind` is a wildcard and `advertise` is missing.
+    """
+    host, _ = split_address("bind", bind)
+    if advertise is None:
+        if _is_wildcard(host):
+            raise ConfigError("a wildcard address needs a host to advertise", setting="bind", value=bind)
+    elif not isinstance(advertise, str) or not _is_host(advertise) or _is_wildcard(advertise.strip("[]")):
+        raise ConfigError("setting must be a host, without scheme and port", setting="advertise", value=advertise)
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_host(text: str) -> bool:
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return _is_ipv6(bare) or (bare == text and HOST.fullmatch(text) is not None)
+
+
+def _is_wildcard(host: str) -> bool:
+    """Say whether it stands for every address of the host; "0" and "0x0.0" do, too."""
+    if _is_ipv6(host):
+        address = ipaddress.IPv6Address(host)
+        return (address.ipv4_mapped or address).is_unspecified
+    return host == "*" or not host.strip("0.xX")
+
+
+def is_instance_name(name: object) -> bool:
+    """Say whether something can be the name of an instance: text that can travel, and not too long of it."""
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_INSTANCE_CHARACTERS:
+        return False
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON may contain
+        return False
+    return True
+
+
+def check_instance_name(setting: str, name: object) -> None:
+    """Refuse what cannot be the name of an instance.
+
+    Raises:
+        ConfigError: Naming the setting.
+    """
+    if not is_instance_name(name):
+        raise ConfigError(
+            "instance must be UTF-8 text, neither empty nor too long",
+            setting=setting,
+            value=name,
+            most=MAX_INSTANCE_CHARACTERS,
+        )
+
+
+def check_num_ranks(value: SupportsIndex) -> int:
     """Turn any kind of integer into a number of ranks.
 
     Raises:
-        ConfigError: Naming the setting.
+        ConfigError: It is none, or out of range.
     """
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = 0
-    if not 1 <= count < MAX_RANKS:
-        raise ConfigError("setting must be a positive integer", setting=setting, value=value)
-    return count
+    return _check_integer("num_ranks", value, 1, MAX_RANKS - 1)
 
 
 def check_priority(setting: str, value: SupportsIndex) -> int:
@@ -90,12 +208,24 @@ def check_duration(setting: str, value: object) -> None:
     Raises:
         ConfigError: Naming the setting.
     """
-    _check_positive(setting, value, MAX_DURATION_S)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_DURATION_S:
+        raise ConfigError("setting must be a positive number", setting=setting, value=value, most=MAX_DURATION_S)
 
 
-def _check_positive(setting: str, value: object, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
-        raise ConfigError("setting must be a positive number", setting=setting, value=value, most=most)
+def _check_integer(setting: str, value: object, least: int, most: int) -> int:
+    """Turn any kind of integer within bounds into a plain one; a bool is none.
+
+    Raises:
+        ConfigError: Naming the setting.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or not least <= number <= most:
+        kind = "setting must be a positive integer" if least else "setting must be an integer that is not negative"
+        raise ConfigError(kind, setting=setting, value=value, most=most)
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,16 +261,16 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            check_duration(item.name, getattr(self, item.name))
+            check_duration(f"timeouts.{item.name}", getattr(self, item.name))
 
     @property
     def ping_s(self) -> float:
-        """Between two signs of life."""
+        """Seconds between two pings."""
         return self.lease_s / PINGS_PER_LEASE
 
     @property
-    def repeat_s(self) -> float:
-        """How long to wait for an answer before a message that may have been lost is said again."""
+    def retransmit_s(self) -> float:
+        """How long to wait for an answer before a message that may have been lost is retransmitted."""
         return self.ping_s
 
 
@@ -154,17 +284,18 @@ class Limits:
         queued_chunks: Pieces of granted chunks that wait for one peer, for their data, turn or credit; beyond it
             `chunk()` waits for rooms that go to that peer, and for no others. A chunk comes in with all of its pieces,
             or not at all.
-        bytes_per_post: Size above which a chunk is cut into pieces, each a write of its own. Cuts fall between pages,
-            so a single page that is larger, over all layers, still goes.
+        bytes_per_post: Size above which a chunk is split into pieces, each a write of its own. Splits fall between
+            pages, so a single page that is larger, over all layers, is still sent.
         bytes_per_layer_piece: Bytes up to which layers that get ready apart are joined into one piece; more make pieces
             of their own, so that the first layers are on their way while the others are computed.
         posts_per_peer: Writes posted to one peer and not yet ended.
-        bytes_per_peer: Bytes of such writes; a single larger piece still goes, alone.
-        rows_per_peer: Descriptors of such writes, counted before they are planned: as many as there can be; as above.
+        bytes_per_peer: Bytes of such writes; a single larger piece is still sent, alone.
+        descriptors_per_peer: Most descriptors that such writes can have, counted before they are planned; as
+            above.
         quarantined_pages: Pages in quarantine beyond which nothing new is admitted.
         quarantined_bytes: Bytes of such pages, as above.
-        metadata_bytes: Metadata of one transfer.
-        rows_planned_inline: Descriptors above which planning leaves the event loop for a worker thread.
+        metadata_bytes: Metadata of one transfer, at most 32 MiB.
+        descriptors_planned_inline: Descriptors above which planning leaves the event loop for a worker thread.
     """
 
     transfers: int = 16_384
@@ -174,15 +305,21 @@ class Limits:
     bytes_per_layer_piece: int = 4 * 2**20
     posts_per_peer: int = 16
     bytes_per_peer: int = 128 * 2**20
-    rows_per_peer: int = 2**21
+    descriptors_per_peer: int = 2**21
     quarantined_pages: int = 65_536
     quarantined_bytes: int = 4 * 2**30
     metadata_bytes: int = 65_536
-    rows_planned_inline: int = 20_000
+    descriptors_planned_inline: int = 20_000
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            _check_positive(item.name, getattr(self, item.name), MAX_COUNT)
+            most = MAX_METADATA_BYTES if item.name == "metadata_bytes" else MAX_COUNT
+            _set(self, item.name, _check_integer(f"limits.{item.name}", getattr(self, item.name), 1, most))
+
+
+def _set(config: object, name: str, value: object) -> None:
+    """Put a setting in its plain form, while a frozen object is made."""
+    object.__setattr__(config, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,12 +333,18 @@ class RankConfig:
         registry: ZMQ address of the registry, e.g. "tcp://10.0.0.1:7100".
         backend: Transport by name: "nixl", "mooncake", "memory", or one that another distribution brings.
         backend_options: Passed to the backend, see its class.
-        timeouts: How long things may take.
-        limits: How much there may be of things.
+        timeouts: How long each phase may take.
+        limits: Upper bounds on what the rank holds.
         staging_bytes: Memory for packed pieces (docs/packing.md); 0 for none. It is taken from the device if the pools
-            are there and torch can use it. A decode rank gives a window of it to each prefill rank that it greets, for
-            as long as there are any; a prefill rank gathers into it.
+            are there and torch can use it. None takes some if the pools are in host memory, and none from a device:
+            384 MiB on a decode rank, which gives a window of it to each prefill rank that it connects to, for as long
+            as there are any; 64 MiB on a prefill rank, which gathers into it.
+            Less than a slot on prefill, or than a window on decode, is refused.
         staging_slot_bytes: Most bytes that are packed at once; the smaller value of the two sides counts.
+        record: File to which every event of the rank is written, to be replayed; nothing is written if None.
+
+    Raises:
+        ConfigError: A setting has the wrong type or is out of range; `values` has its name and its value.
     """
 
     instance: str
@@ -212,18 +355,79 @@ class RankConfig:
     backend_options: Mapping[str, object] = field(default_factory=dict)
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
-    staging_bytes: int = 0
+    staging_bytes: int | None = None
     staging_slot_bytes: int = 8 * 2**20
+    record: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.staging_bytes != 0:
-            _check_positive("staging_bytes", self.staging_bytes, MAX_COUNT)
-        _check_positive("staging_slot_bytes", self.staging_slot_bytes, MAX_COUNT)
-        if not self.instance:
-            raise ConfigError("instance needs a name", instance=self.instance)
-        if not 0 <= self.engine_rank < self.num_ranks < MAX_RANKS:
-            raise ConfigError("engine rank is out of range", engine_rank=self.engine_rank, num_ranks=self.num_ranks)
-        check_address("registry", self.registry)
+        check_instance_name("instance", self.instance)
+        _set(self, "num_ranks", check_num_ranks(self.num_ranks))
+        _set(self, "engine_rank", _check_integer("engine_rank", self.engine_rank, 0, self.num_ranks - 1))
+        check_endpoint("registry", self.registry)
+        check_type("backend", self.backend, str)
+        if not self.backend:
+            raise ConfigError("backend must be the name of a transport", setting="backend", value=self.backend)
+        check_type("backend_options", self.backend_options, Mapping)
+        if not all(isinstance(name, str) for name in self.backend_options):
+            raise ConfigError("options must have names", setting="backend_options", value=self.backend_options)
+        check_type("timeouts", self.timeouts, Timeouts)
+        check_type("limits", self.limits, Limits)
+        if self.staging_bytes is not None:
+            _set(self, "staging_bytes", _check_integer("staging_bytes", self.staging_bytes, 0, MAX_STAGING_BYTES))
+        slot_bytes = _check_integer("staging_slot_bytes", self.staging_slot_bytes, 1, MAX_STAGING_BYTES)
+        _set(self, "staging_slot_bytes", slot_bytes)
+        if self.record is not None:
+            check_type("record", self.record, str, os.PathLike)
+
+    def _check_staging(self, least: int) -> None:
+        """Refuse staging memory of which nothing could be used.
+
+        Raises:
+            ConfigError: There is some, but less than that.
+        """
+        if self.staging_bytes and self.staging_bytes < least:
+            raise ConfigError(
+                "staging memory must be 0, or hold at least one slot on prefill and one window on decode",
+                setting="staging_bytes",
+                value=self.staging_bytes,
+                least=least,
+            )
+
+    def staging_bytes_for(self, *, is_on_host: bool) -> int:
+        """Bytes of staging memory that a rank takes.
+
+        Args:
+            is_on_host: The pools are in host memory.
+        """
+        if self.staging_bytes is not None:
+            return self.staging_bytes
+        return self._host_staging_bytes if is_on_host else 0
+
+    @property
+    def _host_staging_bytes(self) -> int:
+        return 0
+
+
+def check_type(setting: str, value: object, *kinds: type) -> None:
+    """Refuse a value of another type.
+
+    Raises:
+        ConfigError: Naming the setting.
+    """
+    if not isinstance(value, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise ConfigError("setting has the wrong type", setting=setting, value=value, wanted=wanted)
+
+
+def check_argument(argument: str, value: object, kind: type) -> None:
+    """Refuse an argument of another type. Its value is not shown: a layout, or the tensors that were meant for it.
+
+    Raises:
+        ConfigError: Naming the argument, and both types.
+    """
+    if not isinstance(value, kind):
+        found, wanted = type(value).__name__, kind.__name__
+        raise ConfigError("argument has the wrong type", argument=argument, found=found, wanted=wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +441,6 @@ class PrefillConfig(RankConfig):
             "never" not at all.
     """
 
-    staging_bytes: int = 64 * 2**20
     packing: Packing = "auto"
 
     bind: str = "tcp://127.0.0.1:0"
@@ -245,11 +448,16 @@ class PrefillConfig(RankConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_address("bind", self.bind)
-        if self.advertise is None and self.bind.startswith(WILDCARDS):
-            raise ConfigError("a wildcard address needs a host to advertise", bind=self.bind)
+        self._check_staging(self.staging_slot_bytes)
+        check_bind(self.bind, self.advertise)
         if self.packing not in get_args(Packing):
-            raise ConfigError("unknown way of packing", packing=self.packing, known=list(get_args(Packing)))
+            raise ConfigError(
+                "unknown packing mode", setting="packing", value=self.packing, known=list(get_args(Packing))
+            )
+
+    @property
+    def _host_staging_bytes(self) -> int:
+        return 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,18 +465,21 @@ class DecodeConfig(RankConfig):
     """Settings of a decode rank. It opens no port, it only connects.
 
     Attributes:
-        digest_every: Of how many transfers one is compared, byte for byte, with what was sent: 1 compares each of
-            them, 0 none. Needs host memory on both sides. Both sides read all of its pages once more.
+        digest_every: Compare the digests of what was sent and what has arrived in one of so many transfers: 1 for each
+            transfer, 0 for none. Needs host memory on both sides. Both sides read all of its pages once more.
         staging_slots: Slots of the window of one prefill rank.
     """
 
-    staging_bytes: int = 384 * 2**20
     staging_slots: int = 3
 
     digest_every: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.digest_every != 0:
-            check_count("digest_every", self.digest_every)
-        _check_positive("staging_slots", self.staging_slots, MAX_SLOTS_PER_PEER)
+        _set(self, "digest_every", _check_integer("digest_every", self.digest_every, 0, MAX_COUNT))
+        _set(self, "staging_slots", _check_integer("staging_slots", self.staging_slots, 1, MAX_SLOTS_PER_PEER))
+        self._check_staging(self.staging_slots * self.staging_slot_bytes)
+
+    @property
+    def _host_staging_bytes(self) -> int:
+        return 384 * 2**20

@@ -1,39 +1,42 @@
 """The service that an engine's decode worker embeds."""
 
-import asyncio
 import hashlib
 import itertools
-import secrets
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Self, assert_never
 
 import msgspec
-from typing_extensions import Self, override
+from typing_extensions import override
 
-from kvflow.aio.clock import now
-from kvflow.backends.base import Backend, BackendEvent, NoticeArrived
-from kvflow.config import DecodeConfig, check_count, check_duration, check_priority
+from kvflow.backends.base import Backend, BackendEvent
+from kvflow.config import (
+    DecodeConfig,
+    check_argument,
+    check_duration,
+    check_num_ranks,
+    check_priority,
+    is_instance_name,
+)
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import WIRE_PAGES, Pages, Part, check_parts, spell_out
-from kvflow.geometry.tokens import TokenRange
+from kvflow.geometry.pages import WIRE_PAGES, Pages, TokenPages, build_page_tables, normalize
+from kvflow.geometry.ranges import TokenRange
+from kvflow.observe.trace import TransferLine
+from kvflow.ports import Ports
 from kvflow.rank import Rank
-from kvflow.registry import RegistryClient
 from kvflow.stages.aggregate import Aggregate
-from kvflow.stages.digests import OwnMemory, check_digestible
-from kvflow.stages.greeting import DecodeBootstrap
-from kvflow.stages.scatter import Scatter
-from kvflow.stages.verify import Verify
+from kvflow.stages.bootstrap import PeerConnections, PeerProofs, RouteCompiler
+from kvflow.stages.digests import check_digestible
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
-from kvflow.state.effects import Handed
-from kvflow.state.staging import StagingArea
+from kvflow.state.decode.core import DecodeCore
+from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import Memory, Outcome
-from kvflow.statistics import StagingStatistics
-from kvflow.transfer import Transfer, check_instance, check_room
-from kvflow.wire.messages import Message, Notice, PeerId, Received
+from kvflow.statistics import RankStatistics, StagingStatistics
+from kvflow.transfer import Transfer, check_room
+from kvflow.wire.messages import Ack, Failure, Goodbye, RankRecord
 
 __all__ = ["DecodeRank", "Handover", "RoomReceiver"]
 
@@ -48,7 +51,7 @@ class Handover:
         metadata: From the prefill engine: that of the lowest engine rank that sent any; empty if none did.
         metadata_by_rank: All of it.
         num_bytes: Bytes written into this rank's pages.
-        num_notices: Chunks they came in, over all prefill ranks.
+        num_notices: Pieces they came in, over all prefill ranks.
         elapsed_s: From the start of the receive to the last notice.
         first_notice_s: From the start to the first notice.
     """
@@ -61,33 +64,38 @@ class Handover:
     first_notice_s: float
 
 
-class DecodeRank(Rank["RoomReceiver"]):
+class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     """Receives the KV cache of rooms from prefill instances. Use it as an async context manager.
 
     Args:
         config: Settings.
         layout: The pools to receive into; they must stay allocated until the rank is closed.
         backend: A transport to use instead of the one that the settings name.
+        ports: The world to use instead of the real one.
 
     Raises:
-        ConfigError: The backend is not known, the settings ask for digests of device memory, or the device has no
-            memory left for `staging_bytes`.
+        ConfigError: The settings are not those of a decode rank, the layout is none, the backend is not known, the
+            settings ask for digests of device memory, or the device has no memory left for `staging_bytes`.
         BackendUnavailable: The transport's library is missing or broken.
         RegistrationError: The transport does not take the memory.
+        Unreachable: On entry: this process has no sockets left.
     """
 
-    def __init__(self, config: DecodeConfig, layout: KVLayout, backend: Backend | None = None) -> None:
+    config: DecodeConfig
+    _core: DecodeCore
+
+    def __init__(
+        self, config: DecodeConfig, layout: KVLayout, backend: Backend | None = None, *, ports: Ports | None = None
+    ) -> None:
+        check_argument("config", config, DecodeConfig)
+        check_argument("layout", layout, KVLayout)
         if config.digest_every and layout.memory_kind != "DRAM":
             raise ConfigError(
                 "digests need host memory", digest_every=config.digest_every, memory_kind=layout.memory_kind
             )
-        self._staging_slots = config.staging_slots
-        super().__init__(config, layout, backend)
-        self._digest_every = config.digest_every
+        super().__init__(config, layout, backend, ports=ports)
         self._generations = itertools.count(1)
-        self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._put_off: list[tuple[PeerId, Message]] = []
-        self._is_watching = False
+        self._secret = self._ports.random_bytes(SECRET_BYTES)
 
     def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,
@@ -112,7 +120,7 @@ class DecodeRank(Rank["RoomReceiver"]):
             tokens: Positions `[start, stop)` that are wanted; `start` is past a prefix that this side has already,
                 and `(n, n)` asks for the metadata only.
             pages: For each component of the layout, the pool pages to write `tokens` to: one for each page-sized
-                block that the range touches. A `Part` asks for other tokens (a window); for a component of kind
+                block that the range touches. A `TokenPages` asks for other tokens (a window); for a component of kind
                 "slot", the one slot; None says that a component is not wanted.
             num_ranks: Decode ranks that receive this room; all ranks of this instance by default.
             timeout_s: How long the whole transfer may take; from the settings by default.
@@ -131,14 +139,14 @@ class DecodeRank(Rank["RoomReceiver"]):
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
         """
         parts = self._wanted(tokens, pages, digest=bool(digest))
-        tables = check_parts(parts, self.layout, distinct=True)
+        tables = build_page_tables(parts, self.layout, distinct=True)
         timeout_s = self.config.timeouts.transfer_s if timeout_s is None else timeout_s
         check_duration("timeout_s", timeout_s)
-        num_ranks = check_count("num_ranks", self.config.num_ranks if num_ranks is None else num_ranks)
-        wish = ev.ReceiveOpened(
+        num_ranks = check_num_ranks(self.config.num_ranks if num_ranks is None else num_ranks)
+        opened = ev.ReceiveOpened(
             room=check_room(room),
             generation=0,
-            instance=check_instance(prefill),
+            instance=_check_instance(prefill),
             ranges={name: part.tokens for name, part in parts.items()},
             pages={name: table.pages.astype(WIRE_PAGES, copy=False).tobytes() for name, table in tables.items()},
             num_decode_ranks=num_ranks,
@@ -147,191 +155,202 @@ class DecodeRank(Rank["RoomReceiver"]):
             footprint=self.footprint(tables),
             priority=check_priority("priority", priority),
         )
-        return RoomReceiver(self, wish, digest)
+        return RoomReceiver(self, opened, digest)
 
-    def _wanted(self, tokens: TokenRange, pages: Mapping[str, Pages], *, digest: bool) -> dict[str, Part]:
+    def _wanted(self, tokens: TokenRange, pages: Mapping[str, Pages], *, digest: bool) -> dict[str, TokenPages]:
         if digest:
             check_digestible(self.layout)
         if not pages.keys() >= self.layout.by_name.keys():
             unsaid = [name for name in self.layout.by_name if name not in pages]
             raise PlanError("pages must be given for each component, or None", missing=unsaid, given=sorted(pages))
-        parts = spell_out(pages, self.layout, tokens)
+        parts = normalize(pages, self.layout, tokens)
         if not parts:
             raise PlanError("nothing is wanted", components=sorted(pages))
         return parts
 
-    def next_generation(self) -> int:
-        """A number that no transfer of this life has had."""
-        return next(self._generations)
+    def open_receiver(self, receiver: "RoomReceiver", opened: ev.ReceiveOpened, digest: bool | None) -> None:
+        """Put a receiver on record, under a generation that no transfer of this incarnation has had.
 
-    def secret(self, generation: int) -> bytes:
-        """Derive the secret of a transfer; asking the system for random bytes each time takes many times as long."""
-        return hashlib.blake2b(generation.to_bytes(8, "little"), key=self._secret, digest_size=SECRET_BYTES).digest()
+        Args:
+            receiver: To be opened.
+            opened: What it asks for; generation, digest and secret are filled in here.
+            digest: Digests are wanted; as the settings say if None.
 
-    def is_sampled(self, generation: int) -> bool:
-        """Say whether the settings want digests for a transfer."""
-        return bool(self._digest_every) and generation % self._digest_every == 0
+        Raises:
+            LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: It may not begin; nothing has changed.
+        """
+        generation = next(self._generations)
+        if digest is None:
+            every = self.config.digest_every
+            digest = bool(every) and generation % every == 0
+        # Asking the system for random bytes each time takes many times as long.
+        number = generation.to_bytes(8, "little")
+        secret = hashlib.blake2b(number, key=self._secret, digest_size=SECRET_BYTES).digest()
+        event = msgspec.structs.replace(opened, generation=generation, digest=digest, secret=secret)
+        self.open_transfer(generation, receiver, event)
 
-    def _open(self) -> None:
-        self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
-        self._bootstrap = DecodeBootstrap(
-            self._context,
-            self.layout,
-            self._backend,
-            self._registry.lookup,
-            self._on_message,
-            staging=self._core.staging,
+    def statistics(self) -> RankStatistics:
+        """Give counts at this moment.
+
+        Raises:
+            LocalProtocolError: The rank was not opened yet.
+        """
+        self.check_opened()
+        core = self._core
+        return RankStatistics(
+            rooms=core.num_rooms,
+            quarantined=core.num_quarantined,
+            quarantined_pages=core.quarantine.total.num_pages,
+            quarantined_bytes=core.quarantine.total.num_bytes,
+            waiting_grants=0,
+            queued_chunks=0,
+            posted=0,
+            timers=len(core.timers),
+            peers=core.num_peers,
+            anomalies=dict(self._anomalies.counts),
+            times=self._times,
+            staging=StagingStatistics(windows_taken=core.windows_taken, windows_free=core.windows_free),
         )
-        self._aggregate = Aggregate(self._context, self._note)
-        self._scatter = Scatter(self._context, self.layout, self._backend.view, self._staging)
-        self._verify = Verify(self._context, OwnMemory(self.layout, self._backend.view))
 
-    def _staging_statistics(self) -> StagingStatistics:
-        area = self._core.staging
-        if area is None:
-            return StagingStatistics()
-        return StagingStatistics(windows_taken=area.num_taken, windows_free=area.num_windows - area.num_taken)
+    @override
+    def _open(self) -> None:
+        backend, config = self._backend, self.config
+        windows = None
+        if self._staging is not None:
+            windows = self._staging.windows(slot_bytes=config.staging_slot_bytes, num_slots=config.staging_slots)
+        settings = DecodeSettings(
+            timeouts=config.timeouts,
+            limits=config.limits,
+            layout=self.layout,
+            backend=backend.name,
+            backend_metadata=backend.metadata(),
+            ends_with_process=backend.capabilities.ends_with_process,
+            staging=windows,
+        )
+        self._core = DecodeCore(self.me, settings)
+        self._record(settings)
+        self._connections = PeerConnections(self._context)
+        self._resources.callback(self._connections.close)
+        self._compiler = RouteCompiler(self._context, self.layout)
+        self._proofs = PeerProofs(self._context, backend)
+        self._aggregate = Aggregate(self._context, self.layout, backend, self._staging)
 
-    def _staging_area(self) -> StagingArea | None:
-        if self._staging is None:
-            return None
-        return self._staging.area(slot_bytes=self.config.staging_slot_bytes, num_slots=self._staging_slots)
-
-    def _runners(self) -> list[Callable[[], Awaitable[None]]]:
-        return [self._registry.run]
-
-    def _carry_out(self, effect: ef.Effect) -> None:
+    @override
+    def _perform(self, effect: ef.DecodeEffect) -> None:  # noqa: C901, PLR0912 - one arm an effect
         match effect:
-            case ef.GreetInstance(instance):
-                self._bootstrap.greet(instance)
-            case ef.ProbePeer(peer):
-                self._bootstrap.probe(peer)
-            case ef.ScatterStaged():
-                self._scatter.start(effect)
-            case ef.VerifyDigests():
-                self._verify.start(effect)
+            case ef.SendMessage(peer, message):
+                if isinstance(message, Ack):
+                    self._connections.send_ack(peer, message)
+                else:
+                    self._connections.send(peer, message)
             case ef.ReportReceiver():
-                self._finish(effect)
+                self._report_receiver(effect)
+            case ef.WatchNotices(active):
+                self._backend.watch(active=active)
+            case ef.ScatterStaged():
+                self._aggregate.scatter(effect)
+            case ef.VerifyDigests():
+                self._aggregate.verify(effect)
+            case ef.LookUp(instance):
+                self._registry.look_up(instance)
+            case ef.CompileRoutes():
+                self._compiler.start(effect)
+            case ef.Connect(peer, endpoint):
+                self._connections.connect(peer, endpoint)
+            case ef.Disconnect(peer):
+                self._connections.disconnect(peer)
+            case ef.ProbePeer():
+                self._proofs.probe(effect)
+            case ef.AwaitFence():
+                self._proofs.fence(effect)
+            case ef.CountAnomaly(kind, peer, room):
+                self._anomalies.count(kind, peer, room=room)
+            case ef.LogEvent():
+                self._log_event(effect)
+            case _:
+                assert_never(effect)
 
-    def _finish(self, effect: ef.ReportReceiver) -> None:
+    def _report_receiver(self, effect: ef.ReportReceiver) -> None:
         if effect.outcome is not Outcome.PENDING:
-            self._verify.stop(effect.generation)
+            self._aggregate.stop_verifying(effect.generation)
         receiver = self._transfers.get(effect.generation)
-        if receiver is not None and effect.handed is not None:
-            receiver.hand(effect.handed)
-            self._times.add(Stage.AGGREGATE, receiver.notices_s)
+        if receiver is not None and effect.received is not None:
+            receiver.take(effect.received)
+            self._times.add(Stage.AGGREGATE, self._ports.now() - effect.received.first_notice_at)
         if effect.memory is Memory.SAFE:
-            self._scatter.drop(effect.generation)
+            self._aggregate.drop(effect.generation)
         self._report(effect.generation, effect)
 
-    def _send(self, peer: PeerId, message: Message) -> None:
-        """Send at once; but the engine, which has just been told of a success, goes on before Received is sent."""
-        if isinstance(message, Received):
-            if not self._put_off:
-                asyncio.get_running_loop().call_soon(self._send_put_off)
-            self._put_off.append((peer, message))
-            return
-        self._send_put_off()
-        self._bootstrap.send(peer, message)
-
-    def _send_put_off(self) -> None:
-        put_off, self._put_off = self._put_off, []
-        for peer, message in put_off:
-            self._bootstrap.send(peer, message)
-
-    def _forget(self, peer: PeerId) -> None:
-        self._bootstrap.forget(peer)
-
-    def _on_message(self, peer: PeerId, message: Message) -> None:
-        if isinstance(message, Notice):
-            self._note(message)
-        self.dispatch(ev.MessageReceived(peer, message))
-
-    def _note(self, notice: Notice) -> None:
-        receiver = self._transfers.get(notice.generation)
-        if receiver is not None:
-            receiver.note_notice()
-
-    def _after_dispatch(self) -> None:
-        """Let the transport poll sharply while somebody may write here."""
-        is_watching = bool(self._core.receivers.rooms)
-        if is_watching != self._is_watching:
-            self._is_watching = is_watching
-            self._backend.watch(active=is_watching)
-
+    @override
     def _take_backend_event(self, event: BackendEvent) -> None:
-        if isinstance(event, NoticeArrived):
-            self._aggregate.take(event.payload)
-        else:
-            self._ignore("post_on_decode_rank")
+        self._aggregate.take(event)
+
+    @override
+    def _take_records(self, instance: str, records: tuple[RankRecord, ...]) -> None:
+        self.dispatch(ev.InstanceFound(instance, records))
+
+    @override
+    def _say_goodbye(self, failure: Failure) -> None:
+        for peer in self._core.peers_reachable():
+            self._connections.send(peer, Goodbye(peer=self.me, failure=failure))
 
 
 class RoomReceiver(Transfer):
-    """One room, as the decode engine receives it. Made by `DecodeRank.receive`."""
+    """One room, as the decode engine receives it. Made by `DecodeRank.receive`.
 
-    __slots__ = ("_digest", "_handover", "_is_told", "_notices_at", "_num_noted", "_opened_at", "_rank", "_wish")
+    Attributes:
+        handover: What it has brought, once it is a success.
+    """
 
-    def __init__(self, rank: DecodeRank, wish: ev.ReceiveOpened, digest: bool | None) -> None:
-        super().__init__(wish.room)
+    __slots__ = ("_digest", "_opened", "_rank", "handover")
+
+    def __init__(self, rank: DecodeRank, opened: ev.ReceiveOpened, digest: bool | None) -> None:
+        super().__init__(rank, opened.room)
+        self.handover: Handover | None = None
         self._rank = rank
-        self._wish = wish
+        self._opened = opened
         self._digest = digest
-        self._opened_at = 0.0
-        self._notices_at = (0.0, 0.0)
-        self._num_noted = 0
-        self._handover: Handover | None = None
-        self._is_told = False
-
-    @property
-    def notices_s(self) -> float:
-        """Time from the first notice to the last so far."""
-        return self._notices_at[1] - self._notices_at[0]
 
     async def done(self) -> Handover:
         """Wait until the pages are complete.
 
         Raises:
-            TransferFailed: They never will be. The pages are not quiet before the block is left.
+            TransferFailed: They never will be; raised as soon as that is decided. The pages may not be quiet before
+                the block is left: `memory` says how they stand.
         """
-        self._check_begun()
-        await self._decided.wait()
-        self._is_told = True
-        self._raise_if_failed()
-        if self._handover is None:
+        await self._wait_until_decided()
+        if self.handover is None:
             raise LocalProtocolError("transfer has no result", room=self.room, outcome=self.outcome.value)
-        return self._handover
+        return self.handover
 
-    def note_notice(self) -> None:
-        """Remember when notices came."""
-        at = now()
-        self._notices_at = (self._notices_at[0] if self._num_noted else at, at)
-        self._num_noted += 1
-
-    def hand(self, handed: Handed) -> None:
+    def take(self, received: ef.ReceivedRoom) -> None:
         """Take in what the core says a complete transfer brought."""
-        first = min(handed.metadata, default=None)
-        self._handover = Handover(
-            metadata=b"" if first is None else handed.metadata[first],
-            metadata_by_rank=handed.metadata,
-            num_bytes=handed.num_bytes,
-            num_notices=handed.num_notices,
-            elapsed_s=now() - self._opened_at,
-            first_notice_s=self._notices_at[0] - self._opened_at,
+        first = min(received.metadata, default=None)
+        self.handover = Handover(
+            metadata=b"" if first is None else received.metadata[first],
+            metadata_by_rank=received.metadata,
+            num_bytes=received.num_bytes,
+            num_notices=received.num_notices,
+            elapsed_s=self._rank.now() - self._opened_at,
+            first_notice_s=received.first_notice_at - self._opened_at,
         )
 
-    @property
-    def handover(self) -> Handover | None:
-        """What it has brought, once it is a success."""
-        return self._handover
+    @override
+    def log_line(self) -> TransferLine:
+        return TransferLine(
+            role="receive",
+            room=self.room,
+            outcome=self.outcome,
+            prefill=self._opened.instance,
+            num_bytes=0 if self.handover is None else self.handover.num_bytes,
+            num_pages=self._opened.footprint.num_pages,
+            elapsed_s=self._rank.now() - self._opened_at,
+            failure=self.failure,
+        )
 
     @override
     def open(self) -> None:
-        self._opened_at = now()
-        generation = self._rank.next_generation()
-        digest = self._rank.is_sampled(generation) if self._digest is None else self._digest
-        secret = self._rank.secret(generation)
-        self._wish = msgspec.structs.replace(self._wish, generation=generation, digest=digest, secret=secret)
-        self._rank.open_transfer(generation, self, self._wish)
+        self._rank.open_receiver(self, self._opened, self._digest)
 
     async def __aenter__(self) -> Self:
         self.open()
@@ -340,11 +359,23 @@ class RoomReceiver(Transfer):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        is_news = self._decided.is_set and not self._is_told
-        await self._end(exc)
-        if exc is None and is_news:
-            self._raise_if_failed()
+        self._rank.check_loop()
+        await self._wait_until_settled()
+        if exc is None:
+            self._raise_if_untold()
 
+    @override
     def _abort(self) -> None:
         detail = "the decode engine left the room before it was complete"
         self._rank.dispatch(ev.ReceiveAborted(self.room, self._rank.failure(FailureReason.ABORTED, detail)))
+
+
+def _check_instance(name: object) -> str:
+    """Give the name of an instance.
+
+    Raises:
+        LocalProtocolError: It cannot be one: not a string, empty, too long, or not encodable as UTF-8.
+    """
+    if not isinstance(name, str) or not is_instance_name(name):
+        raise LocalProtocolError("prefill must be the name of an instance", instance=name)
+    return name

@@ -5,6 +5,11 @@ without parsing: `error.values["page"]`.
 """
 
 import enum
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvflow.state.tables import Memory
 
 __all__ = [
     "BackendError",
@@ -23,6 +28,7 @@ __all__ = [
     "RemoteProtocolError",
     "RouteError",
     "Stage",
+    "ThreadShortage",
     "TransferFailed",
     "Unreachable",
 ]
@@ -91,6 +97,10 @@ class Unreachable(KvflowError):
     """Nobody answered in time, or a connection is gone: check addresses, start the other side, try again."""
 
 
+class ThreadShortage(KvflowError):
+    """This process could not start a thread; the function that it was for was not called: try again, or do without."""
+
+
 class BackendError(KvflowError):
     """The transport library refused or failed an operation."""
 
@@ -103,17 +113,22 @@ class RegistrationError(BackendError):
     """Memory could not be registered with the transport."""
 
 
-class Stage(str, enum.Enum):
+class Stage(enum.StrEnum):
     """Where in the pipeline something happened."""
 
     BOOTSTRAP = "bootstrap"
+    """Two ranks find each other, do the handshake, and watch each other."""
     ENQUEUE = "enqueue"
+    """A chunk waits for its grant, its data, its turn or credit."""
     PLANNING = "planning"
+    """Page tables become descriptors."""
     SUBMIT = "submit"
+    """A write is under way."""
     AGGREGATE = "aggregate"
+    """What has arrived is counted, scattered and compared."""
 
 
-class FailureReason(str, enum.Enum):
+class FailureReason(enum.StrEnum):
     """Why a transfer did not succeed."""
 
     UNREACHABLE = "unreachable"
@@ -133,7 +148,7 @@ class FailureReason(str, enum.Enum):
     NOT_READY = "not_ready"
     """The device failed before the pages were computed."""
     INCOMPLETE = "incomplete"
-    """A rank said that it was finished, but its notices do not add up to what it owed."""
+    """A rank said that it was finished, but its notices do not add up to the expected bytes."""
     CORRUPT = "corrupt"
     """What arrived is not what was sent: the digests of a component differ."""
     STALLED = "stalled"
@@ -147,15 +162,15 @@ class FailureReason(str, enum.Enum):
     PEER_LOST = "peer_lost"
     """A peer was not heard from within its lease."""
     PEER_FAILING = "peer_failing"
-    """Transfers with this peer failed again and again; it is tried again after a pause."""
+    """The prefill instance could not be reached when it was tried last; the handshake goes on being tried."""
     PEER_CLOSED = "peer_closed"
     """A peer said that it is leaving."""
     BROKEN = "broken"
-    """A task of this rank failed, which no input should be able to cause; the rank's exit raises the error."""
+    """A rank could not carry out what follows from an event, which no input should cause; its exit raises the error."""
     CAPACITY = "capacity"
     """A bound of the peer is reached."""
     PROTOCOL = "protocol"
-    """A peer broke the protocol within this transfer."""
+    """A peer broke the protocol within this transfer; or, before it began, the engine did: its room is in use, say."""
 
 
 class TransferFailed(KvflowError):
@@ -167,12 +182,17 @@ class TransferFailed(KvflowError):
         stage: The stage at which it was noticed.
         rank: Who noticed it first, as "instance/engine_rank".
         detail: Why, for a person.
-        quarantined: True if the pages cannot be proved quiet yet: they must not be used again until the rank
-            no longer lists them as quarantined.
     """
 
     def __init__(
-        self, room: int, reason: FailureReason, stage: Stage, rank: str, detail: str, *, quarantined: bool = False
+        self,
+        room: int,
+        reason: FailureReason,
+        stage: Stage,
+        rank: str,
+        detail: str,
+        *,
+        memory: "Callable[[], Memory]",
     ) -> None:
         super().__init__("transfer failed", room=room, reason=reason.value, stage=stage.value, rank=rank, detail=detail)
         self.room = room
@@ -180,4 +200,14 @@ class TransferFailed(KvflowError):
         self.stage = stage
         self.rank = rank
         self.detail = detail
-        self.quarantined = quarantined
+        self._memory = memory
+
+    @property
+    def memory(self) -> "Memory":
+        """Whether somebody can still touch the pages of the transfer: now, not when it failed."""
+        return self._memory()
+
+    @property
+    def quarantined(self) -> bool:
+        """The pages cannot be proved quiet yet: they must not be used again before `memory` is SAFE."""
+        return self.memory.value == "quarantined"

@@ -1,63 +1,68 @@
 """The service that an engine's prefill worker embeds."""
 
-import itertools
-import operator
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Self, assert_never
 
-import anyio
 import anyio.lowlevel
-import msgspec
-from typing_extensions import Self, override
+from typing_extensions import override
 
-from kvflow.backends.base import Backend, BackendEvent, PostEnded, PostInDoubt
-from kvflow.config import PrefillConfig
-from kvflow.errors import FailureReason, PlanError
+from kvflow.backends.base import Backend, BackendEvent
+from kvflow.config import PrefillConfig, check_argument
+from kvflow.errors import FailureReason, LocalProtocolError, RemoteProtocolError, Stage, Unreachable
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import Pages, check_parts, spell_out
-from kvflow.geometry.tokens import TokenRange, check_range
+from kvflow.geometry.pages import Pages
+from kvflow.geometry.ranges import TokenRange
+from kvflow.observe.trace import TransferLine
+from kvflow.packing.staging import LocalStaging
+from kvflow.ports import Ports
 from kvflow.rank import Rank
-from kvflow.registry import RegistryClient
-from kvflow.stages.bootstrap import PrefillBootstrap
-from kvflow.stages.digests import OwnMemory
-from kvflow.stages.enqueue import Enqueue
+from kvflow.stages.bootstrap import HelloChecks
+from kvflow.stages.enqueue import CapacityLine, DeviceWaits, finish_chunk, make_chunk
 from kvflow.stages.planning import Planning
-from kvflow.stages.staging import local_staging, slots_of
 from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.events import Chunk, LayersReady, ReadyEvent
+from kvflow.state.prefill.core import PrefillCore
+from kvflow.state.quarantine import NO_MEMORY
+from kvflow.state.settings import PrefillSettings
 from kvflow.state.tables import Memory, Outcome
-from kvflow.state.window import Cost
 from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer
-from kvflow.wire.channel import Listener
-from kvflow.wire.messages import Card, Failure, Message, PeerId
+from kvflow.wire.codec import decode_frames, encode
+from kvflow.wire.hosts import host_of
+from kvflow.wire.messages import Failure, Goodbye, Message, RankRecord
 
 __all__ = ["PrefillRank", "RoomSender"]
 
 
-class PrefillRank(Rank["RoomSender"]):
+class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     """Sends the KV cache of rooms to the decode ranks that ask for it. Use it as an async context manager.
 
     Args:
         config: Settings.
         layout: The pools to send from; they must stay allocated until the rank is closed.
         backend: A transport to use instead of the one that the settings name.
+        ports: The world to use instead of the real one.
 
     Raises:
-        ConfigError: The control address cannot be bound, the backend is not known, or the device has no memory left for
-            `staging_bytes`.
+        ConfigError: The settings are not those of a prefill rank, the layout is none, the control address cannot be
+            bound, the backend is not known, or the device has no memory left for `staging_bytes`.
         BackendUnavailable: The transport's library is missing or broken.
         RegistrationError: The transport does not take the memory.
+        Unreachable: On entry: this process has no sockets left.
     """
 
-    def __init__(self, config: PrefillConfig, layout: KVLayout, backend: Backend | None = None) -> None:
-        super().__init__(config, layout, backend)
-        self._bind = (config.bind, config.advertise)
-        self._settings = config
-        self._is_turn = False
+    config: PrefillConfig
+    _core: PrefillCore
+
+    def __init__(
+        self, config: PrefillConfig, layout: KVLayout, backend: Backend | None = None, *, ports: Ports | None = None
+    ) -> None:
+        check_argument("config", config, PrefillConfig)
+        check_argument("layout", layout, KVLayout)
+        super().__init__(config, layout, backend, ports=ports)
 
     @property
     def endpoint(self) -> str:
@@ -74,141 +79,171 @@ class PrefillRank(Rank["RoomSender"]):
             room: The router's id of the request, the same on both sides.
 
         Raises:
-            LocalProtocolError: On entry: the room is in use, or the rank is not open.
+            LocalProtocolError: On entry: the room is in use, or the rank is not open. On exit: nothing has failed, but
+                `finish` was not called; the transfer is aborted. Call `abort` to give it up on purpose.
             CapacityExceeded: On entry: too many rooms are open, or too much memory is in quarantine.
             RankDraining: On entry: the rank is about to close.
-            TransferFailed: On exit: the transfer failed.
+            TransferFailed: On exit: the transfer failed, and nobody has been told.
         """
         return RoomSender(self, room)
 
-    def _open(self) -> None:
-        self._listener = self._resources.enter_context(closing(Listener(*self._bind)))
-        self._registry = self._resources.enter_context(closing(RegistryClient(self.config.registry, self._log)))
-        self._resources.callback(self._registry.unregister, self.me)
-        staging = local_staging(self._staging, self._settings, self.layout, self._backend)
-        self._slots = slots_of(staging, self._core.slots)
-        self._bootstrap = PrefillBootstrap(
-            self._context, self.layout, self._backend, self._listener, self._on_message, staging=staging
-        )
-        geometry = self._bootstrap.geometry
-        self._enqueue = Enqueue(self._context, self._cost, self._plan_next, self._slots)
-        memory = OwnMemory(self.layout, self._backend.view, self._backend.capabilities.max_descriptor_bytes)
-        end_job = self._enqueue.end
-        self._submit = Submit(self._context, self._backend, end_job, self._send)
-        self._planning = Planning(
-            self._context,
-            self._enqueue.next_job,
-            self._submit.offer,
-            geometry,
-            end_job,
-            memory,
-            staging=staging,
-            without_slots=self._enqueue.without_slots,
+    def statistics(self) -> RankStatistics:
+        """Give counts at this moment.
+
+        Raises:
+            LocalProtocolError: The rank was not opened yet.
+        """
+        self.check_opened()
+        core, submit = self._core, self._submit
+        return RankStatistics(
+            rooms=core.num_rooms,
+            quarantined=core.num_quarantined,
+            quarantined_pages=core.quarantine.total.num_pages,
+            quarantined_bytes=core.quarantine.total.num_bytes,
+            waiting_grants=core.num_waiting_grants,
+            queued_chunks=core.num_queued,
+            posted=submit.num_posted,
+            timers=len(core.timers),
+            peers=core.num_peers,
+            anomalies=dict(self._anomalies.counts),
+            times=self._times,
+            staging=StagingStatistics(
+                packed_posts=submit.packed.num_posts,
+                packed_bytes=submit.packed.num_bytes,
+                direct_posts=submit.direct.num_posts,
+                direct_bytes=submit.direct.num_bytes,
+                slots_taken=core.slots_taken,
+                slots_lost=core.slots_lost,
+            ),
         )
 
-    def _runners(self) -> list[Callable[[], Awaitable[None]]]:
-        card = Card(
+    @override
+    async def _own_host(self) -> str:
+        bind, advertise = self.config.bind, self.config.advertise
+        return advertise.strip("[]") if advertise else host_of(bind)
+
+    @override
+    def _open(self) -> None:
+        backend, capabilities = self._backend, self._backend.capabilities
+        staging = None
+        if self._staging is not None:
+            overhead_s = capabilities.descriptor_overhead_s
+            staging = LocalStaging(self._staging, self.layout, backend.view, self.config, overhead_s)
+        settings = PrefillSettings(
+            timeouts=self.config.timeouts,
+            limits=self.config.limits,
+            layout=self.layout,
+            backend=backend.name,
+            in_band_notices=capabilities.in_band_notices,
+            max_descriptor_bytes=capabilities.max_descriptor_bytes,
+            staging=None if staging is None else staging.settings,
+        )
+        self._core = PrefillCore(self.me, settings)
+        self._record(settings)
+        self.line = CapacityLine(self._core.has_capacity, self._core.peers_of)
+        self._device_waits = DeviceWaits(self._context)
+        self._submit = Submit(self._context, backend)
+        self._planning = Planning(self._context, self.layout, backend, self._submit, staging)
+        self._hellos = HelloChecks(self._context, settings, backend, staging)
+        self._listener = self._ports.control.listen(self.config.bind, self.config.advertise, self._on_message)
+        self._resources.callback(self._listener.close)
+        record = RankRecord(
             peer=self.me,
             num_ranks=self.config.num_ranks,
             endpoint=self.endpoint,
-            backend=self._backend.name,
+            backend=backend.name,
             layout=self.layout,
         )
-        return [
-            self._bootstrap.run,
-            self._planning.run,
-            self._registry.run,
-            lambda: self._registry.keep_registered(card),
-        ]
-
-    def _carry_out(self, effect: ef.Effect) -> None:
-        match effect:
-            case ef.EnqueueChunk():
-                self._enqueue.put(effect)
-            case ef.OfferSlots(peer):
-                self._enqueue.offer_slots(peer)
-            case ef.PostPlan():
-                self._submit.post(effect)
-            case ef.DropPlan(delivery):
-                self._submit.drop(effect)
-                self._planning.drop(delivery)
-            case ef.DropChunks(delivery):
-                self._enqueue.drop(delivery)
-                self._planning.drop(delivery)
-            case ef.ReportSender():
-                if effect.memory is Memory.SAFE:
-                    self._planning.drop_room(effect.room)
-                self._report(effect.room, effect)
-
-    def _send(self, peer: PeerId, message: Message) -> None:
-        self._bootstrap.send(peer, message)
-
-    def _forget(self, peer: PeerId) -> None:
-        self._bootstrap.forget(peer)
-
-    def _withdraw(self) -> None:
-        self._registry.unregister(self.me)
-
-    def _on_message(self, peer: PeerId, message: Message) -> None:
-        self.dispatch(ev.MessageReceived(peer, message))
-
-    def _take_backend_event(self, event: BackendEvent) -> None:
-        match event:
-            case PostEnded():
-                self._submit.ended(event)
-            case PostInDoubt():
-                self._submit.in_doubt(event)
-            case _:
-                self._ignore("notice_on_prefill_rank")
-
-    def _after_dispatch(self) -> None:
-        if self._is_turn:
-            self._is_turn = False
-            self._planning.plan_next()
-
-    def _plan_next(self) -> None:
-        self._is_turn = self._is_dispatching
-        if not self._is_dispatching:  # what is carried out may still drop what it has brought
-            self._planning.plan_next()
-
-    def _cost(self, effect: ef.EnqueueChunk) -> Cost:
-        """What a part of a chunk takes of its peer's window; nothing if the peer is gone."""
-        geometry = self._bootstrap.geometry(effect.delivery.peer)
-        if geometry is None:
-            return Cost(0, 0)
-        max_bytes = self._backend.capabilities.max_descriptor_bytes
-        return geometry.cost(effect.ranges, effect.grant.ranges, max_bytes, effect.layers)
-
-    def _staging_statistics(self) -> StagingStatistics:
-        return self._submit.statistics(self._slots.local, self._core.slots)
+        self._registry.publish(record)
+        self._resources.callback(self._withdraw)
 
     @override
-    def statistics(self) -> RankStatistics:
-        return super().statistics()._replace(queued_chunks=self._enqueue.num_queued, posted=self._submit.num_posted)
+    def _perform(self, effect: ef.PrefillEffect) -> None:  # noqa: C901, PLR0912 - one arm an effect
+        match effect:
+            case ef.PostPiece(piece):
+                self._planning.post_piece(piece)
+            case ef.Reply(connection, message):
+                self._send(connection, message)
+            case ef.ReportSender(room, _, memory):
+                if memory is Memory.SAFE:
+                    self._planning.drop_room(room)
+                self._report(room, effect)
+            case ef.PlanPiece(piece):
+                self._planning.plan_piece(piece)
+            case ef.PostPlan(delivery, seq, notice):
+                self._planning.post_plan(delivery, seq, notice)
+            case ef.DropPlan(delivery, seq):
+                self._planning.drop_plan(delivery, seq)
+            case ef.AwaitData():
+                self._device_waits.start(effect)
+            case ef.ContinueSoon():
+                self._dispatch_soon(ev.TurnContinued())
+            case ef.AdmitChunks():
+                self.line.admit()
+            case ef.CheckHello(connection, hello):
+                self._hellos.start(connection, hello)
+            case ef.DisconnectTransport(peer):
+                self._hellos.disconnect(peer)
+            case ef.CountAnomaly(kind, peer, room):
+                self._anomalies.count(kind, peer, room=room)
+            case ef.LogEvent():
+                self._log_event(effect)
+            case _:
+                assert_never(effect)
 
-    def has_room(self, room: int) -> bool:
-        """Say whether a chunk of this room may be offered without waiting."""
-        return self._enqueue.has_room(self._peers(room))
+    def _on_message(self, connection: bytes, frames: Sequence[bytes]) -> None:
+        try:
+            message = decode_frames(frames)
+        except RemoteProtocolError as error:
+            self._anomalies.count(
+                "message_rejected", stage=Stage.BOOTSTRAP.value, connection=connection.hex(), detail=str(error)
+            )
+        else:
+            self.dispatch(ev.MessageArrived(connection, message))
 
-    async def wait_for_room(self, room: int) -> None:
-        """Wait while too many chunks wait for a decode rank that has asked for this room."""
-        await self._enqueue.wait_for_room(lambda: self._peers(room))
+    def _send(self, connection: bytes, message: Message) -> None:
+        """Send; what cannot be sent is lost: it is retransmitted if it matters, or the lease ends."""
+        try:
+            self._listener.send(connection, encode(message))
+        except Unreachable as error:
+            self.dispatch(ev.ReplyLost(connection))
+            self._anomalies.count("message_lost", stage=Stage.BOOTSTRAP.value, detail=str(error))
 
-    def _peers(self, room: int) -> list[PeerId]:
-        sender = self._core.senders.rooms.get(room)
-        return list(sender.deliveries) if sender is not None else []
+    @override
+    def _take_backend_event(self, event: BackendEvent) -> None:
+        self._submit.take(event)
+
+    @override
+    def _take_records(self, instance: str, records: tuple[RankRecord, ...]) -> None:
+        self._anomalies.count("records_on_prefill_rank", instance=instance)
+
+    @override
+    def _say_goodbye(self, failure: Failure) -> None:
+        for connection in self._core.connections():
+            self._send(connection, Goodbye(peer=self.me, failure=failure))
+
+    @override
+    def _withdraw(self) -> None:
+        self._registry.withdraw(self.me)
+
+    @override
+    def _settle_after_break(self) -> None:
+        """Report all source pages as safe: a closed transport reads none any more."""
+        for key, sender in list(self._transfers.items()):
+            sender.report(sender.outcome, Memory.SAFE, sender.failure)
+            del self._transfers[key]
 
 
 class RoomSender(Transfer):
     """One room, as the prefill engine sends it. Made by `PrefillRank.send`."""
 
-    __slots__ = ("_is_finished", "_rank", "_waits")
+    __slots__ = ("_footprint", "_is_finished", "_rank")
 
     def __init__(self, rank: PrefillRank, room: int) -> None:
-        super().__init__(room)
+        super().__init__(rank, room)
         self._rank = rank
         self._is_finished = False
-        self._waits: list[anyio.CancelScope] = []
+        self._footprint = NO_MEMORY
 
     async def chunk(
         self,
@@ -227,9 +262,9 @@ class RoomSender(Transfer):
             tokens: Positions `[start, stop)` in the request; must continue the chunk before.
             pages: For each component that comes with this chunk, the pool pages that hold `tokens`: one for each
                 page-sized block that the range touches, so a chunk that begins or ends within a page lists that page
-                too. A `Part` names other tokens than those of the chunk (a window that reaches back); for a component
-                of kind "slot", the one slot. What decode wants must have come by the end; what it does not want is
-                ignored.
+                too. A `TokenPages` names other tokens than those of the chunk (a window that reaches back); for a
+                component of kind "slot", the one slot. What decode wants must have come by the end; what it does not
+                want is ignored.
             ready: What to wait for first: its `synchronize` is called in a worker thread. A `torch.cuda.Event` that
                 was recorded after the last kernel that writes the pages.
             layers: Instead of `ready`, if layers are computed one after another: when what `pages` has of all global
@@ -241,7 +276,7 @@ class RoomSender(Transfer):
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;
                 the room stays open.
-            LocalProtocolError: The tokens do not continue the chunk before, or the room is not open.
+            LocalProtocolError: The tokens do not continue the chunk before, or `finish` was called.
             TransferFailed: The transfer has failed in the meantime; there is no need to compute the rest.
         """
         await self.offer(make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers))
@@ -268,42 +303,44 @@ class RoomSender(Transfer):
             As in `chunk`; and PlanError if the metadata is too long.
         """
         chunk = make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers)
-        await self.offer(finish_chunk(chunk, metadata))
+        await self.offer(finish_chunk(chunk, metadata, self._rank.config.limits.metadata_bytes))
 
     async def offer(self, chunk: Chunk) -> None:
-        """Send a chunk whose page tables are checked already; `chunk` and `finish` come down to this.
+        """Send a chunk that is checked already; `chunk` and `finish` come down to this.
 
         Raises:
-            As in `finish`.
+            LocalProtocolError, TransferFailed: As in `chunk`.
         """
-        limit = self._rank.config.limits.metadata_bytes
-        if len(chunk.metadata) > limit:
-            raise PlanError("metadata is too long", room=self.room, num_bytes=len(chunk.metadata), limit=limit)
+        self._check_begun()
+        line = self._rank.line
         await anyio.lowlevel.checkpoint_if_cancelled()
-        if not self._rank.has_room(self.room):
-            await self._wait_for_room()
         self._raise_if_failed()
-        self._rank.dispatch(ev.ChunkOffered(self.room, chunk, self._rank.footprint(chunk.pages)))
+        if line.is_open(self.room):
+            self._offer_now(chunk)
+        else:
+            await line.wait(self.room)
+            try:
+                self._offer_now(chunk)
+            finally:
+                line.admit()
+        if not chunk.last:  # others get their turn; after the last one the engine waits anyway
+            await anyio.lowlevel.cancel_shielded_checkpoint()
+
+    def _offer_now(self, chunk: Chunk) -> None:
+        self._raise_if_failed()
+        if self._is_finished:  # the core may know the room as that of a later transfer by now
+            raise LocalProtocolError("no chunk follows `finish`", room=self.room)
+        footprint = self._rank.footprint(chunk.pages)
+        self._rank.request(ev.ChunkOffered(self.room, chunk, footprint))
+        self._raise_if_failed()
         self._is_finished = chunk.last
-        await anyio.lowlevel.cancel_shielded_checkpoint()  # others get their turn, but the chunk is on its way before
+        self._footprint = self._footprint.plus(footprint)
 
     @override
     def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
         super().report(outcome, memory, failure)
         if failure is not None:
-            for wait in self._waits:
-                wait.cancel()
-
-    async def _wait_for_room(self) -> None:
-        """Wait until a chunk may be offered, or until the room has failed: it must hear of that at once."""
-        if self.failure is not None:
-            return
-        with anyio.CancelScope() as wait:
-            self._waits.append(wait)
-            try:
-                await self._rank.wait_for_room(self.room)
-            finally:
-                self._waits.remove(wait)
+            self._rank.line.leave(self.room)
 
     async def delivered(self) -> None:
         """Wait until every decode rank has said that it has everything.
@@ -313,9 +350,20 @@ class RoomSender(Transfer):
         Raises:
             TransferFailed: That will not happen.
         """
-        self._check_begun()
-        await self._decided.wait()
-        self._raise_if_failed()
+        await self._wait_until_decided()
+
+    @override
+    def log_line(self) -> TransferLine:
+        return TransferLine(
+            role="send",
+            room=self.room,
+            outcome=self.outcome,
+            prefill=None,
+            num_bytes=self._footprint.num_bytes,
+            num_pages=self._footprint.num_pages,
+            elapsed_s=self._rank.now() - self._opened_at,
+            failure=self.failure,
+        )
 
     @override
     def open(self) -> None:
@@ -328,66 +376,19 @@ class RoomSender(Transfer):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        is_abandoned = exc is None and not self._is_finished
+        self._rank.check_loop()
+        is_forgotten = exc is None and not self._is_finished and self.outcome is Outcome.PENDING
         try:
             if exc is None and self._is_finished:
                 await self._decided.wait()
         finally:
-            await self._end(exc)
-        if exc is None and not is_abandoned:
-            self._raise_if_failed()
+            await self._wait_until_settled()
+        if is_forgotten:
+            raise LocalProtocolError("a room was left without `finish` or `abort`; it is aborted", room=self.room)
+        if exc is None:
+            self._raise_if_untold()
 
+    @override
     def _abort(self) -> None:
         detail = "the prefill engine left the room before it was delivered"
         self._rank.dispatch(ev.SendAborted(self.room, self._rank.failure(FailureReason.ABORTED, detail)))
-
-
-def finish_chunk(chunk: Chunk, metadata: bytes) -> Chunk:
-    """Make a chunk the last one.
-
-    Raises:
-        PlanError: The metadata is not bytes.
-    """
-    if not isinstance(metadata, (bytes, bytearray, memoryview)):
-        raise PlanError("metadata must be bytes", type=type(metadata).__name__)
-    return msgspec.structs.replace(chunk, last=True, metadata=bytes(metadata))
-
-
-def make_chunk(
-    layout: KVLayout,
-    tokens: TokenRange,
-    pages: Mapping[str, Pages],
-    *,
-    ready: ReadyEvent | None = None,
-    layers: Sequence[LayersReady] = (),
-) -> Chunk:
-    """Check what an engine says about a chunk; `RoomSender.chunk` has the meaning of the arguments.
-
-    Raises:
-        PlanError: A page table does not fit the pool or the tokens, or layers are out of order.
-    """
-    tokens = check_range(tokens)
-    parts = spell_out(pages, layout, tokens)
-    tables = check_parts(parts, layout)
-    ranges = {name: part.tokens for name, part in parts.items()}
-    return Chunk(tokens, ranges, tables, ready=ready, layers=check_layers(layers, ready))
-
-
-def check_layers(layers: Sequence[LayersReady], ready: ReadyEvent | None) -> tuple[LayersReady, ...]:
-    """Check the groups of layers in which a chunk gets ready.
-
-    Raises:
-        PlanError: They are no such groups, are not in ascending order, or there is an event for the whole chunk too.
-    """
-    if not layers:
-        return ()
-    if ready is not None:
-        raise PlanError("a chunk gets ready as a whole or by layers, not both", groups=len(layers))
-    try:
-        groups = tuple(LayersReady(operator.index(stop), event) for stop, event in layers)
-    except (TypeError, ValueError):
-        raise PlanError("layers must be given as LayersReady", layers=layers) from None
-    stops = [0, *(group.stop for group in groups)]
-    if any(stop <= start for start, stop in itertools.pairwise(stops)):
-        raise PlanError("layers must be given in ascending order", stops=stops[1:])
-    return groups

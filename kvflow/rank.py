@@ -1,118 +1,169 @@
-"""What a prefill rank and a decode rank share: the life cycle, the core with its clock, and the tasks.
+"""What a prefill rank and a decode rank share: the life cycle, the core with its alarm, and the transfers.
 
-All of a rank runs in one task group on the event loop it is opened on. The core is only ever touched from there, so
-nothing needs a lock.
+All of a rank runs on the event loop that it is opened on, mostly in callbacks: sockets, the transport and the alarm
+tell the core what has happened, and what follows is carried out at once. A task group owns what has to wait. The core
+is only ever touched from that event loop, so nothing needs a lock.
 """
 
 import abc
+import asyncio
 import logging
 import math
-import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, Self, TypeVar
 
 import anyio
-import anyio.lowlevel
-from typing_extensions import Self
 
-from kvflow.aio.clock import Clock, now
+from kvflow.aio.alarm import Alarm
+from kvflow.aio.shield import to_the_end
 from kvflow.aio.tasks import OwnedTasks
+from kvflow.aio.turns import Turns
 from kvflow.backends import create_backend
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.config import RankConfig
-from kvflow.errors import FailureReason, KvflowError, LocalProtocolError, RankBroken, Stage
+from kvflow.directory import RegistryClient
+from kvflow.errors import (
+    CapacityExceeded,
+    ConfigError,
+    FailureReason,
+    KvflowError,
+    LocalProtocolError,
+    RankBroken,
+    RankDraining,
+    Stage,
+)
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import PageTable
 from kvflow.observe.logs import LOGGER, get_logger
 from kvflow.observe.times import StageTimes
-from kvflow.observe.trace import OddityLog, describe
-from kvflow.stages.context import StageContext
-from kvflow.stages.staging import staging_memory
-from kvflow.stages.submit import agent_name
+from kvflow.observe.trace import AnomalyLog, describe, log_transfer
+from kvflow.packing.staging import staging_memory
+from kvflow.ports import Ports
+from kvflow.stages.context import StageContext, agent_name
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
-from kvflow.state.core import Core
-from kvflow.state.quarantine import Footprint
-from kvflow.state.staging import StagingArea
+from kvflow.state.quarantine import Footprint, Quarantine
+from kvflow.state.recorder import Recorder
+from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.state.tables import Memory, Outcome
-from kvflow.statistics import RankStatistics, StagingStatistics
+from kvflow.system import system_ports
 from kvflow.transfer import Transfer
-from kvflow.wire.messages import Failure, Goodbye, Message, PeerId, RankId
+from kvflow.wire.messages import Failure, PeerId, RankId, RankRecord
 
 __all__ = ["Rank"]
 
-CLOSE_MARGIN_S = 1.0
+CLOSE_MARGIN_S: Final = 1.0
 """How much longer than the drain timeout closing may wait for the last transfers."""
 
-EVENTS_AT_ONCE = 16
+EVENTS_AT_ONCE: Final = 16
 """Events of the transport taken in before the event loop gets its turn."""
 
+INCARNATION_BYTES: Final = 8
+
+SharedEvent = ev.QuarantineReleased | ev.DrainStarted | ev.CloseStarted | ev.TransportClosed | ev.TimePassed
+"""Events that both cores take."""
+
 AnyTransfer = TypeVar("AnyTransfer", bound=Transfer)
+AnyEvent = TypeVar("AnyEvent")
+AnyEffect = TypeVar("AnyEffect")
+Event_contra = TypeVar("Event_contra", contravariant=True)
+Effect_co = TypeVar("Effect_co", covariant=True)
 
 
-class Rank(abc.ABC, Generic[AnyTransfer]):
+class Core(Protocol[Event_contra, Effect_co]):
+    """What both cores have; see `kvflow.state`."""
+
+    quarantine: Quarantine
+
+    def handle(self, event: Event_contra, now: float, /) -> Sequence[Effect_co]:
+        """Take an event in, and say what follows.
+
+        Raises:
+            LocalProtocolError, CapacityExceeded, RankDraining: The engine asked for what is not allowed; nothing has
+                changed.
+        """
+
+    def next_deadline(self) -> float | None:
+        """When it wants to hear that time has passed."""
+
+
+class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     """Base of both ranks. Use it as an async context manager.
 
     Args:
         config: Settings.
         layout: Memory to send from or to receive into; it must stay allocated until the rank is closed.
         backend: A transport to use instead of the one that the settings name.
+        ports: The world to use instead of the real one.
     """
 
-    def __init__(self, config: RankConfig, layout: KVLayout, backend: Backend | None = None) -> None:
+    _core: Core[AnyEvent | SharedEvent, AnyEffect]
+
+    def __init__(
+        self, config: RankConfig, layout: KVLayout, backend: Backend | None = None, *, ports: Ports | None = None
+    ) -> None:
         self.config = config
         self.layout = layout
-        self.me = PeerId(RankId(config.instance, config.engine_rank), secrets.randbits(64))
+        self._ports = ports or system_ports()
+        incarnation = int.from_bytes(self._ports.random_bytes(INCARNATION_BYTES), "little")
+        self.me = PeerId(RankId(config.instance, config.engine_rank), incarnation)
         self._backend = backend or create_backend(config.backend, config.backend_options)
-        ends_with_process = self._backend.capabilities.ends_with_process
         self._staging = staging_memory(config, layout)
-        area = self._staging_area()
-        self._core = Core(self.me, config.timeouts, config.limits, ends_with_process=ends_with_process, staging=area)
         self._page_bytes = {component.name: component.page_bytes for component in layout.components}
-        self._clock = Clock(self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()))
         self._times = StageTimes()
         self._log = get_logger(instance=config.instance, engine_rank=config.engine_rank)
-        self._oddities = OddityLog(self._log, now)
-        self._tasks = OwnedTasks(self._abandon)
-        self._context = StageContext(
+        self._anomalies = AnomalyLog(self._log, self._ports.now)
+        self._tasks = OwnedTasks(self._break)
+        self._context: StageContext[AnyEvent | SharedEvent] = StageContext(
             me=self.me,
             config=config,
+            ports=self._ports,
+            now=self._ports.now,
             dispatch=self.dispatch,
             start_task=self._tasks.start,
-            now=now,
             times=self._times,
             log=self._log,
-            oddities=self._oddities,
+            anomalies=self._anomalies,
         )
+        self._arrived: Turns[BackendEvent] = Turns(self._take_backend_event, self._fail, EVENTS_AT_ONCE)
         self._transfers: dict[int, AnyTransfer] = {}
-        self._events: deque[ev.Event] = deque()
-        self._is_dispatching = False
+        self._num_unsettled = 0
         self._settled = anyio.Event()
-        self._is_leaving = False
+        self._events: deque[AnyEvent | SharedEvent] = deque()
+        self._is_dispatching = False
+        self._is_draining = False
         self._is_open = False
-        self._was_opened = False
+        self._is_over = False
         self._error: Exception | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._recorder: Recorder | None = None
         self._resources = ExitStack()
 
+    # Life cycle -----------------------------------------------------------------------------------------------------
+
     async def __aenter__(self) -> Self:
-        if self._was_opened:
+        if self._loop is not None:
             raise LocalProtocolError("a rank can be opened only once; make another one", rank=str(self.me.rank))
-        self._was_opened = True
+        self._loop = asyncio.get_running_loop()
         try:
-            await self._backend.open(agent_name(self.me))
+            if (host := await self._own_host()) is not None:
+                self._backend.advertise(host)
+            await self._backend.open(agent_name(self.me), self._arrived.put, self._tasks.fail)
             await self._backend.register(self._staging.added_to(self.layout) if self._staging else self.layout)
+            self._registry = RegistryClient(self.config.registry, self._ports, self._log, self._take_records)
+            self._resources.callback(self._registry.close)
             self._open()
+            self._alarm = Alarm(self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()), self._ports.now)
+            self._resources.callback(self._alarm.close)
             await self._tasks.open()
         except BaseException:
             self._resources.close()
-            with anyio.CancelScope(shield=True):
-                await self._backend.aclose()
+            await to_the_end(self._backend.aclose())
             raise
-        for run in (self._clock.run, self._take_events, *self._runners()):
-            self._tasks.start(run)
         self._is_open = True
         self._log.info("rank_opened", incarnation=f"{self.me.incarnation:016x}", backend=self._backend.name)
         return self
@@ -120,101 +171,267 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with anyio.CancelScope(shield=True):
+        self.check_loop()
+        await to_the_end(self._leave())
+
+    async def _leave(self) -> None:
+        try:
+            await self._close()
+        finally:
+            self._is_over = True
             try:
-                await self._close()
+                self._resources.close()
             finally:
-                try:
-                    await self._tasks.close()
-                finally:
-                    self._resources.close()
-            self._log.info("rank_closed", quarantined=len(self.quarantined()))
+                await self._tasks.close()
+        self._log.info("rank_closed", quarantined=len(self.quarantined()))
 
-    def statistics(self) -> RankStatistics:
-        """Counts at this moment."""
-        receivers = self._core.receivers
-        memories = [sender.state.memory for sender in self._core.senders.rooms.values()]
-        memories += [receiver.state.memory for receiver in receivers.receivers.values()]
-        num_quarantined = sum(memory is Memory.QUARANTINED for memory in memories)
-        return RankStatistics(
-            rooms=len(memories) - num_quarantined,
-            quarantined=num_quarantined,
-            quarantined_pages=self._core.quarantine.total.num_pages,
-            quarantined_bytes=self._core.quarantine.total.num_bytes,
-            waiting_grants=len(self._core.senders.waiting),
-            queued_chunks=0,
-            posted=0,
-            deadlines=len(self._core.deadlines),
-            peers=len(self._core.peers),
-            oddities=dict(self._oddities.counts),
-            times=self._times,
-            staging=self._staging_statistics(),
-        )
+    async def _close(self) -> None:
+        """End every transfer, stop the transport and say goodbye. The tasks that did it are ended after this."""
+        self._is_open = False
+        self.dispatch(ev.CloseStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is closing")))
+        await self._wait_until_settled(self.config.timeouts.drain_s + CLOSE_MARGIN_S)
+        await self._backend.aclose()
+        self._arrived.take_all()
+        self.dispatch(ev.TransportClosed())
+        if self._error is not None:
+            self._settle_after_break()
 
-    def dispatch(self, event: ev.Event) -> None:
-        """Tell the core what has happened, and carry out what follows.
+    def start_drain(self) -> None:
+        """Take nothing new, and let what is open end: the thing to do on SIGTERM, before leaving.
 
-        An event that comes up while another's effects are carried out waits until they are.
+        Peers are told at once if they ask for something new, and nobody finds this rank any more, so a router soon
+        looks elsewhere. A prefill engine may go on with the chunks of rooms that are open. `is_drained` says when all
+        is done. Does nothing the second time.
 
         Raises:
-            LocalProtocolError, CapacityExceeded, RankDraining: The engine asked for something that is not allowed now.
+            LocalProtocolError, RankBroken: The rank is not open, or broken.
         """
-        self._events.append(event)
-        if self._is_dispatching:
+        self.check_open()
+        if self._is_draining:
             return
-        try:
-            self._carry_on()
-        except Exception as error:
-            if not isinstance(error, KvflowError):
-                self._abandon(error)
-            raise
+        self._is_draining = True
+        self._log.info("rank_draining", rooms=len(self._transfers))
+        self._withdraw()
+        self.dispatch(ev.DrainStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is draining")))
 
-    def _carry_on(self) -> None:
-        self._is_dispatching = True
+    @property
+    def is_drained(self) -> bool:
+        """Draining has begun, and every transfer has its outcome, with its pages safe or in quarantine."""
+        return self._is_draining and not self._num_unsettled
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Start to drain, and wait until all is done.
+
+        Args:
+            timeout_s: How long to wait; without limit by default. What is open after that fails when the rank is left.
+
+        Returns:
+            What `is_drained` says.
+
+        Raises:
+            LocalProtocolError, RankBroken: The rank is not open, or broken.
+        """
+        self.start_drain()
+        await self._wait_until_settled(math.inf if timeout_s is None else timeout_s)
+        return self.is_drained
+
+    def check_loop(self) -> None:
+        """Refuse a call from another event loop or thread than the rank was opened on.
+
+        Raises:
+            LocalProtocolError: It is one.
+        """
         try:
-            while self._events:
-                current = self._events.popleft()
-                effects = self._core.handle(current, now())
-                if LOGGER.isEnabledFor(logging.DEBUG):
-                    self._trace(current, effects)
-                for effect in effects:
-                    self._perform(effect)
-        finally:
-            self._is_dispatching = False
-        self._clock.check()
-        self._after_dispatch()
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        if loop is not self._loop and self._loop is not None:
+            raise LocalProtocolError("a rank may be used only on the event loop that opened it", rank=str(self.me.rank))
+
+    def check_opened(self) -> None:
+        """Refuse to count what is not there yet.
+
+        Raises:
+            LocalProtocolError: The rank was not opened yet.
+        """
+        if self._loop is None:
+            raise LocalProtocolError("rank is not open", rank=str(self.me.rank))
+
+    def check_open(self) -> None:
+        """Refuse a call that needs an open rank.
+
+        Raises:
+            LocalProtocolError: The rank is not open, or this is another event loop or thread.
+            RankBroken: It is broken.
+        """
+        self.check_loop()
+        if self._error is not None:
+            raise RankBroken("this rank has failed; close it and open another") from self._error
+        if not self._is_open:
+            raise LocalProtocolError("rank is not open", rank=str(self.me.rank))
 
     def start_task(self, run: Callable[..., Awaitable[None]], *args: object) -> None:
         """Start a task on the event loop that lives no longer than the rank."""
         self._tasks.start(run, *args)
 
-    def open_transfer(self, key: int, transfer: AnyTransfer, event: ev.Event) -> None:
+    # The core -------------------------------------------------------------------------------------------------------
+
+    def request(self, event: AnyEvent | SharedEvent) -> None:
+        """Tell the core what the engine asks for, and carry out what follows.
+
+        Raises:
+            LocalProtocolError, CapacityExceeded, RankDraining: It is not allowed now; nothing has changed.
+            RankBroken: The rank is broken.
+        """
+        self.check_open()
+        if self._is_dispatching:
+            raise LocalProtocolError("a rank cannot be used from within one of its own callbacks")
+        try:
+            effects = self._handle(event)
+        except (LocalProtocolError, CapacityExceeded, RankDraining):
+            raise
+        except Exception as error:
+            self._log.error("event_failed", event_type=type(event).__name__)
+            self._fail(error)
+            raise RankBroken("this rank has failed; close it and open another") from error
+        self._carry_out(event, effects)
+
+    def dispatch(self, event: AnyEvent | SharedEvent) -> None:
+        """Tell the core what has happened, and carry out what follows. Never raises: what fails breaks the rank.
+
+        An event that comes up while the effects of another are carried out waits until they are. After the end of the
+        rank, or once it is broken, nothing is told any more.
+        """
+        if self._is_over:
+            return
+        self._events.append(event)
+        if not self._is_dispatching:
+            self._carry_out(None, ())
+
+    def _dispatch_soon(self, event: AnyEvent | SharedEvent) -> None:
+        """Tell the core after the event loop has had its turn."""
+        asyncio.get_running_loop().call_soon(self.dispatch, event)
+
+    def _log_event(self, effect: ef.LogEvent) -> None:
+        level = logging.WARNING if effect.is_warning else logging.INFO
+        self._log.log(level, effect.name, **effect.values)
+
+    def _carry_out(self, event: AnyEvent | SharedEvent | None, effects: Sequence[AnyEffect]) -> None:
+        """Carry effects out, and handle what waits."""
+        self._is_dispatching = True
+        num_done = 0
+        try:
+            while True:
+                if event is not None and LOGGER.isEnabledFor(logging.DEBUG):
+                    self._trace(event, effects)
+                for num_done, effect in enumerate(effects):  # noqa: B007 - for the log, if one fails
+                    self._perform(effect)
+                if not self._events or self._error is not None:
+                    break
+                event, effects, num_done = self._events.popleft(), (), 0
+                effects = self._handle(event)
+            self._alarm.check()
+        except BaseException as error:
+            left = [type(effect).__name__ for effect in effects[num_done:]]
+            self._log.error("event_failed", event_type=type(event).__name__, effects_left=left)
+            if not isinstance(error, Exception):
+                self._break(RuntimeError(f"interrupted by {type(error).__name__}"))
+                raise
+            self._fail(error)
+        finally:
+            self._is_dispatching = False
+            if self._error is not None:
+                self._events.clear()
+
+    def _handle(self, event: AnyEvent | SharedEvent) -> Sequence[AnyEffect]:
+        now = self._ports.now()
+        if self._recorder is None:
+            return self._core.handle(event, now)
+        try:
+            effects = self._core.handle(event, now)
+        except KvflowError as error:
+            self._record_event(event, now, (), error)
+            raise
+        self._record_event(event, now, effects)
+        return effects
+
+    def _record(self, settings: PrefillSettings | DecodeSettings) -> None:
+        """Record the core from now on, if the settings of the rank say so.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        path = self.config.record
+        if path is None:
+            return
+        try:
+            file = self._resources.enter_context(Path(path).open("wb", buffering=0))  # noqa: SIM115 - the stack closes it
+            self._recorder = Recorder(file, self.me, settings)
+        except OSError as error:
+            raise ConfigError("file cannot be written", record=str(path), detail=str(error)) from error
+
+    def _record_event(self, event: Any, now: float, effects: Sequence[Any], error: KvflowError | None = None) -> None:
+        if self._recorder is None:
+            return
+        try:
+            self._recorder.record(event, now, effects, error)
+        except OSError as failure:  # a full disk, say; the rank goes on
+            self._recorder = None
+            self._log.error("recording_ended", detail=str(failure))
+
+    def _trace(self, event: Any, effects: Sequence[Any]) -> None:
+        name, values = describe(event)
+        self._log.debug(name, **values, effects=[type(effect).__name__ for effect in effects])
+
+    def _fail(self, error: Exception) -> None:
+        """Break, and let the exit of the rank raise the error."""
+        self._tasks.fail(error)
+        self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        """Break the rank: the core reports nothing from now on, so what is open cannot be proved quiet."""
+        if self._error is not None:
+            return
+        self._is_open = False
+        self._alarm.close()
+        self._error = error
+        self._log.error("rank_broken", exc_info=error)
+        failure = self.failure(FailureReason.BROKEN, f"this rank has failed: {type(error).__name__}: {error}")
+        self._withdraw()
+        self._say_goodbye(failure)
+        for transfer in list(self._transfers.values()):
+            outcome = Outcome.FAILED if transfer.outcome is Outcome.PENDING else transfer.outcome
+            memory = Memory.SAFE if transfer.memory is Memory.SAFE else Memory.QUARANTINED
+            transfer.report(outcome, memory, transfer.failure or failure)
+        self._num_unsettled = 0
+        self._settled.set()
+
+    # Transfers ------------------------------------------------------------------------------------------------------
+
+    def open_transfer(self, key: int, transfer: AnyTransfer, event: AnyEvent) -> None:
         """Put a transfer on record and tell the core that it begins.
 
         Raises:
             LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: It may not begin; nothing has changed.
         """
-        self._check_open()
+        self.check_open()
         transfer.begin()
         before = self._transfers.get(key)
         self._transfers[key] = transfer
+        self._num_unsettled += 1
         try:
-            self.dispatch(event)
+            self.request(event)
         except KvflowError:
             transfer.never_begin()
+            if self._error is None:
+                self._num_unsettled -= 1
             del self._transfers[key]
             if before is not None:
                 self._transfers[key] = before
             raise
 
-    def _check_open(self) -> None:
-        if self._error is not None:
-            raise RankBroken("a task of this rank failed; close it and open another") from self._error
-        if not self._is_open:
-            raise LocalProtocolError("rank is not open", rank=str(self.me.rank))
-
     def quarantined(self) -> list[AnyTransfer]:
-        """Ended transfers whose pages are not proved quiet: they must not be used again while they are listed."""
+        """List ended transfers whose pages are not proved quiet: they must not be used again while they are listed."""
         return [transfer for transfer in self._transfers.values() if transfer.memory is Memory.QUARANTINED]
 
     def release(self, transfer: AnyTransfer) -> None:
@@ -227,40 +444,25 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
             transfer: One of `quarantined()`; its `memory` is SAFE afterwards.
 
         Raises:
-            LocalProtocolError: It is not in quarantine.
+            LocalProtocolError: It is not in quarantine, or this is another event loop or thread.
         """
+        self.check_loop()
         keys = [key for key, other in self._transfers.items() if other is transfer]
         if not keys or transfer.memory is not Memory.QUARANTINED:
             raise LocalProtocolError("transfer is not in quarantine", room=transfer.room, memory=transfer.memory.value)
         self._log.warning("quarantine_released", room=transfer.room, failure=transfer.failure)
-        if self._error is None:
+        if self._error is None and not self._is_over:
             self.dispatch(ev.QuarantineReleased(keys[0]))
         else:  # nobody reports any more
             transfer.report(transfer.outcome, Memory.SAFE, transfer.failure)
             del self._transfers[keys[0]]
 
-    async def drain(self, timeout_s: float | None = None) -> bool:
-        """Take nothing new, and wait until what is open has ended: the thing to do on SIGTERM, before leaving.
-
-        Peers are told at once if they ask for something new, so a router soon looks elsewhere.
-
-        Args:
-            timeout_s: How long to wait; without limit by default. What is open after that fails when the rank is left.
-
-        Returns:
-            Whether every transfer has its outcome, and its pages are safe or in quarantine.
-
-        Raises:
-            LocalProtocolError, RankBroken: The rank is not open, or broken.
-        """
-        self._check_open()
-        self._log.info("rank_draining", rooms=len(self._transfers))
-        self._withdraw()
-        self.dispatch(ev.DrainStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is draining")))
-        return await self._wait_until_settled(math.inf if timeout_s is None else timeout_s)
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return self._ports.now()
 
     def footprint(self, tables: Mapping[str, PageTable]) -> Footprint:
-        """What some pages take of the pools."""
+        """Work out what some pages take of the pools."""
         num_pages = num_bytes = 0
         for name, table in tables.items():
             num_pages += len(table.pages)
@@ -268,132 +470,67 @@ class Rank(abc.ABC, Generic[AnyTransfer]):
         return Footprint(num_pages, num_bytes)
 
     def failure(self, reason: FailureReason, detail: str) -> Failure:
-        """A failure that this rank or its engine caused."""
+        """Describe a failure that this rank or its engine caused."""
         stage = Stage.BOOTSTRAP if reason is FailureReason.PEER_CLOSED else Stage.ENQUEUE
         return self._context.failure(reason, stage, detail)
+
+    def _report(self, key: int, effect: ef.ReportSender | ef.ReportReceiver) -> None:
+        """Pass on to the engine how a transfer stands; forget it when nothing more can follow."""
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            return
+        was_pending, was_settled, before = transfer.outcome is Outcome.PENDING, transfer.is_settled, transfer.memory
+        transfer.report(effect.outcome, effect.memory, effect.failure)
+        is_decided = was_pending and transfer.outcome is not Outcome.PENDING
+        if is_decided and LOGGER.isEnabledFor(logging.WARNING if effect.failure else logging.DEBUG):
+            log_transfer(self._log, transfer.log_line())
+        if Memory.QUARANTINED in (before, transfer.memory) and before is not transfer.memory:
+            is_in = transfer.memory is Memory.QUARANTINED
+            name, level = ("pages_quarantined", logging.WARNING) if is_in else ("quarantine_left", logging.INFO)
+            self._log.log(level, name, room=transfer.room, quarantined=len(self._core.quarantine))
+        if effect.memory is Memory.SAFE and effect.outcome is not Outcome.PENDING:
+            del self._transfers[key]
+        if transfer.is_settled and not was_settled:
+            self._num_unsettled -= 1
+            if not self._num_unsettled:
+                self._settled.set()
+
+    def _withdraw(self) -> None:
+        """Remove this rank from the registry."""
+
+    def _settle_after_break(self) -> None:
+        """Report what closing the transport has proved about the pages of a broken rank."""
+
+    async def _wait_until_settled(self, timeout_s: float) -> None:
+        """Wait until every transfer is decided and its pages are quiet or in quarantine."""
+        with anyio.move_on_after(timeout_s):
+            while self._num_unsettled:
+                if self._settled.is_set():
+                    self._settled = anyio.Event()
+                await self._settled.wait()
 
     # What differs between the two kinds -----------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _open(self) -> None:
-        """Make the sockets and stages, on the event loop; what has to be closed goes into `_resources`."""
+        """Make the core, sockets and stages, on the event loop; what has to be closed goes into `_resources`."""
 
     @abc.abstractmethod
-    def _runners(self) -> list[Callable[[], Awaitable[None]]]:
-        """What has to run for as long as the rank is open."""
-
-    @abc.abstractmethod
-    def _carry_out(self, effect: ef.Effect) -> None:
-        """Carry out an effect that only this kind of rank knows."""
-
-    @abc.abstractmethod
-    def _send(self, peer: PeerId, message: Message) -> None:
-        """Send to a greeted peer."""
-
-    @abc.abstractmethod
-    def _forget(self, peer: PeerId) -> None:
-        """Drop what is held for a peer that has left."""
+    def _perform(self, effect: AnyEffect) -> None:
+        """Carry out an effect."""
 
     @abc.abstractmethod
     def _take_backend_event(self, event: BackendEvent) -> None:
         """Take in what the transport says."""
 
-    def _staging_area(self) -> StagingArea | None:
-        """Whose the parts of this rank's staging memory are, if peers write into it."""
-        return None
+    async def _own_host(self) -> str | None:
+        """Find out under which host peers reach this process; None if that cannot be known."""
+        return await self._ports.control.host_towards(self.config.registry)
 
-    def _staging_statistics(self) -> StagingStatistics:
-        return StagingStatistics()
+    @abc.abstractmethod
+    def _take_records(self, instance: str, records: tuple[RankRecord, ...]) -> None:
+        """Take in what the directory says."""
 
-    def _withdraw(self) -> None:
-        """Let nobody find this rank any more."""
-
-    def _after_dispatch(self) -> None:
-        """Look at what has changed after a step of the core."""
-
-    # What does not --------------------------------------------------------------------------------------------------
-
-    def _perform(self, effect: ef.Effect) -> None:
-        match effect:
-            case ef.SendMessage(peer, message):
-                self._send(peer, message)
-            case ef.CountOddity(kind, peer, room):
-                self._oddities.count(kind, peer, room=room)
-            case ef.ForgetPeer(peer):
-                self._forget(peer)
-            case _:
-                self._carry_out(effect)
-
-    def _report(self, key: int, effect: ef.ReportSender | ef.ReportReceiver) -> None:
-        """Pass on to the engine how a transfer stands; forget it when nothing more can follow."""
-        level = logging.INFO if effect.failure is None else logging.WARNING
-        if LOGGER.isEnabledFor(level):  # most often it is not, and values cost more than the question
-            name, values = describe(effect)
-            self._log.log(level, name, **values)
-        transfer = self._transfers.get(key)
-        if transfer is None:
-            return
-        if self._error is None:
-            transfer.report(effect.outcome, effect.memory, effect.failure)
-        elif effect.memory is Memory.SAFE:  # all else was decided when the rank broke
-            transfer.report(transfer.outcome, Memory.SAFE, transfer.failure)
-        if effect.memory is Memory.SAFE and effect.outcome is not Outcome.PENDING:
-            del self._transfers[key]
-        if self._is_leaving and not self._is_unsettled():
-            self._settled.set()
-
-    def _trace(self, event: ev.Event, effects: list[ef.Effect]) -> None:
-        name, values = describe(event)
-        self._log.debug(name, **values, effects=[type(effect).__name__ for effect in effects])
-
-    async def _take_events(self) -> None:
-        while True:
-            for number, event in enumerate(await self._backend.take_events(), 1):
-                self._take_backend_event(event)
-                if number % EVENTS_AT_ONCE == 0:
-                    await anyio.lowlevel.checkpoint()
-
-    def _abandon(self, error: Exception) -> None:
-        """Something here has failed, so nobody will report any more: what is open cannot be proved quiet."""
-        if self._error is not None:
-            return
-        self._is_open = False
-        self._error = error
-        self._log.error("rank_broken", exc_info=error)
-        self._withdraw()
-        detail = f"a task of this rank failed: {type(error).__name__}: {error}"
-        failure = self._context.failure(FailureReason.BROKEN, Stage.ENQUEUE, detail)
-        for peer in self._core.connected_peers():
-            self._send(peer, Goodbye(peer=self.me, failure=failure))
-        for transfer in self._transfers.values():
-            outcome = Outcome.FAILED if transfer.outcome is Outcome.PENDING else transfer.outcome
-            memory = Memory.SAFE if transfer.memory is Memory.SAFE else Memory.QUARANTINED
-            transfer.report(outcome, memory, transfer.failure or failure)
-        self._settled.set()
-
-    async def _wait_until_settled(self, timeout_s: float) -> bool:
-        """Wait until every transfer is decided and its pages are quiet or in quarantine; say whether that came."""
-        self._is_leaving = True
-        if self._is_unsettled():
-            if self._settled.is_set():  # others who wait have the same event
-                self._settled = anyio.Event()
-            with anyio.move_on_after(timeout_s):
-                await self._settled.wait()
-        return not self._is_unsettled()
-
-    def _is_unsettled(self) -> bool:
-        return any(not transfer.is_settled for transfer in self._transfers.values())
-
-    def _ignore(self, kind: str) -> None:
-        self._oddities.count(kind)
-
-    async def _close(self) -> None:
-        """End every transfer, stop the transport and say goodbye. The tasks that did it are ended after this."""
-        self._is_open = False
-        self.dispatch(ev.ClosingStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is closing")))
-        await self._wait_until_settled(self.config.timeouts.drain_s + CLOSE_MARGIN_S)
-        for event in await self._backend.aclose():
-            self._take_backend_event(event)
-        if self._error is None:  # a broken rank has said it already, and why
-            for peer in self._core.connected_peers():
-                self._send(peer, Goodbye(peer=self.me))
+    @abc.abstractmethod
+    def _say_goodbye(self, failure: Failure) -> None:
+        """Tell every peer that this rank is broken."""

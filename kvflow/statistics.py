@@ -18,7 +18,8 @@ class StagingStatistics(NamedTuple):
         slots_taken: Own slots that are in use (prefill).
         slots_lost: Slots, own ones and those of decode ranks, that are out of use because it cannot be told whether a
             write still touches them (prefill).
-        windows_taken: Windows that belong to a life of a prefill rank, dead ones without a proof included (decode).
+        windows_taken: Windows that belong to an incarnation of a prefill rank, dead ones without a proof included
+            (decode).
         windows_free: Windows that are left (decode).
     """
 
@@ -43,9 +44,9 @@ class RankStatistics(NamedTuple):
         waiting_grants: Grants for rooms that are not open (prefill).
         queued_chunks: Granted chunks, or pieces of them, that wait for their data, turn or credit (prefill).
         posted: Writes that have begun and not ended (prefill).
-        deadlines: Deadlines that are set; each known peer has one or two.
+        timers: Timers that are set; each known peer has one or two.
         peers: Peers that are known.
-        oddities: Ignored messages, by kind.
+        anomalies: Ignored messages, by kind.
         times: How long each stage took so far.
         staging: What was packed.
     """
@@ -57,8 +58,8 @@ class RankStatistics(NamedTuple):
     waiting_grants: int
     queued_chunks: int
     posted: int
-    deadlines: int
+    timers: int
     peers: int
-    oddities: dict[str, int]
+    anomalies: dict[str, int]
     times: StageTimes
     staging: StagingStatistics

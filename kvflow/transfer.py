@@ -3,15 +3,16 @@
 import abc
 import operator
 from collections.abc import Callable
-
-import anyio
+from typing import Protocol
 
 from kvflow.aio.flag import Flag
+from kvflow.aio.shield import to_the_end
 from kvflow.errors import LocalProtocolError, TransferFailed
+from kvflow.observe.trace import TransferLine
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure
 
-__all__ = ["Transfer", "check_instance", "check_room"]
+__all__ = ["Transfer", "check_room"]
 
 MAX_ROOM = 2**63
 """Rooms travel as signed 64-bit integers."""
@@ -32,15 +33,18 @@ def check_room(room: int) -> int:
     return number
 
 
-def check_instance(name: object) -> str:
-    """Give the name of an instance.
+class Home(Protocol):
+    """The rank of a transfer, as far as a transfer needs it."""
 
-    Raises:
-        LocalProtocolError: It is none.
-    """
-    if not isinstance(name, str) or not name:
-        raise LocalProtocolError("an instance is named by a string", instance=name)
-    return name
+    def check_loop(self) -> None:
+        """Refuse a call from another event loop or thread.
+
+        Raises:
+            LocalProtocolError: It is one.
+        """
+
+    def now(self) -> float:
+        """Monotonic seconds."""
 
 
 class Transfer(abc.ABC):
@@ -48,40 +52,45 @@ class Transfer(abc.ABC):
 
     Attributes:
         room: The router's id of the request.
-        on_settled: Called on the event loop when `is_settled` has become true, and maybe again after that.
+        outcome: Whether it succeeded; decided once.
+        memory: Whether somebody can still touch its pages.
+        failure: Why it did not succeed, once that is decided.
+        on_change: Called on the event loop when any of the three has changed.
     """
 
-    __slots__ = ("_decided", "_failure", "_has_begun", "_memory", "_outcome", "_settled", "on_settled", "room")
+    __slots__ = (
+        "_decided",
+        "_has_begun",
+        "_home",
+        "_is_given_up",
+        "_is_told",
+        "_opened_at",
+        "_settled",
+        "failure",
+        "memory",
+        "on_change",
+        "outcome",
+        "room",
+    )
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, home: Home, room: int) -> None:
         self.room = check_room(room)
-        self._outcome = Outcome.PENDING
-        self._memory = Memory.SAFE
-        self._failure: Failure | None = None
+        self.outcome = Outcome.PENDING
+        self.memory = Memory.SAFE
+        self.failure: Failure | None = None
+        self.on_change: Callable[[], None] | None = None
+        self._home = home
         self._decided = Flag()
         self._settled = Flag()
         self._has_begun = False
-        self.on_settled: Callable[[], None] | None = None
-
-    @property
-    def outcome(self) -> Outcome:
-        """Whether the transfer succeeded; decided once."""
-        return self._outcome
-
-    @property
-    def memory(self) -> Memory:
-        """Whether somebody can still touch its pages."""
-        return self._memory
+        self._is_given_up = False
+        self._is_told = False
+        self._opened_at = 0.0
 
     @property
     def is_settled(self) -> bool:
         """Its outcome is decided, and its pages are quiet or in quarantine."""
-        return self._outcome is not Outcome.PENDING and self._memory in (Memory.SAFE, Memory.QUARANTINED)
-
-    @property
-    def failure(self) -> Failure | None:
-        """Why it did not succeed, once that is decided."""
-        return self._failure
+        return self.outcome is not Outcome.PENDING and self.memory in (Memory.SAFE, Memory.QUARANTINED)
 
     def begin(self) -> None:
         """Note that it is on record now.
@@ -92,35 +101,39 @@ class Transfer(abc.ABC):
         if self._has_begun:
             raise LocalProtocolError("a transfer can be entered only once; make another one", room=self.room)
         self._has_begun = True
-        self._memory = Memory.HELD
+        self._opened_at = self._home.now()
+        self.memory = Memory.HELD
 
     def never_begin(self) -> None:
         """Note that it was refused, so that nobody will ever touch its pages."""
-        self._memory = Memory.SAFE
+        self.memory = Memory.SAFE
 
     def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
         """Take in what the core says."""
-        self._outcome, self._memory, self._failure = outcome, memory, failure
+        self.failure, self.memory, self.outcome = failure, memory, outcome  # other threads look at the outcome first
         if outcome is not Outcome.PENDING:
             self._decided.set()
         if memory in (Memory.SAFE, Memory.QUARANTINED):
             self._settled.set()
-        if self.on_settled is not None and self.is_settled:
-            self.on_settled()
+        if self.on_change is not None:
+            self.on_change()
 
     def error(self) -> TransferFailed:
-        """The exception that says why it failed.
+        """Make the exception that says why it failed.
 
         Raises:
             LocalProtocolError: It has not.
         """
-        failure = self._failure
+        failure = self.failure
         if failure is None:
-            raise LocalProtocolError("transfer has not failed", room=self.room, outcome=self._outcome.value)
-        is_quarantined = self._memory is Memory.QUARANTINED
+            raise LocalProtocolError("transfer has not failed", room=self.room, outcome=self.outcome.value)
         return TransferFailed(
-            self.room, failure.reason, failure.stage, failure.rank, failure.detail, quarantined=is_quarantined
+            self.room, failure.reason, failure.stage, failure.rank, failure.detail, memory=lambda: self.memory
         )
+
+    @abc.abstractmethod
+    def log_line(self) -> TransferLine:
+        """Give what the log says about it when it is decided."""
 
     @abc.abstractmethod
     def open(self) -> None:
@@ -130,32 +143,48 @@ class Transfer(abc.ABC):
             LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: It may not begin; nothing has changed.
         """
 
-    def give_up(self) -> None:
-        """Abort it, unless it is decided."""
+    def abort(self) -> None:
+        """Give it up, unless it is decided. Its pages may not be safe yet: `memory` says so.
+
+        Raises:
+            LocalProtocolError: It is called on another event loop or thread.
+        """
         if self._has_begun and not self._decided.is_set:
+            self._home.check_loop()
+            self._is_given_up = True
             self._abort()
 
     @abc.abstractmethod
     def _abort(self) -> None:
         """Tell the core that the engine gives up."""
 
-    async def _end(self, error: BaseException | None) -> None:
-        """Give up what is not decided, and wait until the pages are quiet or in quarantine, whatever happens.
+    async def _wait_until_decided(self) -> None:
+        """Wait for the outcome.
 
-        Args:
-            error: What the engine's block raised; if it is about this transfer, it learns what became of the pages.
+        Raises:
+            LocalProtocolError: The transfer was not entered, or this is another event loop.
+            TransferFailed: It failed or was aborted.
         """
-        self.give_up()
+        self._check_begun()
+        await self._decided.wait()
+        self._raise_if_failed()
+
+    async def _wait_until_settled(self) -> None:
+        """Give up what is not decided, and wait until the pages are quiet or in quarantine, whatever happens."""
+        self.abort()
         if not self._settled.is_set:
-            with anyio.CancelScope(shield=True):
-                await self._settled.wait()
-        if isinstance(error, TransferFailed) and error.room == self.room:
-            error.quarantined = self._memory is Memory.QUARANTINED
+            await to_the_end(self._settled.wait())
 
     def _check_begun(self) -> None:
         if not self._has_begun:
             raise LocalProtocolError("enter the transfer with `async with` first", room=self.room)
+        self._home.check_loop()
 
     def _raise_if_failed(self) -> None:
-        if self._failure is not None:
+        if self.failure is not None:
+            self._is_told = True
             raise self.error()
+
+    def _raise_if_untold(self) -> None:
+        if not self._is_told and not self._is_given_up:
+            self._raise_if_failed()

@@ -21,6 +21,14 @@ has_library libibverbs.so.1 || missing="$missing libibverbs1"
 has_library libnuma.so.1 || missing="$missing libnuma1"
 has_library libcurl.so.4 || missing="$missing libcurl4"
 
+# What tests of two hosts need; where it cannot be installed, they are skipped.
+wanted=""
+(PATH="$PATH:/usr/sbin:/sbin" && command -v ip && command -v tc && command -v ss) >/dev/null || wanted="$wanted iproute2"
+(command -v unshare && command -v nsenter) >/dev/null || wanted="$wanted util-linux"
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    missing="$missing$wanted"
+fi
+
 if [ -n "$missing" ]; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         apt-get update -qq
@@ -33,7 +41,7 @@ if [ -n "$missing" ]; then
     fi
 fi
 
-if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-    echo "kvflow needs Python 3.10 or newer; $("$python" --version) found. Try: make PYTHON=python3.11" >&2
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "kvflow needs Python 3.11 or newer; $("$python" --version) found. Try: make PYTHON=python3.12" >&2
     exit 1
 fi

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import settings
 
 from kvflow.observe.logs import LOGGER
+from tests.support.examples import QUICK, THOROUGH
 
-settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=300)
+settings.register_profile("quick", derandomize=True, deadline=None, max_examples=QUICK)
+settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=THOROUGH)
 settings.register_profile("fuzz", deadline=None, max_examples=20_000)
-settings.load_profile("repeatable")
+settings.load_profile("quick")  # --hypothesis-profile takes another one
 
 
 @pytest.fixture

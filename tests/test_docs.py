@@ -1,55 +1,136 @@
 """What the documents say is so."""
 
+import ast
 import dataclasses
+import functools
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-import msgspec
 import pytest
 
+import benchmarks.__main__ as benchmarks
+import kvflow
 from kvflow.backends.base import Backend
 from kvflow.backends.memory import MemoryBackend
 from kvflow.backends.nixl import NixlBackend
+from kvflow.cli import main as cli
 from kvflow.config import Limits, Timeouts
-from kvflow.errors import FailureReason, Stage
-from kvflow.wire.messages import AnyMessage, Card, Failure, Staged, StagingWindow
-from tests.support import state_diagrams
+from kvflow.errors import FailureReason, KvflowError, Stage
+from kvflow.wire.messages import AnyMessage, Failure, RankRecord, Staged, StagingWindow
+from tests.support import references, state_diagrams
+from tests.support.registries import registry_in_thread
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+SOURCES = sorted((ROOT / "kvflow").rglob("*.py"))
 LINK = re.compile(r"\[[^\]]*\]\((?!https?://)([^)#]+)[^)]*\)")
 ANCHOR = re.compile(r"\[[^\]]*\]\((?!https?://)([^)#]*)#([^)]+)\)")
+NAMED = re.compile(r"\[`((?!\w+\.py`)[A-Za-z_][\w.]*)`\]\(([^)#]+\.py)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 PROTOCOL = (ROOT / "docs/protocol.md").read_text()
 FAILURES = (ROOT / "docs/failure-model.md").read_text()
+LOG_EVENTS = (ROOT / "docs/log-events.md").read_text()
+CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(document: Path) -> None:
-    for target in LINK.findall(document.read_text()):
-        assert (document.parent / target).exists(), target
+def test_links_lead_somewhere() -> None:
+    """To a file that exists and, where the link names a heading, to one that the file has."""
+    assert not [f"{page.relative_to(ROOT)}: {link}" for page in DOCUMENTS for link in broken_links(page)]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_into_a_page_lead_to_a_heading(document: Path) -> None:
-    for target, anchor in ANCHOR.findall(document.read_text()):
-        page = document.parent / target if target else document
-        headings = [
-            re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(page.read_text())
-        ]
-        assert anchor in headings, f"{target}#{anchor}"
+def broken_links(page: Path) -> list[str]:
+    text = page.read_text()
+    lost = [target for target in LINK.findall(text) if not (page.parent / target).exists()]
+    anchors = [(page.parent / target if target else page, anchor) for target, anchor in ANCHOR.findall(text)]
+    return lost + [
+        f"{path.name}#{anchor}" for path, anchor in anchors if path.exists() and anchor not in headings_of(path)
+    ]
 
 
-def test_every_decision_is_listed() -> None:
+@functools.cache
+def headings_of(page: Path) -> frozenset[str]:
+    titles = HEADING.findall(page.read_text())
+    return frozenset(re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles)
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    """Directly, or over pages that are."""
+    reached, waiting = set[Path](), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached or not page.exists():
+            continue
+        reached.add(page)
+        waiting += [(page.parent / link).resolve() for link in LINK.findall(page.read_text()) if link.endswith(".md")]
+    assert set(DOCUMENTS) - reached <= {ROOT / "docs/README.md"}
+
+
+def test_linked_names_exist_in_the_files_that_they_link_to() -> None:
+    found = [(page, name, page.parent / file) for page in DOCUMENTS for name, file in NAMED.findall(page.read_text())]
+    assert len(found) > 40
+    assert not [f"{page.name}: {name}" for page, name, file in found if name not in names_in(file.resolve())]
+
+
+def test_every_promise_names_what_checks_it() -> None:
+    """An invariant of the simulation or the exploration, or a test: something that exists where its link leads."""
+    promises = chapter_of((ROOT / "README.md").read_text(), "What it promises")
+    rows = [line.strip("| ").split(" | ") for line in promises.splitlines() if line.startswith("| **")]
+    assert len(rows) >= 5
+    for promise, checked_by in rows:
+        named = NAMED.findall(checked_by)
+        assert named, promise
+        assert all(name in names_in(ROOT / file) for name, file in named), promise
+        assert "`" not in NAMED.sub("", checked_by), f"not linked: {checked_by}"
+
+
+@functools.cache
+def names_in(file: Path) -> frozenset[str]:
+    """Functions, classes and constants of a module, and members of its classes as `Class.member`."""
+    found = set[str]()
+    for statement in ast.parse(file.read_text()).body:
+        names = list(names_of(statement))
+        found.update(names)
+        for member in statement.body if isinstance(statement, ast.ClassDef) else ():
+            found.update(f"{names[0]}.{name}" for name in names_of(member))
+    return frozenset(found)
+
+
+def names_of(statement: ast.stmt) -> Iterator[str]:
+    match statement:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+            yield name
+
+
+def test_request_passes_ten_stops() -> None:
+    tour = chapter_of(ARCHITECTURE, "One request in ten stops")
+    stops = re.findall(r"^(\d+)\. \*\*", tour, re.MULTILINE)
+    assert stops == [str(number) for number in range(1, 11)]
+    for stop in re.split(r"^\d+\. ", tour, flags=re.MULTILINE)[1:]:
+        assert NAMED.search(stop), stop
+
+
+def chapter_of(page: str, title: str) -> str:
+    return page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_decisions_are_listed_and_numbered_without_holes() -> None:
     listed = (ROOT / "docs/decisions/README.md").read_text()
-    for decision in (ROOT / "docs/decisions").glob("0*.md"):
-        assert decision.name in listed
+    decisions = sorted((ROOT / "docs/decisions").glob("0*.md"))
+    for number, decision in enumerate(decisions, start=1):
+        title = decision.read_text().partition("\n")[0]
+        assert decision.name.startswith(f"{number:04d}-")
+        assert title.startswith(f"# {number}. ")
+        assert f"- [{title.removeprefix('# ')}]({decision.name})" in listed
 
 
 def test_every_trap_names_tests_that_exist() -> None:
@@ -63,15 +144,58 @@ def test_every_trap_names_tests_that_exist() -> None:
 
 
 def test_readme_example_runs() -> None:
-    example, _ = PYTHON.findall((ROOT / "README.md").read_text())
+    (example,) = PYTHON.findall((ROOT / "README.md").read_text())
     assert "metadata=b'first token'" in output_of(example)
 
 
-def output_of(script: str) -> str:
+def output_of(script: str, *arguments: str) -> str:
     """What a script prints in a fresh interpreter, where it must succeed and complain about nothing."""
-    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=50)
+    command = [sys.executable, "-c", script, *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
     assert (finished.returncode, finished.stderr) == (0, "")
     return finished.stdout
+
+
+def test_quick_start_runs() -> None:
+    prefill, decode = PYTHON.findall((ROOT / "docs/quick-start.md").read_text())
+    with registry_in_thread() as endpoint:
+        sending = subprocess.Popen([sys.executable, "-c", prefill, endpoint], stdout=subprocess.PIPE, text=True)
+        try:
+            assert output_of(decode, endpoint) == "first token: 42 1.0 2.0\n"
+            printed, _ = sending.communicate(timeout=50)
+        finally:
+            sending.kill()
+    assert (sending.returncode, printed) == (0, "sent\n")
+
+
+def test_embedding_example_runs() -> None:
+    (example,) = PYTHON.findall((ROOT / "docs/embedding.md").read_text())
+    assert output_of(example) == "start decoding with b'token'\n"
+
+
+def test_configuration_example_is_valid() -> None:
+    (example,) = PYTHON.findall(CONFIGURATION)
+    assert output_of(f"{example}\nprint(config.engine_rank, config.limits.transfers)") == "3 4096\n"
+
+
+COMMANDS = sorted(
+    {
+        line.partition("#")[0].strip()
+        for page in DOCUMENTS
+        for block in re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL)
+        for line in block.splitlines()
+        if line.startswith(("kvflow ", "python -m benchmarks "))
+    }
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_take_their_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Help is asked for last, so whatever comes before it must be understood."""
+    program, *words = shlex.split(command.removeprefix("python -m "))
+    with pytest.raises(SystemExit) as left:
+        benchmarks.main([*words, "--help"]) if program == "benchmarks" else cli.main([*words, "--help"])
+    assert left.value.code == 0, capsys.readouterr().err
 
 
 def test_state_machines_are_drawn_from_their_tables() -> None:
@@ -79,10 +203,27 @@ def test_state_machines_are_drawn_from_their_tables() -> None:
     assert state_diagrams.fill_in(page) == page, "run `make docs`"
 
 
-@pytest.mark.parametrize("machine", state_diagrams.MACHINES)
-@pytest.mark.parametrize("part", ["diagram", "states", "changes"])
-def test_every_state_machine_is_drawn(part: str, machine: str) -> None:
-    assert f"<!-- generated: {part} of {machine} -->" in state_diagrams.PAGE.read_text()
+@pytest.mark.parametrize("page", references.PAGES, ids=lambda page: page.stem)
+def test_references_are_taken_from_docstrings(page: Path) -> None:
+    text = page.read_text()
+    assert references.fill_in(text) == text, "run `make docs`"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    described = {path.removeprefix("kvflow.") for group in references.GROUPS.values() for path in group}
+    described |= set(references.SETTINGS)
+    errors = {name for name in kvflow.__all__ if is_error(getattr(kvflow, name))}
+    assert set(kvflow.__all__) <= described | errors
+
+
+def is_error(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, KvflowError)
+
+
+def test_every_state_machine_is_drawn() -> None:
+    page = state_diagrams.PAGE.read_text()
+    parts = [f"{part} of {machine}" for machine in state_diagrams.MACHINES for part in ("diagram", "states", "changes")]
+    assert not [part for part in parts if f"<!-- generated: {part} -->" not in page]
 
 
 def test_every_signal_is_explained() -> None:
@@ -91,53 +232,70 @@ def test_every_signal_is_explained() -> None:
         assert state_diagrams.causes(table) in page
 
 
-@pytest.mark.parametrize("message", get_args(AnyMessage), ids=lambda message: message.__name__)
-def test_every_message_is_explained(message: type) -> None:
-    assert f"\n**{message.__name__}** (" in PROTOCOL
+def test_every_message_is_explained() -> None:
+    names = [message.__name__ for message in get_args(AnyMessage)]
+    assert not [name for name in names if f"\n**{name}** (" not in PROTOCOL]
 
 
-@pytest.mark.parametrize(
-    "message", [*get_args(AnyMessage), Card, StagingWindow, Staged, Failure], ids=lambda message: message.__name__
-)
-def test_every_field_is_listed(message: type[msgspec.Struct]) -> None:
-    names = ", ".join(f"`{name}`" for name in message.__struct_fields__)
-    assert f"\n| {message.__name__} | {names} |" in PROTOCOL
+def test_every_field_is_listed() -> None:
+    rows = {
+        message.__name__: ", ".join(f"`{name}`" for name in message.__struct_fields__)
+        for message in (*get_args(AnyMessage), RankRecord, StagingWindow, Staged, Failure)
+    }
+    assert not [name for name, fields in rows.items() if f"\n| {name} | {fields} |" not in PROTOCOL]
 
 
-@pytest.mark.parametrize("setting", dataclasses.fields(Limits), ids=lambda setting: setting.name)
-def test_every_limit_is_explained_with_its_default(setting: "dataclasses.Field[int]") -> None:
-    (default,) = re.findall(rf"^\| `{setting.name}` \| (.*?) \|", ARCHITECTURE, re.MULTILINE)
-    number, _, unit = default.replace(",", "").partition(" ")
-    assert int(number) * {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit] == setting.default
+def test_what_happens_at_each_limit_is_said() -> None:
+    rows = CONFIGURATION.partition("What happens at a limit:")[2].partition("\n## ")[0]
+    assert sorted(names_in_first_column(rows)) == sorted(setting.name for setting in dataclasses.fields(Limits))
 
 
-def test_every_module_of_the_core_has_a_line() -> None:
-    chapter = ARCHITECTURE.partition("Inside `state/`")[2].partition("\n## ")[0]
-    placed = [
-        name for row in re.findall(r"^\| (`.*?) \|", chapter, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
-    ]
-    modules = [path.stem for path in (ROOT / "kvflow/state").glob("*.py") if path.stem != "__init__"]
-    assert sorted(placed) == sorted(modules)
+def names_in_first_column(page: str) -> list[str]:
+    cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`([\w/.]+)`", cell)]
 
 
-@pytest.mark.parametrize("setting", dataclasses.fields(Timeouts), ids=lambda setting: setting.name)
-def test_every_deadline_is_explained_with_its_default(setting: "dataclasses.Field[float]") -> None:
-    assert f"\n| `{setting.name}` | {setting.default:g} s |" in PROTOCOL
+def test_every_module_of_the_cores_has_a_line() -> None:
+    modules = [path.relative_to(ROOT / "kvflow/state").with_suffix("") for path in SOURCES if "state" in path.parts]
+    named = names_in_first_column(chapter_of(ARCHITECTURE, "Inside the cores"))
+    assert sorted(named) == sorted(str(module) for module in modules if module.name != "__init__")
 
 
-def test_what_is_ignored_is_counted_under_the_names_of_the_page() -> None:
-    chapter = PROTOCOL.partition("## What is ignored")[2].partition("\n## ")[0]
-    names = [
-        name for row in re.findall(r"^\| (`.*?) \|", chapter, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
-    ]
-    assert len(names) > 10
-    sources = [path.read_text() for path in (ROOT / "kvflow").rglob("*.py")]
-    unknown = [name for name in names if not any(f'"{name}"' in source for source in sources)]
-    assert not unknown
+def test_every_package_has_a_line() -> None:
+    inside = [path for path in (ROOT / "kvflow").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    named = [name.rstrip("/") for name in names_in_first_column(chapter_of(ARCHITECTURE, "Packages"))]
+    assert sorted(named) == sorted(path.stem for path in inside if path.stem != "__init__")
+
+
+def test_every_deadline_is_explained_with_its_default() -> None:
+    rows = {setting.name: f"| `{setting.name}` | {setting.default:g} s |" for setting in dataclasses.fields(Timeouts)}
+    assert not [name for name, row in rows.items() if f"\n{row}" not in PROTOCOL]
+
+
+ANOMALY = re.compile(r"""(?:CountAnomaly|anomalies\.count|_anomaly|_answer_closed)\([^"()]*"([a-z_]+)\"""")
+EVENT = re.compile(r"""(?:\.(?:info|warning|error)|LogEvent|log_loss)\(\s*"([a-z_]+)\"""")
+NAMED_ELSEWHERE = {"send_ended", "receive_ended", "pages_quarantined", "quarantine_left"}
+"""Log events whose name is chosen from two."""
+
+
+def test_every_log_event_is_explained() -> None:
+    explained = names_in_first_column(LOG_EVENTS.partition("\n## Anomalies\n")[0])
+    logging = [path for path in SOURCES if not {"cli", "testing"} & set(path.parts)]
+    found = {name for path in logging for name in EVENT.findall(path.read_text())}
+    assert sorted(explained) == sorted(found | NAMED_ELSEWHERE)
+
+
+def test_every_anomaly_is_explained() -> None:
+    explained = set(names_in_first_column(chapter_of(LOG_EVENTS, "Anomalies"))) - {"unexpected_..."}
+    sources = [path.read_text() for path in SOURCES]
+    assert not [name for name in explained if not any(f'"{name}"' in source for source in sources)]
+    found = {name for source in sources for name in ANOMALY.findall(source)}
+    assert len(found) > 10
+    assert not found - explained
 
 
 def test_every_reason_is_explained() -> None:
-    chapter = FAILURES.partition("## Reasons")[2].partition("\n## ")[0]
+    chapter = chapter_of(FAILURES, "Reasons")
     rows = [re.split(r" *\| *", row) for row in chapter.splitlines() if row.startswith("| `")]
     assert sorted(row[1].strip("`") for row in rows) == sorted(reason.value for reason in FailureReason)
     for _, _, meaning, stages, sides, advice, _ in rows:
@@ -161,8 +319,9 @@ async def main() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         while True:
             try:
-                async with rank.send(7):
+                async with rank.send(7) as sender:
                     await anyio.sleep(0.01)
+                    sender.abort()
             except kvflow.RankDraining:
                 print("draining lets nothing new in")
                 await anyio.sleep_forever()

@@ -12,6 +12,8 @@ import sys
 from collections import deque
 from collections.abc import Callable
 
+from kvflow.aio.calls import make_all
+
 __all__ = ["Doorbell"]
 
 
@@ -60,9 +62,4 @@ class Doorbell:
         self._call_all()
 
     def _call_all(self) -> None:
-        while self._calls:
-            call = self._calls.popleft()
-            try:
-                call()
-            except Exception as error:  # noqa: BLE001 - as the event loop does it: the other calls are still made
-                self._loop.call_exception_handler({"message": "a call through a doorbell failed", "exception": error})
+        make_all(self._calls, self._loop)

@@ -4,10 +4,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from threading import Thread
 from types import TracebackType
+from typing import Self
 
 import anyio
 from anyio.from_thread import BlockingPortal
-from typing_extensions import Self
 
 __all__ = ["LoopThread"]
 

@@ -25,6 +25,8 @@ class OwnedTasks:
         self._on_crash = on_crash
         self._has_crashed = False
         self._group: TaskGroup
+        self._is_open = False
+        self._failure: Exception | None = None
         self._host: asyncio.Task[None]
 
     async def open(self) -> None:
@@ -42,6 +44,12 @@ class OwnedTasks:
         if not self._has_crashed:
             self._group.start_soon(self._run, run, args)
 
+    def fail(self, error: Exception) -> None:
+        """Crash with an error that came up outside of the tasks; if they are not open yet, as soon as they are."""
+        self._failure = self._failure or error
+        if self._is_open:
+            self.start(self._raise_failure)
+
     async def close(self) -> None:
         """End every task. To be called once, shielded from cancellation.
 
@@ -55,7 +63,14 @@ class OwnedTasks:
     async def _hold(self, opened: anyio.Event) -> None:
         async with anyio.create_task_group() as self._group:
             opened.set()
+            self._is_open = True
+            if self._failure is not None:
+                self.start(self._raise_failure)
             await anyio.sleep_forever()
+
+    async def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     async def _run(self, run: Callable[..., Awaitable[None]], args: tuple[Any, ...]) -> None:
         try:

@@ -9,6 +9,8 @@ from kvflow.backends.base import (
     BackendEvent,
     Capabilities,
     NoticeArrived,
+    OnBroken,
+    OnEvents,
     PostEnded,
     PostInDoubt,
 )
@@ -19,6 +21,8 @@ __all__ = [
     "BackendEvent",
     "Capabilities",
     "NoticeArrived",
+    "OnBroken",
+    "OnEvents",
     "PostEnded",
     "PostInDoubt",
     "create_backend",
@@ -66,5 +70,5 @@ def _find(name: str) -> Callable[..., Backend]:
 
 
 def _plugins() -> Any:
-    """Imported late: reading what is installed takes the standard library 30 ms to import."""
+    """Import late: reading what is installed takes the standard library 30 ms."""
     return import_module("kvflow.backends.plugins")

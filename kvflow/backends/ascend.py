@@ -1,16 +1,17 @@
 """[Experimental] Ascend NPUs over memfabric-hybrid, on the path of Mooncake.
 
-The library has Mooncake's batch calls under the same names, and little else: no transfers that can be asked about, no
-probe, and no way to read a peer's memory from the host. So a thread for each engine makes the batch calls, with what
-was submitted meanwhile, and what they leave behind is what the agent asks about. A batch that fails may still be
-written, and nothing tells when it is over: its posts are in doubt until the endpoint closes.
+The library has Mooncake's batch calls under the same names, and little else: no transfers to ask about, no probe, and
+no way to read a peer's memory from the host. So each engine has a thread that makes the batch calls, with everything
+that was submitted meanwhile, and the agent asks about their results. A batch that fails may still be written, and
+nothing shows when it is over: its posts are in doubt until the endpoint closes.
 
-Nothing here has run on an NPU: what is checked is the calls, against the library's own signatures, and what is made of
-their answers.
+Nothing here has run on an NPU. Tests check the calls against the library's signatures, and what follows from their
+results.
 
 Source: memfabric-hybrid 1.3.0 and how SGLang 0.5.23 uses it (srt/disaggregation/ascend/transfer_engine.py).
 """
 
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -24,12 +25,13 @@ from typing import Any, Final, Literal, get_args
 
 from typing_extensions import override
 
-from kvflow.aio.mailbox import Mailbox
-from kvflow.backends.base import BackendEvent, Capabilities
-from kvflow.backends.mooncake.address import EndpointAddress, LifeCell
+from kvflow.backends.base import Capabilities
+from kvflow.backends.delivery import Delivery
+from kvflow.backends.mooncake.address import EndpointAddress, IncarnationCell
 from kvflow.backends.mooncake.agent import Agent
 from kvflow.backends.mooncake.backend import MooncakeBackend
-from kvflow.backends.mooncake.writing import WritingEngine
+from kvflow.backends.mooncake.engine import WritingEngine
+from kvflow.backends.threads import start_thread
 from kvflow.errors import BackendUnavailable, ConfigError, RegistrationError
 from kvflow.geometry.layout import MemoryRange
 from kvflow.observe.logs import get_logger
@@ -82,7 +84,8 @@ class AscendBackend(MooncakeBackend):
     Args:
         store_url: Of the config store, as "tcp://host:port".
         role: "Prefill" or "Decode".
-        host: Name or IPv4 address of this machine, to which peers connect.
+        host: Name or IPv4 address under which peers reach this process. By default what the rank advertises, and
+            127.0.0.1 if it does not.
         npu_id: Device of this process.
         transport: How bytes travel, in the library's words.
         serve_store: Host the config store in this process; exactly one process of a deployment does.
@@ -101,7 +104,7 @@ class AscendBackend(MooncakeBackend):
         *,
         store_url: str,
         role: Role,
-        host: str = "127.0.0.1",
+        host: str | None = None,
         npu_id: int = 0,
         transport: Transport = "SDMA",
         serve_store: bool = False,
@@ -116,22 +119,23 @@ class AscendBackend(MooncakeBackend):
                 "unknown role or transport", role=role, transport=transport, known=(get_args(Role), get_args(Transport))
             )
         self.capabilities = AscendBackend.capabilities
-        self._ascend = AscendSettings(host, store_url, role, npu_id, transport)
+        self._ascend = AscendSettings(self._settings.host, store_url, role, npu_id, transport)
         self._serves_store = serve_store
 
     @override
-    def _make_agent(self, name: str, mailbox: Mailbox[BackendEvent]) -> Agent:
+    def _create_agent(self, agent_name: str, delivery: Delivery) -> Agent:
         library = _import_library()
         if self._serves_store and library.create_config_store(self._ascend.store_url) != 0:
             raise BackendUnavailable("the config store could not be started", store_url=self._ascend.store_url)
-        start = functools.partial(AscendEngine, library, self._ascend)
-        return Agent(name, start, mailbox, window=self._window, timeout_s=0.0)
+        settings = dataclasses.replace(self._ascend, host=self._settings.host)
+        start = functools.partial(AscendEngine, library, settings)
+        return Agent(agent_name, start, delivery, protocol="tcp", window=self._window, timeout_s=0.0)
 
 
 class AscendEngine(WritingEngine):
     """An engine of memfabric-hybrid, and the thread that makes its blocking calls."""
 
-    def __init__(self, library: ModuleType, settings: AscendSettings, _cell: LifeCell) -> None:
+    def __init__(self, library: ModuleType, settings: AscendSettings, _cell: IncarnationCell) -> None:
         super().__init__()
         native = library.TransferEngine()
         name = f"{settings.host}:0"  # the port is known only afterwards
@@ -149,7 +153,12 @@ class AscendEngine(WritingEngine):
         self._writes: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
         self._states: dict[int, int] = {}
         self._thread = threading.Thread(target=self._run, name=f"kvflow-ascend-{self.session}", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except BackendUnavailable:
+            native.destroy()
+            native.unInitialize()
+            raise
 
     @override
     def register(self, ranges: Sequence[MemoryRange]) -> None:
@@ -175,9 +184,9 @@ class AscendEngine(WritingEngine):
         """Nothing: the library cannot ask."""
 
     @override
-    def read_life(self, address: EndpointAddress) -> bytes | None:
-        """Believe the address: a life is host memory, which the library does not read."""
-        return address.life
+    def read_incarnation(self, address: EndpointAddress) -> bytes | None:
+        """Believe the address: an incarnation is in host memory, which the library does not read."""
+        return address.incarnation
 
     @override
     def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
@@ -238,7 +247,7 @@ def _by_session(writes: Sequence[Write]) -> dict[str, list[tuple[int, int, int, 
 
 
 def _aligned(memory: MemoryRange) -> MemoryRange:
-    """The whole pages that some memory lies in."""
+    """Give the whole pages that some memory lies in."""
     start = memory.address // ALIGNMENT * ALIGNMENT
     return MemoryRange(start, -(-memory.end // ALIGNMENT) * ALIGNMENT - start)
 

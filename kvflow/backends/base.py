@@ -1,25 +1,35 @@
-"""What kvflow asks of a transport. Everything fits behind these few methods.
+"""The contract between a rank and its transport.
 
 A backend belongs to one rank. It hides the library's threads and exceptions: every method is called on the event
-loop, none blocks it, and only `BackendError`s come out.
+loop, none blocks it, and they raise only `BackendError`s.
 
-`kvflow.testing.contract` holds a transport to this, and docs/backends.md explains it.
+`kvflow.testing.contract` tests a transport against this contract, and docs/backends.md explains it.
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Self
 
+from kvflow.errors import BackendError
 from kvflow.geometry.blocks import Blocks
 from kvflow.geometry.layout import KVLayout, MemoryKind, MemoryRange
 from kvflow.geometry.plan import Descriptors
 
-__all__ = ["Backend", "BackendEvent", "Capabilities", "NoticeArrived", "PostEnded", "PostInDoubt"]
+__all__ = [
+    "Backend",
+    "BackendEvent",
+    "Capabilities",
+    "NoticeArrived",
+    "OnBroken",
+    "OnEvents",
+    "PostEnded",
+    "PostInDoubt",
+]
 
 
 @dataclass(frozen=True)
@@ -27,15 +37,15 @@ class Capabilities:
     """What a transport can do.
 
     Attributes:
-        in_band_notices: A notice can travel with a write and arrives only after its bytes. Without it, notices go
-            over the control channel when the write has ended.
+        in_band_notices: A notice can travel with a write, and arrives after its bytes. Without it, notices go over the
+            control channel when the write has ended.
         memory_kinds: Kinds of memory it can register.
         max_descriptor_bytes: Longest single descriptor it takes; None for no limit.
-        ends_with_process: Nothing lands any more once the process that wrote has ended. Not so where bytes can sit in
-            the network, or in the receiver's own library, and land later.
-        prepared_lists: `post_blocks` is quicker than `post`, because it refers to lists that are kept for each peer.
-        row_overhead_s: What each descriptor costs besides its bytes, in seconds, measured; 0 if that is not known.
-            Where it is more than copying the bytes twice, small pieces are packed.
+        ends_with_process: Nothing lands any more once the process that wrote has ended. It is False where bytes can
+            wait in the network, or in the receiver's library, and land later.
+        prepared_lists: `post_blocks` is faster than `post`, because it refers to lists that are kept for each peer.
+        descriptor_overhead_s: Measured cost of a descriptor besides its bytes, in seconds; 0 if unknown. Where it
+            exceeds the time to copy the bytes twice, small pieces are packed.
     """
 
     in_band_notices: bool
@@ -43,11 +53,11 @@ class Capabilities:
     max_descriptor_bytes: int | None = None
     ends_with_process: bool = False
     prepared_lists: bool = False
-    row_overhead_s: float = 0.0
+    descriptor_overhead_s: float = 0.0
 
     @property
     def takes_blocks(self) -> bool:
-        """Blocks are worth it, and none of them can be too long."""
+        """Whether to post blocks: they are faster, and no block can be too long for a descriptor."""
         return self.prepared_lists and self.max_descriptor_bytes is None
 
 
@@ -57,8 +67,8 @@ class PostEnded:
 
     Attributes:
         error: None if every byte is in the peer's memory, else what went wrong.
-        lingers: Only with an error: bytes that have left may still land in the peer's memory, and nothing here will
-            ever tell.
+        lingers: Only with an error: bytes that have left this process may still land in the peer's memory, and
+            nothing here will ever show when.
     """
 
     post_id: int
@@ -68,7 +78,7 @@ class PostEnded:
 
 @dataclass(frozen=True)
 class PostInDoubt:
-    """It cannot be told whether a posted write has ended. If it ever can, a `PostEnded` follows."""
+    """Nobody knows whether a posted write has ended. A `PostEnded` follows when it has, at the latest in `aclose`."""
 
     post_id: int
     error: str
@@ -76,31 +86,53 @@ class PostInDoubt:
 
 @dataclass(frozen=True)
 class NoticeArrived:
-    """A notice came in band. Nothing proves who sent it."""
+    """A notice has arrived in band. Nothing authenticates its sender."""
 
     payload: bytes
 
 
 BackendEvent = PostEnded | PostInDoubt | NoticeArrived
 
+OnEvents = Callable[[Sequence[BackendEvent]], None]
+"""Takes what has happened, in order, at least one event. It must not raise, and may call the backend."""
+
+OnBroken = Callable[[BackendError], None]
+"""Takes the reason why a backend works no more."""
+
 
 class Backend(abc.ABC):
     """One transport endpoint. Use it as an async context manager; leaving it is `aclose`.
 
     Attributes:
-        name: As in the settings; two ranks must use the same.
+        name: As in the settings; both sides of a transfer must use the same.
         capabilities: What it can do.
     """
 
     name: str
     capabilities: Capabilities
 
+    def advertise(self, host: str) -> None:  # noqa: B027 - most transports need not know
+        """Learn under which host peers reach this process. Called before `open`, or not at all.
+
+        A transport that tells its peers an address overrides this; by default it does nothing.
+
+        Args:
+            host: A name, or an IPv4 or IPv6 address without brackets. An option of the backend that says the same wins.
+        """
+
     @abc.abstractmethod
-    async def open(self, agent_name: str) -> None:
+    async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
         """Start the endpoint.
+
+        Both callbacks are called on the event loop that calls this, from the loop itself: never from another thread,
+        and never from inside a call into the backend other than `aclose`. None is called if this raises, and none
+        after `aclose` has returned.
 
         Args:
             agent_name: Unique in the deployment and new at every start.
+            on_events: Called with what has happened since it was called last. Events do not wait for a task.
+            on_broken: Called at most once, when the library has broken down. After it, `on_events` is only called by
+                `aclose`, which is all that is left to do.
 
         Raises:
             BackendUnavailable: The library is missing or broken; says what to install.
@@ -110,7 +142,7 @@ class Backend(abc.ABC):
     async def register(self, layout: KVLayout) -> None:
         """Make the layout's allocations readable and writable for the transport, until `aclose`.
 
-        Once in the life of an endpoint, before anything is posted or told to peers.
+        To be called once, before `metadata`, `connect` and `post`.
 
         Raises:
             RegistrationError: The memory kind is not supported, the transport refused, or memory is registered already.
@@ -118,14 +150,18 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def metadata(self) -> bytes:
-        """What a peer needs to write here, valid after `register`."""
+        """Give what a peer needs to write here, opaque to kvflow.
+
+        Raises:
+            BackendError: No memory is registered yet.
+        """
 
     @abc.abstractmethod
     def view(self, memory: MemoryRange) -> NDArray[np.uint8]:
-        """Give some registered bytes as this process sees them, without a copy. May be called in any thread.
+        """Give registered bytes as an array that shares their memory. Callable from any thread.
 
         Args:
-            memory: Addresses as in the layout; the view is of use for as long as they are allocated.
+            memory: Addresses as in the layout. The array must not be used once they are freed.
 
         Returns:
             uint8[memory.length].
@@ -152,7 +188,7 @@ class Backend(abc.ABC):
     async def disconnect(self, peer: str) -> None:
         """Release what is held for a peer, once its posts have ended.
 
-        An unknown peer is ignored, and so is everything on a closed backend.
+        Does nothing if the peer is unknown or the backend is closed.
         """
 
     @abc.abstractmethod
@@ -164,7 +200,7 @@ class Backend(abc.ABC):
         Args:
             post_id: Chosen by the caller, never reused.
             peer: A connected peer.
-            descriptors: At least one row; handed over, so the caller does not change the arrays any more.
+            descriptors: At least one, uint64[n, 3] on each side. The backend owns the arrays from now on.
             notice: Delivered to the peer after the last byte; empty for none. Only with `in_band_notices`.
 
         Raises:
@@ -172,13 +208,13 @@ class Backend(abc.ABC):
         """
 
     def post_blocks(self, post_id: int, peer: str, blocks: Blocks, notice: bytes) -> None:
-        """Start to write blocks; otherwise like `post`, which is what it comes down to without prepared lists.
+        """Start to write blocks; otherwise like `post`, which a backend without prepared lists calls.
 
         Args:
             post_id: As in `post`.
             peer: A connected peer.
-            blocks: At least one, and no position beyond its lists. Those are the same object in every post to a peer,
-                until the peer wants other cells than before.
+            blocks: At least one, and no position beyond its lists. The lists are the same object in every post to a
+                peer, until the peer wants other cells than before.
             notice: As in `post`.
 
         Raises:
@@ -188,35 +224,25 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def watch(self, *, active: bool) -> None:
-        """Say whether notices are expected, so that a polling transport polls sharply or hardly at all.
+        """Say whether notices are expected, so that a transport that polls does so often or rarely.
 
-        Does nothing on a closed backend.
-        """
-
-    @abc.abstractmethod
-    async def take_events(self) -> Sequence[BackendEvent]:
-        """Wait until something has happened, and take all of it. One caller at a time.
-
-        Cancelling the wait loses no event.
-
-        Raises:
-            BackendError: The library broke down; nothing more will come but by `aclose`.
+        Does nothing if the backend is closed.
         """
 
     async def outlast(self) -> bool:
-        """Wait until nothing lands here any more of what processes had written that have ended by now.
+        """Wait until nothing that was written by processes that have already ended can land here.
 
         Returns:
-            False if that can never be known. Without another answer, what `ends_with_process` says.
+            True then, or False if that can never be known. By default `capabilities.ends_with_process`.
         """
         return self.capabilities.ends_with_process
 
     @abc.abstractmethod
-    async def aclose(self) -> Sequence[BackendEvent]:
+    async def aclose(self) -> None:
         """Wait for posted writes within the backend's own bound, then stop: a fence for every write of this endpoint.
 
-        Returns:
-            What happened until the end and was not taken; every post has had its `PostEnded`.
+        What was not delivered yet is delivered before this returns, so that every post has had its `PostEnded`.
+        Does nothing on a backend that is not open.
         """
 
     async def __aenter__(self) -> Self:

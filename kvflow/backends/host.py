@@ -1,4 +1,4 @@
-"""Host memory, as this process sees it."""
+"""Views of registered host memory."""
 
 import ctypes
 
@@ -13,18 +13,21 @@ __all__ = ["host_view"]
 
 
 def host_view(registered: RegisteredMemory, memory: MemoryRange, real_address: int) -> NDArray[np.uint8]:
-    """Give some registered bytes without a copy.
+    """Give registered bytes as an array that shares their memory.
 
     Args:
-        registered: What there is.
-        memory: What is asked for.
-        real_address: Where the first byte of it really is.
+        registered: All that is registered.
+        memory: The part to give; it must lie inside one registered range.
+        real_address: Where its first byte really is.
+
+    Returns:
+        uint8[memory.length].
 
     Raises:
         BackendError: It is device memory, or not inside one registered range.
     """
     if registered.memory_kind != "DRAM":
         raise BackendError("only host memory can be read", memory_kind=registered.memory_kind)
-    row = np.array([(memory.address, memory.length, registered.device_id)], np.uint64)
-    registered.check(row, side="local")
+    descriptor = np.array([(memory.address, memory.length, registered.device_id)], np.uint64)
+    registered.check(descriptor, side="local")
     return np.ctypeslib.as_array((ctypes.c_uint8 * memory.length).from_address(real_address))

@@ -1,9 +1,12 @@
-"""A transport inside one process: it copies memory, needs no hardware, and can be told to misbehave.
+"""A transport inside one process: it copies memory, needs no hardware, and can be made to misbehave.
 
-It is complete (handshake, in-band notices, settled and doubtful posts), so an engine integration can be tested with
-nothing else. Both ends must live in one process; they may live on different event loops in different threads.
+It does everything that a transport can do, in-band notices and posts in doubt included, so an engine integration can be
+tested with nothing else. Both ends must be in one process, on one event loop or on several in different threads. What
+is copied is copied in turns of the writer's event loop.
 """
 
+import asyncio
+import contextlib
 import ctypes
 import threading
 from collections import deque
@@ -11,13 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-import anyio.lowlevel
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvflow.aio.mailbox import Mailbox
-from kvflow.backends.base import Backend, BackendEvent, Capabilities, NoticeArrived, PostEnded, PostInDoubt
+from kvflow.backends.base import Backend, Capabilities, NoticeArrived, OnBroken, OnEvents, PostEnded, PostInDoubt
+from kvflow.backends.delivery import Delivery
 from kvflow.backends.host import host_view
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_unregistered
 from kvflow.errors import BackendError, RegistrationError
@@ -27,13 +29,13 @@ from kvflow.geometry.plan import Descriptors
 __all__ = ["Fabric", "FaultScript", "MappedRange", "MemoryBackend"]
 
 BYTES_PER_TURN: Final = 4 * 2**20
-"""Copied before the event loop gets a turn."""
+"""Copied in one turn of the event loop."""
 
-MAX_UNTAKEN: Final = 1_000_000
-"""Events kept for a rank that does not take them; notices beyond it are lost, as on a full receive queue."""
+MAX_WAITING: Final = 1_000_000
+"""Events kept while the event loop does not get to them; notices beyond it are lost, as on a full receive queue."""
 
 Fault = Literal["fail", "doubt", "lose_notice", "corrupt"]
-"""A post fails, cannot be told to have ended, loses its notice, or changes the first byte that it writes."""
+"""A post fails, stays in doubt, loses its notice, or changes the first byte that it writes."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,10 @@ class MappedRange:
 
 
 class FaultScript:
-    """What shall go wrong, decided post by post; shared by a test and the backend under test.
+    """Faults to inject, post by post; shared by a test and the backend under test.
 
     Attributes:
-        plan: Faults for the next posts, in order; None for a post that shall work.
+        plan: Faults for the next posts, in order; None for a post that works.
         posted: Posts that were started, in order, as (peer, number of bytes).
     """
 
@@ -60,21 +62,21 @@ class FaultScript:
         self._wake: list[Callable[[], None]] = []
 
     def hold(self) -> None:
-        """Let posts start but not move until `release`."""
+        """Let posts start, but copy nothing until `release`."""
         self.is_holding = True
 
     def release(self) -> None:
-        """Let held posts move."""
+        """Copy what was held. Callable from any thread."""
         self.is_holding = False
         for wake in self._wake:
             wake()
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called when held posts may move again."""
+        """Have `wake` called when held posts may go on."""
         self._wake.append(wake)
 
     def next(self, peer: str, num_bytes: int) -> Fault | None:
-        """Note a post and say what shall go wrong with it."""
+        """Record a post, and give the fault to inject into it."""
         self.posted.append((peer, num_bytes))
         return self.plan.popleft() if self.plan else None
 
@@ -97,7 +99,7 @@ class Fabric:
             self._endpoints.pop(name, None)
 
     def find(self, name: str) -> "MemoryBackend | None":
-        """The endpoint of that name, if it is reachable."""
+        """Give the endpoint of that name, if it is reachable."""
         with self._lock:
             return self._endpoints.get(name)
 
@@ -109,7 +111,7 @@ DEFAULT_FABRIC: Final = Fabric()
 class _Write:
     post_id: int
     peer: str
-    rows: deque[list[int]]
+    descriptors: deque[list[int]]
     first_byte: int
     notice: bytes
     fault: Fault | None
@@ -121,12 +123,12 @@ class MemoryBackend(Backend):
     Args:
         fabric: Which endpoints it can reach; all of the process by default.
         mapped: Ranges whose addresses are not those of real memory.
-        faults: What shall go wrong with this endpoint's posts.
+        faults: Faults to inject into this endpoint's posts.
     """
 
     name = "memory"
     capabilities = Capabilities(
-        in_band_notices=True, memory_kinds=frozenset({"DRAM"}), ends_with_process=True, row_overhead_s=1e-6
+        in_band_notices=True, memory_kinds=frozenset({"DRAM"}), ends_with_process=True, descriptor_overhead_s=1e-6
     )
 
     def __init__(
@@ -143,16 +145,18 @@ class MemoryBackend(Backend):
         self._memory: RegisteredMemory | None = None
         self._peers: dict[str, PeerMetadata] = {}
         self._writes: deque[_Write] = deque()
-        self._doubtful: list[int] = []
-        self._is_open = False
+        self._in_doubt: list[int] = []
+        self._delivery: Delivery | None = None  # None unless it is open
+        self._has_turn = False
 
     @override
-    async def open(self, agent_name: str) -> None:
-        self._mailbox: Mailbox[BackendEvent] = Mailbox()
+    async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
+        loop = asyncio.get_running_loop()
+        self._loop = loop
         self._agent_name = agent_name
-        self._is_open = True
+        self._delivery = Delivery(on_events, on_broken)
         if self._faults is not None:
-            self._faults.attach(self._mailbox.wake)
+            self._faults.attach(lambda: _call_soon(loop, self._take_turn))
         self._fabric.join(agent_name, self)
 
     @override
@@ -193,7 +197,7 @@ class MemoryBackend(Backend):
 
     @override
     def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
-        if not self._is_open or self._memory is None or peer not in self._peers:
+        if self._delivery is None or self._memory is None or peer not in self._peers:
             raise BackendError("peer is not connected", peer=peer)
         self._memory.check(descriptors.src, side="source")
         self._peers[peer].memory.check(descriptors.dst, side="destination")
@@ -201,75 +205,82 @@ class MemoryBackend(Backend):
         columns = np.column_stack((descriptors.src[:, 0], descriptors.dst[:, 0], descriptors.src[:, 1]))
         first_byte = int(descriptors.dst[0, 0])
         self._writes.append(_Write(post_id, peer, deque(columns.tolist()), first_byte, notice, fault))
-        self._mailbox.wake()
+        self._schedule_turn()
 
     @override
     def watch(self, *, active: bool) -> None:
-        """Nothing to do: a notice is put into the peer's mailbox."""
+        """Do nothing: notices come by themselves."""
 
     @override
-    async def take_events(self) -> Sequence[BackendEvent]:
-        """As the contract says; posts move while somebody waits here."""
-        while True:
-            has_moved = self._move()
-            events = self._mailbox.take_nowait()
-            if events:
-                return events
-            if has_moved:
-                await anyio.lowlevel.checkpoint()
-            else:
-                await self._mailbox.wait()
-
-    @override
-    async def aclose(self) -> Sequence[BackendEvent]:
-        if not self._is_open:
-            return ()
-        self._is_open = False
+    async def aclose(self) -> None:
+        delivery, self._delivery = self._delivery, None
+        if delivery is None:
+            return
         self._fabric.leave(self._agent_name)
-        stopped = [*self._doubtful, *(write.post_id for write in self._writes)]
+        stopped = [*self._in_doubt, *(write.post_id for write in self._writes)]
         self._writes.clear()
-        self._mailbox.put([PostEnded(post_id, "stopped by closing the endpoint") for post_id in stopped])
-        return self._mailbox.take_nowait()
+        delivery.put([PostEnded(post_id, "stopped by closing the endpoint") for post_id in stopped])
+        delivery.close()
 
-    def _move(self) -> bool:
-        """Copy a part of the oldest write, and put it behind the others; False if none may move."""
-        if not self._writes or (self._faults is not None and self._faults.is_holding):
-            return False
+    def deliver(self, notice: bytes) -> None:
+        """Take a notice from another endpoint. Callable from any thread."""
+        delivery = self._delivery
+        if delivery is not None and len(delivery) < MAX_WAITING:
+            delivery.put([NoticeArrived(notice)])
+
+    def _schedule_turn(self) -> None:
+        if not self._has_turn:
+            self._has_turn = True
+            self._loop.call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        """Copy a part of one write, and deliver what has come of it."""
+        self._has_turn = False
+        delivery = self._delivery
+        if delivery is None or not self._writes or (self._faults is not None and self._faults.is_holding):
+            return
+        self._copy(delivery)
+        if self._writes:
+            self._schedule_turn()
+        delivery.deliver()
+
+    def _copy(self, delivery: Delivery) -> None:
+        """Copy a part of the oldest write, and put it behind the others."""
         write = self._writes.popleft()
         target = self._fabric.find(write.peer)
         if write.fault == "fail" or target is None:
-            self._mailbox.put([PostEnded(write.post_id, "scripted failure" if target else "peer has left")])
-            return True
+            delivery.put([PostEnded(write.post_id, "scripted failure" if target else "peer has left")])
+            return
         left = BYTES_PER_TURN
-        while write.rows and left > 0:
-            src, dst, length = write.rows.popleft()
+        while write.descriptors and left > 0:
+            src, dst, length = write.descriptors.popleft()
             ctypes.memmove(target.real_address(dst), self.real_address(src), length)
             left -= length
-        if write.rows:
+        if write.descriptors:
             self._writes.append(write)
         else:
-            self._end(write, target)
-        return True
+            self._end(write, target, delivery)
 
-    def _end(self, write: "_Write", target: "MemoryBackend") -> None:
+    def _end(self, write: "_Write", target: "MemoryBackend", delivery: Delivery) -> None:
         if write.fault == "doubt":
-            self._doubtful.append(write.post_id)
-            self._mailbox.put([PostInDoubt(write.post_id, "scripted doubt")])
+            self._in_doubt.append(write.post_id)
+            delivery.put([PostInDoubt(write.post_id, "scripted doubt")])
             return
         if write.fault == "corrupt":
             ctypes.c_ubyte.from_address(target.real_address(write.first_byte)).value ^= 0xFF
         if write.notice and write.fault != "lose_notice":
             target.deliver(write.notice)
-        self._mailbox.put([PostEnded(write.post_id, None)])
-
-    def deliver(self, notice: bytes) -> None:
-        """Take a notice from another endpoint, on any thread."""
-        if len(self._mailbox) < MAX_UNTAKEN:
-            self._mailbox.put([NoticeArrived(notice)])
+        delivery.put([PostEnded(write.post_id, None)])
 
     def real_address(self, address: int) -> int:
-        """Where the bytes of a registered address really are."""
+        """Give where the bytes of a registered address really are."""
         for mapped in self._mapped:
             if mapped.address <= address < mapped.address + mapped.length:
                 return mapped.real + (address - mapped.address)
         return address
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Have something called on an event loop that may have ended, from any thread."""
+    with contextlib.suppress(RuntimeError):  # it has ended
+        loop.call_soon_threadsafe(call)

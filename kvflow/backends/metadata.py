@@ -1,7 +1,7 @@
-"""What backends exchange about themselves, and the range checks that follow from it.
+"""Metadata that backends exchange, and checks of ranges against it.
 
-The libraries crash or write to the wrong place when they are given a range that is not registered, so every range is
-checked here first, on both sides. A damaged blob can poison a peer's name inside NIXL, so blobs carry a checksum.
+The libraries crash or write to the wrong place when they get a range that is not registered, so every range is checked
+here first, on both sides. A damaged blob makes a peer's name unusable inside NIXL, so metadata has a checksum.
 """
 
 import functools
@@ -27,7 +27,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
     device_id: int
 
     def __post_init__(self) -> None:
-        """Refuse what would wrap around later, in native code.
+        """Refuse ranges that would wrap around in native code.
 
         Raises:
             BackendError: Naming the range.
@@ -38,30 +38,30 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
                 raise BackendError("range of memory is impossible", address=item.address, length=item.length)
             end = item.end
 
-    def check(self, rows: Words, *, side: str) -> None:
+    def check(self, descriptors: Words, *, side: str) -> None:
         """Refuse descriptors that do not lie inside one registered range each.
 
         Args:
-            rows: uint64[n, 3], (address, length, device id).
+            descriptors: uint64[n, 3], (address, length, device id).
             side: "source", "destination" or "local", for the error.
 
         Raises:
-            BackendError: Naming the first row that does not fit.
+            BackendError: Naming the first one that does not fit.
         """
         starts, lengths = self._bounds
-        address, length, device = rows[:, 0], rows[:, 1], rows[:, 2]
+        address, length, device = descriptors[:, 0], descriptors[:, 1], descriptors[:, 2]
         owner = starts.searchsorted(address, side="right") - 1
-        offset, room = address - starts[owner], lengths[owner]
-        inside = (offset <= room) & (length - np.uint64(1) < room - offset) & (device == self.device_id)
+        offset, left = address - starts[owner], lengths[owner]
+        inside = (offset <= left) & (length - np.uint64(1) < left - offset) & (device == self.device_id)
         if not np.logical_and.reduce(inside):
-            first = [int(word) for word in rows[np.flatnonzero(~inside)[0]]]
+            first = [int(word) for word in descriptors[np.flatnonzero(~inside)[0]]]
             raise BackendError(
                 "range is not registered", side=side, address=hex(first[0]), length=first[1], device=first[2]
             )
 
     @functools.cached_property
     def _bounds(self) -> tuple[Words, Words]:
-        """Where the ranges start, and how long they are; the first one is none and owns what lies before all others."""
+        """Starts and lengths of the ranges, behind an empty range at 0 that owns every address before the first one."""
         starts = np.array([0, *(memory.address for memory in self.ranges)], np.uint64)
         return starts, np.array([0, *(memory.length for memory in self.ranges)], np.uint64)
 
@@ -79,7 +79,7 @@ class PeerMetadata(msgspec.Struct, frozen=True):
     memory: RegisteredMemory
 
     def pack(self) -> bytes:
-        """Give the bytes that go into a hello."""
+        """Encode the metadata for the handshake."""
         body = msgspec.msgpack.encode(self)
         return zlib.crc32(body).to_bytes(4, "little") + body
 
@@ -104,7 +104,7 @@ class PeerMetadata(msgspec.Struct, frozen=True):
 
 
 def check_unregistered(memory: RegisteredMemory | None, backend: str) -> None:
-    """Refuse a second registration: peers would never hear of it.
+    """Refuse a second registration, of which peers would never learn.
 
     Raises:
         RegistrationError: There is memory already.

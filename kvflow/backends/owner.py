@@ -1,181 +1,263 @@
-"""The one thread that owns a native agent.
+"""What transports share whose native agent belongs to one thread: a base class for them."""
 
-Native calls block, completions can only be polled, and the libraries are not safe for several threads. So each agent
-has one thread that makes every call: it runs the commands that the event loop sends, and polls in between, sharply
-while something is expected and rarely otherwise.
-
-What is expected may be long in coming: a decode rank waits for the prefill of its request. So the longer nothing has
-happened, the longer are the pauses, in proportion: polling adds a few hundredths to whatever is waited for. And when
-something has just happened, the next thing is not looked for before most of the shortest recent gap has passed.
-"""
-
-import asyncio
-import concurrent.futures
-import ctypes
-import queue
-import threading
-import time
-from collections import deque
+import abc
+import functools
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Protocol, TypeVar
 
-from kvflow.aio.standstill import Standstill
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
 
-__all__ = ["OwnerThread", "Polled"]
+from kvflow.aio.doorbell import Doorbell
+from kvflow.backends.base import Backend, OnBroken, OnEvents
+from kvflow.backends.delivery import Delivery
+from kvflow.backends.host import host_view
+from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_unregistered
+from kvflow.backends.owner_thread import OwnerThread, Polled, PollIntervals
+from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
+from kvflow.geometry.layout import KVLayout, MemoryRange
+from kvflow.geometry.plan import Descriptors
+
+__all__ = ["ConnectedPeer", "NativeAgent", "OwnerBackend", "OwnerThread", "PollIntervals", "Polled"]
 
 Result = TypeVar("Result")
 
-COMMANDS_PER_ROUND = 32
-"""Commands run before polling is due again, so that a burst of posts does not hold up completions."""
 
-PAUSE_PER_WAIT: Final = 0.015
-"""A pause between polls as a part of the time for which nothing has happened."""
+class NativeAgent(Polled, Protocol):
+    """An agent as `OwnerBackend` uses it. Every method is called on the owner thread."""
 
-LULL: Final = 0.8
-"""No poll for this part of the shortest recent gap after something was found."""
+    def register(self, memory: RegisteredMemory) -> bytes:
+        """Register memory, and give what a peer's agent needs to write there.
 
-GAPS: Final = 8
-"""Recent gaps between polls that found something; the shortest of them says how soon the next one may."""
+        Raises:
+            RegistrationError: The library refused.
+        """
 
-PR_SET_TIMERSLACK: Final = 29
-TIMER_SLACK_NS: Final = 1_000
+    def disconnect(self, peer: str) -> None:
+        """Release what is held for a peer, once the last post to it has ended."""
 
-
-class Polled(Protocol):
-    """An agent as its owner thread sees it."""
-
-    def poll(self) -> bool:
-        """Let the library make progress, and hand on what has happened; say whether anything has."""
-
-    def is_busy(self) -> bool:
-        """Something is expected soon."""
+    def close(self, timeout_s: float) -> None:
+        """Wait for running posts, then destroy the agent. Every post has its `PostEnded` when this returns."""
 
 
-class OwnerThread:
-    """Runs commands for one agent and polls it.
+@dataclass(eq=False)
+class ConnectedPeer:
+    """A peer that can be written to.
 
-    Args:
-        name: Of the thread.
-        on_crash: Called on the thread when polling or a command fails; the agent is not polled again.
-        busy_interval_s: Between polls while the agent is busy.
-        quiet_interval_s: The same when nothing has happened for long; in between, pauses grow.
-        idle_interval_s: Between polls while it is not; None for no polls.
+    Attributes:
+        name: Its agent name.
+        memory: What it has registered.
     """
 
-    def __init__(
-        self,
-        name: str,
-        on_crash: Callable[[Exception], None],
-        *,
-        busy_interval_s: float,
-        quiet_interval_s: float,
-        idle_interval_s: float | None,
-    ) -> None:
-        self._on_crash = on_crash
-        self._busy_interval_s = busy_interval_s
-        self._quiet_interval_s = quiet_interval_s
-        self._happened_at = 0.0
-        self._found_at = 0.0
-        self._gaps: deque[float] = deque([0.0], maxlen=GAPS)
-        self._idle_interval_s = idle_interval_s
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._agent: Polled | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._standstill = Standstill(self._thread, lambda: self._commands.put(_nothing))
-        self._thread.start()
+    name: str
+    memory: RegisteredMemory
 
-    def adopt(self, agent: Polled | None) -> None:
-        """Poll this agent from now on, or none. Call it on the owner thread."""
-        self._agent = agent
 
-    def submit(self, command: Callable[[], None]) -> None:
-        """Run a command on the thread, in order. If it raises, that is a crash like one of polling."""
-        self._commands.put(command)
+AnyAgent = TypeVar("AnyAgent", bound=NativeAgent)
+AnyPeer = TypeVar("AnyPeer", bound=ConnectedPeer)
 
-    async def call(self, function: Callable[[], Result]) -> Result:
-        """Run a function on the thread, in order, and give its result or raise its exception.
 
-        Cancelling the wait does not stop a function that has begun.
+class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
+    """A transport whose native agent belongs to one thread. A subclass has `name`, `capabilities` and three methods.
+
+    Args:
+        intervals: How often the agent is polled.
+        close_timeout_s: How long `aclose` waits for running posts before it destroys the agent, which stops them.
+
+    Attributes:
+        metadata_format: Transport and version that both sides of a connection must share; `name` by default.
+    """
+
+    metadata_format: ClassVar[str] = ""
+
+    def __init__(self, intervals: PollIntervals, close_timeout_s: float) -> None:
+        self._intervals = intervals
+        self._close_timeout_s = close_timeout_s
+        self._owner: OwnerThread | None = None
+        self._agent: AnyAgent | None = None
+        self._memory: RegisteredMemory | None = None
+        self._blob = b""
+        self._peers: dict[str, AnyPeer] = {}
+
+    @abc.abstractmethod
+    def _create_agent(self, agent_name: str, delivery: Delivery) -> AnyAgent:
+        """Load the library and start an agent. Called on the owner thread.
+
+        Raises:
+            BackendUnavailable: The library is missing or broken; says what to install.
         """
-        future: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
-        def run() -> None:
-            if future.set_running_or_notify_cancel():
-                _resolve(future, function)
+    @abc.abstractmethod
+    async def _connect(self, peer: str, theirs: PeerMetadata) -> AnyPeer:
+        """Get ready to write to a peer that is not connected.
 
-        self._commands.put(run)
-        self._standstill.go_on()
-        return await asyncio.wrap_future(future)
+        Raises:
+            BackendError: It cannot be reached, or its metadata does not fit.
+        """
 
-    async def stop(self) -> None:
-        """Run what is queued, then end the thread."""
-        self._standstill.cancel()
-        ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._commands.put(lambda: ended.set_result(None))
-        self._commands.put(None)
-        await asyncio.wrap_future(ended)
-        self._thread.join()
+    @abc.abstractmethod
+    def _post(self, post_id: int, peer: AnyPeer, descriptors: Descriptors, notice: bytes) -> None:
+        """Submit a write, whose ranges are checked, to the owner thread.
 
-    def _run(self) -> None:
-        _pause_precisely()
-        while self._run_commands():
-            if self._agent is not None:
-                self._guard(self._poll)
+        Raises:
+            BackendError: Nothing was posted.
+        """
 
-    def _poll(self) -> None:
-        if self._agent is not None and self._agent.poll():
-            now = time.monotonic()
-            self._gaps.append(now - self._found_at)
-            self._found_at = self._happened_at = now
-
-    def _guard(self, call: Callable[[], None]) -> None:
+    @override
+    async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
+        self._doorbell = Doorbell()
+        self._delivery = Delivery(on_events, on_broken, self._doorbell.call_soon)
         try:
-            call()
-        except Exception as error:  # noqa: BLE001 - the event loop raises it again; commands still have to be served
-            self._agent = None
-            self._on_crash(error)
+            owner = OwnerThread(f"kvflow-{self.name}-{agent_name}", self._break_down, self._intervals)
+            self._agent = await self._start(owner, agent_name)
+        except BaseException:
+            self._delivery.cancel()
+            self._doorbell.close()
+            raise
+        self._owner = owner
+        owner.submit(functools.partial(owner.adopt, self._agent))
 
-    def _run_commands(self) -> bool:
-        """Wait for commands until polling is due, and run a few; False once the thread should end."""
-        wait_s = self._interval_s()
-        for _ in range(COMMANDS_PER_ROUND):
-            if self._standstill.is_due:
-                self._standstill.stand_still()
+    async def _start(self, owner: OwnerThread, agent_name: str) -> AnyAgent:
+        """Create the agent; if that fails or is cancelled, nothing is left of it."""
+        created: list[AnyAgent] = []
+
+        def create() -> AnyAgent:
+            created.append(self._create_agent(agent_name, self._delivery))
+            return created[0]
+
+        try:
+            return await owner.call(create)
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                for agent in await owner.call(created.copy):
+                    owner.submit(functools.partial(agent.close, 0.0))
+                await owner.stop()
+            if isinstance(error, Exception) and not isinstance(error, BackendError):
+                raise BackendUnavailable(
+                    "transport could not be started", backend=self.name, detail=_text(error)
+                ) from error
+            raise
+
+    @override
+    async def register(self, layout: KVLayout) -> None:
+        self._running()
+        if layout.memory_kind not in self.capabilities.memory_kinds:
+            raise RegistrationError(
+                "backend cannot register this kind of memory", backend=self.name, memory_kind=layout.memory_kind
+            )
+        check_unregistered(self._memory, self.name)
+        memory = RegisteredMemory(layout.allocations, layout.memory_kind, layout.device_id)
+        self._blob = await self._call(lambda agent: agent.register(memory), RegistrationError)
+        self._memory = memory
+
+    @override
+    def metadata(self) -> bytes:
+        return PeerMetadata(self.metadata_format or self.name, self._blob, self._registered()).pack()
+
+    @override
+    def view(self, memory: MemoryRange) -> NDArray[np.uint8]:
+        return host_view(self._registered(), memory, memory.address)
+
+    @override
+    async def connect(self, peer: str, metadata: bytes) -> None:
+        if peer in self._peers:
+            return
+        self._running()
+        theirs = PeerMetadata.unpack(metadata, backend=self.metadata_format or self.name)
+        self._peers[peer] = await self._connect(peer, theirs)
+
+    @override
+    async def disconnect(self, peer: str) -> None:
+        is_known = self._peers.pop(peer, None) is not None
+        if is_known and self._owner is not None and self._agent is not None:
+            self._owner.submit(functools.partial(self._agent.disconnect, peer))
+
+    @override
+    def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
+        mine, to = self._both_sides(peer)
+        mine.check(descriptors.src, side="source")
+        to.memory.check(descriptors.dst, side="destination")
+        self._post(post_id, to, descriptors, notice)
+
+    @override
+    def watch(self, *, active: bool) -> None:
+        """Do nothing; a transport that has to poll for notices overrides it."""
+
+    @override
+    async def aclose(self) -> None:
+        owner, self._owner = self._owner, None
+        agent, self._agent = self._agent, None
+        if owner is None or agent is None or owner.is_abandoned:
+            return
+        with anyio.CancelScope(shield=True):
             try:
-                command = self._commands.get(timeout=wait_s)
-            except queue.Empty:
-                break
-            if command is None:
-                return False
-            self._guard(command)
-            self._happened_at = time.monotonic()
-            wait_s = 0.0
-        return True
+                owner.submit(functools.partial(owner.adopt, None))
+                await owner.call(functools.partial(agent.close, self._close_timeout_s))
+            except Exception as error:
+                raise BackendError(
+                    "transport was not closed properly", backend=self.name, detail=_text(error)
+                ) from error
+            finally:
+                await owner.stop()
+                self._doorbell.close()
+                self._delivery.close()
 
-    def _interval_s(self) -> float | None:
-        if self._agent is None:
-            return None
-        if not self._agent.is_busy():
-            return self._idle_interval_s
-        now = time.monotonic()
-        lull_s = LULL * min(self._gaps) - (now - self._found_at)
-        pause_s = max(lull_s, PAUSE_PER_WAIT * (now - self._happened_at))
-        return max(self._busy_interval_s, min(pause_s, self._quiet_interval_s))
+    async def _call(self, function: Callable[[AnyAgent], Result], failure: type[BackendError] = BackendError) -> Result:
+        """Call a function with the agent on the owner thread.
+
+        Args:
+            function: Its result is returned, and its `BackendError` is raised.
+            failure: Raised instead of any other exception.
+
+        Raises:
+            BackendError: The backend is not open here, or the call failed.
+        """
+        owner, agent = self._running()
+        try:
+            return await owner.call(functools.partial(function, agent))
+        except BackendError:
+            raise
+        except Exception as error:
+            raise failure("transport library failed", backend=self.name, detail=_text(error)) from error
+
+    def _running(self) -> tuple[OwnerThread, AnyAgent]:
+        """Give the owner thread and the agent.
+
+        Raises:
+            BackendError: The backend is not open here.
+        """
+        if self._owner is None or self._agent is None:
+            raise BackendError("backend is not open", backend=self.name)
+        self._owner.check()
+        return self._owner, self._agent
+
+    def _registered(self) -> RegisteredMemory:
+        """Give what is registered.
+
+        Raises:
+            BackendError: Nothing is.
+        """
+        if self._memory is None:
+            raise BackendError("no memory is registered yet", backend=self.name)
+        return self._memory
+
+    def _both_sides(self, peer: str) -> tuple[RegisteredMemory, AnyPeer]:
+        """Give what is registered here, and a connected peer.
+
+        Raises:
+            BackendError: There is no such peer.
+        """
+        if self._memory is None or peer not in self._peers:
+            raise BackendError("peer is not connected", peer=peer)
+        return self._memory, self._peers[peer]
+
+    def _break_down(self, error: Exception) -> None:
+        """Report what failed on the owner thread."""
+        self._delivery.fail(BackendError("transport library broke down", backend=self.name, detail=_text(error)))
 
 
-def _pause_precisely() -> None:
-    """Let the pauses of this thread be as long as they are meant to be; Linux adds 50 us to each otherwise."""
-    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
-
-
-def _nothing() -> None:
-    """A command that only wakes the thread."""
-
-
-def _resolve(future: "concurrent.futures.Future[Any]", function: Callable[[], Any]) -> None:
-    try:
-        result = function()
-    except Exception as error:  # noqa: BLE001 - it is raised again, where the result is awaited
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

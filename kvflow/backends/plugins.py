@@ -1,4 +1,4 @@
-"""Transports of other distributions, found by the names that they declare as entry points."""
+"""Transports from other distributions, found by the entry points that these declare."""
 
 import importlib.metadata
 import inspect
@@ -16,12 +16,12 @@ GROUP: Final = "kvflow.backends"
 
 
 def plugin_names() -> list[str]:
-    """Names that distributions on the path declare, in order, each once."""
+    """Give the names that installed distributions declare, sorted, each once."""
     return sorted({entry_point.name for entry_point in importlib.metadata.entry_points(group=GROUP)})
 
 
 def refuse_claims(name: str) -> None:
-    """Make sure that no distribution declares a name that is kvflow's own.
+    """Check that no distribution declares a name of a built-in backend.
 
     Raises:
         ConfigError: Naming the distributions that do.
@@ -70,7 +70,7 @@ def load_plugin(name: str, *, built_in: Collection[str]) -> type[Backend]:
 def _checked(loaded: object, claim: EntryPoint, distribution: str) -> type[Backend]:
     facts = {"backend": claim.name, "distribution": distribution, "object": claim.value}
     if not (isinstance(loaded, type) and issubclass(loaded, Backend)):
-        raise BackendUnavailable("backend plugin is no subclass of kvflow.backends.Backend", **facts)
+        raise BackendUnavailable("backend plugin is not a subclass of kvflow.backends.Backend", **facts)
     if inspect.isabstract(loaded):
         missing = sorted(loaded.__abstractmethods__)
         raise BackendUnavailable("backend plugin lacks methods of the contract", **facts, missing=missing)

@@ -1,46 +1,105 @@
 """The `kvflow` command."""
 
-import argparse
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
-from kvflow import __version__
-from kvflow.cli import registry, simulate
-from kvflow.cli.bench import command as bench
-from kvflow.cli.demo import command as demo
-from kvflow.errors import KvflowError
-
-__all__ = ["main"]
+__all__ = ["main", "run_quietly"]
 
 EXIT_UNUSABLE = 2
 EXIT_INTERRUPTED = 130
+
+COMMANDS = {
+    "demo": "kvflow.cli.demo.command",
+    "bench": "kvflow.cli.bench.command",
+    "registry": "kvflow.cli.registry",
+    "simulate": "kvflow.cli.simulate",
+    "explore": "kvflow.cli.explore",
+    "replay": "kvflow.cli.replay",
+}
+"""Modules, each with `add_arguments(parser)` and `prepare(arguments)`, which gives what runs the command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit code: what the command says, or 2 if it could not do its work.
+        The exit code: what the command says, 2 if it could not do its work, or 130 if it was interrupted.
     """
+    words = sys.argv[1:] if argv is None else argv
+    return run_quietly(" ".join(["kvflow", *words[:1]]), lambda: _prepare(argv))
+
+
+def _prepare(argv: Sequence[str] | None) -> Callable[[], int]:
+    import argparse  # noqa: PLC0415 - from here on, being interrupted is no traceback
+    from importlib import import_module  # noqa: PLC0415
+
+    from kvflow import __version__  # noqa: PLC0415
+    from kvflow.cli.options import HelpFormatter  # noqa: PLC0415
+
     parser = argparse.ArgumentParser(prog="kvflow", description="Moves KV caches from prefill to decode servers.")
     parser.add_argument("--version", action="version", version=f"kvflow {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in (("demo", demo), ("bench", bench), ("registry", registry), ("simulate", simulate)):
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, place in COMMANDS.items():
+        module = import_module(place)
         command = commands.add_parser(
             name,
             help=module.__doc__,
             description=module.__doc__,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=HelpFormatter,
         )
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(prepare=module.prepare)
     arguments = parser.parse_args(argv)
+    work: Callable[[], int] = arguments.prepare(arguments)
+    return work
+
+
+def run_quietly(name: str, prepare: Callable[[], Callable[[], int]]) -> int:
+    """Load and run a command; being interrupted, or an error of kvflow, is one line on standard error.
+
+    Args:
+        name: Begins the line.
+        prepare: Imports what is needed, and gives what to run. Nothing has to be undone if it is interrupted.
+
+    Returns:
+        The exit code.
+    """
+    from kvflow.errors import KvflowError  # noqa: PLC0415 - as above
+
     try:
-        code: int = arguments.run(arguments)
+        with _ended_by_interrupt(name):
+            work = prepare()
+        return work()
     except KeyboardInterrupt:
-        print(f"kvflow {arguments.command}: interrupted", file=sys.stderr)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second one would hit the interpreter's own clean-up
+        print(_interrupted(name), file=sys.stderr)
         return EXIT_INTERRUPTED
     except KvflowError as error:
-        print(f"kvflow {arguments.command}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
-    return code
+
+
+@contextmanager
+def _ended_by_interrupt(name: str) -> Iterator[None]:
+    """End the process at once when it is interrupted.
+
+    An exception instead would pass through imports, where libraries swallow it or print it.
+    """
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        os.write(2, f"{_interrupted(name)}\n".encode())
+        os._exit(EXIT_INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupted(name: str) -> str:
+    return f"{name}: interrupted"

@@ -1,17 +1,18 @@
-"""Run whole instances in virtual time against a hostile network and transport, and check every promise."""
+"""Run whole instances in virtual time under faults of network, transport and processes, and check every promise."""
 
 import argparse
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from kvflow.errors import ConfigError
-from kvflow.simulation import Report, ScenarioError, play, run_seed, simulate
+from kvflow.testing.simulation import Report, ScenarioError, play, run_seed, simulate
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "prepare"]
 
 EXIT_VIOLATION = 1
 MAX_SHOWN = 20
@@ -22,32 +23,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument("--seeds", default="0:1000", metavar="A:B", help="run seeds A to B - 1")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
-    parser.add_argument("--story", type=int, metavar="SEED", help="tell what happens in one seed, instead")
-    parser.add_argument("--scenario", type=Path, metavar="FILE", help="play a scenario and tell what happens, instead")
+    parser.add_argument("--story", type=int, metavar="SEED", help="instead, print what happens in one seed")
+    parser.add_argument("--scenario", type=Path, metavar="FILE", help="instead, play a scenario and print what happens")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run seeds and say what was found, or tell the story of one seed or scenario.
-
-    Returns:
-        1 if a promise was broken.
+def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Give what runs seeds and says what was found, or tells the story of one seed or scenario; 1 for a broken promise.
 
     Raises:
         ConfigError: The seeds or the number of processes make no sense.
     """
     if arguments.story is not None:
-        return _tell(arguments.story)
+        return lambda: _tell(arguments.story)
     if arguments.scenario is not None:
-        return _play(arguments.scenario)
+        return lambda: _play(arguments.scenario)
     seeds = _seeds(arguments.seeds)
     if arguments.jobs < 1:
         raise ConfigError("option must be positive", jobs=arguments.jobs)
-    is_shown = sys.stderr.isatty() and not arguments.json
-    report = simulate(seeds, jobs=arguments.jobs, on_progress=_show if is_shown else None)
+    return lambda: _run(seeds, arguments.jobs, is_json=arguments.json)
+
+
+def _run(seeds: range, jobs: int, *, is_json: bool) -> int:
+    is_shown = sys.stderr.isatty() and not is_json
+    report = simulate(seeds, jobs=jobs, on_progress=_show if is_shown else None)
     if is_shown:
         print(file=sys.stderr)
-    print(msgspec.json.encode(report).decode() if arguments.json else _summary(report))
+    print(msgspec.json.encode(report).decode() if is_json else _summary(report))
     return EXIT_VIOLATION if report.violations else 0
 
 
@@ -66,7 +68,7 @@ def _show(report: Report) -> None:
 def _summary(report: Report) -> str:
     lines = [
         f"{report.seeds} seeds in {report.jobs} processes, {report.seeds_per_s:.0f} seeds/s",
-        f"{report.transfers} transfers to decode ranks succeeded",
+        f"{report.successes} of {report.requests} requests succeeded",
         "faults injected",
         *(f"  {kind:20} {count:8}" for kind, count in report.faults_injected.items()),
         f"violations: {len(report.violations)}",

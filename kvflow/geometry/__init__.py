@@ -1,16 +1,26 @@
-"""What memory looks like, and which bytes go where. Pure: no I/O, no clock, no torch (but for `tensors`)."""
+"""Memory layouts, and which bytes go where. Pure: no I/O, no clock, no torch."""
 
 from kvflow.geometry.axes import Axes
+from kvflow.geometry.binding import BoundRoute, bind_route
 from kvflow.geometry.blocks import BlockLists, Blocks, RouteBlocks
-from kvflow.geometry.digest import Written, digest
-from kvflow.geometry.indices import group_concurrent_contiguous, kv_to_page_indices, prompt_tokens, window_tokens
+from kvflow.geometry.digest import DigestScope, digest
+from kvflow.geometry.engines import (
+    HeadSlice,
+    group_concurrent_contiguous,
+    head_range,
+    head_slice,
+    kv_to_page_indices,
+    prompt_tokens,
+    stage_slices,
+    total_heads,
+    window_tokens,
+)
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, RegionKey
-from kvflow.geometry.pages import PageTable, Part, check_part, pages_spanned
-from kvflow.geometry.plan import Descriptors, Share, plan
+from kvflow.geometry.pages import PageTable, TokenPages, build_page_table, pages_spanned
+from kvflow.geometry.plan import ComponentSlice, Descriptors, plan
 from kvflow.geometry.pointers import BufferLists, PagePart, buffers_of, layout_from_pointers, regions_from_pointers
-from kvflow.geometry.routes import BoundRoute, Route, RoutePiece, bind_route, compile_routes
-from kvflow.geometry.shards import HeadSlice, head_range, head_slice, stage_slices, total_heads
-from kvflow.geometry.tokens import TokenRange, TokenShard
+from kvflow.geometry.ranges import TokenRange, TokenShard
+from kvflow.geometry.routes import RegionSlice, Route, compile_routes
 
 __all__ = [
     "Axes",
@@ -19,25 +29,25 @@ __all__ = [
     "BoundRoute",
     "BufferLists",
     "Component",
+    "ComponentSlice",
     "Descriptors",
+    "DigestScope",
     "HeadSlice",
     "KVLayout",
     "MemoryRange",
     "PagePart",
     "PageTable",
-    "Part",
     "Region",
     "RegionKey",
+    "RegionSlice",
     "Route",
     "RouteBlocks",
-    "RoutePiece",
-    "Share",
+    "TokenPages",
     "TokenRange",
     "TokenShard",
-    "Written",
     "bind_route",
     "buffers_of",
-    "check_part",
+    "build_page_table",
     "compile_routes",
     "digest",
     "group_concurrent_contiguous",

@@ -1,5 +1,6 @@
-"""What each dimension of a pool tensor means: the one thing about a tensor that cannot be read from it."""
+"""What each dimension of a pool tensor means: the one property of a tensor that cannot be read from it."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -9,34 +10,36 @@ from kvflow.errors import LayoutError
 __all__ = ["Axes"]
 
 AXIS_NAMES: Final = ("layer", "kv", "page", "token", "head", "dim", "1")
-"""What a dimension can mean."""
+"""Meanings of a dimension."""
 
 OTHER_NAMES: Final = {"slot": "page", "row": "token", "block": "token"}
-"""Words that read better in pools that are addressed by request, and in pools of block scales."""
+"""Other words for them, for pools that are addressed by request and for block scales."""
 
 
 class Axes(msgspec.Struct, frozen=True):
     """What each dimension of a pool tensor means.
 
-    The names of `order`, outermost dimension first:
+    The names in `order`, outermost dimension first:
 
-    - `page` (or `slot`): entries of the pool; every pool has this axis.
+    - `page` (or `slot`): entries of the pool. Every pool has this axis.
     - `token` (or `block`, `row`): cells of a page along its tokens; one cell if there is no such axis.
     - `head`: whatever tensor parallelism shards; one head if there is no such axis.
-    - `dim`: elements of a cell, contiguous; several dims make one cell, in this order.
-    - `kv`: one tensor name for each index. `layer`: one layer for each index.
-    - `1`: carries nothing and must have size 1.
-    - `page*token`, `head*dim`, `token*head*dim`, ...: several of them fused into one dimension, outermost first.
+    - `dim`: contiguous elements of a cell. Several `dim` axes form one cell, in this order.
+    - `kv`: one tensor name for each index.
+    - `layer`: one layer for each index.
+    - `1`: no meaning; the size must be 1.
+    - `page*token`, `head*dim`, `token*head*dim`, ...: several axes fused into one dimension, outermost first.
 
     Attributes:
         order: The names, separated by spaces: "page token head dim" (NHD), "page head token dim" (HND).
         heads: Global heads `(start, stop)` in the tensor, see `head_range`. An MLA latent has one.
-        page_size: Tokens of a page. Needed where `token` is fused; elsewhere it is read from the tensor, and only
-            compared if given.
+        page_size: Tokens of a page. Required where `token` is fused; otherwise it is read from the tensor, and compared
+            if given.
         tokens_per_cell: Tokens that share one cell (block scales).
 
     Raises:
-        LayoutError: A name is unknown or stands twice, there is no page, or the counts contradict each other.
+        LayoutError: The order is no text, or the heads are no pair; a name is unknown or given twice, there is no page,
+            or the counts contradict each other.
     """
 
     order: str
@@ -45,6 +48,7 @@ class Axes(msgspec.Struct, frozen=True):
     tokens_per_cell: int = 1
 
     def __post_init__(self) -> None:
+        _check_types(self.order, self.heads)
         factors = [factor for name in self.names for factor in name.split("*")]
         for factor in factors:
             if factor not in AXIS_NAMES:
@@ -69,7 +73,7 @@ class Axes(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the dimensions, with one word for each meaning."""
+        """Names of the dimensions, with one word for each meaning."""
         return tuple(
             "*".join(OTHER_NAMES.get(factor, factor) for factor in name.split("*")) for name in self.order.split()
         )
@@ -81,8 +85,15 @@ class Axes(msgspec.Struct, frozen=True):
 
     @property
     def known_sizes(self) -> dict[str, int]:
-        """Sizes of axes that do not have to be read from a tensor."""
+        """Sizes of the axes that need not be read from a tensor."""
         sizes = {"head": self.num_heads, "1": 1}
         if self.page_size is not None:
             sizes["token"] = self.page_size // self.tokens_per_cell
         return sizes
+
+
+def _check_types(order: object, heads: object) -> None:
+    if not isinstance(order, str):
+        raise LayoutError("axes must be names separated by spaces", field="order", order=order)
+    if not isinstance(heads, Sequence) or len(heads) != 2:
+        raise LayoutError("heads must be a pair, start and stop", field="heads", heads=heads)

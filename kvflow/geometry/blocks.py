@@ -1,58 +1,56 @@
-"""Pages as positions in lists of memory blocks, which a transport prepares once for each peer.
+"""Plans in terms of memory blocks, whose lists a transport prepares once for each peer.
 
-Where a page looks the same on both sides, moving it means naming it: "block 17 here to block 40 there". For each
-region a list has a run of blocks as long as a page, and, where pages follow each other without gaps and the cells of a
-token do too, a run of blocks as long as those cells, for pages that are not moved whole. A route that cannot be said in
-blocks, and a chunk of more blocks than is worth it, is planned as descriptors.
+Where pages look the same on both sides, a copy is a pair of block numbers instead of addresses and lengths. For each
+region slice a list has one run of blocks that are as long as a page. Where pages and cells follow each other without
+gaps, it also has a run of blocks that are as long as the cells of a token, for pages that are moved in part. Routes
+that blocks cannot express, and chunks of too many blocks, are planned as descriptors.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Self
 
-from kvflow.geometry.layers import ALL_LAYERS, LayerRange, layers_within
+from kvflow.geometry.binding import BoundRoute, CopyGroup
 from kvflow.geometry.pages import PageTable
-from kvflow.geometry.plan import Descriptors, Share
-from kvflow.geometry.routes import BoundRoute, Leg
-from kvflow.geometry.tokens import cell_range
+from kvflow.geometry.plan import ComponentSlice, Descriptors
+from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, cell_range, layers_within
 
-__all__ = ["BlockLists", "Blocks", "RouteBlocks", "spans"]
+__all__ = ["BlockLists", "Blocks", "RouteBlocks", "run_extents"]
 
-Words = NDArray[np.uint64]
+UInt64Array = NDArray[np.uint64]
 Positions = NDArray[np.int32]
 
 MAX_BLOCKS: Final = 2**15
-"""More blocks than this are long runs of short pages, for which descriptors are fewer."""
+"""With more blocks, pages are short and form long runs, for which there are fewer descriptors."""
 
 MAX_POSITIONS: Final = 2**31
 
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """The blocks of a route, the same number of equally long ones on both sides of each run.
+    """The blocks of a route, in runs. Both sides have the same runs, with blocks of the same size.
 
     Attributes:
-        src: uint64[num_runs, 5], rows of (address, bytes of a block, device id, bytes from block to block, blocks) on
-            the sending side. Positions count the blocks of all runs, one run after another.
-        dst: The same on the receiving side, where runs may be shorter or longer.
+        src: uint64[num_runs, 5] for the sending side: address, bytes of a block, device id, bytes from one block to the
+            next, number of blocks. Block positions count through all runs in order.
+        dst: The same for the receiving side; its runs may have more or fewer blocks.
     """
 
-    src: Words
-    dst: Words
+    src: UInt64Array
+    dst: UInt64Array
 
 
 class Blocks(NamedTuple):
     """What to copy: block `src[i]` to block `dst[i]`.
 
     Attributes:
-        lists: What is counted.
+        lists: The lists that the positions refer to.
         src: int32[num_blocks], positions on the sending side.
-        dst: The same on the receiving side.
-        num_bytes: Of all blocks.
+        dst: int32[num_blocks], positions on the receiving side.
+        num_bytes: Total bytes of the blocks.
     """
 
     lists: BlockLists
@@ -61,32 +59,32 @@ class Blocks(NamedTuple):
     num_bytes: int
 
     def descriptors(self) -> Descriptors:
-        """The same without the lists: a row for each block."""
-        return Descriptors(_rows(self.lists.src, self.src), _rows(self.lists.dst, self.dst))
+        """Convert to descriptors, one for each block."""
+        return Descriptors(_descriptors(self.lists.src, self.src), _descriptors(self.lists.dst, self.dst))
 
 
 class _Starts(NamedTuple):
-    """Where the runs of the pieces of a leg begin.
+    """Positions of the first block of each run of a copy group.
 
     Attributes:
-        src: int32[num_pieces], positions on the sending side.
-        dst: The same on the receiving side.
-        block_bytes: Of each block of these runs.
+        src: int32[num_slices], on the sending side.
+        dst: int32[num_slices], on the receiving side.
+        block_bytes: Bytes of each block of these runs.
     """
 
     src: Positions
     dst: Positions
     block_bytes: int
 
-    def of_layers(self, leg: Leg, layers: LayerRange) -> "_Starts":
+    def of_layers(self, group: CopyGroup, layers: LayerRange) -> "_Starts":
         if layers == ALL_LAYERS:
             return self
-        chosen = layers_within(leg.layers, layers)
+        chosen = layers_within(group.layers, layers)
         return _Starts(self.src[chosen], self.dst[chosen], self.block_bytes)
 
 
 class _Segment(NamedTuple):
-    """Blocks of one kind, which each piece of a leg moves: offsets from its starts, int32[n] each."""
+    """Blocks of one size that every slice of a copy group moves; `src` and `dst` are int32[n] offsets from `starts`."""
 
     starts: _Starts
     src: Positions
@@ -98,20 +96,21 @@ class _Segment(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _LegBlocks:
-    """A leg, and where its blocks are; single cells have no blocks if `cells` is None."""
+class _GroupBlocks:
+    """A copy group and the runs of its blocks; `cells` is None if it has no blocks for single cells."""
 
-    leg: Leg
+    group: CopyGroup
     pages: _Starts
     cells: _Starts | None
 
-    def segments(self, share: Share, layers: LayerRange) -> list[_Segment] | None:
-        """What of a share is whole pages, and what is single cells; None if that cannot be said in blocks."""
-        src, dst = share.src.in_cells(self.leg.tokens_per_cell), share.dst.in_cells(self.leg.tokens_per_cell)
+    def segments(self, component: ComponentSlice, layers: LayerRange) -> list[_Segment] | None:
+        """Divide a component slice into whole pages and single cells; None if blocks cannot express it."""
+        tokens_per_cell = self.group.tokens_per_cell
+        src, dst = component.src.in_cells(tokens_per_cell), component.dst.in_cells(tokens_per_cell)
         if src.shard.size > 1 or dst.shard.size > 1:
             return None
         size = src.page_size
-        start, stop = cell_range(share.tokens, self.leg.tokens_per_cell, closing=share.closing)
+        start, stop = cell_range(component.tokens, tokens_per_cell, final=component.final)
         if start == stop:
             return []
         if not (src.covers((start, stop)) and dst.covers((start, stop))):
@@ -119,13 +118,13 @@ class _LegBlocks:
         segments = []
         first, last = -(-start // size), stop // size
         if first < last:
-            starts = self.pages.of_layers(self.leg, layers)
+            starts = self.pages.of_layers(self.group, layers)
             pages = (side.between(first, last).astype(np.int32) for side in (src, dst))
             segments.append(_Segment(starts, *pages))
         for page, begin, end in _partial_pages(start, stop, size):
             if self.cells is None:
                 return None
-            starts = self.cells.of_layers(self.leg, layers)
+            starts = self.cells.of_layers(self.group, layers)
             segments.append(_Segment(starts, _cells(src, page, begin, end), _cells(dst, page, begin, end)))
         return segments
 
@@ -134,45 +133,47 @@ class RouteBlocks:
     """Plans chunks for one peer in blocks.
 
     Args:
-        legs: With the places of their blocks.
+        lists: The block lists of the route.
+        groups: Its copy groups, with the runs of their blocks.
 
     Attributes:
-        lists: What positions of its plans count.
+        lists: The block lists that the positions of its plans refer to.
     """
 
-    def __init__(self, lists: BlockLists, legs: tuple[_LegBlocks, ...]) -> None:
+    def __init__(self, lists: BlockLists, groups: tuple[_GroupBlocks, ...]) -> None:
         self.lists = lists
-        self._legs = legs
+        self._groups = groups
 
     @classmethod
     def of(cls, route: BoundRoute) -> Self | None:
-        """Find the blocks of a route; None if it has pages that are not blocks, or too many."""
-        if not route.legs or not all(map(_page_is_block, route.legs)) or _most_blocks(route) > MAX_POSITIONS:
+        """Build the block lists of a route; None if its pages are not blocks, or too many."""
+        pages_are_blocks = route.copy_groups and all(map(_page_is_block, route.copy_groups))
+        if not pages_are_blocks or _most_blocks(route) > MAX_POSITIONS:
             return None
         lists = _Lists(route)
-        legs = []
-        for leg in route.legs:
-            num_cells = _cells_per_page(leg)
-            pages = lists.add(leg, num_cells * leg.num_heads * leg.head_bytes, blocks_per_page=1)
-            cells = lists.add(leg, leg.unit_bytes, blocks_per_page=num_cells) if leg.pages_touch else None
-            legs.append(_LegBlocks(leg, pages, cells))
-        return cls(lists.finished(), tuple(legs))
+        groups = []
+        for group in route.copy_groups:
+            num_cells = _cells_per_page(group)
+            pages = lists.add(group, num_cells * group.num_heads * group.head_bytes, blocks_per_page=1)
+            cells = lists.add(group, group.unit_bytes, blocks_per_page=num_cells) if group.pages_contiguous else None
+            groups.append(_GroupBlocks(group, pages, cells))
+        return cls(lists.finished(), tuple(groups))
 
-    def plan(self, shares: Mapping[str, Share], layers: LayerRange = ALL_LAYERS) -> Blocks | None:
-        """Work out the blocks that move some tokens.
+    def plan(self, components: Mapping[str, ComponentSlice], layers: LayerRange = ALL_LAYERS) -> Blocks | None:
+        """Compute the blocks that move some tokens.
 
         Args:
-            shares: Components to move; those that the route does not have are ignored.
+            components: What to move, by component; components that the route does not have are ignored.
             layers: Global layers to move.
 
         Returns:
-            None if there are none or too many, or if it has to be said in descriptors: token ranges that begin or end
-            within pages of interleaved tensors, shards, page tables that do not fit.
+            None if there are no blocks or too many, or if the chunk needs descriptors: it begins or ends within a page
+            of interleaved tensors, the tokens are sharded, or a page table does not cover its tokens.
         """
         segments: list[_Segment] = []
-        for leg in self._legs:
-            if leg.leg.component in shares:
-                found = leg.segments(shares[leg.leg.component], layers)
+        for blocks in self._groups:
+            if blocks.group.component in components:
+                found = blocks.segments(components[blocks.group.component], layers)
                 if found is None:
                     return None
                 segments += found
@@ -188,17 +189,17 @@ class RouteBlocks:
 
 
 class _Lists:
-    """Block lists that are being made."""
+    """Builds block lists."""
 
     def __init__(self, route: BoundRoute) -> None:
         self._devices = (route.src_device, route.dst_device)
-        self._runs: tuple[list[Words], list[Words]] = ([], [])
+        self._runs: tuple[list[UInt64Array], list[UInt64Array]] = ([], [])
         self._counts = [0, 0]
 
-    def add(self, leg: Leg, block_bytes: int, *, blocks_per_page: int) -> _Starts:
-        """Add a run of blocks for each piece of a leg."""
+    def add(self, group: CopyGroup, block_bytes: int, *, blocks_per_page: int) -> _Starts:
+        """Add a run of blocks for each slice of a copy group."""
         starts = []
-        for side, (bases, steps) in enumerate(((leg.src_bases, leg.src), (leg.dst_bases, leg.dst))):
+        for side, (bases, steps) in enumerate(((group.src_bases, group.src), (group.dst_bases, group.dst))):
             count = steps.slots * blocks_per_page
             runs = np.empty((len(bases), 5), np.uint64)
             runs[:, 0] = bases
@@ -218,38 +219,41 @@ class _Lists:
         return BlockLists(*(np.concatenate(runs) for runs in self._runs))
 
 
-def _cells_per_page(leg: Leg) -> int:
-    return leg.src.tokens_per_slot // leg.tokens_per_cell
+def _cells_per_page(group: CopyGroup) -> int:
+    return group.src.tokens_per_slot // group.tokens_per_cell
 
 
 def _most_blocks(route: BoundRoute) -> int:
-    """How many blocks the lists of a route have, on the side that has more."""
+    """Count the blocks in a route's lists, on the side that has more."""
     counts = [
-        sum(len(leg.layers) * side.slots * (1 + _cells_per_page(leg)) for leg, side in sides)
-        for sides in ([(leg, leg.src) for leg in route.legs], [(leg, leg.dst) for leg in route.legs])
+        sum(len(group.layers) * side.slots * (1 + _cells_per_page(group)) for group, side in sides)
+        for sides in (
+            [(group, group.src) for group in route.copy_groups],
+            [(group, group.dst) for group in route.copy_groups],
+        )
     ]
     return max(counts)
 
 
-def _page_is_block(leg: Leg) -> bool:
-    """The wanted cells of a page lie without gaps and in the same order on both sides."""
-    if leg.src.tokens_per_slot != leg.dst.tokens_per_slot:
+def _page_is_block(group: CopyGroup) -> bool:
+    """Whether the wanted cells of a page have no gaps and the same order on both sides."""
+    if group.src.tokens_per_slot != group.dst.tokens_per_slot:
         return False
-    head_bytes = _cells_per_page(leg) * leg.head_bytes
+    head_bytes = _cells_per_page(group) * group.head_bytes
     is_head_major = all(
-        side.token_stride == leg.head_bytes and side.head_stride == head_bytes for side in (leg.src, leg.dst)
+        side.token_stride == group.head_bytes and side.head_stride == head_bytes for side in (group.src, group.dst)
     )
-    return is_head_major or (leg.heads_touch and leg.tokens_touch)
+    return is_head_major or (group.heads_contiguous and group.tokens_contiguous)
 
 
 def _cells(table: PageTable, page: int, begin: int, end: int) -> Positions:
-    """Cells `begin` to `end` of one page of a request."""
+    """Positions of cells `begin` to `end` of one page of a request."""
     first = int(table.between(page, page + 1)[0]) * table.page_size
     return np.arange(first + begin, first + end, dtype=np.int32)
 
 
 def _partial_pages(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Pages of which a range has some cells only, and which."""
+    """Yield the pages of which a range has only some cells: page, first cell, end cell."""
     first, last = start // size, stop // size
     if start % size:
         yield first, start % size, min(size, stop - first * size)
@@ -257,17 +261,17 @@ def _partial_pages(start: int, stop: int, size: int) -> Iterator[tuple[int, int,
         yield last, 0, stop % size
 
 
-def spans(runs: Words) -> Words:
-    """Give what each run of a list takes: uint64[num_runs, 3], rows of (address, bytes, device id)."""
-    found: Words = runs[:, :3].copy()
+def run_extents(runs: UInt64Array) -> UInt64Array:
+    """Return the memory of each run: uint64[num_runs, 3] of address, length in bytes and device id."""
+    found: UInt64Array = runs[:, :3].copy()
     found[:, 1] += (runs[:, 4] - np.uint64(1)) * runs[:, 3]
     return found
 
 
-def _rows(runs: Words, positions: Positions) -> Words:
+def _descriptors(runs: UInt64Array, positions: Positions) -> UInt64Array:
     counts = runs[:, 4].astype(np.int64)
     firsts = np.cumsum(counts) - counts
     owner = firsts.searchsorted(positions, side="right") - 1
-    rows: Words = runs[owner, :3].copy()
-    rows[:, 0] += (positions - firsts[owner]).astype(np.uint64) * runs[owner, 3]
-    return rows
+    found: UInt64Array = runs[owner, :3].copy()
+    found[:, 0] += (positions - firsts[owner]).astype(np.uint64) * runs[owner, 3]
+    return found

@@ -1,13 +1,12 @@
-"""What the memory of one rank looks like: regions, components, layouts.
+"""Memory layout of one rank: regions, components, layouts.
 
-A *cell* is the smallest thing that is ever moved: one head of one token, in one tensor of one layer. A `Region`
-says where each of its cells lies by strides alone, so that page order (NHD), head order (HND), interleaved K and
-V, or one allocation for all layers are the same thing to the planner: other strides. There is no kind of model
-here: an MLA latent is a tensor with one head, a block scale is a tensor whose cells several tokens share, a recurrent
-state is a tensor of a component that is addressed by request instead of by token, and whatever axis tensor parallelism
-shards is the head axis.
+A *cell* is the smallest unit that is moved: one head of one token, in one tensor of one layer. A `Region` locates its
+cells by strides alone. Page order (NHD), head order (HND), interleaved K and V and one allocation for all layers differ
+only in strides, so the planner treats them alike. Nor does it distinguish kinds of models: an MLA latent is a tensor
+with one head, a block scale is a tensor whose cells several tokens share, a recurrent state is a tensor of a component
+that is addressed by request instead of by token, and the head axis is whatever axis tensor parallelism shards.
 
-All addresses are unsigned 64-bit. Device addresses with bit 63 set are ordinary (Intel XPU has them).
+All addresses are unsigned 64-bit. Device addresses with bit 63 set are valid (Intel XPU has them).
 """
 
 from bisect import bisect_right
@@ -18,24 +17,24 @@ from typing import NamedTuple
 import msgspec
 
 from kvflow.errors import LayoutError
-from kvflow.geometry.tokens import WHOLE, TokenRange, TokenShard
+from kvflow.geometry.ranges import WHOLE, TokenRange, TokenShard
 
-__all__ = ["ADDRESS_LIMIT", "Component", "KVLayout", "MemoryKind", "MemoryRange", "Region", "RegionKey"]
+__all__ = ["ADDRESS_LIMIT", "Component", "HeldRegion", "KVLayout", "MemoryKind", "MemoryRange", "Region", "RegionKey"]
 
 ADDRESS_LIMIT = 2**64
 """One past the last address, in bytes."""
 
 MAX_SLOTS = 2**31
-"""Page indices travel as uint32 and NIXL takes them as int32, so a pool has fewer slots than this."""
+"""Bound for the pages of a pool: indices are uint32 on the wire, and int32 in NIXL."""
 
 MemoryKind = str
-"""Where memory is: "DRAM" (host) or "VRAM" (device), the transports' own words."""
+"""Where memory is: "DRAM" (host) or "VRAM" (device), as transports call it."""
 
 MEMORY_KINDS = ("DRAM", "VRAM")
 
 
 class RegionKey(NamedTuple):
-    """What names a region on every rank alike; two regions are the same data if their keys are equal."""
+    """Identifies a region on every rank: regions with equal keys hold the same data."""
 
     component: str
     tensor: str
@@ -57,27 +56,27 @@ class MemoryRange(msgspec.Struct, frozen=True, array_like=True, order=True):
 class Region(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of one layer in one paged pool.
 
-    The cell of token `t` of slot (page) `s` and global head `h` starts at `address + s * slot_stride +
-    (t // tokens_per_cell) * token_stride + (h - heads[0]) * head_stride` and is `head_bytes` long.
-    All sizes and strides are bytes.
+    The cell of token `t` of slot (page) `s` and global head `h` starts at `address + s * slot_stride + (t //
+    tokens_per_cell) * token_stride + (h - heads[0]) * head_stride` and is `head_bytes` long. All sizes and strides are
+    in bytes.
 
     Attributes:
-        tensor: Which tensor: "k", "v", "latent", ...
-        layer: The model's own (global) layer number.
+        tensor: Name of the tensor: "k", "v", "latent", ...
+        layer: Global layer number of the model.
         address: Address of the first cell, uint64.
         slots: Number of pages in the pool.
         slot_stride: From one page to the next.
         tokens_per_slot: Page size in tokens.
         token_stride: From one cell of a page to the next along the tokens.
-        heads: Global KV heads this rank holds, `(start, stop)`. An MLA latent has one head.
+        heads: Global KV heads that this rank holds, `(start, stop)`. An MLA latent has one head.
         head_stride: From one head of a token to the next.
         head_bytes: Size of one cell.
-        dtype: Name of the element type, as torch spells it ("bfloat16").
+        dtype: Name of the element type as in torch ("bfloat16").
         optional: The decode side can do without it (draft layers).
         tokens_per_cell: Tokens that share one cell (block scales); divides `tokens_per_slot`.
 
     Raises:
-        LayoutError: A size is not positive, cells overlap, or an address passes 2**64.
+        LayoutError: A size is not positive, cells overlap, or an address exceeds 64 bits.
     """
 
     tensor: str
@@ -146,7 +145,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
             raise self._error("layer must not be negative")
 
     def _check_cells_are_disjoint(self) -> None:
-        """Each axis, from the smallest stride up, must step over everything below it."""
+        """Check that each axis, from the smallest stride up, steps over all below it."""
         axes = [
             (self.head_stride, self.num_heads, "head_stride"),
             (self.token_stride, self.cells_per_slot, "token_stride"),
@@ -171,12 +170,12 @@ class Component(msgspec.Struct, frozen=True, dict=True):
     Attributes:
         name: "kv", "swa", "mamba", ...
         regions: Its tensors.
-        kind: "paged" if its pages hold tokens; "slot" if a request has one slot, which always moves whole (recurrent
+        kind: "paged" if its pages hold tokens; "slot" if a request has one slot, which is always moved whole (recurrent
             states, auxiliary rows).
-        shard: Which tokens of a request this rank holds; every token by default.
+        shard: Tokens of a request that this rank holds; all by default.
 
     Raises:
-        LayoutError: No region, two regions with one key, or regions that differ in slots or page size.
+        LayoutError: There is no region, two regions have one key, or regions differ in slots or page size.
     """
 
     name: str
@@ -237,19 +236,28 @@ class Component(msgspec.Struct, frozen=True, dict=True):
         return sum(region.cells_per_slot * region.num_heads * region.head_bytes for region in self.regions)
 
 
+class HeldRegion(NamedTuple):
+    """A region, with the kind and the token shard of its component."""
+
+    region: Region
+    kind: str
+    shard: TokenShard
+
+
 class KVLayout(msgspec.Struct, frozen=True, dict=True):
     """All KV memory of one rank.
 
     Attributes:
-        components: Pools, each with its own page table; "kv" is the usual name of the main one.
-        fingerprint: Names the content: model, revision, whatever makes two caches interchangeable. Two sides with
-            different fingerprints never exchange a byte.
-        allocations: What to register with the transport, sorted and disjoint; every region lies inside one.
+        components: Pools, each with its own page table; the main one is usually called "kv".
+        fingerprint: Identifies the content: model, revision, whatever makes two caches interchangeable. Ranks with
+            different fingerprints exchange no data.
+        allocations: Memory to register with the transport, sorted and disjoint; every region lies inside one.
         memory_kind: "DRAM" or "VRAM".
         device_id: Device ordinal; 0 for host memory.
 
     Raises:
-        LayoutError: Two components of one name, or a region outside every allocation.
+        LayoutError: Two components have one name, the fingerprint is no text, or a region lies outside every
+            allocation.
     """
 
     components: tuple[Component, ...]
@@ -259,6 +267,8 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
     device_id: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.fingerprint, str):
+            raise LayoutError("fingerprint must be text", field="fingerprint", fingerprint=self.fingerprint)
         names = [component.name for component in self.components]
         if not names or len(set(names)) != len(names):
             raise LayoutError("layout needs components with distinct names", components=names)
@@ -272,19 +282,19 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def by_name(self) -> Mapping[str, Component]:
-        """Every component by its name."""
+        """Components by name."""
         return {component.name: component for component in self.components}
 
     @cached_property
     def whole_slots(self) -> Mapping[str, TokenRange]:
-        """By name, all rows of a slot of each component that is addressed by request."""
+        """All rows of a slot, for each component that is addressed by request."""
         return {name: (0, part.tokens_per_slot) for name, part in self.by_name.items() if part.kind == "slot"}
 
     def component(self, name: str) -> Component:
-        """The component called `name`.
+        """Return a component.
 
         Raises:
-            LayoutError: There is none.
+            LayoutError: There is none of this name.
         """
         component = self.by_name.get(name)
         if component is None:
@@ -295,6 +305,14 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         """Every region by its key, in declaration order."""
         return {
             RegionKey(component.name, region.tensor, region.layer): region
+            for component in self.components
+            for region in component.regions
+        }
+
+    def held_regions(self) -> dict[RegionKey, HeldRegion]:
+        """Every region by its key, with what its component says about it."""
+        return {
+            RegionKey(component.name, region.tensor, region.layer): HeldRegion(region, component.kind, component.shard)
             for component in self.components
             for region in component.regions
         }
@@ -316,9 +334,9 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
 
 
 def merge_ranges(ranges: Iterable[MemoryRange]) -> tuple[MemoryRange, ...]:
-    """Sort ranges and join those that overlap; neighbours that only touch stay apart.
+    """Sort ranges and join those that overlap.
 
-    Ranges that touch may be separate allocations, which a transport cannot register as one.
+    Ranges that only touch stay apart: they may be separate allocations, which a transport cannot register as one.
     """
     merged: list[MemoryRange] = []
     for current in sorted(ranges):

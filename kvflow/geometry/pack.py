@@ -1,13 +1,14 @@
-"""The order of cells in a packed payload, and where each side keeps them: gather here, one write, scatter there.
+"""The layout of packed payloads, and where each side keeps their cells.
 
-A payload holds the cells of some tokens along a route, without gaps, in a logical order that both sides derive from the
-route's pieces and the token ranges alone: component by name, then layer, tensor, heads, and within these token by token
-(the heads of a token together) or head by head (the tokens of a head together). Neither side needs the page table or
-the strides of the other one. As with digests, nothing of `plan` is used.
+The sending side gathers cells into a payload, which is written at once, and the receiving side scatters it. A payload
+holds the cells of some tokens along a route, without gaps, in a logical order that both sides derive from the region
+slices and token ranges alone: component by name, then layer, tensor, heads, and within these token by token (the heads
+of a token together) or head by head (the tokens of a head together). Neither side needs the other's page table or
+strides. As with digests, nothing of `plan` is used.
 
-On one side the cells of a payload are *runs*: bytes that lie together both in its memory and in the payload. Runs are
-found once for all layers that step alike, and grouped by length, so that copying them is a few array operations however
-many pages and layers there are.
+A *run* is a range of bytes that is contiguous both in this side's memory and in the payload. Runs are found once for
+all layers with the same strides and are grouped by length, so that copying takes a few array operations for any number
+of pages and layers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,30 +18,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.errors import PlanError
-from kvflow.geometry.debts import Debt
-from kvflow.geometry.layers import ALL_LAYERS, LayerRange, layers_within
+from kvflow.geometry.binding import BoundRoute, SlotGeometry
+from kvflow.geometry.expected import ExpectedBytes
 from kvflow.geometry.layout import KVLayout, Region, RegionKey
 from kvflow.geometry.pages import PageTable, locate
-from kvflow.geometry.routes import BoundRoute, RoutePiece, SlotGeometry
-from kvflow.geometry.tokens import TokenRange, cell_range, closes, held_range
+from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange, cell_range, held_range, is_final, layers_within
+from kvflow.geometry.routes import RegionSlice, slices_in_order
 
-__all__ = ["PackedPieces", "PackedRuns", "Payload", "find_pieces", "is_head_major", "pack"]
+__all__ = ["PackedRuns", "PackedSlices", "Payload", "find_runs", "find_slices", "is_head_major"]
 
-Words = NDArray[np.uint64]
+UInt64Array = NDArray[np.uint64]
 
 
 class Payload(NamedTuple):
-    """What one prefill rank packs for one decode rank at once; equal on both sides.
+    """What one prefill rank packs at once for one decode rank; equal on both sides.
 
     Attributes:
-        debts: By component, which tokens the two hold.
-        ranges: By component, the tokens.
-        wanted: For the same components, all tokens of the transfer.
-        head_major: Tokens of one head lie together, instead of heads of one token.
-        layers: That are in it.
+        expected: Expected bytes by component, which say which tokens the two hold.
+        ranges: Packed tokens, by component.
+        wanted: All tokens of the transfer, for the same components.
+        head_major: The tokens of a head are together, instead of the heads of a token.
+        layers: Packed layers.
     """
 
-    debts: Mapping[str, Debt]
+    expected: Mapping[str, ExpectedBytes]
     ranges: Mapping[str, TokenRange]
     wanted: Mapping[str, TokenRange]
     head_major: bool = False
@@ -53,29 +54,32 @@ class PackedRuns(NamedTuple):
     Attributes:
         length: Bytes of each run.
         memory: uint64[num_runs], address of each run on this side.
-        payload: uint64[num_runs], its place in the payload.
+        payload: uint64[num_runs], offset of each run in the payload, in bytes.
     """
 
     length: int
-    memory: Words
-    payload: Words
+    memory: UInt64Array
+    payload: UInt64Array
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Total bytes of the runs."""
         return self.length * len(self.memory)
 
 
 def is_head_major(route: BoundRoute) -> bool:
-    """Say which order suits a route: head by head if both sides keep the tokens of a head together."""
-    split = [leg for leg in route.legs if leg.num_heads > 1]
+    """Choose the order for a route: head by head if both sides keep the tokens of a head together."""
+    split = [group for group in route.copy_groups if group.num_heads > 1]
     return bool(split) and all(
-        side.head_stride > side.token_stride for leg in split for side in (leg.src, leg.dst) if side.tokens_per_slot > 1
+        side.head_stride > side.token_stride
+        for group in split
+        for side in (group.src, group.dst)
+        if side.tokens_per_slot > 1
     )
 
 
 class _Shape(NamedTuple):
-    """What pieces have in common that step alike."""
+    """What region slices with the same strides have in common."""
 
     steps: SlotGeometry
     num_heads: int
@@ -84,131 +88,138 @@ class _Shape(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Pieces of one shape: which they are, and the address of the first wanted head of page 0 of each."""
+    """Region slices of one shape.
+
+    Attributes:
+        shape: Of each slice.
+        numbers: int[n], index of each slice in the payload's order.
+        starts: uint64[n], address of the first wanted head of page 0 of each slice.
+    """
 
     shape: _Shape
     numbers: NDArray[np.intp]
-    starts: Words
+    starts: UInt64Array
 
 
-class PackedPieces(NamedTuple):
-    """The pieces of one component in the order of a payload, as one side holds them; made once for each pair of ranks.
+class PackedSlices(NamedTuple):
+    """The region slices of one component on one side, in payload order. Computed once for each pair of ranks.
 
     Attributes:
-        groups: Pieces that step alike.
-        grains: int64[num_pieces], tokens that share a cell.
-        widths: int64[num_pieces], bytes at each place: all wanted heads.
-        layers: int64[num_pieces], layer of each.
+        groups: Slices with the same strides.
+        tokens_per_cell: int64[num_slices], tokens that share a cell.
+        widths: int64[num_slices], bytes at each place: all wanted heads.
+        layers: int64[num_slices], global layer of each slice.
     """
 
     groups: tuple[_Group, ...]
-    grains: NDArray[np.int64]
+    tokens_per_cell: NDArray[np.int64]
     widths: NDArray[np.int64]
     layers: NDArray[np.int64]
 
 
-def find_pieces(
-    pieces: Sequence[RoutePiece], layout: KVLayout, bases: Mapping[RegionKey, int] | None = None
-) -> dict[str, PackedPieces]:
-    """Find the pieces of a route on one side.
+def find_slices(
+    slices: Sequence[RegionSlice], layout: KVLayout, bases: Mapping[RegionKey, int] | None = None
+) -> dict[str, PackedSlices]:
+    """Find the region slices of a route in the memory of one side.
 
     Args:
-        pieces: Of the route between the two.
-        layout: This side's.
-        bases: Where the regions really begin, if that is not where the layout says.
+        slices: Region slices of the route.
+        layout: This side's layout.
+        bases: Start address of each region, where it differs from the layout's (a mapping of the same memory).
 
     Returns:
-        Pieces by component.
+        Slices by component.
 
     Raises:
-        PlanError: The route has a piece that this side does not have.
+        PlanError: This side does not have a region of the route.
     """
     regions = layout.regions()
     found = {}
-    for name in sorted({piece.component for piece in pieces}):
-        own = [piece for piece in pieces if piece.component == name]
-        found[name] = _order(sorted(own, key=lambda piece: (piece.layer, piece.tensor, piece.heads)), regions, bases)
+    for name in sorted({region_slice.component for region_slice in slices}):
+        found[name] = _group_by_shape(slices_in_order(slices, name), regions, bases)
     return found
 
 
-def _order(
-    pieces: Sequence[RoutePiece], regions: Mapping[RegionKey, Region], bases: Mapping[RegionKey, int] | None
-) -> PackedPieces:
+def _group_by_shape(
+    slices: Sequence[RegionSlice], regions: Mapping[RegionKey, Region], bases: Mapping[RegionKey, int] | None
+) -> PackedSlices:
     groups: dict[_Shape, list[tuple[int, int]]] = {}
     shapes: list[_Shape] = []
-    for number, piece in enumerate(pieces):
-        region = regions.get(piece.key)
+    for number, region_slice in enumerate(slices):
+        region = regions.get(region_slice.key)
         if region is None:
-            raise PlanError("route has a piece that this side does not have", **piece.key._asdict())
-        start = region.address if bases is None else bases[piece.key]
-        start += (piece.heads[0] - region.heads[0]) * region.head_stride
-        num_heads = piece.heads[1] - piece.heads[0]
+            raise PlanError("route has a region slice that this side does not have", **region_slice.key._asdict())
+        start = region.address if bases is None else bases[region_slice.key]
+        start += (region_slice.heads[0] - region.heads[0]) * region.head_stride
+        num_heads = region_slice.heads[1] - region_slice.heads[0]
         shapes.append(_Shape(SlotGeometry.of(region), num_heads, region.head_bytes, region.tokens_per_cell))
         groups.setdefault(shapes[-1], []).append((number, start))
-    return PackedPieces(
+    return PackedSlices(
         tuple(
             _Group(shape, np.array([number for number, _ in found]), np.array([start for _, start in found], np.uint64))
             for shape, found in groups.items()
         ),
         np.array([shape.tokens_per_cell for shape in shapes]),
         np.array([shape.num_heads * shape.head_bytes for shape in shapes]),
-        np.array([piece.layer for piece in pieces]),
+        np.array([region_slice.layer for region_slice in slices]),
     )
 
 
-def pack(
-    payload: Payload, pieces: Mapping[str, PackedPieces], tables: Mapping[str, PageTable]
+def find_runs(
+    payload: Payload, slices: Mapping[str, PackedSlices], tables: Mapping[str, PageTable]
 ) -> tuple[list[PackedRuns], int]:
     """Find the cells of a payload in the memory of one side.
 
     Args:
         payload: The same on both sides.
-        pieces: Of the route between the two, on this side.
-        tables: This side's pages, by component; they reach over the tokens.
+        slices: This side's region slices, by component; see `find_slices`.
+        tables: This side's pages, by component; must cover the tokens.
 
     Returns:
-        The runs, which cover each byte of the payload once; and its size in bytes.
+        Runs, which cover each byte of the payload once, and the size of the payload in bytes.
 
     Raises:
-        PlanError: A table does not reach over its tokens.
+        PlanError: A page table does not cover its tokens.
     """
     runs: list[PackedRuns] = []
     at = 0
     for name in sorted(payload.ranges):
-        own = pieces[name]
-        is_in = layers_within(own.layers, payload.layers)
-        grains = sorted({group.shape.tokens_per_cell for group in own.groups})
-        cells = {grain: _positions(payload, name, grain) for grain in grains}
-        counts = np.select([own.grains == grain for grain in grains], [len(cells[grain]) for grain in grains])
-        sizes = own.widths * counts * is_in
+        own = slices[name]
+        is_included = layers_within(own.layers, payload.layers)
+        cell_sizes = sorted({group.shape.tokens_per_cell for group in own.groups})
+        cells = {size: _positions(payload, name, size) for size in cell_sizes}
+        counts = np.select(
+            [own.tokens_per_cell == size for size in cell_sizes], [len(cells[size]) for size in cell_sizes]
+        )
+        sizes = own.widths * counts * is_included
         places = (at + np.cumsum(sizes) - sizes).astype(np.uint64)
         for group in own.groups:
-            chosen = is_in[group.numbers]
+            chosen = is_included[group.numbers]
             positions = cells[group.shape.tokens_per_cell]
             if len(positions) and chosen.any():
                 _check_covered(payload.ranges[name], tables[name])
                 table = tables[name].in_cells(group.shape.tokens_per_cell)
-                ours = group._replace(numbers=group.numbers[chosen], starts=group.starts[chosen])
-                runs += _runs_of(ours, positions, table, places[ours.numbers], head_major=payload.head_major)
+                included = group._replace(numbers=group.numbers[chosen], starts=group.starts[chosen])
+                runs += _runs_of(included, positions, table, places[included.numbers], head_major=payload.head_major)
         at += int(sizes.sum())
     return runs, at
 
 
-def _positions(payload: Payload, name: str, tokens_per_cell: int) -> Words:
+def _positions(payload: Payload, name: str, tokens_per_cell: int) -> UInt64Array:
     """Cells of one head that both sides hold, in token order."""
-    tokens, debt = payload.ranges[name], payload.debts[name]
-    closing = closes(tokens, payload.wanted[name])
-    positions = np.arange(*cell_range(tokens, tokens_per_cell, closing=closing), dtype=np.uint64)
-    for shard in (debt.src, debt.dst):
+    tokens, expected = payload.ranges[name], payload.expected[name]
+    final = is_final(tokens, payload.wanted[name])
+    positions = np.arange(*cell_range(tokens, tokens_per_cell, final=final), dtype=np.uint64)
+    for shard in (expected.src, expected.dst):
         if shard.size > 1:
             positions = positions[shard.in_cells(tokens_per_cell).holds(positions)]
     return positions
 
 
 def _runs_of(
-    group: _Group, positions: Words, table: PageTable, places: Words, *, head_major: bool
+    group: _Group, positions: UInt64Array, table: PageTable, places: UInt64Array, *, head_major: bool
 ) -> Iterator[PackedRuns]:
-    """Runs of all pieces of one shape, by length; `table` counts in cells."""
+    """Find the runs of all slices of one shape, by length; `table` counts in cells."""
     steps = group.shape.steps
     slots, rows = locate(positions, table)
     memory = slots * np.uint64(steps.slot_stride) + rows * np.uint64(steps.token_stride)
@@ -229,21 +240,28 @@ def _check_covered(tokens: TokenRange, table: PageTable) -> None:
 
 
 class _Units(NamedTuple):
-    """Smallest pieces that lie together on this side and in the payload; three uint64[num_units] arrays."""
+    """Units: the smallest ranges that are contiguous on this side and in the payload.
 
-    slots: Words
-    memory: Words
-    payload: Words
+    Attributes:
+        slots: uint64[num_units], page of each unit.
+        memory: uint64[num_units], offset from the slice's start, in bytes.
+        payload: uint64[num_units], offset from the slice's place in the payload, in bytes.
+        num_bytes: Size of a unit.
+    """
+
+    slots: UInt64Array
+    memory: UInt64Array
+    payload: UInt64Array
     num_bytes: int
 
 
-def _units(shape: _Shape, slots: Words, memory: Words, *, head_major: bool) -> _Units:
-    """Cut cells into units.
+def _units(shape: _Shape, slots: UInt64Array, memory: UInt64Array, *, head_major: bool) -> _Units:
+    """Divide cells into units.
 
     Args:
-        shape: How this side steps.
+        shape: Shape of the slice on this side.
         slots: uint64[num_cells], page of each cell of the first head.
-        memory: uint64[num_cells], where it is, from the piece's start.
+        memory: uint64[num_cells], offset of each such cell from the slice's start, in bytes.
         head_major: Order of the payload.
     """
     size, num_heads = shape.head_bytes, shape.num_heads
@@ -260,10 +278,12 @@ def _units(shape: _Shape, slots: Words, memory: Words, *, head_major: bool) -> _
 
 
 def _join(units: _Units) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Join neighbours that lie together on both sides, within a page, so that there are few different lengths.
+    """Join consecutive units that are contiguous on both sides.
+
+    Units of different pages are not joined, which keeps the number of different lengths small.
 
     Returns:
-        The first unit of each run, and the length of each run in bytes.
+        Index of the first unit of each run, and the length of each run in bytes.
     """
     step = np.uint64(units.num_bytes)
     goes_on = units.slots[1:] == units.slots[:-1]

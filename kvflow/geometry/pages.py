@@ -1,8 +1,8 @@
-"""Page tables and token ranges: from "these tokens" to "these pages, from this token to that one".
+"""Page tables: which pool pages hold a token range.
 
-A *page table* lists the pool pages that hold a token range, in token order. It always covers whole pages: the
-table for tokens `[start, stop)` has one entry for each page-sized block that the range touches, so its first entry
-holds token `start - start % page_size`.
+A *page table* lists the pool pages that hold a token range, in token order. It always covers whole pages: the table for
+tokens `[start, stop)` has one entry for each page-sized block that the range touches, so its first entry holds token
+`start - start % page_size`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,26 +13,27 @@ from numpy.typing import NDArray
 
 from kvflow.errors import PlanError
 from kvflow.geometry.layout import Component, KVLayout
-from kvflow.geometry.tokens import WHOLE, TokenRange, TokenShard, check_range, held_range, shared_runs
+from kvflow.geometry.ranges import WHOLE, TokenRange, TokenShard, check_range, held_range, shared_runs
 
 __all__ = [
     "WIRE_PAGES",
     "PageIndices",
     "PageTable",
     "Pages",
-    "Part",
+    "TokenPages",
     "TokenRuns",
-    "check_part",
-    "check_parts",
+    "build_page_table",
+    "build_page_tables",
     "count_runs",
     "locate",
+    "normalize",
     "pages_spanned",
     "pair_pages",
-    "spell_out",
+    "read_page_tables",
 ]
 
 WIRE_PAGES: Final = np.dtype("<u4")
-"""How page indices travel."""
+"""Page indices on the wire."""
 
 PageIndices = Sequence[int] | NDArray[Any]
 """Positions in a pool, in token order: any flat sequence of integers."""
@@ -41,13 +42,13 @@ PageIndices = Sequence[int] | NDArray[Any]
 class PageTable(NamedTuple):
     """Pool pages of one component on one side, for one token range.
 
-    A rank that holds a shard of the tokens counts only those: its first page begins with the first token it holds.
+    *Places* number the tokens that this side holds, from 0. Without a shard a token's place is its position.
 
     Attributes:
-        pages: uint32[num_pages], positions in the pool, in token order.
-        first_token: Place of the first token of `pages[0]` among the tokens held, a multiple of `page_size`.
+        pages: uint32[num_pages], pool pages in token order; read-only.
+        first_token: Place of the first token of `pages[0]`, a multiple of `page_size`.
         page_size: Tokens of a page.
-        shard: Which tokens the side holds.
+        shard: Tokens that this side holds.
     """
 
     pages: NDArray[np.uint32]
@@ -57,32 +58,32 @@ class PageTable(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Place after the last token that the pages have room for."""
+        """One past the last place that the pages can hold."""
         return self.first_token + len(self.pages) * self.page_size
 
     def covers(self, places: TokenRange) -> bool:
-        """Say whether the pages have room for all places of a range among the tokens held."""
+        """Whether the pages can hold all places of a range."""
         start, stop = places
         return start >= stop or (self.first_token <= start and stop <= self.end)
 
     def between(self, first: int, last: int) -> NDArray[np.uint32]:
-        """The pool pages from page `first` of the tokens held to before page `last`, which must be covered."""
+        """Return the pool pages for page numbers `[first, last)` of this side's tokens; must be covered."""
         skipped = self.first_token // self.page_size
         return self.pages[first - skipped : last - skipped]
 
     def in_cells(self, tokens_per_cell: int) -> "PageTable":
-        """The same table for a tensor in which several tokens share a cell: cells take the place of tokens."""
+        """Return the table for a tensor in which several tokens share a cell, counted in cells."""
         if tokens_per_cell == 1:
             return self
         first, size = self.first_token // tokens_per_cell, self.page_size // tokens_per_cell
         return PageTable(self.pages, first, size, self.shard.in_cells(tokens_per_cell))
 
 
-class Part(NamedTuple):
-    """A component's share of something that is asked for or sent.
+class TokenPages(NamedTuple):
+    """Tokens of one component, and the pages that hold them.
 
     Attributes:
-        tokens: Positions `[start, stop)`; for a component of kind "slot", its rows, which are all or none.
+        tokens: Positions `[start, stop)`; for a component of kind "slot" its rows, all or none of them.
         pages: Pool pages that hold them, in token order.
     """
 
@@ -90,15 +91,15 @@ class Part(NamedTuple):
     pages: PageIndices
 
 
-Pages = PageIndices | Part | None
-"""What an engine says about one component: bare indices, indices of other tokens, or that it is left out."""
+Pages = PageIndices | TokenPages | None
+"""What an engine passes for one component: bare indices, indices of other tokens, or None to leave it out."""
 
 
 class TokenRuns(NamedTuple):
-    """Pieces of a token range that stay inside one page on both sides; five uint64[num_runs] arrays.
+    """Runs of tokens that stay inside one page on both sides.
 
-    Run `i` is `lengths[i]` tokens, at token `src_tokens[i]` of page `src_slots[i]` here and at token
-    `dst_tokens[i]` of page `dst_slots[i]` there.
+    Run `i` is `lengths[i]` tokens long. It starts at token `src_tokens[i]` of page `src_slots[i]` on the sending side,
+    and at token `dst_tokens[i]` of page `dst_slots[i]` on the receiving side. All arrays are uint64[num_runs].
     """
 
     src_slots: NDArray[np.uint64]
@@ -112,7 +113,7 @@ def pages_spanned(tokens: TokenRange, page_size: int) -> int:
     """Count the pages that a token range touches.
 
     Raises:
-        PlanError: The range is reversed, negative or absurdly large.
+        PlanError: The range is reversed, negative or above `MAX_TOKENS`.
     """
     return _span(check_range(tokens), page_size)
 
@@ -123,36 +124,38 @@ def _span(tokens: TokenRange, page_size: int) -> int:
 
 
 def count_runs(pages: NDArray[Any]) -> int:
-    """Count runs of pages that follow each other in their pool; `pages` is a flat array of integers."""
+    """Count the runs of consecutive pages; `pages` is a flat array of integers."""
     return int(np.count_nonzero(pages[1:] != pages[:-1] + 1)) + bool(len(pages))
 
 
-def check_part(component: Component, part: Part, *, distinct: bool = False) -> PageTable:
-    """Turn page indices from outside into a `PageTable`, or say what is wrong with them.
+def build_page_table(component: Component, given: TokenPages, *, distinct: bool = False) -> PageTable:
+    """Check page indices from outside and turn them into a `PageTable`.
 
     Args:
         component: The pool.
-        part: Tokens, and one page for each page that the held ones of them touch; integers of any width.
-        distinct: Refuse a page that is listed twice (a destination written twice is always a mistake).
+        given: Tokens, and one page for each page-sized block that the held ones touch; integers of any width.
+        distinct: Refuse a page that is listed twice. A destination that is written twice is always a mistake.
 
     Returns:
-        The table, with a copy of the indices that the caller may not change any more.
+        The table, with its own read-only copy of the indices.
 
     Raises:
-        PlanError: Wrong type, shape, count or index, or a slot is not meant as a whole.
+        PlanError: The indices have a wrong type, shape, count or value, or are for a part of a slot.
     """
-    check_range(part.tokens)
+    check_range(given.tokens)
     size = component.tokens_per_slot
-    if component.kind == "slot" and part.tokens not in ((0, size), (0, 0)):
-        raise PlanError("a slot moves whole or not at all", component=component.name, rows=part.tokens, whole=(0, size))
-    array = _as_integers(component, part.pages)
-    held = held_range(part.tokens, component.shard)
+    if component.kind == "slot" and given.tokens not in ((0, size), (0, 0)):
+        raise PlanError(
+            "a slot moves whole or not at all", component=component.name, rows=given.tokens, whole=(0, size)
+        )
+    array = _as_integers(component, given.pages)
+    held = held_range(given.tokens, component.shard)
     needed = _span(held, size)
     if array.size != needed:
         raise PlanError(
             "page table does not match the token range",
             component=component.name,
-            tokens=part.tokens,
+            tokens=given.tokens,
             page_size=size,
             pages=int(array.size),
             needed=needed,
@@ -182,8 +185,8 @@ def _as_integers(component: Component, pages: PageIndices) -> NDArray[Any]:
 def _check_inside(component: Component, array: NDArray[Any]) -> None:
     if not array.size:
         return
-    is_low = array.dtype.kind == "i" and np.minimum.reduce(array) < 0
-    if is_low or np.maximum.reduce(array) >= component.slots:
+    unsigned = array.view(array.dtype.str.replace("i", "u")) if array.dtype.kind == "i" else array  # negative: large
+    if np.maximum.reduce(unsigned) >= component.slots:
         position = int(np.argmax((array < 0) | (array >= component.slots)))
         raise PlanError(
             "page is outside the pool",
@@ -210,51 +213,53 @@ def _check_distinct(component: Component, array: NDArray[Any]) -> None:
         )
 
 
-def check_parts(parts: Mapping[str, Part], layout: KVLayout, *, distinct: bool = False) -> dict[str, PageTable]:
-    """Check the page indices of some components of a layout, see `check_part`.
+def build_page_tables(
+    given: Mapping[str, TokenPages], layout: KVLayout, *, distinct: bool = False
+) -> dict[str, PageTable]:
+    """Check the page indices of several components of a layout, see `build_page_table`.
 
     Raises:
-        PlanError: A part is for an unknown component, or its table does not fit.
+        PlanError: The layout has no such component, or the indices do not fit.
     """
     known = layout.by_name
-    if not parts.keys() <= known.keys():
-        given = sorted(parts.keys() - known.keys())
-        raise PlanError("pages are for a component that the layout does not have", given=given, known=sorted(known))
-    return {name: check_part(known[name], part, distinct=distinct) for name, part in parts.items()}
+    if not given.keys() <= known.keys():
+        unknown = sorted(given.keys() - known.keys())
+        raise PlanError("pages are for a component that the layout does not have", given=unknown, known=sorted(known))
+    return {name: build_page_table(known[name], pages, distinct=distinct) for name, pages in given.items()}
 
 
-def spell_out(pages: Mapping[str, Pages], layout: KVLayout, tokens: TokenRange) -> dict[str, Part]:
-    """Spell out what an engine says in short: bare indices stand for `tokens`, or for a whole slot.
+def normalize(pages: Mapping[str, Pages], layout: KVLayout, tokens: TokenRange) -> dict[str, TokenPages]:
+    """Turn what an engine passes into `TokenPages`: bare indices are for `tokens`, or for the whole slot.
 
-    Components that are None are left out; unknown ones are left for `check_parts` to find.
+    Components that are None are left out. Unknown components are kept; `build_page_tables` refuses them.
 
     Raises:
-        PlanError: A token range is none.
+        PlanError: A token range is invalid.
     """
     tokens = check_range(tokens)
-    parts = {}
+    normalized = {}
     for name, given in pages.items():
-        if isinstance(given, Part):
-            parts[name] = Part(check_range(given.tokens), given.pages)
+        if isinstance(given, TokenPages):
+            normalized[name] = TokenPages(check_range(given.tokens), given.pages)
         elif given is not None:
-            parts[name] = Part(layout.whole_slots.get(name, tokens), given)
-    return parts
+            normalized[name] = TokenPages(layout.whole_slots.get(name, tokens), given)
+    return normalized
 
 
 def pair_pages(tokens: TokenRange, src: PageTable, dst: PageTable, *, joined: bool = False) -> TokenRuns:
-    """Cut a token range at every page boundary of either side, and leave out what one of them does not hold.
+    """Split a token range at every page boundary of either side, and drop the tokens that either side does not hold.
 
     Args:
-        tokens: `[start, stop)`, inside both tables.
+        tokens: `[start, stop)`, covered by both tables.
         src: Pages on the sending side.
-        dst: Pages on the receiving side; its page size and shard may differ.
-        joined: Neighbouring pages of the pools touch, so runs may go on over page boundaries where both tables do.
+        dst: Pages on the receiving side; page size and shard may differ.
+        joined: Neighbouring pages are contiguous in both pools, so runs may go on over page boundaries.
 
     Returns:
-        Runs in token order; with `joined`, as long as is found without looking at single tokens.
+        Runs in token order. With `joined` they are merged where that is found without looking at single tokens.
 
     Raises:
-        PlanError: A table does not reach over the range.
+        PlanError: A table does not cover the range.
     """
     for side, table in (("src", src), ("dst", dst)):
         if not table.covers(held_range(tokens, table.shard)):
@@ -268,7 +273,7 @@ def pair_pages(tokens: TokenRange, src: PageTable, dst: PageTable, *, joined: bo
 
 
 def _joined_runs(tokens: TokenRange, src: PageTable, dst: PageTable) -> TokenRuns:
-    """Cut a range only where either table does not go on with the next page of its pool."""
+    """Split a range only where either table does not continue with the next page of its pool."""
     start, stop = tokens
     size = src.page_size
     first, last = start // size, -(-stop // size)
@@ -287,8 +292,30 @@ def _joined_runs(tokens: TokenRange, src: PageTable, dst: PageTable) -> TokenRun
 
 
 def locate(starts: NDArray[np.uint64], table: PageTable) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Give page and token within the page for each token position, which must be held and inside the table."""
+    """Return the page of each token, and its index within the page; tokens must be held and covered."""
     page_size = np.uint64(table.page_size)
     places = starts if table.shard.size == 1 else table.shard.locate(starts)
     positions = (places - np.uint64(table.first_token)) // page_size
     return table.pages[positions].astype(np.uint64), places % page_size
+
+
+def read_page_tables(
+    ranges: Mapping[str, TokenRange], pages: Mapping[str, bytes], layout: KVLayout
+) -> dict[str, PageTable]:
+    """Read page tables as they travel, and check them.
+
+    Args:
+        ranges: By component, the tokens that the pages hold.
+        pages: By component, page indices as `WIRE_PAGES`; not trusted.
+        layout: Of the rank whose pages they are.
+
+    Raises:
+        PlanError: A table is missing, malformed, or does not fit the pool or the tokens.
+    """
+    cut_off = [name for name, data in pages.items() if len(data) % WIRE_PAGES.itemsize]
+    if cut_off:
+        raise PlanError("page table of a grant is cut off", components=cut_off)
+    if pages.keys() != ranges.keys():
+        raise PlanError("grant needs pages for what it wants", wanted=sorted(ranges), pages=sorted(pages))
+    parts = {name: TokenPages(tokens, np.frombuffer(pages[name], WIRE_PAGES)) for name, tokens in ranges.items()}
+    return build_page_tables(parts, layout, distinct=True)

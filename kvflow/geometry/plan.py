@@ -1,7 +1,7 @@
 """From a route, two page tables and a token range to transport descriptors.
 
-Offsets are worked out once for each leg of a route (all layers of an ordinary pool step alike) and then added to the
-legs' base addresses, so the cost per descriptor is a few vectorised additions. Everything is uint64: bounds were
+Offsets are computed once for each copy group of a route (all layers of an ordinary pool share one) and added to the
+groups' base addresses, so the cost per descriptor is a few vectorised additions. Everything is uint64. Bounds were
 checked when the regions were made, so no sum can wrap.
 """
 
@@ -12,185 +12,194 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.errors import PlanError
-from kvflow.geometry.layers import ALL_LAYERS, LayerRange
+from kvflow.geometry.binding import BoundRoute, CopyGroup
 from kvflow.geometry.pages import PageTable, TokenRuns, pair_pages
-from kvflow.geometry.routes import BoundRoute, Leg
-from kvflow.geometry.tokens import TokenRange, cell_range
+from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange, cell_range
 
-__all__ = ["Descriptors", "Outline", "Share", "outline", "plan"]
+__all__ = ["ComponentSlice", "Descriptors", "ExtentPlan", "plan", "plan_extents"]
 
-Words = NDArray[np.uint64]
+UInt64Array = NDArray[np.uint64]
 
-MAX_ROWS = 2**25
-"""1.5 GiB of descriptors; the peer's page size has a part in how many there are."""
+MAX_DESCRIPTORS = 2**25
+"""1.5 GiB of them. The number depends on the peer's page size, so it needs a bound."""
 
 
 class Descriptors(NamedTuple):
-    """What to copy: row `i` of `src` to row `i` of `dst`.
+    """What to copy: `src[i]` to `dst[i]`.
 
     Attributes:
-        src: uint64[num_descriptors, 3], rows of (address, length in bytes, device id) on the sending side.
-        dst: The same on the receiving side; lengths are equal row by row.
+        src: uint64[num_descriptors, 3]: address, length in bytes and device id on the sending side.
+        dst: The same on the receiving side; lengths are equal pair by pair.
     """
 
-    src: Words
-    dst: Words
+    src: UInt64Array
+    dst: UInt64Array
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the descriptors move."""
+        """Total bytes to copy."""
         return int(self.src[:, 1].sum())
 
 
-class Share(NamedTuple):
-    """What of one component is to be moved.
+class ComponentSlice(NamedTuple):
+    """Tokens of one component to move, with the pages of both sides.
 
     Attributes:
-        tokens: `[start, stop)`, inside both tables.
+        tokens: `[start, stop)`, covered by both tables.
         src: Pages on the sending side.
         dst: Pages on the receiving side.
-        closing: No token of this component follows.
+        final: No token of this component follows.
     """
 
     tokens: TokenRange
     src: PageTable
     dst: PageTable
-    closing: bool = True
+    final: bool = True
 
 
 class _Extents(NamedTuple):
-    """Offsets from a leg's bases and lengths, in bytes; three uint64[n] arrays."""
+    """Contiguous ranges, the same for every slice of a copy group.
 
-    src: Words
-    dst: Words
-    lengths: Words
+    Attributes:
+        src: uint64[n], offset from the group's bases on the sending side, in bytes.
+        dst: uint64[n], the same on the receiving side.
+        lengths: uint64[n], in bytes.
+    """
+
+    src: UInt64Array
+    dst: UInt64Array
+    lengths: UInt64Array
 
 
 def plan(
     route: BoundRoute,
-    shares: Mapping[str, Share],
+    components: Mapping[str, ComponentSlice],
     *,
     layers: LayerRange = ALL_LAYERS,
     max_bytes: int | None = None,
 ) -> Descriptors:
-    """Work out the descriptors that move some tokens along a route.
+    """Compute the descriptors that move some tokens along a route.
 
     Args:
-        route: Who sends what, with both layouts worked in.
-        shares: Components to move; those that the route does not have are ignored.
+        route: The route, bound to both layouts.
+        components: What to move, by component; components that the route does not have are ignored.
         layers: Global layers to move; all by default.
         max_bytes: Longest descriptor that the transport takes; no limit by default.
 
     Returns:
-        Descriptors merged as far as both sides are contiguous within a region; `(0, 3)` arrays if there is nothing
-        to move.
+        Descriptors, merged where both sides are contiguous within a region; `(0, 3)` arrays if there is nothing to
+        move.
 
     Raises:
-        PlanError: Page tables do not reach over their tokens, or there are too many descriptors.
+        PlanError: A page table does not cover its tokens, or there are too many descriptors.
     """
-    return outline(route, shares, layers=layers, max_bytes=max_bytes).descriptors()
+    return plan_extents(route, components, layers=layers, max_bytes=max_bytes).descriptors()
 
 
-class Outline(NamedTuple):
-    """A plan that is worked out, but not written down.
+class ExtentPlan(NamedTuple):
+    """A plan whose descriptors can be counted before they are written out.
 
     Attributes:
-        parts: What each leg has to move, from its bases.
+        parts: Copy groups, with their extents.
         src_device: Device ordinal of the sending side.
-        dst_device: The same of the receiving side.
+        dst_device: Device ordinal of the receiving side.
     """
 
-    parts: Sequence[tuple[Leg, _Extents]]
+    parts: Sequence[tuple[CopyGroup, _Extents]]
     src_device: int
     dst_device: int
 
     @property
-    def num_rows(self) -> int:
-        """Descriptors that it has."""
-        return sum(len(leg.src_bases) * len(extents.lengths) for leg, extents in self.parts)
+    def num_descriptors(self) -> int:
+        """Number of descriptors."""
+        return sum(len(group.src_bases) * len(extents.lengths) for group, extents in self.parts)
 
     def descriptors(self) -> Descriptors:
-        """Write it down.
+        """Write out the descriptors.
 
         Raises:
-            PlanError: There are too many descriptors.
+            PlanError: There are too many.
         """
-        total = self.num_rows
-        if total > MAX_ROWS:
-            raise PlanError("plan has too many descriptors; send smaller chunks", descriptors=total, limit=MAX_ROWS)
+        total = self.num_descriptors
+        if total > MAX_DESCRIPTORS:
+            raise PlanError(
+                "plan has too many descriptors; send smaller chunks", descriptors=total, limit=MAX_DESCRIPTORS
+            )
         src, dst = np.empty((total, 3), np.uint64), np.empty((total, 3), np.uint64)
         src[:, 2], dst[:, 2] = self.src_device, self.dst_device
-        row = 0
-        for leg, extents in self.parts:
-            shape = (len(leg.src_bases), len(extents.lengths))
-            rows = slice(row, row + shape[0] * shape[1])
-            np.add.outer(leg.src_bases, extents.src, out=src[rows, 0].reshape(shape))
-            np.add.outer(leg.dst_bases, extents.dst, out=dst[rows, 0].reshape(shape))
-            src[rows, 1].reshape(shape)[:] = extents.lengths
-            dst[rows, 1].reshape(shape)[:] = extents.lengths
-            row = rows.stop
+        first = 0
+        for group, extents in self.parts:
+            shape = (len(group.src_bases), len(extents.lengths))
+            chosen = slice(first, first + shape[0] * shape[1])
+            np.add.outer(group.src_bases, extents.src, out=src[chosen, 0].reshape(shape))
+            np.add.outer(group.dst_bases, extents.dst, out=dst[chosen, 0].reshape(shape))
+            src[chosen, 1].reshape(shape)[:] = extents.lengths
+            dst[chosen, 1].reshape(shape)[:] = extents.lengths
+            first = chosen.stop
         return Descriptors(src, dst)
 
 
-def outline(
+def plan_extents(
     route: BoundRoute,
-    shares: Mapping[str, Share],
+    components: Mapping[str, ComponentSlice],
     *,
     layers: LayerRange = ALL_LAYERS,
     max_bytes: int | None = None,
-) -> Outline:
-    """Work a plan out as far as is needed to count its descriptors; arguments and errors as in `plan`."""
-    return Outline(list(_parts(route, shares, layers, max_bytes)), route.src_device, route.dst_device)
+) -> ExtentPlan:
+    """Compute a plan without writing out its descriptors; arguments and errors as in `plan`."""
+    return ExtentPlan(list(_parts(route, components, layers, max_bytes)), route.src_device, route.dst_device)
 
 
 def _parts(
-    route: BoundRoute, shares: Mapping[str, Share], layers: LayerRange, max_bytes: int | None
-) -> Iterator[tuple[Leg, _Extents]]:
-    """What each leg of a route has to move, from its bases."""
+    route: BoundRoute, components: Mapping[str, ComponentSlice], layers: LayerRange, max_bytes: int | None
+) -> Iterator[tuple[CopyGroup, _Extents]]:
+    """Yield the copy groups that have something to move, with their extents."""
     runs: dict[tuple[str, int, bool], TokenRuns] = {}
-    for leg in route.legs:
-        if leg.component not in shares:
+    for group in route.copy_groups:
+        if group.component not in components:
             continue
-        chosen = leg.of_layers(layers)
-        if not chosen.layers.size:
+        included = group.of_layers(layers)
+        if not included.layers.size:
             continue
-        key = (leg.component, leg.tokens_per_cell, leg.pages_touch)
+        key = (group.component, group.tokens_per_cell, group.pages_contiguous)
         if key not in runs:
-            runs[key] = _cell_runs(shares[leg.component], leg.tokens_per_cell, joined=leg.pages_touch)
-        yield chosen, _split(_merge(_extents(leg, runs[key])), max_bytes)
+            runs[key] = _cell_runs(components[group.component], group.tokens_per_cell, joined=group.pages_contiguous)
+        yield included, _split(_merge(_extents(group, runs[key])), max_bytes)
 
 
-def _cell_runs(share: Share, tokens_per_cell: int, *, joined: bool) -> TokenRuns:
-    """Runs of cells; where every token has cells of its own, these are runs of tokens."""
-    cells = cell_range(share.tokens, tokens_per_cell, closing=share.closing)
-    return pair_pages(cells, share.src.in_cells(tokens_per_cell), share.dst.in_cells(tokens_per_cell), joined=joined)
+def _cell_runs(component: ComponentSlice, tokens_per_cell: int, *, joined: bool) -> TokenRuns:
+    """Find runs of cells; runs of tokens where each token has its own cells."""
+    cells = cell_range(component.tokens, tokens_per_cell, final=component.final)
+    return pair_pages(
+        cells, component.src.in_cells(tokens_per_cell), component.dst.in_cells(tokens_per_cell), joined=joined
+    )
 
 
-def _extents(leg: Leg, runs: TokenRuns) -> _Extents:
-    """Contiguous pieces of one leg, unmerged, in an order in which neighbours in memory are neighbours here."""
-    units = _run_extents(leg, runs if leg.tokens_touch else _single_tokens(runs))
-    return units if leg.heads_touch else _head_extents(leg, units)
+def _extents(group: CopyGroup, runs: TokenRuns) -> _Extents:
+    """Contiguous ranges of one group, unmerged, ordered so that ranges that can be merged are neighbours."""
+    units = _run_extents(group, runs if group.tokens_contiguous else _single_tokens(runs))
+    return units if group.heads_contiguous else _head_extents(group, units)
 
 
-def _run_extents(leg: Leg, runs: TokenRuns) -> _Extents:
-    """One extent for each run, one unit for each of its tokens."""
-    src = runs.src_slots * np.uint64(leg.src.slot_stride) + runs.src_tokens * np.uint64(leg.src.token_stride)
-    dst = runs.dst_slots * np.uint64(leg.dst.slot_stride) + runs.dst_tokens * np.uint64(leg.dst.token_stride)
-    return _Extents(src, dst, runs.lengths * np.uint64(leg.unit_bytes))
+def _run_extents(group: CopyGroup, runs: TokenRuns) -> _Extents:
+    """One extent for each run of tokens, of one unit each."""
+    src = runs.src_slots * np.uint64(group.src.slot_stride) + runs.src_tokens * np.uint64(group.src.token_stride)
+    dst = runs.dst_slots * np.uint64(group.dst.slot_stride) + runs.dst_tokens * np.uint64(group.dst.token_stride)
+    return _Extents(src, dst, runs.lengths * np.uint64(group.unit_bytes))
 
 
-def _head_extents(leg: Leg, first_head: _Extents) -> _Extents:
+def _head_extents(group: CopyGroup, first_head: _Extents) -> _Extents:
     """Repeat the extents of the first head for every head, heads innermost."""
-    heads = np.arange(leg.num_heads, dtype=np.uint64)
+    heads = np.arange(group.num_heads, dtype=np.uint64)
     return _Extents(
-        np.add.outer(first_head.src, heads * np.uint64(leg.src.head_stride)).ravel(),
-        np.add.outer(first_head.dst, heads * np.uint64(leg.dst.head_stride)).ravel(),
-        np.repeat(first_head.lengths, leg.num_heads),
+        np.add.outer(first_head.src, heads * np.uint64(group.src.head_stride)).ravel(),
+        np.add.outer(first_head.dst, heads * np.uint64(group.dst.head_stride)).ravel(),
+        np.repeat(first_head.lengths, group.num_heads),
     )
 
 
 def _single_tokens(runs: TokenRuns) -> TokenRuns:
-    """The same runs cut into runs of one token."""
+    """Split runs into runs of one token."""
     counts = runs.lengths.astype(np.intp)
     total = int(counts.sum())
     run_starts = np.repeat(np.cumsum(counts) - counts, counts)
@@ -217,7 +226,7 @@ def _merge(extents: _Extents) -> _Extents:
 
 
 def _split(extents: _Extents, max_bytes: int | None) -> _Extents:
-    """Cut extents that are too long into pieces of `max_bytes` and a rest."""
+    """Split extents that are longer than `max_bytes`."""
     if max_bytes is None or not len(extents.lengths) or int(extents.lengths.max()) <= max_bytes:
         return extents
     limit = np.uint64(max_bytes)

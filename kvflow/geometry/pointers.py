@@ -1,9 +1,9 @@
-"""Layouts from flat pointer lists, as engines keep them for their transports: no tensor, no torch.
+"""Layouts from flat pointer lists, as engines keep them for their transports. No tensors are needed.
 
-An engine has three lists of equal length: `kv_data_ptrs` (where a buffer starts), `kv_data_lens` (its bytes) and
-`kv_item_lens` (the bytes of one page in it). The buffers come in *groups*, one after another, each with one buffer for
-each layer: `[k of layer 0, k of layer 1, ..., v of layer 0, ...]`; draft layers come after all groups. A pointer says
-nothing about strides, so a buffer is packed: page after page, and each page as its `PagePart`s say.
+An engine has three lists of equal length: `kv_data_ptrs` (start of each buffer), `kv_data_lens` (its bytes) and
+`kv_item_lens` (the bytes of one page in it). Buffers come in *groups*, one after another, each with one buffer per
+layer: `[k of layer 0, k of layer 1, ..., v of layer 0, ...]`. Draft layers come after all groups. Pointers say nothing
+about strides, so buffers must be packed: page after page, and each page as its `PagePart`s say.
 """
 
 import operator
@@ -24,12 +24,12 @@ ORDERS = ("NHD", "HND")
 
 
 class BufferLists(msgspec.Struct, frozen=True):
-    """Three flat lists; entry `i` of each is about buffer `i`.
+    """Three flat lists; entry `i` of each describes buffer `i`.
 
     Attributes:
-        data_ptrs: Address of the buffer's first byte, uint64: bit 63 may be set, a negative number is refused.
-        data_lens: Bytes of the buffer.
-        item_lens: Bytes of one item of the buffer, which is a page unless the reader is told otherwise.
+        data_ptrs: Address of each buffer's first byte, uint64: bit 63 may be set, negative numbers are refused.
+        data_lens: Bytes of each buffer.
+        item_lens: Bytes of one item of each buffer; an item is a page unless the reader is told otherwise.
 
     Raises:
         LayoutError: Lists differ in length, or a number is not a positive integer that fits into 64 bits.
@@ -61,7 +61,7 @@ class BufferLists(msgspec.Struct, frozen=True):
         return len(self.data_ptrs)
 
     def split(self, count: int) -> tuple["BufferLists", "BufferLists"]:
-        """Part the first `count` buffers from the rest: the model's groups from the draft layers.
+        """Split off the first `count` buffers: the model's groups from the draft layers.
 
         Raises:
             LayoutError: There are fewer.
@@ -73,16 +73,16 @@ class BufferLists(msgspec.Struct, frozen=True):
 
     @property
     def ranges(self) -> list[MemoryRange]:
-        """The buffers as memory."""
+        """The buffers as memory ranges."""
         return [MemoryRange(*pair) for pair in zip(self.data_ptrs, self.data_lens, strict=True)]
 
 
 def buffers_of(component: Component, tensors: Sequence[str]) -> BufferLists:
-    """Give a component's buffers as the lists that engines pass around, for example of its index keys.
+    """Return a component's buffers as the lists that engines pass around, for example of its index keys.
 
     Args:
-        component: Its regions are packed: page after page, without gaps or other tensors between.
-        tensors: Names, in the order of the groups; within a group, layers in the component's order.
+        component: Its regions must be packed: page after page, without gaps or other tensors between.
+        tensors: Names, in the order of the groups; within a group, layers are in the component's order.
 
     Returns:
         For each tensor and layer: pointer, total bytes, bytes of one page.
@@ -115,14 +115,14 @@ def buffers_of(component: Component, tensors: Sequence[str]) -> BufferLists:
 
 
 class PagePart(msgspec.Struct, frozen=True):
-    """One tensor within an item: a packed block of cells. Most items have one part; interleaved K and V are two.
+    """One tensor within an item: a packed block of cells. Most items have one part; interleaved K and V have two.
 
     Attributes:
-        tensor: Which tensor: "k", "v", "latent", "index_k", ...
+        tensor: Name of the tensor: "k", "v", "latent", "index_k", ...
         head_bytes: Size of a cell: one head of one token.
-        dtype: Name of the element type, as torch spells it.
+        dtype: Name of the element type as in torch.
         heads: Global heads `(start, stop)` in the buffer, see `head_range`.
-        order: "NHD" if the heads of a token lie together, "HND" if the tokens of a head do.
+        order: "NHD" if the heads of a token are together, "HND" if the tokens of a head are.
         tokens_per_cell: Tokens that share one cell (block scales).
 
     Raises:
@@ -157,7 +157,7 @@ class PagePart(msgspec.Struct, frozen=True):
         return self.heads[1] - self.heads[0]
 
     def num_bytes(self, page_size: int) -> int:
-        """Bytes of the part in one page.
+        """Return the bytes of the part in one page.
 
         Raises:
             LayoutError: A page does not hold whole cells.
@@ -187,19 +187,19 @@ def regions_from_pointers(
     Args:
         buffers: `[group 0 layer 0, group 0 layer 1, ..., group 1 layer 0, ...]`, nothing after it; see
             `BufferLists.split` for draft layers.
-        groups: What an item of each group holds, part after part: `[[k], [v]]` for K and V in buffers of their own,
-            `[[k, v]]` where they are interleaved page by page.
+        groups: Parts of an item of each group, in memory order: `[[k], [v]]` for separate K and V buffers, `[[k, v]]`
+            where they are interleaved page by page.
         page_size: Tokens of a page; 1 for buffers with one item for each request.
-        layers: The model's own (global) number of each layer in a group.
-        item_tokens: Tokens of one item: a page unless given. Ascend FIA buffers name the bytes of a token, so 1.
+        layers: Global number of each layer in a group.
+        item_tokens: Tokens of one item: a page unless given. Ascend FIA buffers give the bytes of a token, so 1.
         optional: The decode side can do without these layers (draft layers).
 
     Returns:
         One region for each buffer and part, in the order of the buffers. A pool has `data_len // page bytes` slots.
 
     Raises:
-        LayoutError: With tensor, layer, field and both values: another number of buffers than groups and layers, an
-            item that does not hold its parts, a buffer that is no whole number of pages.
+        LayoutError: The number of buffers is not groups times layers, an item does not hold its parts, or a buffer is
+            not a whole number of pages. Names tensor, layer, field and both values.
 
     Source: buffer groups of SGLang #23893, items of Ascend FIA buffers of SGLang #15852.
     """
@@ -228,11 +228,11 @@ def layout_from_pointers(
     memory_kind: MemoryKind = "DRAM",
     device_id: int = 0,
 ) -> KVLayout:
-    """Put components into a layout that registers the buffers they lie in.
+    """Build a layout from components, and register the buffers that hold them.
 
     Args:
         components: All pools of the rank, each with its own page table.
-        fingerprint: Names the content (model and revision).
+        fingerprint: Identifies the content (model and revision).
         buffers: Every list that the components were made from. Each buffer is one registration; buffers that overlap
             are registered together.
         memory_kind: "DRAM" or "VRAM".
@@ -246,7 +246,7 @@ def layout_from_pointers(
 
 
 def _whole_numbers(field: str, values: Numbers) -> tuple[int, ...]:
-    """Python integers, which do not overflow; floats have lost bits already and are refused."""
+    """Convert to Python integers, which do not overflow. Floats have lost bits already and are refused."""
     numbers = []
     for index, value in enumerate(values):
         try:
@@ -257,14 +257,18 @@ def _whole_numbers(field: str, values: Numbers) -> tuple[int, ...]:
             ) from None
         if not 0 < number < ADDRESS_LIMIT:
             raise LayoutError(
-                "number is not a positive unsigned 64-bit one", field=field, index=index, expected="> 0", found=number
+                "number must be a positive unsigned 64-bit integer",
+                field=field,
+                index=index,
+                expected="> 0",
+                found=number,
             )
         numbers.append(number)
     return tuple(numbers)
 
 
 class _Pages(NamedTuple):
-    """What is said about the pages of one buffer."""
+    """What the caller declares about the pages of one buffer."""
 
     layer: int
     page_size: int
@@ -272,7 +276,7 @@ class _Pages(NamedTuple):
 
 
 class _Pool(NamedTuple):
-    """One buffer, checked; `address` is where the next part of its first page starts."""
+    """One buffer, checked; `address` is the start of the next part of its first page."""
 
     address: int
     slots: int
@@ -282,7 +286,7 @@ class _Pool(NamedTuple):
 
 
 def _pool(buffers: BufferLists, index: int, parts: Sequence[PagePart], pages: _Pages) -> _Pool:
-    """Hold a buffer against what is said about it."""
+    """Check a buffer against what is declared about it."""
     layer, page_size, item_tokens = pages
     place = {"tensor": parts[0].tensor, "layer": layer}
     page_bytes = sum(part.num_bytes(page_size) for part in parts)
@@ -300,7 +304,7 @@ def _pool(buffers: BufferLists, index: int, parts: Sequence[PagePart], pages: _P
         )
     if length % page_bytes:
         raise LayoutError(
-            "buffer is no whole number of pages", **place, field="data_lens", expected=page_bytes, found=length
+            "buffer is not a whole number of pages", **place, field="data_lens", expected=page_bytes, found=length
         )
     return _Pool(buffers.data_ptrs[index], length // page_bytes, page_bytes, page_size, layer)
 

@@ -1,34 +1,44 @@
-"""Layouts from torch tensors. The only module of geometry that imports torch.
+"""Layouts from torch tensors and numpy arrays; below, a tensor is either.
 
 Strides and addresses are read from the tensors, never computed from shapes, so views, transposed pools and one
-allocation for all layers need no special case. What cannot be read is the meaning of an axis, so it is declared:
-`Axes` names each dimension in order. Four steps lead from tensors to a layout, and none of them knows a kind of model:
+allocation for all layers need no special case. The meaning of an axis cannot be read, so it is declared: `Axes` names
+each dimension in order. From tensors to a layout:
 
-1. `split_tensors` cuts an axis whose parts are sharded separately (q, k and v of a convolution state) into views.
+1. `split_tensors` splits an axis whose parts are sharded separately (q, k and v of a convolution state) into views.
 2. `regions_from_tensors` turns the pools of one tensor name into regions.
-3. `Component` puts regions that share a page table together.
+3. `Component` combines regions that share a page table.
 4. `layout_from_components` adds what must be registered. `layout_from_tensors` does 2 to 4 for one ordinary pool.
 """
+
+from __future__ import annotations
 
 import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import torch
+from numpy.typing import NDArray
 
 from kvflow.errors import LayoutError
 from kvflow.geometry.axes import Axes
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, merge_ranges
+from kvflow.geometry.strided import Strided, strided
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvflow.geometry.strided import Pool
+
+AnyPool = TypeVar("AnyPool", "torch.Tensor", NDArray[Any])
 
 __all__ = ["layout_from_components", "layout_from_tensors", "regions_from_tensors", "split_tensors"]
 
 
 class _View(NamedTuple):
-    """A tensor with one name for each dimension, and the place it has in the model, for errors."""
+    """A tensor with a name for each dimension; the tensor name and the layer are for error messages."""
 
-    tensor: torch.Tensor
+    tensor: Strided
     names: tuple[str, ...]
     name: str
     layer: int | None
@@ -44,9 +54,9 @@ class _View(NamedTuple):
         """Bytes from one entry to the next along an axis."""
         if name not in self.names:
             return absent
-        return self.tensor.stride(self.names.index(name)) * self.tensor.element_size()
+        return self.tensor.strides[self.names.index(name)]
 
-    def unbind(self, name: str) -> list["_View"]:
+    def unbind(self, name: str) -> list[_View]:
         """One view for each index of an axis; this one alone if there is none of the name."""
         if name not in self.names:
             return [self]
@@ -57,7 +67,7 @@ class _View(NamedTuple):
 
 def regions_from_tensors(
     tensor: str | Sequence[str],
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Pool],
     axes: Axes,
     *,
     layers: int | Sequence[int] = 0,
@@ -67,24 +77,25 @@ def regions_from_tensors(
 
     Args:
         tensor: Name of the tensor ("k", "latent", "conv.q"); with a `kv` axis one name for each of its indices.
-        tensors: One pool for each layer, in layer order; with a `layer` axis each of them holds several layers. Any
-            device, any strides. They stay the caller's and must live as long as any rank that was given the layout.
+        tensors: One pool for each layer, in layer order; with a `layer` axis each of them holds several layers. Torch
+            tensors of any device, or writable numpy arrays; any strides. The caller keeps them alive as long as any
+            rank that was given the layout.
         axes: What the dimensions mean, the same for all pools.
-        layers: The model's own (global) number of each layer, or of the first if they are consecutive.
+        layers: Global number of each layer, or of the first if they are consecutive.
         optional: The decode side can do without them (draft layers).
 
     Returns:
         One region for each layer and name, layer by layer.
 
     Raises:
-        LayoutError: With tensor, layer, field and both values: another number of dimensions, layers, names, heads or
-            tokens than declared, a buffer that is no whole number of pages, cells that are not contiguous or overlap,
-            a tensor without memory.
+        LayoutError: The number of dimensions, layers, names, heads or tokens differs from what is declared, a buffer is
+            not a whole number of pages, cells are not contiguous or overlap, or a tensor has no memory. Names tensor,
+            layer, field and both values. A pool is no tensor, or an array that is read-only or holds no plain numbers.
     """
     names = (tensor,) if isinstance(tensor, str) else tuple(tensor)
     views: list[_View] = []
     for pool in tensors:
-        whole = _View(pool, axes.names, names[0], _layer_number(layers, len(views)))
+        whole = _View(strided(pool), axes.names, names[0], _layer_number(layers, len(views)))
         views += _split_fused(whole, axes).unbind("layer")
     if not isinstance(layers, int) and len(views) != len(layers):
         raise LayoutError(
@@ -106,21 +117,19 @@ def regions_from_tensors(
     return tuple(regions)
 
 
-def split_tensors(
-    tensors: Sequence[torch.Tensor], sizes: Sequence[int], *, dimension: int
-) -> tuple[list[torch.Tensor], ...]:
-    """Cut one dimension of each pool into parts that are described, and sharded, separately.
+def split_tensors(tensors: Sequence[AnyPool], sizes: Sequence[int], *, dimension: int) -> tuple[list[AnyPool], ...]:
+    """Split one dimension of each pool into parts that are described, and sharded, separately.
 
     Tensor parallelism shards q, k and v of a convolution state one by one, so a rank's dimension of `q + k + v`
     channels is not one range of the model's channels but three; each must be a tensor of its own.
 
     Args:
-        tensors: Pools, cut alike. The parts are views of them.
-        sizes: Entries of each part; together the whole dimension.
-        dimension: Which one, from 0.
+        tensors: Pools, split alike.
+        sizes: Entries of each part; they add up to the dimension.
+        dimension: Index of the dimension, from 0.
 
     Returns:
-        For each part, its view of each tensor.
+        For each part, a view of each tensor.
 
     Raises:
         LayoutError: There is no such dimension, or the sizes do not add up to it.
@@ -137,41 +146,39 @@ def split_tensors(
             )
     starts = itertools.accumulate(sizes, initial=0)
     return tuple(
-        [tensor.narrow(dimension, start, size) for tensor in tensors]
+        [tensor[(*[slice(None)] * dimension, slice(start, start + size))] for tensor in tensors]
         for start, size in zip(starts, sizes, strict=False)
     )
 
 
-def layout_from_components(
-    components: Sequence[Component], fingerprint: str, *, tensors: Iterable[torch.Tensor]
-) -> KVLayout:
-    """Put components into a layout, and find out what to register.
+def layout_from_components(components: Sequence[Component], fingerprint: str, *, tensors: Iterable[Pool]) -> KVLayout:
+    """Build a layout from components, and find out what to register.
 
     Args:
         components: All pools of the rank, each with its own page table.
-        fingerprint: Names the content (model and revision).
-        tensors: The tensors whose memory the components describe, all of one device.
+        fingerprint: Identifies the content (model and revision).
+        tensors: The tensors whose memory the components describe, all on one device.
 
     Returns:
-        A layout whose allocations are the touched parts of the tensors' storages: from the first to the last byte of
-        each storage that a region reaches, so that one pool is one registration.
+        A layout with one allocation for each storage, from its first to its last byte in use, so that one pool is one
+        registration.
 
     Raises:
-        LayoutError: Tensors differ in device, or a region lies outside all of them.
+        LayoutError: Tensors differ in device, a region lies outside all of them, or a pool is refused as above.
     """
-    pools = list(tensors)
-    device = _device_of(pools)
+    pools = [strided(tensor) for tensor in tensors]
+    device, number = _device_of(pools)
     return KVLayout(
         components=tuple(components),
         fingerprint=fingerprint,
         allocations=_allocations(components, pools),
-        memory_kind="DRAM" if device.type == "cpu" else "VRAM",
-        device_id=device.index or 0,
+        memory_kind="DRAM" if device == "cpu" else "VRAM",
+        device_id=number,
     )
 
 
 def layout_from_tensors(
-    tensors: Mapping[str, Sequence[torch.Tensor]],
+    tensors: Mapping[str, Sequence[torch.Tensor | NDArray[Any]]],
     *,
     axes: str,
     heads: tuple[int, int],
@@ -179,27 +186,32 @@ def layout_from_tensors(
     first_layer: int = 0,
     component: str = "kv",
 ) -> KVLayout:
-    """Describe a paged KV pool that is held in torch tensors.
+    """Describe a paged KV pool that is held in torch tensors or numpy arrays.
 
     Args:
-        tensors: For each tensor name ("k", "v"), one pool tensor for each layer, in layer order. The tensors stay the
-            caller's; they must live as long as any rank that was given the layout.
+        tensors: For each tensor name ("k", "v"), one pool for each layer, in layer order: torch tensors of one device,
+            or writable numpy arrays. The caller keeps them alive as long as any rank that was given the layout.
         axes: What each dimension means, e.g. "page token head dim" (NHD) or "page head token dim" (HND); see `Axes`.
         heads: Global KV heads `(start, stop)` in these tensors, see `head_range`.
-        fingerprint: Names the content (model and revision).
+        fingerprint: Identifies the content (model and revision).
         first_layer: Global number of the first layer, for pipeline-parallel stages.
         component: Name of the component.
 
     Returns:
-        A layout whose allocations are the touched parts of the tensors' storages.
+        A layout whose allocations are the used parts of the tensors' storages.
 
     Raises:
-        LayoutError: Axes are not known names, a tensor has another shape than its axes and heads say, `dim` is not
-            contiguous, or tensors differ in device.
+        LayoutError: An argument has the wrong type, an axis has no known name, a tensor's shape contradicts its axes
+            and heads, `dim` is not contiguous, tensors differ in device, or an array is read-only or holds no plain
+            numbers.
     """
+    if not isinstance(tensors, Mapping):
+        raise LayoutError(
+            "tensors must be a mapping from names to pools", field="tensors", found=type(tensors).__name__
+        )
     meaning = Axes(axes, heads)
     flat = [tensor for layers in tensors.values() for tensor in layers]
-    _device_of(flat)
+    _device_of([strided(tensor) for tensor in flat])
     regions = [
         region
         for name, layers in tensors.items()
@@ -215,21 +227,21 @@ def _layer_number(layers: int | Sequence[int], index: int) -> int | None:
 
 
 def _split_fused(view: _View, axes: Axes) -> _View:
-    """Give each name a dimension of its own; splitting a dimension never copies."""
+    """Give each axis a dimension of its own."""
     tensor, names = view.tensor, list[str]()
-    if tensor.ndim != len(axes.names):
+    if len(tensor.shape) != len(axes.names):
         raise view.error(
             "tensor has another number of dimensions than its axes",
             "order",
             expected=axes.order,
-            found=tuple(tensor.shape),
+            found=tensor.shape,
         )
     known = axes.known_sizes
     for name in axes.names:
         factors = name.split("*")
         if len(factors) > 1:
             sizes = _factor_sizes(view, name, tensor.shape[len(names)], known)
-            tensor = torch.unflatten(tensor, len(names), sizes)
+            tensor = tensor.split(len(names), sizes)
         names += factors
     return view._replace(tensor=tensor, names=tuple(names))
 
@@ -243,7 +255,7 @@ def _factor_sizes(view: _View, name: str, size: int, known: Mapping[str, int]) -
     multiple = math.prod(known[factor] for factor in factors if factor in known)
     whole = size % multiple == 0 if unknown else size == multiple
     if not whole:
-        message = "buffer is no whole number of pages" if "page" in factors else "a fused axis has another size"
+        message = "buffer is not a whole number of pages" if "page" in factors else "a fused axis has another size"
         raise view.error(message, name, expected=multiple, found=size)
     return [known.get(factor, size // multiple) for factor in factors]
 
@@ -251,13 +263,13 @@ def _factor_sizes(view: _View, name: str, size: int, known: Mapping[str, int]) -
 def _region(view: _View, axes: Axes, optional: bool) -> Region:
     for name, expected in axes.known_sizes.items():
         _check_size(view, name, expected)
-    if view.tensor.data_ptr() == 0:
-        raise view.error("tensor has no memory", "address", expected="an address", found=str(view.tensor.device))
+    if view.tensor.address == 0:
+        raise view.error("tensor has no memory", "address", expected="an address", found=view.tensor.device[0])
     cell_bytes = _cell_bytes(view)
     return Region(
         tensor=view.name,
         layer=view.layer or 0,
-        address=view.tensor.data_ptr(),
+        address=view.tensor.address,
         slots=view.size("page"),
         slot_stride=view.stride("page", 0),
         tokens_per_slot=view.size("token") * axes.tokens_per_cell,
@@ -265,7 +277,7 @@ def _region(view: _View, axes: Axes, optional: bool) -> Region:
         heads=axes.heads,
         head_stride=view.stride("head", cell_bytes),
         head_bytes=cell_bytes,
-        dtype=str(view.tensor.dtype).removeprefix("torch."),
+        dtype=view.tensor.dtype,
         optional=optional,
         tokens_per_cell=axes.tokens_per_cell,
     )
@@ -281,29 +293,27 @@ def _check_size(view: _View, name: str, expected: int) -> None:
 
 
 def _cell_bytes(view: _View) -> int:
-    """Size of a cell: all dims, which must lie one in the other without gaps."""
-    shape, steps, size = view.tensor.shape, view.tensor.stride(), view.tensor.element_size()
-    for count, step, name in reversed(list(zip(shape, steps, view.names, strict=True))):
+    """Size of a cell: all `dim` axes, which must be contiguous."""
+    shape, strides, size = view.tensor.shape, view.tensor.strides, view.tensor.item_bytes
+    for count, stride, name in reversed(list(zip(shape, strides, view.names, strict=True))):
         if name != "dim":
             continue
-        if count > 1 and step * view.tensor.element_size() != size:
-            found = step * view.tensor.element_size()
-            raise view.error("the dim axis must be contiguous", "stride", expected=size, found=found)
+        if count > 1 and stride != size:
+            raise view.error("the dim axis must be contiguous", "stride", expected=size, found=stride)
         size *= count
     return size
 
 
-def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    devices = sorted({tensor.device for tensor in tensors}, key=str)
+def _device_of(tensors: Iterable[Strided]) -> tuple[str, int]:
+    devices = sorted({tensor.device for tensor in tensors})
     if len(devices) != 1:
-        raise LayoutError("tensors must be on one device", field="device", expected=1, found=list(map(str, devices)))
+        raise LayoutError("tensors must be on one device", field="device", expected=1, found=devices)
     return devices[0]
 
 
-def _allocations(components: Iterable[Component], tensors: Iterable[torch.Tensor]) -> tuple[MemoryRange, ...]:
-    """From the first to the last touched byte of each storage."""
-    stores = [tensor.untyped_storage() for tensor in tensors]
-    storages = merge_ranges(MemoryRange(store.data_ptr(), store.nbytes()) for store in stores)
+def _allocations(components: Iterable[Component], tensors: Iterable[Strided]) -> tuple[MemoryRange, ...]:
+    """From the first to the last used byte of each storage."""
+    storages = merge_ranges(tensor.storage for tensor in tensors)
     starts = [storage.address for storage in storages]
     touched: dict[int, tuple[int, int]] = {}
     for component in components:

@@ -5,12 +5,13 @@ without any configuration nothing is printed. `configure_logging` is for program
 """
 
 import logging
+import re
 import sys
-from typing import Literal, TextIO
+from typing import Any, Final, Literal, TextIO
 
 import structlog
 from structlog.stdlib import BoundLogger, ProcessorFormatter
-from structlog.typing import Processor
+from structlog.typing import EventDict, Processor, WrappedLogger
 
 __all__ = ["LOGGER", "BoundLogger", "LogFormat", "configure_logging", "get_logger"]
 
@@ -19,11 +20,38 @@ LogFormat = Literal["console", "json"]
 LOGGER = logging.getLogger("kvflow")
 LOGGER.addHandler(logging.NullHandler())
 
+UNQUOTED: Final = re.compile(r"[^\s\"'=\\]+")
+
+META: Final = ("event", "level", "timestamp", "exception")
+"""Values that a formatter of `logging` has its own places for."""
+
+
+class _Line(dict[str, Any]):
+    """The values of a line. As text it is what an engine sees that formats records with `logging` alone."""
+
+    def __str__(self) -> str:
+        """Give `event key=value ...`, and below it the traceback if there is one."""
+        shown = [f"{name}={_quoted(value)}" for name, value in self.items() if name not in META]
+        text = " ".join([str(self.get("event")), *shown])
+        return f"{text}\n{self['exception']}" if "exception" in self else text
+
+
+def _quoted(value: object) -> str:
+    """Give a value without anything that ends a word or a line."""
+    text = str(value) if not isinstance(value, bytes) else repr(value)
+    return text if UNQUOTED.fullmatch(text) and text.isprintable() else repr(text)
+
+
+def _as_line(_logger: WrappedLogger, _name: str, values: EventDict) -> EventDict:
+    return _Line(values)
+
+
 _PROCESSORS: list[Processor] = [
     structlog.stdlib.filter_by_level,
     structlog.stdlib.add_log_level,
     structlog.processors.TimeStamper(fmt="iso", utc=True),
     structlog.processors.format_exc_info,
+    _as_line,
     ProcessorFormatter.wrap_for_formatter,
 ]
 

@@ -26,8 +26,9 @@ class Duration:
 class StageTimes:
     """Durations by stage.
 
-    What is measured: `bootstrap` one handshake with an instance; `enqueue` a granted chunk's wait for its turn;
-    `planning` one plan; `submit` one post, from the call to its end; `aggregate` first to last notice of a transfer.
+    What is measured: `bootstrap` checking a Hello (prefill) or compiling routes (decode); `enqueue` the wait of a piece
+    for its turn; `planning` one plan; `submit` one post, from the call to its end; `aggregate` from the first to
+    the last notice of a transfer, and scattering a packed piece.
     """
 
     stages: dict[Stage, Duration] = field(default_factory=lambda: {stage: Duration() for stage in Stage})

@@ -1,74 +1,143 @@
 """Core events and effects as log lines: a name, and who and what it is about."""
 
+import logging
 import math
 import re
 from collections.abc import Callable
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Literal
 
 from kvflow.errors import Stage
-from kvflow.observe.logs import BoundLogger
+from kvflow.observe.logs import LOGGER, BoundLogger
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
-from kvflow.wire.messages import Cancel, Drained, Failed, Failure, Grant, Notice, PeerId, Received
+from kvflow.state.tables import Outcome
+from kvflow.wire.messages import (
+    Ack,
+    Cancel,
+    Decline,
+    Drained,
+    Failed,
+    Failure,
+    Grant,
+    Notice,
+    PeerId,
+    SlotQuery,
+    SlotReleased,
+)
 
-__all__ = ["OddityLog", "describe"]
+__all__ = ["AnomalyLog", "TransferLine", "describe", "log_transfer"]
 
 STAGES: Final[dict[type, Stage]] = {
     ev.SendOpened: Stage.ENQUEUE,
     ev.ChunkOffered: Stage.ENQUEUE,
     ev.SendAborted: Stage.ENQUEUE,
-    ev.PeerGreeted: Stage.BOOTSTRAP,
+    ev.HelloChecked: Stage.BOOTSTRAP,
+    ev.ReplyLost: Stage.BOOTSTRAP,
+    ev.DataReady: Stage.ENQUEUE,
     ev.PlanFinished: Stage.PLANNING,
+    ev.PieceWentDirect: Stage.PLANNING,
     ev.PlanFailed: Stage.PLANNING,
-    ev.PostSettled: Stage.SUBMIT,
-    ev.PostDoubted: Stage.SUBMIT,
+    ev.PostEnded: Stage.SUBMIT,
+    ev.PostInDoubt: Stage.SUBMIT,
     ev.ReceiveOpened: Stage.BOOTSTRAP,
     ev.ReceiveAborted: Stage.AGGREGATE,
-    ev.InstanceGreeted: Stage.BOOTSTRAP,
-    ev.InstanceUnreachable: Stage.BOOTSTRAP,
+    ev.InstanceFound: Stage.BOOTSTRAP,
+    ev.RoutesCompiled: Stage.BOOTSTRAP,
+    ev.ConnectFailed: Stage.BOOTSTRAP,
+    ev.ConnectionLost: Stage.BOOTSTRAP,
+    ev.ProbeFinished: Stage.BOOTSTRAP,
+    ev.PeerFenced: Stage.BOOTSTRAP,
     ev.NoticeDelivered: Stage.AGGREGATE,
     ev.DigestsVerified: Stage.AGGREGATE,
-    ev.PeerLeft: Stage.BOOTSTRAP,
+    ev.Scattered: Stage.AGGREGATE,
+    ef.CheckHello: Stage.BOOTSTRAP,
+    ef.DisconnectTransport: Stage.BOOTSTRAP,
+    ef.AwaitData: Stage.ENQUEUE,
+    ef.PlanPiece: Stage.PLANNING,
+    ef.DropPlan: Stage.PLANNING,
+    ef.PostPiece: Stage.SUBMIT,
+    ef.PostPlan: Stage.SUBMIT,
     ef.ReportSender: Stage.SUBMIT,
+    ef.LookUp: Stage.BOOTSTRAP,
+    ef.CompileRoutes: Stage.BOOTSTRAP,
+    ef.Connect: Stage.BOOTSTRAP,
+    ef.Disconnect: Stage.BOOTSTRAP,
+    ef.ProbePeer: Stage.BOOTSTRAP,
+    ef.AwaitFence: Stage.BOOTSTRAP,
+    ef.ScatterStaged: Stage.AGGREGATE,
+    ef.VerifyDigests: Stage.AGGREGATE,
     ef.ReportReceiver: Stage.AGGREGATE,
 }
+"""Events and effects of the rank as a whole have none."""
 
 MESSAGE_STAGES: Final[dict[type, Stage]] = {
     Grant: Stage.ENQUEUE,
+    Decline: Stage.ENQUEUE,
     Cancel: Stage.ENQUEUE,
-    Received: Stage.AGGREGATE,
+    SlotQuery: Stage.SUBMIT,
+    SlotReleased: Stage.SUBMIT,
+    Ack: Stage.AGGREGATE,
     Notice: Stage.AGGREGATE,
     Drained: Stage.AGGREGATE,
     Failed: Stage.AGGREGATE,
 }
-"""Every other message is about the acquaintance."""
+"""Every other message is about the connection of two ranks."""
 
 NAMES: Final[dict[type, str]] = {ef.ReportSender: "sender_reported", ef.ReportReceiver: "receiver_reported"}
 """Lines that are not named after their class."""
 
-SHOWN: Final = ("room", "generation", "peer", "seq", "tokens", "ranges", "num_bytes", "last", "staged")
+CARRIERS: Final = ("piece", "delivery", "notice", "message", "chunk", "hello", "opened", "rank")
+"""Fields whose own fields are shown too."""
+
+Described = ev.PrefillEvent | ev.DecodeEvent | ef.PrefillEffect | ef.DecodeEffect
+
+SHOWN: Final = (
+    "room",
+    "generation",
+    "peer",
+    "seq",
+    "tokens",
+    "ranges",
+    "num_bytes",
+    "last",
+    "staged",
+    "attempt",
+    "endpoint",
+    "is_gone",
+    "lingers",
+    "active",
+)
 """Fields worth a place in a log line, of events and of what they carry."""
 
 
-def describe(item: ev.Event | ef.Effect) -> tuple[str, dict[str, object]]:
+def describe(item: Described) -> tuple[str, dict[str, object]]:
     """Give the name of a line and its values.
 
     Returns:
-        A name like "post_settled", and values among room, generation, engine_rank, peer, stage and whatever else is
+        A name like "post_ended", and values among room, generation, engine_rank, peer, stage and whatever else is
         short and known.
     """
-    name = NAMES.get(type(item)) or re.sub(r"(?<!^)(?=[A-Z])", "_", type(item).__name__).lower()
+    if isinstance(item, ef.LogEvent):
+        return item.name, {**item.values}
+    name = NAMES.get(type(item)) or _snake_case(type(item))
     values: dict[str, object] = {}
-    for carrier in ("delivery", "notice", "message", "chunk"):
+    for carrier in CARRIERS:
         if hasattr(item, carrier):
             values.update(_fields(getattr(item, carrier)))
+    if isinstance(item, ef.PostPiece | ef.PlanPiece):
+        values.update(_fields(item.piece.delivery), num_bytes=item.piece.cost.num_bytes)
     values.update(_fields(item))
     if type(item) in STAGES:
         values["stage"] = STAGES[type(item)].value
-    if isinstance(item, (ev.MessageReceived, ef.SendMessage)):
-        values["message"] = type(item.message).__name__.lower()
+    if isinstance(item, ev.MessageReceived | ev.MessageArrived | ef.SendMessage | ef.Reply):
+        values["message"] = _snake_case(type(item.message))
         values["stage"] = MESSAGE_STAGES.get(type(item.message), Stage.BOOTSTRAP).value
     return name, values
+
+
+def _snake_case(kind: type) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def _fields(item: object) -> dict[str, object]:
@@ -86,15 +155,80 @@ def _fields(item: object) -> dict[str, object]:
             shown[field] = getattr(item, field).value
     failure = getattr(item, "failure", None)
     if isinstance(failure, Failure):
-        shown |= {"reason": failure.reason.value, "noticed_by": failure.rank, "detail": failure.detail}
+        shown |= failure_values(failure)
+    else:
+        detail = failure or getattr(item, "detail", None)
+        if isinstance(detail, str):
+            shown["detail"] = shorten(detail)
     return shown
+
+
+def failure_values(failure: Failure) -> dict[str, object]:
+    """Give what a log line says about a failure."""
+    return {"reason": failure.reason.value, "noticed_by": failure.rank, "detail": shorten(failure.detail)}
+
+
+MAX_TEXT: Final = 500
+"""Characters of a text from a peer that go into a log line."""
+
+
+def shorten(text: str) -> str:
+    """Cut a text that may have come from a peer."""
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLine:
+    """What a log line says about one transfer that has ended.
+
+    Attributes:
+        role: "send" or "receive".
+        room: The router's id of the request.
+        prefill: Instance that computed it; None if this is that instance.
+        num_bytes: Bytes that were moved.
+        num_pages: Pages of this rank's pools that they were moved from or into.
+        elapsed_s: Since the engine opened it, in seconds.
+        failure: None if it succeeded.
+    """
+
+    role: Literal["send", "receive"]
+    room: int
+    outcome: Outcome
+    prefill: str | None
+    num_bytes: int
+    num_pages: int
+    elapsed_s: float
+    failure: Failure | None = None
+
+
+def log_transfer(log: BoundLogger, line: TransferLine) -> None:
+    """Write the one line of a transfer: at DEBUG, or as a warning if it failed.
+
+    What an engine has aborted is not a warning: it knows.
+    """
+    level = logging.WARNING if line.outcome is Outcome.FAILED else logging.DEBUG
+    if not LOGGER.isEnabledFor(level):  # most often it is not, and values cost more than the question
+        return
+    values: dict[str, object] = {
+        "room": line.room,
+        "outcome": line.outcome.value,
+        "num_bytes": line.num_bytes,
+        "num_pages": line.num_pages,
+        "elapsed_ms": round(line.elapsed_s * 1e3, 3),
+    }
+    if line.prefill is not None:
+        values["prefill"] = line.prefill
+    if line.failure is not None:
+        values |= failure_values(line.failure)
+    name = "send_ended" if line.role == "send" else "receive_ended"
+    log.log(level, name, **values)
 
 
 MAX_SOURCES = 1_024
 """Pairs of kind and peer whose last line is remembered; peers that appear without end must not fill the memory."""
 
 
-class OddityLog:
+class AnomalyLog:
     """Counts what was ignored, and logs each kind at a bounded rate for each peer.
 
     Args:
@@ -119,4 +253,5 @@ class OddityLog:
         if len(self._logged_at) >= MAX_SOURCES:
             self._logged_at.clear()
         self._logged_at[kind, peer] = now
-        self._log.warning(kind, peer=str(peer) if peer else None, **values, count=self.counts[kind])
+        shown = {name: shorten(value) if isinstance(value, str) else value for name, value in values.items()}
+        self._log.warning(kind, peer=str(peer) if peer else None, **shown, count=self.counts[kind])

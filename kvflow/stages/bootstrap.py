@@ -1,220 +1,266 @@
-"""First stage: two ranks get to know each other, once. This is the prefill side; `greeting` is the decode side.
+"""First stage: two ranks are connected, once.
 
-A prefill rank checks what a decode rank asks for in its hello, connects its transport, and welcomes or refuses it.
-Afterwards it holds the line over which the two talk.
+The cores do the handshake. A prefill rank binds the route that a decode rank asks for, and connects its transport. A
+decode rank compiles routes from the records of an instance, holds a connection to each prefill rank, and finds out
+whether one that is silent still exists.
 """
 
-from collections.abc import Callable
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import anyio
-import anyio.to_thread
 from msgspec.structs import replace
 
 from kvflow.backends.base import Backend
-from kvflow.errors import FailureReason, KvflowError, RemoteProtocolError, RouteError, Stage, Unreachable
+from kvflow.errors import ConfigError, KvflowError, RemoteProtocolError, Stage, Unreachable
+from kvflow.geometry.binding import bind_route
 from kvflow.geometry.blocks import RouteBlocks
-from kvflow.geometry.cutting import cutting_of
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.routes import BoundRoute, bind_route
-from kvflow.stages.context import StageContext
-from kvflow.stages.planning import PeerGeometry
-from kvflow.stages.staging import LocalStaging
-from kvflow.stages.submit import agent_name
-from kvflow.state.events import PeerGreeted, PeerLeft
-from kvflow.wire.channel import Listener
+from kvflow.geometry.pack import PackedSlices, is_head_major
+from kvflow.geometry.routes import compile_routes
+from kvflow.packing.staging import LocalStaging
+from kvflow.ports import Connection
+from kvflow.stages.context import StageContext, agent_name
+from kvflow.stages.planning import PreparedRoute
+from kvflow.state import effects as ef
+from kvflow.state import events as ev
+from kvflow.state.prefill.link import link_for
+from kvflow.state.settings import PrefillSettings
 from kvflow.wire.codec import decode_frames, encode
-from kvflow.wire.messages import (
-    LAYERS_SINCE,
-    OLDEST_VERSION,
-    PROTOCOL_VERSION,
-    Goodbye,
-    Hello,
-    Message,
-    PeerId,
-    Refuse,
-    Welcome,
-)
+from kvflow.wire.messages import Hello, Message, PeerId
 
-__all__ = ["PrefillBootstrap"]
+__all__ = ["HelloChecks", "PeerConnections", "PeerProofs", "RouteCompiler"]
 
-HELLOS_AT_ONCE = 16
-"""Handshakes that a prefill rank works on at the same time; the rest wait."""
+HELLOS_AT_ONCE: Final = 16
+"""Hellos that a prefill rank works on at the same time; the rest wait."""
+
+SLICES_BOUND_INLINE: Final = 256
+"""Routes of more slices than this are bound beside the event loop."""
 
 
-class PrefillBootstrap:
-    """The prefill side: answers hellos, and holds one line to each greeted decode rank.
+# On a prefill rank -------------------------------------------------------------------------------------------------
+
+
+class HelloChecks:
+    """Compares hellos with this rank, and connects the transport to their senders.
 
     Args:
         context: Of this rank.
-        layout: Of this rank.
+        settings: Of this rank's core.
         backend: Connected to each decode rank that fits.
-        listener: The control socket.
-        on_message: Takes every other message of a greeted peer.
         staging: Where packed pieces are gathered; nothing is packed if None.
     """
 
     def __init__(
         self,
-        context: StageContext,
-        layout: KVLayout,
+        context: StageContext[ev.PrefillEvent],
+        settings: PrefillSettings,
         backend: Backend,
-        listener: Listener,
-        on_message: Callable[[PeerId, Message], None],
-        *,
-        staging: LocalStaging | None = None,
+        staging: LocalStaging | None,
     ) -> None:
-        self._staging = staging
         self._context = context
-        self._layout = layout
+        self._settings = settings
         self._backend = backend
-        self._listener = listener
-        self._on_message = on_message
-        self._peers: dict[bytes, PeerId] = {}
-        self._lines: dict[PeerId, bytes] = {}
-        self._geometry: dict[PeerId, PeerGeometry] = {}
-        self._slots = anyio.CapacityLimiter(HELLOS_AT_ONCE)
-        self._attempts: dict[PeerId, int] = {}
-        self._partings: dict[str, anyio.Event] = {}
+        self._staging = staging
+        self._at_once = anyio.CapacityLimiter(HELLOS_AT_ONCE)
+        self._disconnecting: dict[str, anyio.Event] = {}
 
-    def geometry(self, peer: PeerId) -> PeerGeometry | None:
-        """What a decode rank wants and where; None if it is not known."""
-        return self._geometry.get(peer)
+    def start(self, connection: bytes, hello: Hello) -> None:
+        """Check a hello; the core hears what came of it."""
+        self._context.start_task(self._check, connection, hello)
 
-    async def run(self) -> None:
-        """Take messages from everybody, for ever."""
-        while True:
-            connection, frames = await self._listener.receive()
+    def disconnect(self, peer: PeerId) -> None:
+        """Release what the transport holds for a peer."""
+        ended = self._disconnecting[agent_name(peer)] = anyio.Event()
+        self._context.start_task(self._disconnect, agent_name(peer), ended)
+
+    async def _check(self, connection: bytes, hello: Hello) -> None:
+        async with self._at_once:
+            began = self._context.now()
             try:
-                self._take(connection, decode_frames(frames))
-            except RemoteProtocolError as error:
-                self._reject(connection, error)
+                if len(hello.route.slices) > SLICES_BOUND_INLINE:
+                    link = await self._context.in_thread(lambda: self.bind(hello))
+                else:
+                    link = self.bind(hello)
+                if link.route.copy_groups:
+                    await self._connect(agent_name(hello.peer), hello.backend_metadata)
+            except (KvflowError, MemoryError) as error:
+                checked = ev.HelloChecked(connection, hello, None, str(error) or "out of memory")
+            else:
+                checked = ev.HelloChecked(connection, hello, link)
+            self._context.times.add(Stage.BOOTSTRAP, self._context.now() - began)
+        self._context.dispatch(checked)
 
-    def send(self, peer: PeerId, message: Message) -> None:
-        """Send to a greeted peer. What cannot be delivered is lost: the line comes back, or the lease ends."""
-        line = self._lines.get(peer)
-        if line is None:
-            return
-        try:
-            self._listener.send(line, encode(message))
-        except Unreachable as error:
-            self._context.oddities.count("message_lost", peer, stage=Stage.BOOTSTRAP.value, detail=str(error))
+    def bind(self, hello: Hello) -> ev.PeerRoute:
+        """Work out how this rank sends what a decode rank wants. May be called in any thread.
 
-    def forget(self, peer: PeerId) -> None:
-        """Drop what is held for a peer that has left."""
-        line = self._lines.pop(peer, None)
-        if line is not None:
-            self._peers.pop(line, None)
-        self._geometry.pop(peer, None)
-        self._attempts.pop(peer, None)
-        parted = self._partings[agent_name(peer)] = anyio.Event()
-        self._context.start_task(self._part, agent_name(peer), parted)
+        Raises:
+            RouteError, PlanError: They do not fit.
+        """
+        link = link_for(hello, self._settings)
+        blocks = RouteBlocks.of(link.route) if self._backend.capabilities.takes_blocks else None
+        packed: Mapping[str, PackedSlices] = {}
+        if self._staging is not None and link.staging is not None:
+            packed = self._staging.find(link.slices)
+        return replace(link, prepared=PreparedRoute(blocks, packed, is_head_major(link.route)))
 
-    async def _part(self, agent: str, parted: anyio.Event) -> None:
+    async def _connect(self, agent: str, metadata: bytes) -> None:
+        """Connect the transport, but not before it has disconnected from the agent if it is about to."""
+        while agent in self._disconnecting:
+            await self._disconnecting[agent].wait()
+        await self._backend.connect(agent, metadata)
+
+    async def _disconnect(self, agent: str, ended: anyio.Event) -> None:
         try:
             await self._backend.disconnect(agent)
         finally:
-            parted.set()
-            if self._partings.get(agent) is parted:
-                del self._partings[agent]
+            ended.set()
+            if self._disconnecting.get(agent) is ended:
+                del self._disconnecting[agent]
 
-    async def _connect(self, agent: str, metadata: bytes) -> None:
-        """Connect the transport, but not before it has parted with the agent if it is about to."""
-        while agent in self._partings:
-            await self._partings[agent].wait()
-        await self._backend.connect(agent, metadata)
 
-    def _take(self, connection: bytes, message: Message) -> None:
-        if isinstance(message, Hello):
-            self._context.start_task(self._answer, connection, message)
+# On a decode rank --------------------------------------------------------------------------------------------------
+
+
+class PeerConnections:
+    """Holds a connection to each prefill rank.
+
+    Args:
+        context: Of this rank.
+    """
+
+    def __init__(self, context: StageContext[ev.DecodeEvent]) -> None:
+        self._context = context
+        self._connections: dict[PeerId, Connection] = {}
+        self._acks: list[tuple[PeerId, Message]] = []
+
+    def connect(self, peer: PeerId, endpoint: str) -> None:
+        """Open a connection; the core hears what comes over it, when it breaks, or that it cannot be had."""
+        try:
+            self._connections[peer] = self._context.ports.control.connect(
+                endpoint,
+                functools.partial(self._take, peer),
+                functools.partial(self._context.dispatch, ev.ConnectionLost(peer)),
+            )
+        except (ConfigError, Unreachable) as error:
+            self._context.dispatch(ev.ConnectFailed(peer, str(error)))
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Close the connection to a peer."""
+        self._send_acks()
+        connection = self._connections.pop(peer, None)
+        if connection is not None:
+            connection.close()
+
+    def send(self, peer: PeerId, message: Message) -> None:
+        """Send to a peer. What cannot be sent is lost: it is retransmitted if it matters, or the lease ends."""
+        if self._acks:
+            self._send_acks()
+        connection = self._connections.get(peer)
+        if connection is None:
             return
-        peer = self._peers.get(connection)
-        if peer is not None:
-            self._on_message(peer, message)
-        elif not isinstance(message, (Refuse, Goodbye)):
-            self._refuse(connection, None, "say hello first")
+        try:
+            connection.send(encode(message))
+        except Unreachable as error:
+            self._context.anomalies.count("message_lost", peer, stage=Stage.BOOTSTRAP.value, detail=str(error))
 
-    async def _answer(self, connection: bytes, hello: Hello) -> None:
-        async with self._slots:
+    def send_ack(self, peer: PeerId, message: Message) -> None:
+        """Send after the engine, which has just been told of a success, has had its turn."""
+        if not self._acks:
+            asyncio.get_running_loop().call_soon(self._send_acks)
+        self._acks.append((peer, message))
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._send_acks()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def _send_acks(self) -> None:
+        acks, self._acks = self._acks, []
+        for peer, message in acks:
+            self.send(peer, message)
+
+    def _take(self, peer: PeerId, frames: Sequence[bytes]) -> None:
+        try:
+            message = decode_frames(frames)
+        except RemoteProtocolError as error:
+            self._context.anomalies.count("message_rejected", peer, stage=Stage.BOOTSTRAP.value, detail=str(error))
+        else:
+            self._context.dispatch(ev.MessageReceived(peer, message))
+
+
+class RouteCompiler:
+    """Works out what each rank of an instance is to send here.
+
+    Args:
+        context: Of this rank.
+        layout: Of this rank.
+    """
+
+    def __init__(self, context: StageContext[ev.DecodeEvent], layout: KVLayout) -> None:
+        self._context = context
+        self._layout = layout
+        self._at_once = anyio.CapacityLimiter(1)
+
+    def start(self, effect: ef.CompileRoutes) -> None:
+        """Compile beside the event loop; the core hears what came of it."""
+        self._context.start_task(self._compile, effect)
+
+    async def _compile(self, effect: ef.CompileRoutes) -> None:
+        async with self._at_once:
             began = self._context.now()
             try:
-                route = self.check(hello)
-                self._part_if_changed(hello)
-                if route.legs:
-                    await self._connect(agent_name(hello.peer), hello.backend_metadata)
-            except KvflowError as error:
-                self._context.oddities.count(
-                    "hello_refused", hello.peer, stage=Stage.BOOTSTRAP.value, detail=str(error)
-                )
-                self._refuse(connection, hello.peer, str(error))
-                return
+                routes = await self._context.in_thread(lambda: self.compile(effect))
+            except (KvflowError, MemoryError) as error:
+                compiled = ev.RoutesCompiled(effect.instance, effect.attempt, (), str(error) or "out of memory")
+            else:
+                compiled = ev.RoutesCompiled(effect.instance, effect.attempt, routes)
             self._context.times.add(Stage.BOOTSTRAP, self._context.now() - began)
-            self.admit(connection, hello, route)
+        self._context.dispatch(compiled)
 
-    def _part_if_changed(self, hello: Hello) -> None:
-        """Part with a decode rank that wants other cells than before: what it was promised cannot be kept any more."""
-        known = self._geometry.get(hello.peer)
-        if known is None or hello.attempt < self._attempts.get(hello.peer, 0):
-            return
-        if known.pieces != hello.route.pieces or known.layout != hello.layout:
-            detail = f"{hello.peer.rank} wants other cells than before"
-            failure = self._context.failure(FailureReason.PEER_LOST, Stage.BOOTSTRAP, detail)
-            self._context.dispatch(PeerLeft(hello.peer, failure))
-
-    def check(self, hello: Hello) -> BoundRoute:
-        """See whether the sender of a hello fits.
+    def compile(self, effect: ef.CompileRoutes) -> tuple[ev.RankRoute, ...]:
+        """Give the routes from all ranks, in order. May be called in any thread.
 
         Raises:
-            RouteError: Why it does not.
+            RouteError: The two sides do not fit.
         """
-        if hello.to != self._context.me:
-            raise RouteError("hello is for another rank or another life of it", to=str(hello.to))
-        mine = (OLDEST_VERSION, PROTOCOL_VERSION)
-        if hello.versions[0] > mine[1] or hello.versions[1] < mine[0] or hello.versions[0] > hello.versions[1]:
-            raise RouteError("no protocol version in common", theirs=hello.versions, mine=mine)
-        if hello.backend != self._backend.name:
-            raise RouteError("transports differ", theirs=hello.backend, mine=self._backend.name)
-        if hello.layout.fingerprint != self._layout.fingerprint:
-            raise RouteError(
-                "model fingerprints differ", theirs=hello.layout.fingerprint, mine=self._layout.fingerprint
-            )
-        return bind_route(hello.route, self._layout, hello.layout)
-
-    def admit(self, connection: bytes, hello: Hello, route: BoundRoute) -> None:
-        """Take the sender of a hello on, once the transport can write to it."""
-        if hello.attempt < self._attempts.get(hello.peer, 0):
-            return  # the line it came over is given up
-        self._part_if_changed(hello)
-        self._attempts[hello.peer] = hello.attempt
-        former = self._lines.get(hello.peer)
-        if former is not None:
-            self._peers.pop(former, None)
-        self._peers[connection] = hello.peer
-        self._lines[hello.peer] = connection
-        blocks = RouteBlocks.of(route) if self._backend.capabilities.takes_blocks else None
-        geometry = PeerGeometry(route, hello.layout, hello.route.pieces, blocks=blocks)
-        limits = self._context.config.limits
-        version = min(PROTOCOL_VERSION, hello.versions[1])
-        layer_piece_bytes = limits.bytes_per_layer_piece if version >= LAYERS_SINCE else None
-        cutting = cutting_of(route, self._layout, hello.layout, limits.bytes_per_post, layer_piece_bytes)
-        if self._staging is not None and hello.staging is not None:
-            geometry = replace(geometry, staging=hello.staging, packed=self._staging.find(hello.route.pieces))
-            cutting = self._staging.cut(cutting, route, hello.staging)
-        self._geometry[hello.peer] = geometry
-        greeted = PeerGreeted(hello.peer, hello.lease_s, tuple(route.debts), cutting, geometry.staging)
-        self._context.dispatch(greeted)
-        self.send(hello.peer, Welcome(peer=self._context.me, version=version))
-
-    def _refuse(self, connection: bytes, to: PeerId | None, detail: str) -> None:
-        try:
-            self._listener.send(connection, encode(Refuse(peer=self._context.me, to=to, detail=detail)))
-        except Unreachable:
-            self._context.log.info("refusal_undeliverable", stage=Stage.BOOTSTRAP.value, connection=connection.hex())
-
-    def _reject(self, connection: bytes, error: RemoteProtocolError) -> None:
-        self._context.oddities.count(
-            "message_rejected",
-            self._peers.get(connection),
-            stage=Stage.BOOTSTRAP.value,
-            connection=connection.hex(),
-            detail=str(error),
+        layouts = {record.peer.rank.engine_rank: record.layout for record in effect.records}
+        routes = compile_routes(layouts, self._layout, decode_rank=self._context.me.rank.engine_rank)
+        return tuple(
+            ev.RankRoute(route, bind_route(route, record.layout, self._layout).expected)
+            for record, route in zip(effect.records, routes, strict=True)
         )
+
+
+class PeerProofs:
+    """Finds out whether a silent prefill rank still exists, and whether what it has written still lands.
+
+    Args:
+        context: Of this rank.
+        backend: Fences what ended processes have written.
+    """
+
+    def __init__(self, context: StageContext[ev.DecodeEvent], backend: Backend) -> None:
+        self._context = context
+        self._backend = backend
+
+    def probe(self, effect: ef.ProbePeer) -> None:
+        """Look whether somebody listens at the peer's port; the core hears the answer."""
+        self._context.start_task(self._probe, effect)
+
+    def fence(self, effect: ef.AwaitFence) -> None:
+        """Wait until nothing of the peer lands any more; the core hears of it if that can be known."""
+        self._context.start_task(self._fence, effect)
+
+    async def _probe(self, effect: ef.ProbePeer) -> None:
+        timeout_s = self._context.config.timeouts.lease_s
+        is_gone = await self._context.ports.control.is_refused(effect.endpoint, timeout_s)
+        self._context.dispatch(ev.ProbeFinished(effect.peer, is_gone))
+
+    async def _fence(self, effect: ef.AwaitFence) -> None:
+        if await self._backend.outlast():
+            self._context.dispatch(ev.PeerFenced(effect.peer))

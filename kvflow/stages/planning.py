@@ -1,101 +1,53 @@
 """Third stage: page tables become descriptors, or blocks of lists that the transport has prepared.
 
-Small plans are worked out on the event loop as soon as it is their turn, which is quicker than handing them over; large
-ones in a worker thread, so that the loop stays prompt. Digests, which a decode rank may ask for, always are; transfers
-without them pass by.
+The core says where a piece is planned: small ones on the event loop, where they are posted at once; large ones, and all
+of which digests are wanted, in a worker thread. Of those the core hears before they are posted.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import anyio
-import anyio.lowlevel
-import anyio.to_thread
 import msgspec
-import numpy as np
 from msgspec.structs import replace
 
+from kvflow.backends.base import Backend
 from kvflow.errors import FailureReason, PlanError, Stage
 from kvflow.geometry.blocks import Blocks, RouteBlocks
-from kvflow.geometry.debts import bytes_owed
-from kvflow.geometry.layers import ALL_LAYERS, LayerRange
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pack import PackedPieces, Payload, is_head_major
-from kvflow.geometry.pages import WIRE_PAGES, PageTable, Part, check_parts
-from kvflow.geometry.plan import Descriptors, Share, outline
-from kvflow.geometry.routes import BoundRoute, RoutePiece
-from kvflow.geometry.tokens import TokenRange, closes
+from kvflow.geometry.pack import PackedSlices
+from kvflow.geometry.pages import PageTable, read_page_tables
+from kvflow.geometry.plan import ComponentSlice, Descriptors, plan_extents
+from kvflow.geometry.ranges import is_final
+from kvflow.packing.staging import Gathering, LocalStaging
 from kvflow.stages.context import StageContext
-from kvflow.stages.digests import DigestWork, OwnMemory, check_digestible
-from kvflow.stages.packing import PackWork
-from kvflow.stages.staging import LocalStaging, PackPlan
-from kvflow.state.events import DeliveryId, PlanFailed, ReceiveOpened
-from kvflow.state.queue import ChunkJob
-from kvflow.state.window import Cost
-from kvflow.wire.messages import Grant, PeerId, Staged, StagingWindow
+from kvflow.stages.digests import digests_of
+from kvflow.stages.submit import Submit
+from kvflow.state import events as ev
+from kvflow.state.effects import Piece
+from kvflow.state.events import DeliveryId
+from kvflow.state.packing import pays_off
+from kvflow.wire.messages import Notice, Staged
 
-__all__ = ["PeerGeometry", "Plan", "PlanWork", "PlannedChunk", "Planning", "granted_pages"]
-
-PLANS_AT_ONCE = 4
-"""Small plans made before the event loop gets its turn."""
+__all__ = ["Plan", "PlanWork", "Planning", "PreparedRoute"]
 
 
-class PeerGeometry(msgspec.Struct, frozen=True):
-    """What planning needs to know about a decode rank.
+class PreparedRoute(msgspec.Struct, frozen=True):
+    """What is worked out once for a route; goes into `PeerRoute.prepared`.
 
     Attributes:
-        route: What it wants from here.
-        layout: Where it keeps it.
-        pieces: What it wants from here, as it said it.
-        staging: Where it takes packed pieces; nowhere if None.
-        packed: The pieces, where this rank has them, if any of them may be packed.
         blocks: The route in blocks, if it can be said so and the transport prepares lists.
+        packed: Its slices, where this rank has them, if any piece may be packed.
+        head_major: Order of the cells of a packed piece.
     """
 
-    route: BoundRoute
-    layout: KVLayout
-    pieces: tuple[RoutePiece, ...]
-    staging: StagingWindow | None = None
-    packed: Mapping[str, PackedPieces] = msgspec.field(default_factory=dict)
-    blocks: RouteBlocks | None = None
-
-    def cost(
-        self,
-        ranges: Mapping[str, TokenRange],
-        wanted: Mapping[str, TokenRange],
-        max_bytes: int | None,
-        layers: LayerRange = ALL_LAYERS,
-    ) -> Cost:
-        """Say what a part of a transfer takes of this rank's window, without planning it.
-
-        Args:
-            ranges: By component, the tokens of the part.
-            wanted: For the same components, all tokens of the transfer.
-            max_bytes: Longest descriptor that the transport takes; no limit if None.
-            layers: Of the part.
-        """
-        num_bytes = bytes_owed(self.route.debts, ranges, wanted, layers)
-        num_rows = sum(self.route.max_rows(name, stop - start, layers) for name, (start, stop) in ranges.items())
-        num_splits = num_bytes // max_bytes if max_bytes else 0
-        return Cost(num_bytes, num_rows + num_splits)
-
-
-class PlannedChunk(msgspec.Struct, frozen=True):
-    """A job with its plan, and with the digest of each component if the grant asks for them.
-
-    Attributes:
-        moves: What to copy.
-        staged: Where it will be, if it is packed: gathered already.
-    """
-
-    job: ChunkJob
-    moves: Descriptors | Blocks
-    staged: Staged | None = None
-    digests: Mapping[str, int] = msgspec.field(default_factory=dict)
+    blocks: RouteBlocks | None
+    packed: Mapping[str, PackedSlices]
+    head_major: bool
 
 
 class Plan(NamedTuple):
-    """How a job is moved.
+    """How a piece is moved.
 
     Attributes:
         moves: What to copy.
@@ -110,244 +62,163 @@ class PlanWork(msgspec.Struct, frozen=True):
     """A plan that is yet to be made; it may be made in any thread.
 
     Attributes:
-        digests: What the grant asks for besides.
-        layers: To move.
-        packing: How the job is packed, if it has slots.
-        blocks: The route in blocks, if that may do.
+        piece: To be planned.
+        components: Its tokens, by component, with the page tables of both sides.
+        max_bytes: Longest descriptor that the transport takes; no limit if None.
+        gathering: How it is packed, if it has slots.
+        descriptor_overhead_s: What each descriptor costs the transport besides its bytes, in seconds.
     """
 
-    route: BoundRoute
-    shares: Mapping[str, Share]
+    piece: Piece
+    components: Mapping[str, ComponentSlice]
     max_bytes: int | None
-    digests: DigestWork | None
-    layers: LayerRange = ALL_LAYERS
-    packing: PackPlan | None = None
-    blocks: RouteBlocks | None = None
+    gathering: Gathering | None
+    descriptor_overhead_s: float
 
     def plan(self) -> Plan:
         """Make it; what is packed is gathered on the way.
 
-        A job that has slots goes directly all the same if that turns out to be quicker.
+        A piece that has slots goes directly all the same if that turns out to be quicker.
 
         Raises:
             PlanError: Page tables do not reach over their tokens, or there are too many descriptors.
+            MemoryError: There is no memory left to do it with.
         """
-        packing = self.packing
-        if packing is not None and packing.is_settled:
-            return self._pack(packing)
-        blocks = None if packing is not None or self.blocks is None else self.blocks.plan(self.shares, self.layers)
-        if blocks is not None:
-            return Plan(blocks)
-        direct = outline(self.route, self.shares, layers=self.layers, max_bytes=self.max_bytes)
-        if packing is not None and packing.pays_off(direct.num_rows):
-            return self._pack(packing)
+        piece, gathering = self.piece, self.gathering
+        route, layers = piece.link.route, piece.layers
+        if gathering is None:
+            route_blocks: RouteBlocks | None = piece.link.prepared.blocks
+            blocks = None if route_blocks is None else route_blocks.plan(self.components, layers)
+            if blocks is not None:
+                return Plan(blocks)
+        elif piece.must_pack:
+            return Plan(gathering.gather(route, self.max_bytes), gathering.staged)
+        direct = plan_extents(route, self.components, layers=layers, max_bytes=self.max_bytes)
+        num_descriptors = direct.num_descriptors
+        if gathering is not None and pays_off(gathering.num_bytes, num_descriptors, self.descriptor_overhead_s):
+            return Plan(gathering.gather(route, self.max_bytes), gathering.staged)
         return Plan(direct.descriptors())
-
-    def _pack(self, packing: PackPlan) -> Plan:
-        return Plan(packing.gather(self.route, self.max_bytes), packing.staged)
 
 
 class Planning:
-    """Plans jobs one after another.
+    """Plans pieces.
 
     Args:
         context: Of this rank.
-        next_job: Gives the job whose turn it is, or None. It is asked when a plan can begin at once, so that whose turn
-            it is gets decided as late as can be.
-        offer: Takes what is planned.
-        geometry: What is known about a peer; None if it is gone.
-        end_job: Gives a job's credit back.
-        memory: Of this rank.
-        staging: Where packed jobs are gathered; none are if None.
-        without_slots: Gives the slots of a job back that is not packed after all.
+        layout: Of this rank.
+        backend: Says what it takes.
+        submit: Posts what is planned.
+        staging: Where packed pieces are gathered; none are if None.
     """
 
-    def __init__(  # noqa: PLR0913 - what a stage is connected to
+    def __init__(
         self,
-        context: StageContext,
-        next_job: Callable[[], ChunkJob | None],
-        offer: Callable[[PlannedChunk], None],
-        geometry: Callable[[PeerId], PeerGeometry | None],
-        end_job: Callable[[ChunkJob], None],
-        memory: OwnMemory,
-        *,
-        staging: LocalStaging | None = None,
-        without_slots: Callable[[ChunkJob], ChunkJob] = lambda job: job,
+        context: StageContext[ev.PrefillEvent],
+        layout: KVLayout,
+        backend: Backend,
+        submit: Submit,
+        staging: LocalStaging | None,
     ) -> None:
-        self._staging = staging
-        self._without_slots = without_slots
         self._context = context
-        self._memory = memory
-        self._next_job = next_job
-        self._offer = offer
-        self._geometry = geometry
-        self._end_job = end_job
-        self._large_plans = anyio.CapacityLimiter(1)
-        self._put_off: ChunkJob | None = None
-        self._is_planning = False
-        self._is_due = anyio.Event()
-        self._digests = anyio.CapacityLimiter(1)
-        self._tables: dict[int, dict[DeliveryId, Mapping[str, PageTable]]] = {}
+        self._layout = layout
+        self._view = backend.view
+        self._max_bytes = backend.capabilities.max_descriptor_bytes
+        self._descriptor_overhead_s = backend.capabilities.descriptor_overhead_s
+        self._submit = submit
+        self._staging = staging
+        self._plans = anyio.CapacityLimiter(1)
+        self._plans_with_digests = anyio.CapacityLimiter(1)
+        self._planned: dict[tuple[DeliveryId, int], Descriptors | Blocks] = {}
+        self._granted: dict[int, dict[DeliveryId, Mapping[str, PageTable]]] = {}
 
-    def drop(self, delivery: DeliveryId) -> None:
-        """Forget what is kept for a delivery that has ended."""
-        of_room = self._tables.get(delivery.room, {})
-        of_room.pop(delivery, None)
-        if not of_room:
-            self.drop_room(delivery.room)
+    def post_piece(self, piece: Piece) -> None:
+        """Plan a piece on the event loop, and post it."""
+        began = self._context.now()
+        self._context.times.add(Stage.ENQUEUE, began - piece.queued_at)
+        try:
+            plan = self.prepare(piece).plan()
+        except (PlanError, MemoryError) as error:
+            self._fail(piece, error)
+            return
+        self._context.times.add(Stage.PLANNING, self._context.now() - began)
+        notice = piece.notice
+        if piece.slots is not None and plan.staged is None:
+            notice = replace(notice, staged=None)
+            self._context.dispatch(ev.PieceWentDirect(piece.delivery, piece.seq))
+        self._submit.post(piece.delivery, piece.seq, plan.moves, notice)
+
+    def plan_piece(self, piece: Piece) -> None:
+        """Plan a piece beside the event loop; the core hears when that is done."""
+        self._context.times.add(Stage.ENQUEUE, self._context.now() - piece.queued_at)
+        try:
+            work = self.prepare(piece)  # now, because the room and its tables may be gone when the task runs
+        except (PlanError, MemoryError) as error:
+            self._fail(piece, error)
+        else:
+            self._context.start_task(self._plan_in_thread, work)
+
+    def post_plan(self, delivery: DeliveryId, seq: int, notice: Notice) -> None:
+        """Post what was planned beside the event loop."""
+        self._submit.post(delivery, seq, self._planned.pop((delivery, seq)), notice)
+
+    def drop_plan(self, delivery: DeliveryId, seq: int) -> None:
+        """Forget what was planned beside the event loop."""
+        del self._planned[delivery, seq]
 
     def drop_room(self, room: int) -> None:
-        """Forget what is kept for every delivery of a room."""
-        self._tables.pop(room, None)
+        """Forget the page tables that were granted for a room."""
+        self._granted.pop(room, None)
 
-    def plan_next(self) -> None:
-        """Plan the jobs whose turn it is, as far as that is quick; `run` sees to the rest.
-
-        To be called whenever it may be somebody's turn.
-        """
-        if self._is_planning:
-            return
-        self._is_planning = True
-        rows_left = self._context.config.limits.rows_planned_inline
-        for _ in range(PLANS_AT_ONCE):
-            job = self._next_job()
-            if job is None:
-                self._is_planning = False
-                return
-            effort = self._effort(job)
-            if effort > rows_left:
-                self._put_off = job
-                break
-            rows_left -= effort
-            self._plan(job)
-        self._is_due.set()
-
-    async def run(self) -> None:
-        """Make the plans that are not made at once, for ever."""
-        while True:
-            await self._is_due.wait()
-            self._is_due = anyio.Event()
-            job, self._put_off = self._put_off, None
-            await anyio.lowlevel.checkpoint()
-            if job is not None and self._effort(job) > self._context.config.limits.rows_planned_inline:
-                await self._plan_in_thread(job)
-            elif job is not None:
-                self._plan(job)
-            self._is_planning = False
-            self.plan_next()
-
-    def _plan(self, job: ChunkJob) -> None:
-        began = self._context.now()
-        try:
-            work = self.prepare(job)
-            plan = work.plan()
-        except (PlanError, MemoryError) as error:
-            self.fail(job, error)
-        else:
-            self._pass_on(job, work, plan, began)
-
-    async def _plan_in_thread(self, job: ChunkJob) -> None:
-        began = self._context.now()
-        try:
-            work = self.prepare(job)
-            plan = await anyio.to_thread.run_sync(work.plan, limiter=self._large_plans)
-        except (PlanError, MemoryError) as error:
-            self.fail(job, error)
-        else:
-            self._pass_on(job, work, plan, began)
-
-    def _pass_on(self, job: ChunkJob, work: PlanWork, plan: Plan, began: float) -> None:
-        self._context.times.add(Stage.PLANNING, self._context.now() - began)
-        chunk = self.planned(job, plan)
-        if work.digests is None:
-            self._offer(chunk)
-        else:
-            self._context.start_task(self._add_digests, chunk, work.digests)
-
-    def _effort(self, job: ChunkJob) -> int:
-        """What planning a job takes: its descriptors, or as many as can be planned while it is gathered."""
-        if job.slots is None or self._staging is None:
-            return job.cost.num_rows
-        return self._staging.copier.effort(job.cost.num_bytes, self._context.config.limits.rows_planned_inline)
-
-    def planned(self, job: ChunkJob, plan: Plan) -> PlannedChunk:
-        """Put a job and its plan together; one that goes directly gives back the slots that it got."""
-        if job.slots is not None and plan.staged is None:
-            job = self._without_slots(job)
-        return PlannedChunk(job, plan.moves, plan.staged)
-
-    def prepare(self, job: ChunkJob) -> PlanWork:
-        """Bring together what the plan of a job needs.
+    def prepare(self, piece: Piece) -> PlanWork:
+        """Bring together what the plan of a piece needs.
 
         Raises:
-            PlanError: The peer is gone, its page tables do not fit, or it wants digests that cannot be had.
+            PlanError: The granted page tables do not fit.
         """
-        geometry = self._geometry(job.delivery.peer)
-        if geometry is None:
-            raise PlanError("peer is gone", peer=str(job.delivery.peer))
-        digests = None
-        if job.grant.digest:
-            check_digestible(self._memory.layout)
-            debts, wanted = geometry.route.debts, job.grant.ranges
-            digests = DigestWork(self._memory, geometry.pieces, debts, job.pages, wanted, job.layers)
-        granted = self._granted(job, geometry.layout)
-        shares = {
-            name: Share(tokens, job.pages[name], granted[name], closing=closes(tokens, job.grant.ranges[name]))
-            for name, tokens in job.ranges.items()
+        granted, wanted = self._granted_tables(piece), piece.grant.ranges
+        components = {
+            name: ComponentSlice(tokens, piece.pages[name], granted[name], final=is_final(tokens, wanted[name]))
+            for name, tokens in piece.ranges.items()
         }
-        packing = self._packing(job, geometry)
-        return PlanWork(geometry.route, shares, self._memory.max_bytes, digests, job.layers, packing, geometry.blocks)
+        gathering = None
+        if piece.slots is not None and self._staging is not None:
+            prepared: PreparedRoute = piece.link.prepared
+            gathering = self._staging.gathering(piece, prepared.packed, head_major=prepared.head_major)
+        return PlanWork(piece, components, self._max_bytes, gathering, self._descriptor_overhead_s)
 
-    def _packing(self, job: ChunkJob, geometry: PeerGeometry) -> PackPlan | None:
-        if job.slots is None or self._staging is None or geometry.staging is None:
-            return None
-        staged = Staged(job.slots.remote, is_head_major(geometry.route))
-        payload = Payload(geometry.route.debts, job.ranges, job.grant.ranges, staged.head_major, job.layers)
-        work = PackWork(payload, geometry.packed, job.pages, self._staging.slot(job.slots.local), self._staging.copier)
-        target = geometry.staging.slot_address(staged.slot)
-        return PackPlan(work, job.cost.num_bytes, target, staged, self._staging)
+    async def _plan_in_thread(self, work: PlanWork) -> None:
+        piece = work.piece
+        async with self._plans_with_digests if piece.grant.digest else self._plans:
+            began = self._context.now()
+            try:
+                plan, digests = await self._context.in_thread(lambda: self._plan_with_digests(work))
+            except (PlanError, MemoryError) as error:
+                self._fail(piece, error)
+                return
+            self._context.times.add(Stage.PLANNING, self._context.now() - began)
+        self._planned[piece.delivery, piece.seq] = plan.moves
+        self._context.dispatch(ev.PlanFinished(piece.delivery, piece.seq, digests, plan.staged))
 
-    def fail(self, job: ChunkJob, error: PlanError | MemoryError) -> None:
-        """Give up a job that cannot be planned."""
-        self._end_job(job)
-        self.drop(job.delivery)
-        failure = self._context.failure(FailureReason.INVALID_PAGES, Stage.PLANNING, str(error) or "out of memory")
-        self._context.dispatch(PlanFailed(job.delivery, job.seq, failure))
+    def _plan_with_digests(self, work: PlanWork) -> tuple[Plan, dict[str, int]]:
+        plan = work.plan()
+        return plan, digests_of(work.piece, self._layout, self._view) if work.piece.grant.digest else {}
 
-    async def _add_digests(self, chunk: PlannedChunk, work: DigestWork) -> None:
-        try:
-            digests = await anyio.to_thread.run_sync(work.digests, chunk.job.ranges, limiter=self._digests)
-        except (PlanError, MemoryError) as error:
-            self.fail(chunk.job, error)
-        else:
-            self._offer(replace(chunk, digests=digests))
+    def _fail(self, piece: Piece, error: PlanError | MemoryError) -> None:
+        detail = str(error) or "out of memory"
+        failure = self._context.failure(FailureReason.INVALID_PAGES, Stage.PLANNING, detail)
+        self._context.dispatch(ev.PlanFailed(piece.delivery, piece.seq, failure))
 
-    def _granted(self, job: ChunkJob, layout: KVLayout) -> Mapping[str, PageTable]:
-        """The decode rank's page tables, checked when the first chunk of a delivery needs them."""
-        granted = self._tables.get(job.delivery.room, {}).get(job.delivery)
+    def _granted_tables(self, piece: Piece) -> Mapping[str, PageTable]:
+        """Give the decode rank's page tables, checked once and kept until the last piece of the delivery."""
+        delivery, is_last = piece.delivery, piece.notice.last
+        of_room = self._granted.get(delivery.room, {})
+        granted = of_room.get(delivery)
         if granted is None:
-            granted = granted_pages(job.grant, layout)
-            if not job.is_last:
-                self._tables.setdefault(job.delivery.room, {})[job.delivery] = granted
-        elif job.is_last:
-            self.drop(job.delivery)
+            granted = read_page_tables(piece.grant.ranges, piece.grant.pages, piece.link.layout)
+            if not is_last:
+                self._granted.setdefault(delivery.room, {})[delivery] = granted
+        elif is_last:
+            del of_room[delivery]
+            if not of_room:
+                self.drop_room(delivery.room)
         return granted
-
-
-def granted_pages(grant: Grant | ReceiveOpened, layout: KVLayout) -> dict[str, PageTable]:
-    """Read the page tables of a grant.
-
-    Args:
-        grant: From the decode rank, not trusted; or what the decode rank made it of.
-        layout: The decode rank's.
-
-    Raises:
-        PlanError: A table is missing, malformed, or does not fit the pool or the tokens.
-    """
-    odd = [name for name, data in grant.pages.items() if len(data) % WIRE_PAGES.itemsize]
-    if odd:
-        raise PlanError("page table of a grant is cut off", components=odd)
-    if grant.pages.keys() != grant.ranges.keys():
-        raise PlanError("grant needs pages for what it wants", wanted=sorted(grant.ranges), pages=sorted(grant.pages))
-    parts = {name: Part(tokens, np.frombuffer(grant.pages[name], WIRE_PAGES)) for name, tokens in grant.ranges.items()}
-    return check_parts(parts, layout, distinct=True)

@@ -1,7 +1,7 @@
 """What the shell is told to do, as imperatives. Effects are carried out in the order in which they are returned.
 
-Order matters in three places, and the core keeps to it: memory is reported only after the outcome; a Drained is sent
-only after the last post has settled; a Grant is sent only after its receiver is on record.
+Order matters in three places, and the cores keep to it: memory is reported only after the outcome; a Drained is sent
+only after the last post has ended; a Grant is sent only after its receiver is on record.
 """
 
 from collections.abc import Mapping
@@ -9,94 +9,165 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvflow.geometry.layers import ALL_LAYERS, LayerRange
-from kvflow.geometry.tokens import TokenRange
-from kvflow.state.events import Chunk, DeliveryId, GreetedRank, ReceiveOpened
+from kvflow.geometry.pages import PageTable
+from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange
+from kvflow.state.events import ConnectedRank, DeliveryId, PeerRoute, ReadyEvent, ReceiveOpened
 from kvflow.state.tables import Memory, Outcome
-from kvflow.wire.messages import Failure, Grant, Message, Notice, PeerId
+from kvflow.wire.messages import Failure, Grant, Hello, Message, Notice, PeerId, RankRecord
 
 __all__ = [
-    "CountOddity",
-    "DropChunks",
+    "AdmitChunks",
+    "AwaitData",
+    "AwaitFence",
+    "CheckHello",
+    "CompileRoutes",
+    "Connect",
+    "ContinueSoon",
+    "Cost",
+    "CountAnomaly",
+    "DecodeEffect",
+    "Disconnect",
+    "DisconnectTransport",
     "DropPlan",
-    "Effect",
-    "EnqueueChunk",
-    "ForgetPeer",
-    "GreetInstance",
-    "Handed",
-    "OfferSlots",
+    "LogEvent",
+    "LookUp",
+    "Piece",
+    "PieceSlots",
+    "PlanPiece",
+    "PostPiece",
     "PostPlan",
+    "PrefillEffect",
     "ProbePeer",
+    "ReceivedRoom",
+    "Reply",
     "ReportReceiver",
     "ReportSender",
     "ScatterStaged",
     "SendMessage",
     "VerifyDigests",
+    "WatchNotices",
     "WrittenBy",
 ]
 
 
-class SendMessage(msgspec.Struct, frozen=True):
-    """Send a message to a peer."""
-
-    peer: PeerId
-    message: Message
+# On a prefill rank -------------------------------------------------------------------------------------------------
 
 
-class EnqueueChunk(msgspec.Struct, frozen=True):
-    """Put a piece of a chunk on its way: plan it when its turn comes, then say PlanFinished.
+class Cost(NamedTuple):
+    """What a post takes of its peer's window while it is under way; known before it is planned.
 
     Attributes:
-        ranges: For each component of the piece, its tokens, all of which this decode rank wants; none is empty.
-        chunk: What it was cut from, with all of its pages; `ready`, `last` and `metadata` are those of the piece.
-        layers: Those of the piece.
+        num_bytes: What it moves.
+        num_descriptors: Most descriptors that it can have.
+    """
+
+    num_bytes: int
+    num_descriptors: int
+
+    @property
+    def packed(self) -> "Cost":
+        """What the same post takes if it is packed."""
+        return self._replace(num_descriptors=1)
+
+
+class PieceSlots(NamedTuple):
+    """Staging slots of a packed piece: where it is gathered, and where it is written to."""
+
+    local: int
+    remote: int
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A part of a chunk on its way to one decode rank: one write, one notice.
+
+    Attributes:
+        ranges: For each component, the tokens of the piece; none is empty.
+        pages: Source pages of the chunk, for each component.
+        grant: Whose pages to write, and how urgently.
+        link: The route to the decode rank.
+        notice: What is to be said when every byte is there, but for what only planning can tell.
+        cost: What it takes of the peer's window.
+        layers: Of the model, that go with it.
+        queued_at: Since when it waits for its turn, in seconds of the clock of events.
+        slots: To pack it through; it goes directly if None.
+        must_pack: Pack it even if going directly is quicker.
     """
 
     delivery: DeliveryId
     seq: int
     ranges: Mapping[str, TokenRange]
-    chunk: Chunk
+    pages: Mapping[str, PageTable]
     grant: Grant
+    link: PeerRoute
+    notice: Notice
+    cost: Cost
     layers: LayerRange = ALL_LAYERS
+    queued_at: float = 0.0
+    slots: PieceSlots | None = None
+    must_pack: bool = False
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """Send a message over a connection."""
+
+    connection: bytes
+    message: Message
+
+
+class CheckHello(msgspec.Struct, frozen=True):
+    """Compare what a decode rank wants with this rank's layout, connect the transport to it, then say HelloChecked."""
+
+    connection: bytes
+    hello: Hello
+
+
+class DisconnectTransport(msgspec.Struct, frozen=True):
+    """Release what the transport holds for an incarnation of a decode rank that is over."""
+
+    peer: PeerId
+
+
+class AwaitData(msgspec.Struct, frozen=True):
+    """Wait until the device has computed a piece, beside the event loop, then say DataReady."""
+
+    delivery: DeliveryId
+    seq: int
+    ready: ReadyEvent
+
+
+class PostPiece(msgspec.Struct, frozen=True):
+    """Plan a piece now and post it. If it had slots and went directly all the same, say PieceWentDirect."""
+
+    piece: Piece
+
+
+class PlanPiece(msgspec.Struct, frozen=True):
+    """Plan a piece beside the event loop, with its digests if they are wanted, then say PlanFinished."""
+
+    piece: Piece
 
 
 class PostPlan(msgspec.Struct, frozen=True):
-    """Post the planned descriptors; when every byte is there, the notice may be delivered with them."""
+    """Post what PlanFinished spoke of."""
 
     delivery: DeliveryId
     seq: int
     notice: Notice
 
 
-class DropChunks(msgspec.Struct, frozen=True):
-    """Forget every chunk of a delivery that still waits for its turn: the transfer has ended."""
-
-    delivery: DeliveryId
-
-
 class DropPlan(msgspec.Struct, frozen=True):
-    """Forget planned descriptors instead of posting them: the transfer has ended."""
+    """Forget what PlanFinished spoke of: the transfer has ended."""
 
     delivery: DeliveryId
     seq: int
 
 
-class GreetInstance(msgspec.Struct, frozen=True):
-    """Look up every rank of a prefill instance and shake hands with it."""
-
-    instance: str
+class ContinueSoon(msgspec.Struct, frozen=True):
+    """Let the event loop have its turn, then say TurnContinued: more pieces can be posted."""
 
 
-class ProbePeer(msgspec.Struct, frozen=True):
-    """Find out whether the process of a silent peer still exists; if it certainly does not, say PeerGone."""
-
-    peer: PeerId
-
-
-class ForgetPeer(msgspec.Struct, frozen=True):
-    """Release what the transport holds for a life of a peer that is over."""
-
-    peer: PeerId
+class AdmitChunks(msgspec.Struct, frozen=True):
+    """Offer chunks that wait for capacity, as far as `has_capacity` says that their rooms have some."""
 
 
 class ReportSender(msgspec.Struct, frozen=True):
@@ -108,24 +179,82 @@ class ReportSender(msgspec.Struct, frozen=True):
     failure: Failure | None
 
 
-class Handed(msgspec.Struct, frozen=True):
+# On a decode rank --------------------------------------------------------------------------------------------------
+
+
+class SendMessage(msgspec.Struct, frozen=True):
+    """Send a message to a prefill rank."""
+
+    peer: PeerId
+    message: Message
+
+
+class LookUp(msgspec.Struct, frozen=True):
+    """Ask the directory for the ranks of an instance; it says InstanceFound when it knows something."""
+
+    instance: str
+
+
+class CompileRoutes(msgspec.Struct, frozen=True):
+    """Work out what each rank of an instance is to send, then say RoutesCompiled."""
+
+    instance: str
+    attempt: int
+    records: tuple[RankRecord, ...]
+
+
+class Connect(msgspec.Struct, frozen=True):
+    """Open a connection to a prefill rank."""
+
+    peer: PeerId
+    endpoint: str
+
+
+class Disconnect(msgspec.Struct, frozen=True):
+    """Close the connection to a prefill rank."""
+
+    peer: PeerId
+
+
+class ProbePeer(msgspec.Struct, frozen=True):
+    """Find out whether somebody still listens at a prefill rank's port, then say ProbeFinished."""
+
+    peer: PeerId
+    endpoint: str
+
+
+class AwaitFence(msgspec.Struct, frozen=True):
+    """Wait until nothing lands any more of what an ended process had written; say PeerFenced if that can be known."""
+
+    peer: PeerId
+
+
+class WatchNotices(msgspec.Struct, frozen=True):
+    """Let the transport poll sharply for notices, or hardly at all."""
+
+    active: bool
+
+
+class ReceivedRoom(msgspec.Struct, frozen=True):
     """What a complete transfer brought.
 
     Attributes:
         metadata: From the prefill engine, by engine rank; ranks that sent none are left out.
         num_bytes: Bytes written by all ranks.
         num_notices: Notices counted.
+        first_notice_at: When the first notice came, in seconds of the clock of events.
     """
 
     metadata: dict[int, bytes] = msgspec.field(default_factory=dict)
     num_bytes: int = 0
     num_notices: int = 0
+    first_notice_at: float = 0.0
 
 
 class WrittenBy(NamedTuple):
     """What one prefill rank says it has written: all of its notices, in order."""
 
-    rank: GreetedRank
+    rank: ConnectedRank
     notices: tuple[Notice, ...]
 
 
@@ -134,7 +263,7 @@ class VerifyDigests(msgspec.Struct, frozen=True):
 
     Attributes:
         opened: What was asked for, and where it is.
-        written: By each rank that owed something.
+        written: By each rank that something was expected of.
     """
 
     opened: ReceiveOpened
@@ -150,48 +279,77 @@ class ScatterStaged(msgspec.Struct, frozen=True):
     """
 
     opened: ReceiveOpened
-    rank: GreetedRank
+    rank: ConnectedRank
     notice: Notice
 
 
-class OfferSlots(msgspec.Struct, frozen=True):
-    """Look at what waits for a staging slot of a decode rank: one is free again, or there is one less to wait for."""
-
-    peer: PeerId
-
-
 class ReportReceiver(msgspec.Struct, frozen=True):
-    """Tell the engine how a room that it receives stands."""
+    """Tell the engine how a room that it receives stands.
+
+    Attributes:
+        received: What it brought, once it is a success.
+    """
 
     room: int
     generation: int
     outcome: Outcome
     memory: Memory
     failure: Failure | None
-    handed: Handed | None
+    received: ReceivedRoom | None
 
 
-class CountOddity(msgspec.Struct, frozen=True):
+# On both -----------------------------------------------------------------------------------------------------------
+
+
+class CountAnomaly(msgspec.Struct, frozen=True):
     """Count, and log at a bounded rate, something that was ignored."""
 
     kind: str
     peer: PeerId | None
-    room: int | None
+    room: int | None = None
 
 
-Effect = (
-    SendMessage
-    | EnqueueChunk
+class LogEvent(msgspec.Struct, frozen=True):
+    """Log something that an operator acts on.
+
+    Attributes:
+        name: Of the log event.
+        is_warning: It is not as it should be.
+    """
+
+    name: str
+    values: Mapping[str, str]
+    is_warning: bool = False
+
+
+PrefillEffect = (
+    Reply
+    | CheckHello
+    | DisconnectTransport
+    | AwaitData
+    | PostPiece
+    | PlanPiece
     | PostPlan
-    | DropChunks
     | DropPlan
-    | GreetInstance
-    | ProbePeer
-    | ForgetPeer
+    | ContinueSoon
+    | AdmitChunks
     | ReportSender
+    | CountAnomaly
+    | LogEvent
+)
+
+DecodeEffect = (
+    SendMessage
+    | LookUp
+    | CompileRoutes
+    | Connect
+    | Disconnect
+    | ProbePeer
+    | AwaitFence
+    | WatchNotices
     | VerifyDigests
     | ScatterStaged
-    | OfferSlots
     | ReportReceiver
-    | CountOddity
+    | CountAnomaly
+    | LogEvent
 )

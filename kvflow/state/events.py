@@ -1,47 +1,60 @@
-"""What can happen. Each event is a fact that the shell tells the core, in the past tense."""
+"""What can happen. Each event is a fact that the shell tells a core, in the past tense."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from kvflow.geometry.cutting import Cutting
-from kvflow.geometry.debts import Debt
+from kvflow.geometry.binding import BoundRoute
+from kvflow.geometry.expected import ExpectedBytes
+from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import PageTable
-from kvflow.geometry.routes import RoutePiece
-from kvflow.geometry.tokens import TokenRange
+from kvflow.geometry.ranges import TokenRange
+from kvflow.geometry.routes import RegionSlice, Route
+from kvflow.geometry.split import SplitPolicy
 from kvflow.state.quarantine import NO_MEMORY, Footprint
-from kvflow.wire.messages import Failure, Message, Notice, PeerId, Staged, StagingWindow
+from kvflow.wire.messages import AnyMessage, Failure, Hello, Notice, PeerId, RankRecord, Staged, StagingWindow
 
 __all__ = [
     "Chunk",
     "ChunkOffered",
-    "ClosingStarted",
+    "CloseStarted",
+    "ConnectFailed",
+    "ConnectedRank",
+    "ConnectionLost",
+    "DataReady",
+    "DecodeEvent",
     "DeliveryId",
     "DigestsVerified",
     "DrainStarted",
-    "Event",
-    "GreetedRank",
-    "InstanceGreeted",
-    "InstanceUnreachable",
+    "HelloChecked",
+    "InstanceFound",
     "LayersReady",
+    "MessageArrived",
     "MessageReceived",
     "NoticeDelivered",
-    "PeerGone",
-    "PeerGreeted",
-    "PeerLeft",
+    "PeerFenced",
+    "PeerRoute",
+    "PieceWentDirect",
     "PlanFailed",
     "PlanFinished",
-    "PostDoubted",
-    "PostSettled",
+    "PostEnded",
+    "PostInDoubt",
+    "PrefillEvent",
+    "ProbeFinished",
     "QuarantineReleased",
+    "RankRoute",
     "ReadyEvent",
     "ReceiveAborted",
     "ReceiveOpened",
+    "ReplyLost",
+    "RoutesCompiled",
     "Scattered",
     "SendAborted",
     "SendOpened",
     "TimePassed",
+    "TransportClosed",
+    "TurnContinued",
 ]
 
 
@@ -98,6 +111,31 @@ class Chunk(msgspec.Struct, frozen=True):
 # On a prefill rank -------------------------------------------------------------------------------------------------
 
 
+class PeerRoute(msgspec.Struct, frozen=True):
+    """What a decode rank wants from this rank, and how it is sent there.
+
+    Attributes:
+        route: Bound to the layouts of both sides.
+        layout: The decode rank's.
+        slices: The route as its Hello says it.
+        split_policy: How chunks are split into pieces.
+        staging: Where the decode rank takes packed pieces; nowhere if None.
+        prepared: What the shell has prepared for planning. The core does not look at it.
+    """
+
+    route: BoundRoute
+    layout: KVLayout
+    slices: tuple[RegionSlice, ...]
+    split_policy: SplitPolicy
+    staging: StagingWindow | None = None
+    prepared: Any = None
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the components of which this rank holds something that is wanted."""
+        return tuple(self.route.expected)
+
+
 class SendOpened(msgspec.Struct, frozen=True):
     """The engine started to send a room."""
 
@@ -123,24 +161,55 @@ class SendAborted(msgspec.Struct, frozen=True):
     failure: Failure
 
 
-class PeerGreeted(msgspec.Struct, frozen=True):
-    """A decode rank said hello and fits.
+class MessageArrived(msgspec.Struct, frozen=True):
+    """A message came over a connection to this rank.
 
     Attributes:
-        owed: Components of which this rank holds cells that the decode rank wants.
-        cutting: How chunks for it are cut into pieces; they go whole if None.
-        staging: Where it takes packed pieces; nowhere if None.
+        connection: Opaque name of the connection.
     """
 
-    peer: PeerId
-    lease_s: float
-    owed: tuple[str, ...]
-    cutting: Cutting | None = None
-    staging: StagingWindow | None = None
+    connection: bytes
+    message: AnyMessage
+
+
+class ReplyLost(msgspec.Struct, frozen=True):
+    """A message to a decode rank could not be sent: its connection is gone, or takes nothing.
+
+    Attributes:
+        connection: Opaque name of the connection.
+    """
+
+    connection: bytes
+
+
+class HelloChecked(msgspec.Struct, frozen=True):
+    """A hello was compared with this rank's layout, and the transport was connected, see `CheckHello`.
+
+    Attributes:
+        link: None if the two do not fit.
+        failure: Why not.
+    """
+
+    connection: bytes
+    hello: Hello
+    link: PeerRoute | None
+    failure: str = ""
+
+
+class DataReady(msgspec.Struct, frozen=True):
+    """The device has computed what `AwaitData` named, or failed to.
+
+    Attributes:
+        failure: None if the pages may be read.
+    """
+
+    delivery: DeliveryId
+    seq: int
+    failure: Failure | None = None
 
 
 class PlanFinished(msgspec.Struct, frozen=True):
-    """The descriptors of a chunk are ready to post.
+    """A plan that was made beside the event loop is there, see `PlanPiece`.
 
     Attributes:
         digests: By component, if the grant asks for them.
@@ -149,20 +218,26 @@ class PlanFinished(msgspec.Struct, frozen=True):
 
     delivery: DeliveryId
     seq: int
-    num_bytes: int
     digests: Mapping[str, int] = msgspec.field(default_factory=dict)
     staged: Staged | None = None
 
 
+class PieceWentDirect(msgspec.Struct, frozen=True):
+    """A piece that had staging slots was posted to its pages directly, because that is quicker, see `PostPiece`."""
+
+    delivery: DeliveryId
+    seq: int
+
+
 class PlanFailed(msgspec.Struct, frozen=True):
-    """A chunk cannot be planned."""
+    """A piece cannot be planned; nothing was posted for it."""
 
     delivery: DeliveryId
     seq: int
     failure: Failure
 
 
-class PostSettled(msgspec.Struct, frozen=True):
+class PostEnded(msgspec.Struct, frozen=True):
     """A posted write has ended, one way or the other: the transport will not touch the pages for it any more.
 
     Attributes:
@@ -176,12 +251,16 @@ class PostSettled(msgspec.Struct, frozen=True):
     lingers: bool = False
 
 
-class PostDoubted(msgspec.Struct, frozen=True):
-    """The transport cannot tell whether a posted write has ended; if it ever can, a PostSettled follows."""
+class PostInDoubt(msgspec.Struct, frozen=True):
+    """The transport cannot tell whether a posted write has ended; if it ever can, a PostEnded follows."""
 
     delivery: DeliveryId
     seq: int
     failure: Failure
+
+
+class TurnContinued(msgspec.Struct, frozen=True):
+    """The event loop has had its turn, see `ContinueSoon`."""
 
 
 # On a decode rank --------------------------------------------------------------------------------------------------
@@ -195,6 +274,7 @@ class ReceiveOpened(msgspec.Struct, frozen=True):
         instance: Prefill instance that computes it.
         ranges: For each component that is wanted, its tokens.
         pages: For the same components, the destination pages as they go into the Grant.
+        timeout_s: How long the whole transfer may take, in seconds.
         priority: Class of the transfer; 0 goes first.
         secret: 16 random bytes; the token of each grant is derived from it.
         footprint: What the pages take of the pools.
@@ -221,39 +301,99 @@ class ReceiveAborted(msgspec.Struct, frozen=True):
     failure: Failure
 
 
-class GreetedRank(msgspec.Struct, frozen=True):
+class InstanceFound(msgspec.Struct, frozen=True):
+    """The directory answered a lookup.
+
+    Attributes:
+        records: By engine rank; not all of them if some are not registered.
+    """
+
+    instance: str
+    records: tuple[RankRecord, ...]
+
+
+class RankRoute(msgspec.Struct, frozen=True):
+    """What this rank wants from one prefill rank.
+
+    Attributes:
+        route: As the Hello says it.
+        expected: The bytes that follow from it, by component.
+    """
+
+    route: Route
+    expected: Mapping[str, ExpectedBytes]
+
+
+class RoutesCompiled(msgspec.Struct, frozen=True):
+    """Routes from every rank of an instance were compiled, see `CompileRoutes`.
+
+    Attributes:
+        routes: By engine rank; empty if the two do not fit.
+        failure: Why not.
+    """
+
+    instance: str
+    attempt: int
+    routes: tuple[RankRoute, ...]
+    failure: str = ""
+
+
+class ConnectedRank(msgspec.Struct, frozen=True):
     """One prefill rank after the handshake.
 
     Attributes:
-        debts: What it owes, by component.
-        pieces: The same as cells. The core does not look at them.
-        staging: Where it may write packed pieces.
+        expected: What it is to send, by component.
+        slices: The same as cells. The core does not look at them.
+        staging: Where it may write packed pieces; nowhere if None.
     """
 
     peer: PeerId
-    debts: Mapping[str, Debt]
-    pieces: tuple[RoutePiece, ...] = ()
+    expected: Mapping[str, ExpectedBytes]
+    slices: tuple[RegionSlice, ...] = ()
     staging: StagingWindow | None = None
 
 
-class InstanceGreeted(msgspec.Struct, frozen=True):
-    """Every rank of a prefill instance answered the handshake."""
+class ConnectFailed(msgspec.Struct, frozen=True):
+    """No connection to a prefill rank could be made: its address is unusable, or this process has no sockets left."""
 
-    instance: str
-    ranks: tuple[GreetedRank, ...]
+    peer: PeerId
+    detail: str
 
 
-class InstanceUnreachable(msgspec.Struct, frozen=True):
-    """The handshake with a prefill instance failed."""
+class ConnectionLost(msgspec.Struct, frozen=True):
+    """The connection to a prefill rank broke; it is being made anew."""
 
-    instance: str
-    failure: Failure
+    peer: PeerId
+
+
+class MessageReceived(msgspec.Struct, frozen=True):
+    """A prefill rank sent a message; any message also proves that it lives."""
+
+    peer: PeerId
+    message: AnyMessage
 
 
 class NoticeDelivered(msgspec.Struct, frozen=True):
     """The transport delivered a notice in band; only the token of its grant says who sent it."""
 
     notice: Notice
+
+
+class ProbeFinished(msgspec.Struct, frozen=True):
+    """A probe of a prefill rank's port has ended, see `ProbePeer`.
+
+    Attributes:
+        is_gone: Nobody listens there any more: the process has ended.
+    """
+
+    peer: PeerId
+    is_gone: bool
+
+
+class PeerFenced(msgspec.Struct, frozen=True):
+    """The transport has seen to it that nothing lands any more of what an ended process had written."""
+
+    peer: PeerId
 
 
 class DigestsVerified(msgspec.Struct, frozen=True):
@@ -282,33 +422,8 @@ class Scattered(msgspec.Struct, frozen=True):
 # On both -----------------------------------------------------------------------------------------------------------
 
 
-class MessageReceived(msgspec.Struct, frozen=True):
-    """A greeted peer sent a message; any message also proves that it lives."""
-
-    peer: PeerId
-    message: Message
-
-
-class PeerLeft(msgspec.Struct, frozen=True):
-    """A life of a peer is over: the shell noticed it (no connection, or a later life said hello)."""
-
-    peer: PeerId
-    failure: Failure
-
-
-class PeerGone(msgspec.Struct, frozen=True):
-    """It is proved that the process of a peer's life has ended: somebody else answers where it did, or nobody can.
-
-    Attributes:
-        is_quiet: The transport has seen to it that nothing lands any more of what that process had written.
-    """
-
-    peer: PeerId
-    is_quiet: bool = False
-
-
 class QuarantineReleased(msgspec.Struct, frozen=True):
-    """An operator takes pages back that nobody has proved quiet.
+    """An operator takes back pages that are not proved quiet.
 
     Attributes:
         key: The room on a prefill rank, the generation on a decode rank.
@@ -323,37 +438,57 @@ class DrainStarted(msgspec.Struct, frozen=True):
     failure: Failure
 
 
-class ClosingStarted(msgspec.Struct, frozen=True):
+class CloseStarted(msgspec.Struct, frozen=True):
     """This rank is closing: nothing new starts, everything open fails."""
 
     failure: Failure
+
+
+class TransportClosed(msgspec.Struct, frozen=True):
+    """The transport is closed: nothing is posted or delivered any more, and every post has had its end."""
 
 
 class TimePassed(msgspec.Struct, frozen=True):
     """The clock reached `next_deadline()`."""
 
 
-Event = (
+PrefillEvent = (
     SendOpened
     | ChunkOffered
     | SendAborted
-    | PeerGreeted
+    | MessageArrived
+    | ReplyLost
+    | HelloChecked
+    | DataReady
     | PlanFinished
+    | PieceWentDirect
     | PlanFailed
-    | PostSettled
-    | PostDoubted
-    | ReceiveOpened
-    | ReceiveAborted
-    | InstanceGreeted
-    | InstanceUnreachable
-    | NoticeDelivered
-    | DigestsVerified
-    | Scattered
-    | MessageReceived
-    | PeerLeft
-    | PeerGone
+    | PostEnded
+    | PostInDoubt
+    | TurnContinued
     | QuarantineReleased
     | DrainStarted
-    | ClosingStarted
+    | CloseStarted
+    | TransportClosed
+    | TimePassed
+)
+
+DecodeEvent = (
+    ReceiveOpened
+    | ReceiveAborted
+    | InstanceFound
+    | RoutesCompiled
+    | ConnectFailed
+    | ConnectionLost
+    | MessageReceived
+    | NoticeDelivered
+    | ProbeFinished
+    | PeerFenced
+    | DigestsVerified
+    | Scattered
+    | QuarantineReleased
+    | DrainStarted
+    | CloseStarted
+    | TransportClosed
     | TimePassed
 )

@@ -1,28 +1,29 @@
 """What must hold for a core after every event. Checked by tests; too slow to check in service."""
 
 from kvflow.errors import KvflowError
-from kvflow.state.core import Core
-from kvflow.state.quarantine import Footprint
-from kvflow.state.receivers import Receivers
-from kvflow.state.senders import Senders
-from kvflow.state.tables import Memory, Outcome, TransferState
+from kvflow.state.decode.core import DecodeCore
+from kvflow.state.prefill.core import PrefillCore
+from kvflow.state.prefill.room import standing_of
+from kvflow.state.quarantine import Footprint, Quarantine
+from kvflow.state.tables import Memory, Outcome, RankState, TransferState
 
 __all__ = ["InvariantBroken", "check_invariants"]
 
 
 class InvariantBroken(KvflowError):
-    """The core contradicts itself."""
+    """A core contradicts itself."""
 
 
-def check_invariants(core: Core) -> None:
+def check_invariants(core: PrefillCore | DecodeCore) -> None:
     """Look at everything a core remembers.
 
     Raises:
         InvariantBroken: Naming what does not hold.
     """
-    _check_senders(core.senders)
-    _check_receivers(core.receivers)
-    _check_quarantine(core)
+    if isinstance(core, PrefillCore):
+        _check_prefill(core)
+    else:
+        _check_decode(core)
 
 
 def _require(condition: bool, message: str, **values: object) -> None:
@@ -39,39 +40,68 @@ def _check_facts(state: TransferState, **values: object) -> None:
         _require(is_calm, "pending without held or written memory", memory=state.memory, **values)
 
 
-def _check_quarantine(core: Core) -> None:
-    """What is held back is counted, once each."""
-    senders, receivers = core.senders.rooms.values(), core.receivers.receivers.values()
-    held = [sender.footprint for sender in senders if sender.state.memory is Memory.QUARANTINED]
-    held += [receiver.opened.footprint for receiver in receivers if receiver.state.memory is Memory.QUARANTINED]
+def _check_quarantine(quarantine: Quarantine, held: list[Footprint]) -> None:
+    """Check that what is held back is counted, once each."""
     total = Footprint(sum(item.num_pages for item in held), sum(item.num_bytes for item in held))
-    _require(core.quarantine.total == total, "quarantine is miscounted", counted=core.quarantine.total, is_=total)
+    _require(quarantine.total == total, "quarantine is miscounted", counted=quarantine.total, found=total)
 
 
-def _check_senders(senders: Senders) -> None:
-    waiting, counted = len(senders.waiting.everybody()), len(senders.waiting)
-    _require(waiting == counted, "waiting grants are miscounted", counted=counted, is_=waiting)
-    for delivery in senders.unproved:
-        _require(not delivery.is_proved, "delivery is proved but not forgotten", delivery=delivery.id)
-    for room, sender in senders.rooms.items():
-        _check_facts(sender.state, room=room)
-        is_over = sender.state.is_safe and not sender.state.is_pending
-        _require(not is_over, "room is over but not forgotten", room=room)
-        _require(room not in senders.waiting, "grants wait for an open room", room=room)
-        for delivery in sender.deliveries.values():
+def _check_prefill(core: PrefillCore) -> None:
+    rooms = core.rooms
+    _check_quarantine(
+        core.quarantine,
+        [room.footprint for room in rooms.rooms.values() if room.state.memory is Memory.QUARANTINED],
+    )
+    for delivery in rooms.unfenced.values():
+        _require(not delivery.is_fenced, "delivery is fenced but not forgotten", delivery=delivery.id)
+    for number, room in rooms.rooms.items():
+        _check_facts(room.state, room=number)
+        is_over = room.state.is_safe and not room.state.is_pending
+        _require(not is_over, "room is over but not forgotten", room=number)
+        _require(not rooms.is_waited_for(number), "grants wait for an open room", room=number)
+        _require(room.now_waits == room.waits, "timers of a room are not up to date", room=number)
+        standings = [standing_of(delivery.state) for delivery in room.deliveries.values()]
+        counts = tuple(sum(facts) for facts in zip(*standings, strict=True)) or (0, 0, 0)
+        counted = (room.num_delivered, room.num_safe, room.num_quarantined)
+        _require(counted == counts, "deliveries of a room are counted wrongly", room=number)
+        for delivery in room.deliveries.values():
             _check_facts(delivery.state, delivery=delivery.id)
+            _require(delivery.now_waits == delivery.waits, "timers of a delivery are not up to date", room=number)
             if delivery.state.is_safe:
                 _require(not delivery.has_posts, "safe delivery with a running post", delivery=delivery.id)
-            if not sender.state.is_pending:
+            if not room.state.is_pending:
                 _require(not delivery.state.is_pending, "room has ended, delivery has not", delivery=delivery.id)
+    if not rooms.rooms and not rooms.unfenced:
+        _require(len(core.queue) == 0, "pieces wait for no room", pieces=len(core.queue))
 
 
-def _check_receivers(receivers: Receivers) -> None:
-    for generation, receiver in receivers.receivers.items():
-        _check_facts(receiver.state, generation=generation)
-        _require(not receiver.state.is_safe, "room is over but not forgotten", generation=generation)
-        if receiver.state.memory in (Memory.HELD, Memory.DRAINING):
-            owner = receivers.rooms.get(receiver.room)
-            _require(owner == generation, "room does not lead to its transfer", generation=generation, found=owner)
-    for room, generation in receivers.rooms.items():
-        _require(generation in receivers.receivers, "room leads nowhere", room=room, generation=generation)
+def _check_decode(core: DecodeCore) -> None:
+    rooms = core.rooms
+    _check_quarantine(
+        core.quarantine,
+        [room.opened.footprint for room in rooms.rooms.values() if room.state.memory is Memory.QUARANTINED],
+    )
+    for generation, room in rooms.rooms.items():
+        _check_facts(room.state, generation=generation)
+        _require(not room.state.is_safe, "room is over but not forgotten", generation=generation)
+        ranks, tally = room.ranks.values(), room.tally
+        counts = (
+            sum(progress.state is RankState.COMPLETE for progress in ranks),
+            sum(progress.state.is_quiet for progress in ranks),
+            sum(progress.num_notices for progress in ranks),
+            sum(progress.num_scattering for progress in ranks),
+        )
+        counted = (tally.num_complete, tally.num_quiet, tally.num_notices, tally.num_scattering)
+        _require(counted == counts, "ranks of a room are counted wrongly", generation=generation)
+        if room.state.memory in (Memory.HELD, Memory.DRAINING):
+            found = rooms.generations.get(room.room)
+            _require(found == generation, "room does not lead to its transfer", generation=generation, found=found)
+        is_waiting = core.instances.is_waiting(room)
+        if room.state.is_pending:
+            _require(is_waiting != bool(room.granted), "pending room is neither granted nor waiting", room=room.room)
+        else:
+            _require(not is_waiting, "room that has ended waits for a handshake", room=room.room)
+    for room in core.instances.waiting:
+        _require(rooms.rooms.get(room.generation) is room, "room that is over waits for a handshake", room=room.room)
+    for number, generation in rooms.generations.items():
+        _require(generation in rooms.rooms, "room leads nowhere", room=number, generation=generation)

@@ -1,47 +1,102 @@
 """Whether a piece is packed: gathered into one slot, written at once, and scattered, or written to its pages directly.
 
 Directly, each descriptor costs its overhead. Packed, each byte is copied twice more, once on each side, and each piece
-costs a fixed time. The bytes of the write itself are the same either way.
+costs a fixed time. The bytes of the write itself are the same either way. Pure.
 """
 
 import math
 from typing import Final
 
 from kvflow.config import Packing
+from kvflow.geometry.binding import BoundRoute
+from kvflow.geometry.split import SplitPolicy
 
-__all__ = ["BLOCK_S", "COPY_S_PER_BYTE", "pays_off", "rows_to_pay_off"]
+__all__ = ["BLOCK_S", "COPY_S_PER_BYTE", "descriptors_to_pay_off", "packed_policy", "pays_off", "wants_slot"]
 
 COPY_S_PER_BYTE: Final = 0.15e-9
 """What a packed byte costs more than one of a large descriptor. Gathering and scattering take 0.3 ns each (512 bytes
 at a time, in no cache), but most of it is hidden behind the writes of other pieces."""
 
 BLOCK_S: Final = 600e-6
-"""What each packed piece costs besides: finding its cells, two threads, the word that gives its slot back.
+"""What each packed piece costs besides: finding its cells, two threads, the message that gives its slot back.
 
 Source of both: 256 MiB in random pages over NIXL between two processes on 2 cores, numpy 2.4. Packed pieces of 1, 2, 4
 and 8 MiB took 1.35, 1.6, 2.5 and 4.5 ms; direct ones broke even at descriptors of 8 KiB.
 """
 
+SAMPLE_TOKENS: Final = 2**14
+"""By so many tokens a route is judged."""
 
-def pays_off(num_bytes: int, num_rows: int, row_overhead_s: float, packing: Packing = "auto") -> bool:
+
+def pays_off(num_bytes: int, num_descriptors: int, descriptor_overhead_s: float, packing: Packing = "auto") -> bool:
     """Say whether a piece is quicker when it is packed.
 
     Args:
         num_bytes: Of the piece.
-        num_rows: Descriptors that it takes otherwise.
-        row_overhead_s: What each of them costs besides its bytes; 0 if that is not known.
+        num_descriptors: Descriptors that it takes otherwise.
+        descriptor_overhead_s: What each of them costs besides its bytes; 0 if that is not known.
         packing: As the settings say.
     """
     if packing == "auto":
-        return num_rows * row_overhead_s > _cost_s(num_bytes)
+        return num_descriptors * descriptor_overhead_s > _cost_s(num_bytes)
     return packing == "always" and num_bytes > 0
 
 
-def rows_to_pay_off(num_bytes: int, row_overhead_s: float) -> float:
+def wants_slot(
+    num_bytes: int, num_descriptors: int, slot_bytes: int, descriptor_overhead_s: float, packing: Packing = "auto"
+) -> bool:
+    """Say whether a piece is to be packed, by what is known before it is planned.
+
+    Args:
+        num_bytes: Of the piece.
+        num_descriptors: Most descriptors that it can take otherwise.
+        slot_bytes: Bytes that fit a slot on both sides.
+        descriptor_overhead_s: As in `pays_off`.
+        packing: As in `pays_off`.
+    """
+    return 0 < num_bytes <= slot_bytes and pays_off(num_bytes, num_descriptors, descriptor_overhead_s, packing)
+
+
+def descriptors_to_pay_off(num_bytes: int, descriptor_overhead_s: float) -> float:
     """How many descriptors a piece may take at most to be as quick without packing; arguments as in `pays_off`."""
-    return _cost_s(num_bytes) / row_overhead_s if row_overhead_s else math.inf
+    return _cost_s(num_bytes) / descriptor_overhead_s if descriptor_overhead_s else math.inf
+
+
+def packed_policy(
+    split_policy: SplitPolicy, route: BoundRoute, slot_bytes: int, descriptor_overhead_s: float, packing: Packing
+) -> SplitPolicy:
+    """Say how chunks are split: into pieces that fit a slot, if most of what goes along the route is to be packed.
+
+    Chunks whose pages lie together need not be packed, and are split as if there were no slots: small pieces would
+    make their descriptors shorter.
+
+    Args:
+        split_policy: How they are split without slots.
+        route: Along which they go.
+        slot_bytes: Bytes that fit a slot on both sides.
+        descriptor_overhead_s: As in `pays_off`.
+        packing: As in `pays_off`.
+    """
+    num_bytes = sum(expected.num_bytes((0, SAMPLE_TOKENS), final=True) for expected in route.expected.values())
+    num_descriptors = sum(route.max_descriptors(name, SAMPLE_TOKENS) for name in route.expected)
+    if not num_bytes:
+        return split_policy
+    num_per_slot = num_descriptors * slot_bytes // num_bytes
+    if not pays_off(slot_bytes, num_per_slot, descriptor_overhead_s, packing):
+        return split_policy
+    of_layers = split_policy.layer_piece_bytes
+    can_be_direct = route.pages_contiguous and packing != "always"
+    return split_policy.allow_partial_pages(slot_bytes)._replace(
+        piece_bytes=min(slot_bytes, split_policy.piece_bytes),
+        layer_piece_bytes=None if of_layers is None else min(of_layers, max(1, slot_bytes // 2)),
+        is_packed=True,
+        direct=split_policy if can_be_direct else None,
+        direct_run_bytes=slot_bytes
+        * route.descriptors_per_run
+        / descriptors_to_pay_off(slot_bytes, descriptor_overhead_s),
+    )
 
 
 def _cost_s(num_bytes: int) -> float:
-    """What packing a piece costs."""
+    """Work out what packing a piece costs."""
     return num_bytes * COPY_S_PER_BYTE + BLOCK_S

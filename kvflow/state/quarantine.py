@@ -29,7 +29,7 @@ NO_MEMORY: Final = Footprint()
 
 
 class Quarantine:
-    """Counts what is held back. When it is full, nothing new is admitted; nothing is ever let go to make room.
+    """Counts what is held back. When it is full, nothing new is admitted; nothing is ever let go early.
 
     Attributes:
         total: What is held back now.

@@ -11,18 +11,19 @@ A transfer has two facts, and they are kept apart on purpose.
 transfer is not a finished one. Pages start HELD. Success makes them SAFE, because success means that every write has
 completed. Any other end makes them DRAINING: everybody who could write was told to stop, and each must prove that it
 has. All proofs make them SAFE; proofs that do not come in time make them QUARANTINED, and only a late proof makes those
-SAFE, or the word of an operator who takes the risk. Time alone never does.
+SAFE, or an operator who takes the risk. Time alone never does.
 
 Both ends of a transfer use the same two tables. The receiver's pages are destinations, and the proofs come from the
 prefill ranks. The sender's pages are sources, and the proofs come from its own transport: they are SAFE as soon as its
 writes have ended, while the outcome stays PENDING until the receiver says that it has everything.
 
-A receiver also follows each prefill rank that owes it bytes (`RANK`), keyed by `engine_rank`. The transfer is
+A receiver also follows each prefill rank that it expects bytes from (`RANK`), keyed by `engine_rank`. The transfer is
 complete when every rank is COMPLETE and what arrived has the digests that were asked for, if any. It is quiet when
-every rank is COMPLETE or DRAINED and nobody works out digests of its pages any more.
+every rank is COMPLETE or DRAINED and no local thread reads or writes its pages any more.
 
-A rank follows each peer (`PEER`): one life of one rank at the other end, from the handshake to its loss. A `BREAKER`
-keeps it from asking again and again those who fail again and again.
+A rank follows each peer (`PEER`): one incarnation of one rank at the other end, from the handshake to its loss. A
+decode rank also follows each prefill instance (`INSTANCE`), from the lookup of its ranks to the handshake with all of
+them.
 
 Each table is total: a pair that changes nothing is written down as such, so that nothing is decided by omission.
 """
@@ -33,13 +34,13 @@ from types import MappingProxyType
 from typing import Final
 
 __all__ = [
-    "BREAKER",
+    "INSTANCE",
     "MEMORY",
     "OUTCOME",
     "PEER",
     "RANK",
-    "BreakerSignal",
-    "BreakerState",
+    "InstanceSignal",
+    "InstanceState",
     "Memory",
     "Outcome",
     "PeerSignal",
@@ -51,26 +52,26 @@ __all__ = [
 ]
 
 
-class Signal(str, enum.Enum):
+class Signal(enum.StrEnum):
     """What can happen to a transfer as a whole."""
 
     WRITTEN = "written"
-    """Every write that was owed has completed here; the other side has not said so yet."""
+    """Every write that is expected has completed here; the other side has not said so yet."""
     COMPLETED = "completed"
-    """Every write that was owed has completed, and the side that receives knows it."""
+    """Every write that is expected has completed, and the side that receives knows it."""
     FAILED = "failed"
     """It cannot succeed any more."""
     ABORTED = "aborted"
     """The engine on this side gave it up."""
     QUIET = "quiet"
     """It is proved that nobody can touch the pages any more."""
-    DOUBTED = "doubted"
+    IN_DOUBT = "in_doubt"
     """The proof did not come in time, or cannot come."""
     RELEASED = "released"
     """An operator took the pages back without a proof."""
 
 
-class Outcome(str, enum.Enum):
+class Outcome(enum.StrEnum):
     """Whether the engine gets what it asked for."""
 
     PENDING = "pending"
@@ -83,7 +84,7 @@ class Outcome(str, enum.Enum):
     """The engine on this side gave it up before it was decided."""
 
 
-class Memory(str, enum.Enum):
+class Memory(enum.StrEnum):
     """Whether somebody can still touch the pages."""
 
     HELD = "held"
@@ -104,7 +105,7 @@ OUTCOME: Final[Mapping[tuple[Outcome, Signal], Outcome]] = MappingProxyType(
         (Outcome.PENDING, Signal.FAILED): Outcome.FAILED,
         (Outcome.PENDING, Signal.ABORTED): Outcome.ABORTED,
         (Outcome.PENDING, Signal.QUIET): Outcome.PENDING,
-        (Outcome.PENDING, Signal.DOUBTED): Outcome.FAILED,
+        (Outcome.PENDING, Signal.IN_DOUBT): Outcome.FAILED,
         # Only what is in quarantine can be released, and that is never pending.
         (Outcome.PENDING, Signal.RELEASED): Outcome.PENDING,
         # Decided once; whatever comes later is late.
@@ -124,7 +125,7 @@ MEMORY: Final[Mapping[tuple[Memory, Signal], Memory]] = MappingProxyType(
         (Memory.HELD, Signal.ABORTED): Memory.DRAINING,
         # Quiet before the end is no news: more chunks may follow.
         (Memory.HELD, Signal.QUIET): Memory.HELD,
-        (Memory.HELD, Signal.DOUBTED): Memory.QUARANTINED,
+        (Memory.HELD, Signal.IN_DOUBT): Memory.QUARANTINED,
         (Memory.HELD, Signal.RELEASED): Memory.HELD,
         # Written after all: the last writes landed before the stop reached them.
         (Memory.DRAINING, Signal.WRITTEN): Memory.SAFE,
@@ -132,7 +133,7 @@ MEMORY: Final[Mapping[tuple[Memory, Signal], Memory]] = MappingProxyType(
         (Memory.DRAINING, Signal.FAILED): Memory.DRAINING,
         (Memory.DRAINING, Signal.ABORTED): Memory.DRAINING,
         (Memory.DRAINING, Signal.QUIET): Memory.SAFE,
-        (Memory.DRAINING, Signal.DOUBTED): Memory.QUARANTINED,
+        (Memory.DRAINING, Signal.IN_DOUBT): Memory.QUARANTINED,
         # The proof may still come; there is nothing to risk yet.
         (Memory.DRAINING, Signal.RELEASED): Memory.DRAINING,
         (Memory.QUARANTINED, Signal.WRITTEN): Memory.SAFE,
@@ -140,14 +141,14 @@ MEMORY: Final[Mapping[tuple[Memory, Signal], Memory]] = MappingProxyType(
         (Memory.QUARANTINED, Signal.FAILED): Memory.QUARANTINED,
         (Memory.QUARANTINED, Signal.ABORTED): Memory.QUARANTINED,
         (Memory.QUARANTINED, Signal.QUIET): Memory.SAFE,
-        (Memory.QUARANTINED, Signal.DOUBTED): Memory.QUARANTINED,
+        (Memory.QUARANTINED, Signal.IN_DOUBT): Memory.QUARANTINED,
         (Memory.QUARANTINED, Signal.RELEASED): Memory.SAFE,
         **{(Memory.SAFE, signal): Memory.SAFE for signal in Signal},
     }
 )
 
 
-class RankSignal(str, enum.Enum):
+class RankSignal(enum.StrEnum):
     """What one prefill rank can tell, or have happen to it, within one transfer."""
 
     NOTICED = "noticed"
@@ -159,14 +160,14 @@ class RankSignal(str, enum.Enum):
     LOST = "lost"
     """It is silent, so that it proves nothing for now."""
     FENCED = "fenced"
-    """Its life is certainly over, and its transport lets nothing land after that."""
+    """Its incarnation is over, and it is proved that nothing of it lands any more."""
 
 
-class RankState(str, enum.Enum):
+class RankState(enum.StrEnum):
     """How far one prefill rank is, as one decode rank sees it."""
 
-    OWING = "owing"
-    """It was granted pages and has not accounted for all that it owes."""
+    WRITING = "writing"
+    """It was granted pages and has not accounted for all that is expected of it."""
     COMPLETE = "complete"
     """It has accounted for every byte."""
     DRAINED = "drained"
@@ -182,11 +183,11 @@ class RankState(str, enum.Enum):
 
 RANK: Final[Mapping[tuple[RankState, RankSignal], RankState]] = MappingProxyType(
     {
-        (RankState.OWING, RankSignal.NOTICED): RankState.OWING,
-        (RankState.OWING, RankSignal.COMPLETED): RankState.COMPLETE,
-        (RankState.OWING, RankSignal.DRAINED): RankState.DRAINED,
-        (RankState.OWING, RankSignal.LOST): RankState.LOST,
-        (RankState.OWING, RankSignal.FENCED): RankState.DRAINED,
+        (RankState.WRITING, RankSignal.NOTICED): RankState.WRITING,
+        (RankState.WRITING, RankSignal.COMPLETED): RankState.COMPLETE,
+        (RankState.WRITING, RankSignal.DRAINED): RankState.DRAINED,
+        (RankState.WRITING, RankSignal.LOST): RankState.LOST,
+        (RankState.WRITING, RankSignal.FENCED): RankState.DRAINED,
         # A complete rank has nothing left to write; neither its drain nor its death is news.
         **{(RankState.COMPLETE, signal): RankState.COMPLETE for signal in RankSignal},
         # A drained rank promised silence; a notice that was still on its way does not undo the drain.
@@ -201,39 +202,50 @@ RANK: Final[Mapping[tuple[RankState, RankSignal], RankState]] = MappingProxyType
 )
 
 
-class PeerSignal(str, enum.Enum):
-    """What can happen to the acquaintance with one life of a peer."""
+class PeerSignal(enum.StrEnum):
+    """What can happen to a peer."""
 
-    GREETED = "greeted"
+    CONNECTED = "connected"
     """The handshake succeeded."""
     HEARD = "heard"
     """A message came."""
+    DISCONNECTED = "disconnected"
+    """The connection to it broke; it is being made anew."""
     EXPIRED = "expired"
     """Nothing came within the lease."""
     LEFT = "left"
-    """It said goodbye, one of the two gave the other up, or a later life of the same rank appeared."""
+    """It said goodbye, one of the two gave the other up, or a later incarnation of the same rank appeared."""
 
 
-class PeerState(str, enum.Enum):
-    """How one life of a peer stands."""
+class PeerState(enum.StrEnum):
+    """How one incarnation of a peer stands."""
 
     CONNECTED = "connected"
-    """It has been greeted, and heard from within its lease."""
+    """The handshake is done, and it was heard from within its lease."""
+    SUSPECT = "suspect"
+    """Its connection broke: perhaps the network, perhaps the process. Nothing new is sent until it is heard from."""
     LOST = "lost"
     """Silent for longer than its lease: perhaps dead, perhaps cut off."""
     LEFT = "left"
-    """Over. Should this life ever be heard of again, it begins anew, with a handshake."""
+    """Over. Should this incarnation ever be heard of again, it begins anew, with a handshake."""
 
 
 PEER: Final[Mapping[tuple[PeerState, PeerSignal], PeerState]] = MappingProxyType(
     {
-        (PeerState.CONNECTED, PeerSignal.GREETED): PeerState.CONNECTED,
+        (PeerState.CONNECTED, PeerSignal.CONNECTED): PeerState.CONNECTED,
         (PeerState.CONNECTED, PeerSignal.HEARD): PeerState.CONNECTED,
+        (PeerState.CONNECTED, PeerSignal.DISCONNECTED): PeerState.SUSPECT,
         (PeerState.CONNECTED, PeerSignal.EXPIRED): PeerState.LOST,
         (PeerState.CONNECTED, PeerSignal.LEFT): PeerState.LEFT,
-        (PeerState.LOST, PeerSignal.GREETED): PeerState.CONNECTED,
-        # It was only cut off. What was open between us has failed on both sides, by generation.
+        (PeerState.SUSPECT, PeerSignal.CONNECTED): PeerState.CONNECTED,
+        (PeerState.SUSPECT, PeerSignal.HEARD): PeerState.CONNECTED,
+        (PeerState.SUSPECT, PeerSignal.DISCONNECTED): PeerState.SUSPECT,
+        (PeerState.SUSPECT, PeerSignal.EXPIRED): PeerState.LOST,
+        (PeerState.SUSPECT, PeerSignal.LEFT): PeerState.LEFT,
+        (PeerState.LOST, PeerSignal.CONNECTED): PeerState.CONNECTED,
+        # It was only cut off. Transfers that were open have failed on both sides, by generation.
         (PeerState.LOST, PeerSignal.HEARD): PeerState.CONNECTED,
+        (PeerState.LOST, PeerSignal.DISCONNECTED): PeerState.LOST,
         (PeerState.LOST, PeerSignal.EXPIRED): PeerState.LOST,
         (PeerState.LOST, PeerSignal.LEFT): PeerState.LEFT,
         **{(PeerState.LEFT, signal): PeerState.LEFT for signal in PeerSignal},
@@ -241,52 +253,54 @@ PEER: Final[Mapping[tuple[PeerState, PeerSignal], PeerState]] = MappingProxyType
 )
 
 
-class BreakerSignal(str, enum.Enum):
-    """What can happen to the confidence in a peer."""
+class InstanceSignal(enum.StrEnum):
+    """What can happen between a decode rank and a prefill instance."""
 
-    SUCCEEDED = "succeeded"
-    """A transfer with it succeeded."""
-    FAILED = "failed"
-    """A transfer failed because of it, and fewer in a row than it takes."""
-    TRIPPED = "tripped"
-    """The failure that was one too many."""
-    PROBED = "probed"
-    """The pause is over and one transfer is let through."""
-    UNDECIDED = "undecided"
-    """The one that was let through ended without saying anything about the peer."""
-
-
-class BreakerState(str, enum.Enum):
-    """Whether a peer is trusted with transfers."""
-
-    CLOSED = "closed"
-    """Trusted."""
-    OPEN = "open"
-    """Nothing is let through."""
-    PROBING = "probing"
-    """One transfer is let through, and decides."""
+    FOUND = "found"
+    """The directory knows every rank of it, or other incarnations than before."""
+    COMPILED = "compiled"
+    """The routes from its ranks are known."""
+    CONNECTED = "connected"
+    """Every rank has answered the handshake."""
+    REFUSED = "refused"
+    """A rank refused, or the two do not fit; the handshake is tried again after a pause."""
+    LOST = "lost"
+    """A rank of it was lost, left, or has restarted."""
 
 
-BREAKER: Final[Mapping[tuple[BreakerState, BreakerSignal], BreakerState]] = MappingProxyType(
+class InstanceState(enum.StrEnum):
+    """How far a decode rank is with a prefill instance."""
+
+    LOOKING_UP = "looking_up"
+    """The directory is asked for its ranks."""
+    COMPILING = "compiling"
+    """Routes are compiled."""
+    CONNECTING = "connecting"
+    """Hellos are out."""
+    CONNECTED = "connected"
+    """Every rank takes grants."""
+
+
+_RESTART: Final = {
+    (state, signal): InstanceState.LOOKING_UP
+    for state in InstanceState
+    for signal in (InstanceSignal.REFUSED, InstanceSignal.LOST)
+}
+
+INSTANCE: Final[Mapping[tuple[InstanceState, InstanceSignal], InstanceState]] = MappingProxyType(
     {
-        (BreakerState.CLOSED, BreakerSignal.SUCCEEDED): BreakerState.CLOSED,
-        # One strike is no reason.
-        (BreakerState.CLOSED, BreakerSignal.FAILED): BreakerState.CLOSED,
-        (BreakerState.CLOSED, BreakerSignal.TRIPPED): BreakerState.OPEN,
-        (BreakerState.CLOSED, BreakerSignal.PROBED): BreakerState.CLOSED,
-        (BreakerState.CLOSED, BreakerSignal.UNDECIDED): BreakerState.CLOSED,
-        # A transfer from before the pause got through after all.
-        (BreakerState.OPEN, BreakerSignal.SUCCEEDED): BreakerState.CLOSED,
-        (BreakerState.OPEN, BreakerSignal.FAILED): BreakerState.OPEN,
-        (BreakerState.OPEN, BreakerSignal.TRIPPED): BreakerState.OPEN,
-        (BreakerState.OPEN, BreakerSignal.PROBED): BreakerState.PROBING,
-        (BreakerState.OPEN, BreakerSignal.UNDECIDED): BreakerState.OPEN,
-        (BreakerState.PROBING, BreakerSignal.SUCCEEDED): BreakerState.CLOSED,
-        (BreakerState.PROBING, BreakerSignal.FAILED): BreakerState.OPEN,
-        (BreakerState.PROBING, BreakerSignal.TRIPPED): BreakerState.OPEN,
-        (BreakerState.PROBING, BreakerSignal.PROBED): BreakerState.PROBING,
-        # The pause is over already, so the next one is let through.
-        (BreakerState.PROBING, BreakerSignal.UNDECIDED): BreakerState.OPEN,
+        **_RESTART,
+        # Whatever was under way for other incarnations is over.
+        **{(state, InstanceSignal.FOUND): InstanceState.COMPILING for state in InstanceState},
+        # Routes of an attempt that was given up.
+        (InstanceState.LOOKING_UP, InstanceSignal.COMPILED): InstanceState.LOOKING_UP,
+        (InstanceState.COMPILING, InstanceSignal.COMPILED): InstanceState.CONNECTING,
+        (InstanceState.CONNECTING, InstanceSignal.COMPILED): InstanceState.CONNECTING,
+        (InstanceState.CONNECTED, InstanceSignal.COMPILED): InstanceState.CONNECTED,
+        (InstanceState.LOOKING_UP, InstanceSignal.CONNECTED): InstanceState.LOOKING_UP,
+        (InstanceState.COMPILING, InstanceSignal.CONNECTED): InstanceState.COMPILING,
+        (InstanceState.CONNECTING, InstanceSignal.CONNECTED): InstanceState.CONNECTED,
+        (InstanceState.CONNECTED, InstanceSignal.CONNECTED): InstanceState.CONNECTED,
     }
 )
 

@@ -1,6 +1,7 @@
 """Endpoints on real memory, and what has happened at them."""
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -11,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.backends.base import Backend, BackendEvent, NoticeArrived, PostEnded, PostInDoubt
+from kvflow.errors import BackendError
 from kvflow.geometry.blocks import Blocks
 from kvflow.geometry.plan import Descriptors
 from kvflow.testing.buffers import Buffer, Bytes, HostBuffer
 
-__all__ = ["Endpoint", "copies", "fresh_name", "open_endpoint", "random_bytes", "rows", "same"]
+__all__ = ["Endpoint", "copies", "descriptors_of", "fresh_name", "open_endpoint", "random_bytes", "same"]
 
 Words = NDArray[np.uint64]
 
@@ -34,14 +36,17 @@ def random_bytes(count: int, seed: int) -> Bytes:
 
 @dataclass
 class Endpoint:
-    """An open backend with one registered buffer, and all its events so far.
+    """A backend with one registered buffer, everything it has delivered, and how it kept to its promises meanwhile.
 
     Notices that do not travel in band are handed over when the write has ended, as the pipeline does it.
 
     Attributes:
         name: Its agent name.
-        events: Taken so far, in order.
+        events: Delivered so far, in order.
         posted: Ids of `post`, in order.
+        reactions: Called with each event when it is delivered.
+        breakdowns: Errors of `on_broken`.
+        violations: Promises about callbacks that the backend has broken.
     """
 
     name: str
@@ -49,9 +54,15 @@ class Endpoint:
     buffer: Buffer
     events: list[BackendEvent] = field(default_factory=list)
     posted: list[int] = field(default_factory=list)
-    outgoing: dict[int, tuple["Endpoint", bytes]] = field(default_factory=dict)
-    incoming: list[BackendEvent] = field(default_factory=list)
-    woken: anyio.Event = field(default_factory=anyio.Event)
+    reactions: list[Callable[[BackendEvent], None]] = field(default_factory=list)
+    breakdowns: list[BackendError] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+    _outgoing: dict[int, tuple["Endpoint", bytes]] = field(default_factory=dict)
+    _num_taken: int = 0
+    _thread: int = field(default_factory=threading.get_ident)
+    _is_calling: bool = False
+    _is_closed: bool = False
+    _woken: anyio.Event = field(default_factory=anyio.Event)
 
     @property
     def address(self) -> int:
@@ -65,6 +76,10 @@ class Endpoint:
             raise TypeError("only host memory can be seen without a copy")
         return self.buffer.memory
 
+    async def open(self) -> None:
+        """Open the backend, and register nothing yet."""
+        await self.backend.open(self.name, self._take_in, self._break_down)
+
     async def connect(self, *others: "Endpoint") -> None:
         """Get ready to write to others."""
         for other in others:
@@ -74,68 +89,100 @@ class Endpoint:
         """Start to write; a notice goes in band where that is possible."""
         in_band = self.backend.capabilities.in_band_notices
         payload = notice if in_band else b""
-        if isinstance(moves, Blocks):
-            self.backend.post_blocks(post_id, other.name, moves, payload)
-        else:
-            self.backend.post(post_id, other.name, moves, payload)
+        was_calling, self._is_calling = self._is_calling, True
+        try:
+            if isinstance(moves, Blocks):
+                self.backend.post_blocks(post_id, other.name, moves, payload)
+            else:
+                self.backend.post(post_id, other.name, moves, payload)
+        finally:
+            self._is_calling = was_calling
         self.posted.append(post_id)
         if notice and not in_band:
-            self.outgoing[post_id] = (other, notice)
+            self._outgoing[post_id] = (other, notice)
 
     async def take(self) -> list[BackendEvent]:
-        """Wait until something has happened here, or a notice was handed over, and take all of it."""
-        if self.backend.capabilities.in_band_notices:
-            return list(await self.backend.take_events())
-        async with anyio.create_task_group() as tasks:
+        """Wait until something has been delivered, or a notice was handed over, since this was called last.
 
-            async def take_from_backend() -> None:
-                taken = await self.backend.take_events()
-                self._hand_over(taken)
-                self.incoming += taken  # kept if this wait is cancelled
-                tasks.cancel_scope.cancel()
+        Returns:
+            All of that.
 
-            tasks.start_soon(take_from_backend)
-            if not self.incoming:
-                await self.woken.wait()
-            tasks.cancel_scope.cancel()
-        arrived, self.incoming, self.woken = self.incoming, [], anyio.Event()
-        return arrived
+        Raises:
+            BackendError: The backend has broken down.
+        """
+        while self._num_taken == len(self.events):
+            await self._wait()
+        taken = self.events[self._num_taken :]
+        self._num_taken = len(self.events)
+        return taken
 
     async def take_until(self, condition: Callable[[], object]) -> None:
-        """Take events until they fulfil a condition."""
+        """Wait until the events fulfil a condition.
+
+        Raises:
+            BackendError: The backend has broken down.
+        """
         while not condition():
-            self.events += await self.take()
+            await self._wait()
 
     async def take_ends(self, count: int = 1) -> None:
-        """Take events until so many posts have ended."""
+        """Wait until so many posts have ended."""
         await self.take_until(lambda: len(self.ends()) >= count)
 
     async def take_notices(self, count: int = 1) -> None:
-        """Take events until so many notices have come."""
+        """Wait until so many notices have come."""
         await self.take_until(lambda: len(self.notices()) >= count)
 
     async def close(self) -> None:
-        """Close the backend and keep its last events."""
-        taken = await self.backend.aclose()
-        self._hand_over(taken)
-        self.events += [*taken, *self.incoming]
-        self.incoming = []
+        """Close the backend; what it delivers afterwards is a violation."""
+        await self.backend.aclose()
+        self._is_closed = True
 
-    def _hand_over(self, taken: Sequence[BackendEvent]) -> None:
-        """Give the peer the notices of writes that have ended well."""
-        for event in taken:
-            if isinstance(event, PostEnded) and event.post_id in self.outgoing:
-                other, notice = self.outgoing.pop(event.post_id)
-                if event.error is None:
-                    other.incoming.append(NoticeArrived(notice))
-                    other.woken.set()
+    async def _wait(self) -> None:
+        """Wait for the next event."""
+        if self.breakdowns:
+            raise self.breakdowns[0]
+        if self._woken.is_set():
+            self._woken = anyio.Event()
+        await self._woken.wait()
+
+    def _take_in(self, events: Sequence[BackendEvent]) -> None:
+        self._check_callback("on_events")
+        if not events:
+            self.violations.append("on_events was called without an event")
+        for event in events:
+            self._take_one(event)
+
+    def _take_one(self, event: BackendEvent) -> None:
+        """Keep an event, and give the peer the notice of a write that has ended well."""
+        self.events.append(event)
+        if isinstance(event, PostEnded) and event.post_id in self._outgoing:
+            other, notice = self._outgoing.pop(event.post_id)
+            if event.error is None:
+                other._take_one(NoticeArrived(notice))
+        for react in self.reactions:
+            react(event)
+        self._woken.set()
+
+    def _break_down(self, error: BackendError) -> None:
+        self._check_callback("on_broken")
+        self.breakdowns.append(error)
+        self._woken.set()
+
+    def _check_callback(self, name: str) -> None:
+        if threading.get_ident() != self._thread:
+            self.violations.append(f"{name} was called in another thread")
+        if self._is_calling:
+            self.violations.append(f"{name} was called from inside a call into the backend")
+        if self._is_closed:
+            self.violations.append(f"{name} was called after aclose")
 
     def ends(self) -> list[PostEnded]:
-        """Posts that have ended."""
+        """Give the posts that have ended."""
         return [event for event in self.events if isinstance(event, PostEnded)]
 
     def doubts(self) -> list[PostInDoubt]:
-        """Posts that were in doubt at some time."""
+        """Give the posts that were in doubt at some time."""
         return [event for event in self.events if isinstance(event, PostInDoubt)]
 
     def notices(self) -> list[bytes]:
@@ -152,6 +199,8 @@ class Endpoint:
         Raises:
             AssertionError: They do not.
         """
+        assert not self.violations
+        assert len(self.breakdowns) <= 1, f"on_broken was called more than once: {self.breakdowns}"
         counts = Counter(end.post_id for end in self.ends())
         assert counts == Counter(self.posted), f"posts {self.posted} have ended like this: {self.ends()}"
         ended: set[int] = set()
@@ -172,12 +221,12 @@ async def open_endpoint(
     buffer.write(0, random_bytes(buffer.num_bytes, seed))
     endpoint = Endpoint(name or fresh_name(), backend, buffer)
     async with backend:
-        await backend.open(endpoint.name)
+        await endpoint.open()
         await backend.register(buffer.layout())
         yield endpoint
 
 
-def rows(endpoint: Endpoint, offsets: Sequence[int], length: int) -> Words:
+def descriptors_of(endpoint: Endpoint, offsets: Sequence[int], length: int) -> Words:
     """Give uint64[len(offsets), 3]: one side of descriptors of equal length."""
     found = np.zeros((len(offsets), 3), np.uint64)
     found[:, 0] = np.array(offsets, np.uint64) + np.uint64(endpoint.address)
@@ -190,7 +239,7 @@ def copies(
     source: Endpoint, target: Endpoint, offsets: Sequence[int] = (0,), length: int = 64, *, to: Sequence[int] = ()
 ) -> Descriptors:
     """Describe copies of pieces of the source to the same place of the target, or to the places `to`."""
-    return Descriptors(rows(source, offsets, length), rows(target, to or offsets, length))
+    return Descriptors(descriptors_of(source, offsets, length), descriptors_of(target, to or offsets, length))
 
 
 def same(source: Endpoint, target: Endpoint, start: int = 0, stop: int | None = None) -> bool:

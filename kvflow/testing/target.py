@@ -12,6 +12,7 @@ import anyio
 import anyio.to_thread
 
 from kvflow.backends import create_backend
+from kvflow.errors import BackendError
 from kvflow.testing.buffers import HostBuffer
 
 __all__ = ["main", "say"]
@@ -21,12 +22,17 @@ async def main(backend_name: str, options: str, name: str, num_bytes: str) -> No
     """Serve until standard input ends."""
     buffer = HostBuffer(int(num_bytes))
     async with create_backend(backend_name, json.loads(options)) as backend:
-        await backend.open(name)
+        await backend.open(name, lambda _: None, end_with)
         await backend.register(buffer.layout())
         backend.watch(active=True)
         say(f"{buffer.address} {backend.metadata().hex()}")
         while line := await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
             say(str(int((buffer.memory == int(line)).sum())))
+
+
+def end_with(error: BackendError) -> None:
+    """End the process, as its memory cannot be written to any more."""
+    raise SystemExit(str(error))
 
 
 def say(line: str) -> None:

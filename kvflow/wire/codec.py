@@ -15,7 +15,7 @@ FRAME_FORMAT: Final = 1
 """Version of "four bytes, then MessagePack"; what the messages mean is negotiated in the Hello."""
 HEADER: Final = MAGIC + bytes([FRAME_FORMAT])
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
-"""A grant of one million pages is 4 MiB and the card of a rank with 10,000 regions about 1 MiB; the bound only
+"""A grant of one million pages is 4 MiB and the record of a rank with 10,000 regions about 1 MiB; the bound only
 keeps a hostile peer from filling the memory."""
 
 _encoder = msgspec.msgpack.Encoder()

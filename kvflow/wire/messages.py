@@ -2,7 +2,10 @@
 
 Version history:
     1: first version.
-    2: a Notice may be of some layers only (`layers`). A rank that speaks 1 is sent chunks with all layers.
+    2: a Notice may be of some layers only (`layers`).
+    3: standard names for messages and fields; Welcome and Refuse repeat the attempt that they answer; Decline and
+       RegistrationConflict are new; Goodbye says whether it is a fence. Versions 1 and 2 were never deployed and are
+       not spoken any more.
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.
@@ -12,19 +15,19 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from kvflow.config import MAX_SLOTS_PER_PEER, NUM_PRIORITIES
-from kvflow.errors import FailureReason, RemoteProtocolError, Stage
-from kvflow.geometry.layers import ALL_LAYERS, LayerRange
+from kvflow.config import MAX_SLOTS_PER_PEER, NUM_PRIORITIES, check_endpoint
+from kvflow.errors import ConfigError, FailureReason, RemoteProtocolError, Stage
 from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.ranges import ALL_LAYERS, LayerRange
 from kvflow.geometry.routes import Route
 
 __all__ = [
-    "LAYERS_SINCE",
     "OLDEST_VERSION",
     "PROTOCOL_VERSION",
+    "Ack",
+    "AnyMessage",
     "Cancel",
-    "Card",
-    "Cards",
+    "Decline",
     "Drained",
     "Failed",
     "Failure",
@@ -38,25 +41,24 @@ __all__ = [
     "Ping",
     "Pong",
     "RankId",
-    "Received",
+    "RankRecord",
+    "Records",
     "Refuse",
     "Register",
     "Registered",
+    "RegistrationConflict",
+    "SlotQuery",
+    "SlotReleased",
     "Staged",
     "StagingWindow",
     "Unregister",
-    "Unstage",
-    "Unstaged",
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
-OLDEST_VERSION = 1
+OLDEST_VERSION = 3
 """The lowest version that is still spoken."""
-
-LAYERS_SINCE = 2
-"""The version from which on notices may be of some layers."""
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 """A duration. Clocks differ between hosts, so no point in time ever travels."""
@@ -77,7 +79,7 @@ class RankId(NamedTuple):
 
 
 class PeerId(NamedTuple):
-    """One life of a rank: `incarnation` is random and new at each start."""
+    """One incarnation of a rank: `incarnation` is random and new at each start."""
 
     rank: RankId
     incarnation: int
@@ -87,7 +89,14 @@ class PeerId(NamedTuple):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a transfer failed, in a form that travels to every party of it."""
+    """Why a transfer failed, in a form that travels to every party of it.
+
+    Attributes:
+        reason: For a program.
+        stage: Where it was noticed.
+        rank: Who noticed it first, as "instance/engine_rank".
+        detail: For a person.
+    """
 
     reason: FailureReason
     stage: Stage
@@ -99,8 +108,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """Base of every message."""
 
 
-class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach a rank and what it holds; published in the registry.
+class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach a rank and what it holds; published in the directory.
 
     Attributes:
         num_ranks: Ranks of the whole instance; the instance is complete when all of them are registered.
@@ -108,7 +117,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         backend: Name of its transport.
 
     Raises:
-        RemoteProtocolError: The rank is not one of the instance's.
+        RemoteProtocolError: The rank is not one of the instance's, or the endpoint is no TCP address.
     """
 
     peer: PeerId
@@ -121,14 +130,18 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         engine_rank = self.peer.rank.engine_rank
         if not 0 <= engine_rank < self.num_ranks:
             raise RemoteProtocolError(
-                "card of a rank outside its instance", engine_rank=engine_rank, num_ranks=self.num_ranks
+                "record of a rank outside its instance", engine_rank=engine_rank, num_ranks=self.num_ranks
             )
+        try:
+            check_endpoint("endpoint", self.endpoint)
+        except ConfigError as error:
+            raise RemoteProtocolError("record without a usable endpoint", endpoint=self.endpoint) from error
 
 
 class Register(Message, frozen=True, tag="register"):
-    """Rank -> registry: I am here; forget me unless I say so again within `lease_s`."""
+    """Rank -> registry: I am here; forget me unless I repeat this within `lease_s`."""
 
-    card: Card
+    record: RankRecord
     lease_s: Seconds
 
 
@@ -136,6 +149,22 @@ class Registered(Message, frozen=True, tag="registered"):
     """Registry -> rank: noted."""
 
     peer: PeerId
+
+
+class RegistrationConflict(Message, frozen=True, tag="registration_conflict"):
+    """Registry -> rank: another living process registers the same rank.
+
+    Attributes:
+        peer: The incarnation that this is sent to.
+        other: The other one.
+        other_endpoint: Where the other one listens.
+        refused: Decode ranks are not sent to `peer`, but to `other`.
+    """
+
+    peer: PeerId
+    other: PeerId
+    other_endpoint: str
+    refused: bool
 
 
 class Unregister(Message, frozen=True, tag="unregister"):
@@ -151,15 +180,15 @@ class Lookup(Message, frozen=True, tag="lookup"):
     timeout_s: Seconds
 
 
-class Cards(Message, frozen=True, tag="cards"):
+class Records(Message, frozen=True, tag="records"):
     """Registry -> rank: the ranks of an instance, by engine rank; incomplete if the time ran out."""
 
     instance: str
-    cards: tuple[Card, ...]
+    records: tuple[RankRecord, ...]
 
 
 class StagingWindow(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of a decode rank into which one life of a prefill rank, and nobody else, may write packed pieces.
+    """Memory of a decode rank into which one incarnation of a prefill rank, and nobody else, may write packed pieces.
 
     Attributes:
         address: Of the first slot; the others follow without gaps.
@@ -180,12 +209,13 @@ class Hello(Message, frozen=True, tag="hello"):
     """Decode -> prefill, first: who I am, what I hold, what I want from you.
 
     Attributes:
-        attempt: Counts the hellos of this life; one that arrives after a later one comes from a line that is given up.
+        to: The incarnation that is meant.
+        attempt: Counts the handshakes of the sender; an answer repeats it, and an older hello than the last is ignored.
         versions: Lowest and highest protocol version spoken.
-        lease_s: Silence after which this rank must be taken for dead.
+        lease_s: Silence after which the sender must be taken for dead.
         backend_metadata: What the prefill rank's transport needs to write here.
-        route: What this rank wants from the prefill rank that reads this.
-        staging: Where the prefill rank that reads this may write packed pieces; none if there is no room for it.
+        route: What the sender wants from the rank that reads this.
+        staging: Where the rank that reads this may write packed pieces; nowhere if None.
     """
 
     peer: PeerId
@@ -204,19 +234,22 @@ class Welcome(Message, frozen=True, tag="welcome"):
     """Prefill -> decode: the answer to a Hello that fits."""
 
     peer: PeerId
+    attempt: Count
     version: int
 
 
 class Refuse(Message, frozen=True, tag="refuse"):
-    """Prefill -> decode: the answer to a Hello that does not fit, or to a message before any Hello; or a parting.
+    """Prefill -> decode: the answer to a Hello that does not fit, or to a message without one; or the end of a peer.
 
     Attributes:
-        to: The life that is refused; none if the sender is not known, and then it is no answer to a Hello.
+        to: The incarnation that is refused; None if the sender of the message is not known.
+        attempt: Of the Hello that this answers; None if it answers none: a new handshake is needed.
     """
 
     peer: PeerId
     to: PeerId | None
     detail: str
+    attempt: Count | None = None
 
 
 class Grant(Message, frozen=True, tag="grant"):
@@ -246,6 +279,17 @@ class Grant(Message, frozen=True, tag="grant"):
     digest: bool
 
 
+class Decline(Message, frozen=True, tag="decline"):
+    """Decode -> prefill: I will not take this room, and have granted nothing for it; do not hold its pages for me.
+
+    Answered by Drained.
+    """
+
+    room: int
+    generation: int
+    failure: Failure
+
+
 class Staged(msgspec.Struct, frozen=True, array_like=True):
     """Where the bytes of a notice are, if they are packed and not in the pages yet.
 
@@ -271,7 +315,7 @@ class Notice(Message, frozen=True, tag="notice"):
             written, in logical order.
         layers: Layers that were written, `[start, stop)`, all from `start` on without a `stop`; all layers if None. The
             notices of a chunk follow each other, with the same ranges, from layer 0 to the one without a `stop`.
-        staged: The bytes are in a staging slot, from where the decode rank has to scatter them into its pages.
+        staged: The bytes are in a staging slot, from where the decode rank scatters them into its pages.
     """
 
     room: int
@@ -293,7 +337,7 @@ class Notice(Message, frozen=True, tag="notice"):
         return self.layers or ALL_LAYERS
 
 
-class Unstaged(Message, frozen=True, tag="unstaged"):
+class SlotReleased(Message, frozen=True, tag="slot_released"):
     """Decode -> prefill: the staging slot of this notice is not read any more, and never will be for it."""
 
     room: int
@@ -302,8 +346,8 @@ class Unstaged(Message, frozen=True, tag="unstaged"):
     seq: Count
 
 
-class Unstage(Message, frozen=True, tag="unstage"):
-    """Prefill -> decode: say Unstaged for this notice, if that is so; it may have been lost."""
+class SlotQuery(Message, frozen=True, tag="slot_query"):
+    """Prefill -> decode: repeat SlotReleased for this notice, if it is true; it may have been lost."""
 
     room: int
     generation: int
@@ -311,7 +355,7 @@ class Unstage(Message, frozen=True, tag="unstage"):
     seq: Count
 
 
-class Received(Message, frozen=True, tag="received"):
+class Ack(Message, frozen=True, tag="ack"):
     """Decode -> prefill: every byte of this generation has arrived; only now do both sides call it a success."""
 
     room: int
@@ -353,42 +397,46 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 class Ping(Message, frozen=True, tag="ping"):
-    """Decode -> prefill: I am alive."""
+    """Decode -> prefill: I am alive. Prefill -> decode, when another process claims to be that rank: are you alive?"""
 
     peer: PeerId
 
 
 class Pong(Message, frozen=True, tag="pong"):
-    """Prefill -> decode: so am I."""
+    """Either: the answer to a Ping."""
 
     peer: PeerId
 
 
 class Goodbye(Message, frozen=True, tag="goodbye"):
-    """Either: this incarnation is leaving. No proof of anything: what it posted may still be on its way.
+    """Either: this incarnation is leaving.
 
     Attributes:
         failure: Why, if it is not an orderly end.
+        fenced: From prefill: nothing that this incarnation has written can land any more.
     """
 
     peer: PeerId
     failure: Failure | None = None
+    fenced: bool = False
 
 
 AnyMessage = (
     Register
     | Registered
+    | RegistrationConflict
     | Unregister
     | Lookup
-    | Cards
+    | Records
     | Hello
     | Welcome
     | Refuse
     | Grant
+    | Decline
     | Notice
-    | Unstage
-    | Unstaged
-    | Received
+    | SlotReleased
+    | SlotQuery
+    | Ack
     | Cancel
     | Drained
     | Failed

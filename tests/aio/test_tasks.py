@@ -1,7 +1,6 @@
 """Tasks of an object that is opened and closed like a file."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -11,9 +10,6 @@ import pytest
 
 from kvflow.aio.tasks import OwnedTasks
 from tests.support.waiting import until
-
-if sys.version_info < (3, 11):
-    from exceptiongroup import ExceptionGroup
 
 pytestmark = pytest.mark.anyio
 
@@ -250,3 +246,29 @@ async def test_closing_before_a_task_has_begun() -> None:
         await recorder.tasks.close()
         assert recorder.log in ([], ["task started", "task ended"])
         assert not recorder.crashes
+
+
+async def test_what_fails_outside_of_the_tasks_ends_them() -> None:
+    async with opened() as recorder:
+        recorder.tasks.start(recorder.live, "one")
+        await recorder.settle()
+        error = ValueError("from a callback")
+        recorder.tasks.fail(error)
+        recorder.tasks.fail(ValueError("too late"))
+        await recorder.settle()
+        assert recorder.crashes == [error]
+        with pytest.raises(ExceptionGroup):
+            await recorder.tasks.close()
+        assert recorder.log == ["one started", "one ended"]
+
+
+async def test_what_fails_before_the_tasks_are_open_ends_them_then() -> None:
+    recorder = Recorder()
+    error = ValueError("early")
+    recorder.tasks.fail(error)
+    assert not recorder.crashes
+    await recorder.tasks.open()
+    await recorder.settle()
+    assert recorder.crashes == [error]
+    with pytest.raises(ExceptionGroup):
+        await recorder.tasks.close()

@@ -8,17 +8,18 @@ from kvflow.backends import create_backend
 from kvflow.backends.base import Backend
 from kvflow.geometry.layout import Component, KVLayout, Region
 from kvflow.testing.buffers import HostBuffer
-from kvflow.testing.endpoints import Endpoint, copies, fresh_name, open_endpoint, rows, same
+from kvflow.testing.endpoints import Endpoint, copies, descriptors_of, fresh_name, open_endpoint, same
 
 __all__ = [
     "BACKENDS",
     "Endpoint",
     "copies",
+    "descriptors_of",
     "fresh_name",
     "make_layout",
     "open_backend",
+    "open_bare",
     "open_endpoints",
-    "rows",
     "same",
 ]
 
@@ -27,18 +28,25 @@ BACKENDS = ("memory", "nixl", "mooncake")
 NO_OPTIONS: Mapping[str, object] = {}
 
 
-def make_layout(address: int, num_bytes: int, *, memory_kind: str = "DRAM", device_id: int = 0) -> KVLayout:
+def make_layout(address: int, num_bytes: int, *, memory_kind: str = "DRAM") -> KVLayout:
     """A layout of one cell."""
     region = Region("kv", 0, address, 1, 0, 1, 0, (0, 1), 0, num_bytes, "uint8")
-    return KVLayout((Component("kv", (region,)),), "test", memory_kind=memory_kind, device_id=device_id)
+    return KVLayout((Component("kv", (region,)),), "test", memory_kind=memory_kind)
+
+
+async def open_bare(backend: Backend, name: str | None = None) -> None:
+    """Open a backend of which nothing is expected to be delivered."""
+
+    def refuse(delivered: object) -> None:
+        raise AssertionError(delivered)
+
+    await backend.open(name or fresh_name(), refuse, refuse)
 
 
 @asynccontextmanager
-async def open_backend(
-    backend: Backend, num_bytes: int = 4096, *, seed: int = 0, address: int | None = None
-) -> AsyncIterator[Endpoint]:
-    """Open a backend on a buffer of random bytes without zeros, which may pretend to be at another address."""
-    async with open_endpoint(backend, HostBuffer(num_bytes, address), seed=seed) as endpoint:
+async def open_backend(backend: Backend, num_bytes: int = 4096, *, seed: int = 0) -> AsyncIterator[Endpoint]:
+    """Open a backend on a buffer of random bytes without zeros."""
+    async with open_endpoint(backend, HostBuffer(num_bytes), seed=seed) as endpoint:
         yield endpoint
 
 

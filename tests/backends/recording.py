@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-import kvflow.backends.owner
+import kvflow.backends.owner_thread
 
 __all__ = ["record_waits"]
 
@@ -40,5 +40,5 @@ class RecordingQueue:
 def record_waits(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
     """How long each look for a command is ready to wait, for owners made from now on."""
     module = QueueModule()
-    monkeypatch.setattr(kvflow.backends.owner, "queue", module)
+    monkeypatch.setattr(kvflow.backends.owner_thread, "queue", module)
     return module.waits

@@ -24,8 +24,8 @@ from kvflow.errors import BackendError, BackendUnavailable, ConfigError, Registr
 from kvflow.geometry.layout import MemoryRange
 from kvflow.testing.buffers import HostBuffer
 from kvflow.testing.contract import BackendContract
-from kvflow.testing.endpoints import Endpoint, copies, fresh_name, open_endpoint
-from tests.backends.endpoints import make_layout
+from kvflow.testing.endpoints import Endpoint, copies, open_endpoint
+from tests.backends.endpoints import make_layout, open_bare
 
 pytestmark = pytest.mark.anyio
 
@@ -165,7 +165,7 @@ async def test_a_batch_that_fails_is_in_doubt_until_the_endpoint_closes() -> Non
 @pytest.mark.usefixtures("library")
 async def test_all_memory_is_registered_in_one_call() -> None:
     async with AscendBackend(**OPTIONS) as backend:
-        await backend.open(fresh_name())
+        await open_bare(backend)
         with pytest.raises(RegistrationError):
             await backend.register(make_layout(64 * ALIGNMENT, 10))
         await backend.register(make_layout(4 * ALIGNMENT, ALIGNMENT, memory_kind="VRAM"))
@@ -177,7 +177,7 @@ async def test_all_memory_is_registered_in_one_call() -> None:
 @pytest.mark.usefixtures("library")
 async def test_memory_in_an_aligned_page_that_is_registered_already_is_refused() -> None:
     async with AscendBackend(**OPTIONS) as backend:
-        await backend.open(fresh_name())
+        await open_bare(backend)
         assert backend._agent is not None
         engine = backend._agent.borrow_sender()
         engine.register([MemoryRange(4 * ALIGNMENT, ALIGNMENT)])
@@ -190,9 +190,9 @@ async def test_memory_in_an_aligned_page_that_is_registered_already_is_refused()
 
 async def test_one_process_serves_the_store(library: SimpleNamespace) -> None:
     async with AscendBackend(**OPTIONS, serve_store=True) as backend:
-        await backend.open(fresh_name())
+        await open_bare(backend)
     async with AscendBackend(**OPTIONS) as backend:
-        await backend.open(fresh_name())
+        await open_bare(backend)
     assert library.stores == ["tcp://127.0.0.1:1"]
 
 
@@ -210,7 +210,7 @@ async def test_a_missing_library_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "memfabric_hybrid", None)
     async with AscendBackend(**OPTIONS) as backend:
         with pytest.raises(BackendUnavailable, match=re.escape("kvflow[ascend]")):
-            await backend.open(fresh_name())
+            await open_bare(backend)
 
 
 PROGRAM = f"""
@@ -221,7 +221,7 @@ from kvflow.errors import BackendUnavailable
 async def main():
     async with AscendBackend(**{OPTIONS}) as backend:
         try:
-            await backend.open("agent")
+            await backend.open("agent", print, print)
         except BackendUnavailable as error:
             assert "Ascend device" in str(error)
         else:

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+import pytest
 import torch
 from typing_extensions import override
 
@@ -9,6 +10,14 @@ from kvflow.backends import Backend
 from kvflow.backends.memory import MappedRange, MemoryBackend
 from kvflow.testing.buffers import Buffer, HostBuffer
 from kvflow.testing.contract import BackendContract
+from kvflow.testing.contract.suite.blocks import BlockContract
+from kvflow.testing.contract.suite.closing import ClosingContract
+from kvflow.testing.contract.suite.memory import MemoryContract
+from kvflow.testing.contract.suite.metadata import MetadataContract
+from kvflow.testing.contract.suite.peers import PeerContract
+from kvflow.testing.contract.suite.processes import ProcessContract
+from kvflow.testing.contract.suite.ranges import RangeContract
+from kvflow.testing.contract.suite.writes import WriteContract
 from tests.support.torch_buffers import TorchBuffer
 
 IMPATIENT: Final = {"close_timeout_s": 0.2}
@@ -28,9 +37,21 @@ class TestNixl(BackendContract):
     impatient = IMPATIENT
 
 
-class TestMooncake(BackendContract):
+class TestMooncake(WriteContract, RangeContract, PeerContract, ProcessContract):
     backend = "mooncake"
     impatient = IMPATIENT
+
+
+@pytest.mark.slow
+class TestMooncakeAtLength(BlockContract, MetadataContract, MemoryContract, ClosingContract):
+    """The rest of the contract: each test takes two seconds, in which engines are closed."""
+
+    backend = "mooncake"
+    impatient = IMPATIENT
+
+
+def test_mooncake_is_held_to_the_whole_contract() -> None:
+    assert {*TestMooncake.__bases__, *TestMooncakeAtLength.__bases__} == set(BackendContract.__bases__)
 
 
 class TestMemoryInTorch(BackendContract):

@@ -33,7 +33,7 @@ def test_the_example_passes_the_suite_from_outside(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     (passed,) = re.findall(r"(\d+) passed", done.stdout)
-    assert int(passed) > 60
+    assert int(passed) > 40
     assert "failed" not in done.stdout
 
 

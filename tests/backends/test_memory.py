@@ -46,7 +46,7 @@ async def test_a_corrupted_post_succeeds_with_its_first_byte_changed() -> None:
         assert same(source, target, 0, 64)
 
 
-async def test_a_doubtful_post_ends_when_its_endpoint_closes() -> None:
+async def test_a_post_in_doubt_ends_when_its_endpoint_closes() -> None:
     async with open_endpoints("memory", options={"faults": FaultScript(["doubt"])}) as (source, target):
         source.post(3, target, copies(source, target), b"never")
         await source.take_until(source.doubts)
@@ -161,7 +161,7 @@ class Echo(threading.Thread):
             self.loop.call_soon_threadsafe(self.opened.set_result, endpoint)
             num_answered = 0
             while num_answered < self.num_posts or len(endpoint.ends()) < self.num_posts:
-                endpoint.events += await endpoint.backend.take_events()
+                await endpoint.take()
                 for notice in endpoint.notices()[num_answered:]:
                     self.answer(endpoint, int(notice))
                     num_answered += 1

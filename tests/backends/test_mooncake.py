@@ -20,7 +20,9 @@ from kvflow.backends.mooncake import MooncakeBackend, engine, library
 from kvflow.backends.mooncake.address import EndpointAddress
 from kvflow.backends.mooncake.library import BUILDS
 from kvflow.errors import BackendError, BackendUnavailable, ConfigError, RegistrationError
-from tests.backends.endpoints import copies, fresh_name, make_layout, open_backend, open_endpoints, same
+from kvflow.testing.buffers import HostBuffer
+from kvflow.testing.endpoints import open_endpoint
+from tests.backends.endpoints import copies, fresh_name, make_layout, open_backend, open_bare, open_endpoints, same
 from tests.backends.recording import record_waits
 from tests.support.ports import unused_port
 from tests.support.waiting import until
@@ -44,7 +46,7 @@ async def unavailable(backend: MooncakeBackend) -> BackendUnavailable:
     name = fresh_name()
     async with backend:
         with pytest.raises(BackendUnavailable) as caught:
-            await backend.open(name)
+            await open_bare(backend, name)
         assert not has_thread(name)
         with pytest.raises(BackendError):
             await backend.register(make_layout(4096, 1))
@@ -89,7 +91,7 @@ async def test_device_memory_is_registered_only_by_builds_that_can(
 
 async def test_device_memory_is_refused_by_the_build_for_hosts() -> None:
     async with MooncakeBackend() as backend:
-        await backend.open(fresh_name())
+        await open_bare(backend)
         with pytest.raises(RegistrationError) as caught:
             await backend.register(make_layout(4096, 64, memory_kind="VRAM"))
         assert caught.value.values["memory_kind"] == "VRAM"
@@ -103,6 +105,7 @@ async def test_device_memory_is_refused_by_the_build_for_hosts() -> None:
         {"window": 1025},
         {"host": ""},
         {"host": "127.0.0.1:17000"},
+        {"host": "[::1]"},
         {"metadata_server": ""},
     ],
     ids=str,
@@ -149,10 +152,10 @@ async def test_the_environment_of_the_user_wins(monkeypatch: pytest.MonkeyPatch)
 
 async def test_memory_that_the_engine_has_registered_itself_is_refused() -> None:
     async with MooncakeBackend() as backend:
-        await backend.open(fresh_name())
+        await open_bare(backend)
         assert backend._agent is not None
         with pytest.raises(RegistrationError, match="overlaps") as caught:
-            await backend.register(make_layout(backend._agent.cell.address, 8))
+            await backend.register(make_layout(backend._agent.address.incarnation_address, 8))
         assert caught.value.values["code"] == engine.OVERLAP
         with pytest.raises(BackendError):
             backend.metadata()
@@ -163,7 +166,7 @@ async def test_opening_can_be_cancelled() -> None:
     async with MooncakeBackend() as backend:
         with anyio.CancelScope() as scope:
             scope.cancel()
-            await backend.open(name)
+            await open_bare(backend, name)
         with pytest.raises(BackendError):
             await backend.register(make_layout(4096, 1))
     assert not has_thread(name)
@@ -189,6 +192,69 @@ async def test_the_owner_sleeps_unless_a_write_is_under_way(monkeypatch: pytest.
         num_waits = len(waits)
         await target.close()
         assert len(waits) <= num_waits + 8  # the target's last commands
+
+
+async def session_of(backend: MooncakeBackend) -> str:
+    """The address that peers of an endpoint are given."""
+    buffer = HostBuffer(64)
+    async with open_endpoint(backend, buffer) as endpoint:
+        metadata = PeerMetadata.unpack(endpoint.backend.metadata(), backend="mooncake")
+        return EndpointAddress.unpack(metadata.agent, agent=endpoint.name, protocol="tcp").session
+
+
+async def test_peers_are_given_the_host_that_the_rank_advertises() -> None:
+    told = MooncakeBackend()
+    told.advertise("localhost")
+    assert (await session_of(told)).startswith("localhost:")
+    given = MooncakeBackend(host="127.0.0.2")
+    given.advertise("localhost")
+    assert (await session_of(given)).startswith("127.0.0.2:")
+    assert (await session_of(MooncakeBackend())).startswith("127.0.0.1:")
+
+
+IPV6 = """
+import anyio
+from kvflow.backends.mooncake import MooncakeBackend
+from kvflow.errors import BackendUnavailable
+from tests.backends.endpoints import copies, open_backend, open_bare, same
+
+def make(host):
+    backend = MooncakeBackend()
+    backend.advertise(host)
+    return backend
+
+async def main():
+    async with open_backend(make("::1")) as source, open_backend(make("::1"), seed=1) as target:
+        assert b"[::1]:" in target.backend.metadata()
+        await source.connect(target)
+        source.post(1, target, copies(source, target))
+        await source.take_ends()
+        assert same(source, target, 0, 64)
+    try:
+        await open_bare(make("127.0.0.1"))
+    except BackendUnavailable as error:
+        assert "MC_USE_IPV6" in str(error)
+    else:
+        raise SystemExit("IPv4 and IPv6 in one process")
+
+anyio.run(main)
+"""
+
+
+async def test_hosts_with_only_an_ipv6_address_reach_each_other() -> None:
+    """In a process of its own, which then cannot use IPv4 any more."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
+    command = [sys.executable, "-c", IPV6]
+    ended = await anyio.run_process(command, cwd=ROOT, env=environment, check=False, stderr=subprocess.PIPE)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
+
+
+async def test_ipv6_is_refused_where_the_library_was_loaded_for_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MC_USE_IPV6", raising=False)
+    async with open_backend(MooncakeBackend()):
+        error = await unavailable(MooncakeBackend(host="::1"))
+    assert error.values["host"] == "::1"
+    assert "MC_USE_IPV6" not in os.environ
 
 
 async def test_closing_while_a_peer_is_being_connected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +295,7 @@ def held() -> tuple[set[str], int, int]:
     return threads, len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.slow
 async def test_nothing_is_left_after_close() -> None:
     for _ in range(3):
         await open_and_close()
@@ -295,7 +362,7 @@ async def run_program(end: str, **variables: str) -> "subprocess.CompletedProces
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [("pass", 0), ("raise SystemExit(3)", 3), ("import sys; sys.exit(0)", 0), ("import os; os._exit(4)", 4)],
+    [("pass", 0), ("raise SystemExit(3)", 3), ("import os; os._exit(4)", 4)],
     ids=str,
 )
 async def test_a_process_that_used_mooncake_ends_as_it_wants_and_prints_nothing(end: str, code: int) -> None:

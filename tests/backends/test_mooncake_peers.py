@@ -15,7 +15,7 @@ import pytest
 from kvflow.backends.base import PostEnded
 from kvflow.backends.metadata import PeerMetadata
 from kvflow.backends.mooncake import MooncakeBackend, agent
-from kvflow.backends.mooncake.address import LIFE_BYTES, EndpointAddress
+from kvflow.backends.mooncake.address import INCARNATION_BYTES, EndpointAddress
 from kvflow.errors import BackendError
 from kvflow.geometry.plan import Descriptors
 from kvflow.testing.contract.suite.processes import PIECE, Target
@@ -110,7 +110,7 @@ async def test_posts_to_a_process_that_was_killed_end_by_themselves() -> None:
         assert {(end.error is None, end.lingers) for end in source.ends()} == {(False, False)}
         await write_everything(source, other, 9)
         with pytest.raises(BackendError, match="cannot be reached"):
-            await source.backend.connect("the next life", peer.metadata_with(agent="the next life"))
+            await source.backend.connect("the next incarnation", peer.metadata_with(agent="the next incarnation"))
 
 
 async def test_what_was_written_to_a_process_that_hangs_lingers_and_lands_when_it_goes_on(
@@ -184,7 +184,7 @@ def endpoint_of(address: EndpointAddress) -> tuple[str, int]:
 
 
 async def test_a_process_that_comes_back_under_the_same_address_is_reached() -> None:
-    """The engine still has the data port of the first life, and would never ask again."""
+    """The engine still has the data port of the first incarnation, and would never ask again."""
     upstreams: list[tuple[str, int]] = []
     async with open_source() as source, forwarder(upstreams) as port:
         for post_id in range(3):
@@ -195,8 +195,8 @@ async def test_a_process_that_comes_back_under_the_same_address_is_reached() -> 
                 await peer.kill()
 
 
-async def test_the_address_of_a_life_that_is_over_is_refused() -> None:
-    """Another life listens there now; the old one's pages are nobody's."""
+async def test_the_address_of_an_incarnation_that_is_over_is_refused() -> None:
+    """Another incarnation listens there now; the old one's pages are nobody's."""
     upstreams: list[tuple[str, int]] = []
     async with open_source() as source, forwarder(upstreams) as port, open_peer() as first, open_peer() as second:
         session = f"127.0.0.1:{port}"
@@ -208,11 +208,11 @@ async def test_the_address_of_a_life_that_is_over_is_refused() -> None:
         assert await first.count(FILL) == 0
 
 
-async def test_a_wrong_life_is_refused_and_needs_no_engine() -> None:
+async def test_a_wrong_incarnation_is_refused_and_needs_no_engine() -> None:
     async with open_source() as source, open_peer() as peer:
         for _ in range(3):
             with pytest.raises(BackendError, match="somebody else"):
-                await source.backend.connect(peer.name, peer.metadata_with(life=bytes(LIFE_BYTES)))
+                await source.backend.connect(peer.name, peer.metadata_with(incarnation=bytes(INCARNATION_BYTES)))
         await source.backend.connect(peer.name, peer.metadata)
         await write_everything(source, peer, 1)
 
@@ -223,7 +223,7 @@ async def test_memory_that_cannot_be_read_is_refused_and_costs_no_engine() -> No
         num_threads = []
         for _ in range(3):
             with pytest.raises(BackendError, match="its memory cannot be reached"):
-                await source.backend.connect("liar", peer.metadata_with(agent="liar", life_address=4096))
+                await source.backend.connect("liar", peer.metadata_with(agent="liar", incarnation_address=4096))
             num_threads.append(count("task"))
         assert num_threads[1:] == [num_threads[0]] * 2
         await write_everything(source, peer, 1)
@@ -233,11 +233,12 @@ async def test_engines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "MAX_ENGINES", 1)
     async with open_source() as source, open_peer() as peer:
         with pytest.raises(BackendError, match="too many engines"):
-            await source.backend.connect(peer.name, peer.metadata_with(life_address=4096))
+            await source.backend.connect(peer.name, peer.metadata_with(incarnation_address=4096))
         await source.backend.connect(peer.name, peer.metadata)
         await write_everything(source, peer, 1)
 
 
+@pytest.mark.slow
 async def test_peers_that_have_left_leave_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library keeps those of an engine for ever; so the engine is replaced, but not under a peer that stays."""
     monkeypatch.setattr(agent, "MAX_DEPARTED", 2)

@@ -5,14 +5,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import ClassVar
 
+import anyio
 import pytest
 
 from kvflow.backends.base import Backend
 from kvflow.backends.memory import MemoryBackend
-from kvflow.backends.mooncake import MooncakeBackend, sockets
+from kvflow.backends.mooncake import MooncakeBackend, dryness, sockets
+from kvflow.backends.mooncake.dryness import Dryness
 from kvflow.backends.mooncake.sockets import Connections
-from kvflow.errors import ConfigError
+from kvflow.backends.nixl import NixlBackend
 from tests.backends.endpoints import open_backend
 from tests.support.waiting import until
 
@@ -115,7 +118,7 @@ async def test_a_connection_that_nobody_has_accepted_yet_counts() -> None:
 
 
 async def test_a_connection_that_was_reset_counts_while_there_is_something_to_read() -> None:
-    """The kernel lists it no more. The dead had not read everything, so it is a reset and no end of file."""
+    """The kernel lists it no more. The ended process had not read everything, so it is a reset and no end of file."""
     with listening() as listener, sending(listener, 1_000) as sender, listener.accept()[0] as connection:
         connection.send(b"never read")
         sender.kill()
@@ -125,7 +128,7 @@ async def test_a_connection_that_was_reset_counts_while_there_is_something_to_re
         await until(connections.are_dry)
 
 
-async def test_the_living_are_dry_between_two_writes() -> None:
+async def test_live_connections_are_dry_between_two_writes() -> None:
     """Once is enough: it was after the death of whoever has died."""
     with ExitStack() as stack:
         listener = stack.enter_context(listening())
@@ -165,9 +168,55 @@ async def outlast(backend: Backend) -> bool:
         return await backend.outlast()
 
 
-async def test_who_runs_it_says_whether_all_peers_are_on_one_host() -> None:
-    assert await outlast(MooncakeBackend(same_host=True))
-    assert not await outlast(MooncakeBackend())
+async def test_a_transport_that_can_see_it_says_so_when_nothing_lands_any_more() -> None:
+    assert await outlast(MooncakeBackend())
     assert await outlast(MemoryBackend())
-    with pytest.raises(ConfigError, match="same_host"):
-        MooncakeBackend(same_host=True, protocol="rdma")
+    assert not await outlast(NixlBackend())
+
+
+class Looks:
+    """Stands for the connections: all that were looked at before a time are dry after it."""
+
+    made: ClassVar[list["Looks"]] = []
+    num_dry = 0
+
+    def __init__(self) -> None:
+        self.made.append(self)
+
+    def are_dry(self) -> bool:
+        return self.made.index(self) < self.num_dry
+
+
+async def test_one_look_at_the_connections_answers_everybody_who_has_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose peers never close their connections does not look more often with each of them that dies."""
+    monkeypatch.setattr(dryness, "Connections", Looks)
+    monkeypatch.setattr(Looks, "made", [])
+    dry, answers = Dryness(), list[int]()
+
+    async def ask(number: int) -> None:
+        await dry.wait()
+        answers.append(number)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(3):
+            tasks.start_soon(ask, number)
+        await until(lambda: len(Looks.made) == 1)
+        tasks.start_soon(ask, 3)
+        await until(lambda: len(Looks.made) == 2)
+        assert answers == []
+        monkeypatch.setattr(Looks, "num_dry", 2)
+    assert sorted(answers) == [0, 1, 2, 3]
+    assert len(Looks.made) == 2
+
+
+async def test_somebody_who_gives_up_waiting_leaves_it_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dryness, "Connections", Looks)
+    monkeypatch.setattr(Looks, "made", [])
+    dry = Dryness()
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(dry.wait)
+            await until(lambda: len(Looks.made) == 1)
+            scope.cancel()
+    monkeypatch.setattr(Looks, "num_dry", 10)
+    await dry.wait()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
-from kvflow.backends.mooncake.window import Line, Post
+from kvflow.backends.mooncake.window import PeerConnection, Post
 from kvflow.geometry.plan import Descriptors
 
 RUNNING, DONE, FAILED, EXPIRED = 0, 1, -1, -2
@@ -47,23 +47,25 @@ class Engine:
 
 
 class Bench:
-    """A line on such an engine. Posts have addresses that tell them apart: the row's number after the post's."""
+    """A connection on such an engine. Posts have addresses that tell them apart: the row's number after the post's."""
 
     def __init__(self, max_running: int = 4, timeout_s: float = 60.0) -> None:
         self.engine = Engine()
         self.events: list[BackendEvent] = []
-        self.line = Line(self.engine, "peer:1", max_running=max_running, timeout_s=timeout_s, emit=self.events.extend)
+        self.connection = PeerConnection(
+            self.engine, "peer:1", max_running=max_running, timeout_s=timeout_s, emit=self.events.extend
+        )
 
-    def post(self, post_id: int, num_rows: int) -> None:
-        src = np.array([(1000 * post_id + row, 8, 0) for row in range(num_rows)], np.uint64)
-        self.line.post(Post(post_id, Descriptors(src, src + np.array([500_000, 0, 0], np.uint64))))
+    def post(self, post_id: int, num_descriptors: int) -> None:
+        src = np.array([(1000 * post_id + row, 8, 0) for row in range(num_descriptors)], np.uint64)
+        self.connection.post(Post(post_id, Descriptors(src, src + np.array([500_000, 0, 0], np.uint64))))
 
     def poll(self, times: int = 1) -> None:
         for _ in range(times):
-            self.line.poll()
+            self.connection.poll()
 
     def finish(self) -> None:
-        while self.line.is_active:
+        while self.connection.is_active:
             self.engine.end()
             self.poll()
 
@@ -76,7 +78,7 @@ def test_there_are_never_more_under_way_than_the_window() -> None:
     bench = Bench(max_running=4)
     bench.post(1, 10)
     bench.post(2, 1)
-    while bench.line.is_active:
+    while bench.connection.is_active:
         assert bench.engine.num_running <= 4
         bench.engine.end(min(bench.engine.states))
         bench.poll()
@@ -109,12 +111,12 @@ def test_a_post_ends_when_its_last_descriptor_does_in_any_order() -> None:
         bench.engine.end(transfer_id)
         bench.poll()
         assert bench.events == []
-        assert [post.post_id for post in bench.line.unended] == [1]
+        assert [post.post_id for post in bench.connection.unended] == [1]
     bench.engine.end(2)
     bench.poll()
     assert bench.events == [PostEnded(1, None)]
-    assert bench.line.unended == []
-    assert not bench.line.is_active
+    assert bench.connection.unended == []
+    assert not bench.connection.is_active
 
 
 def test_a_failure_starts_nothing_more_and_is_in_doubt_until_the_rest_has_ended() -> None:
@@ -143,7 +145,7 @@ def test_the_failure_of_the_last_running_descriptor_ends_the_post_at_once() -> N
     assert end.error is not None
 
 
-def test_a_failed_post_makes_room_for_the_others() -> None:
+def test_a_failed_post_gives_its_credit_to_the_others() -> None:
     bench = Bench(max_running=2)
     bench.post(1, 50)
     bench.post(2, 3)
@@ -178,8 +180,8 @@ def test_what_the_library_gives_up_on_has_not_ended() -> None:
     bench.engine.end(2)
     bench.poll(3)
     assert [type(event) for event in bench.events] == [PostInDoubt]
-    assert [post.post_id for post in bench.line.unended] == [1]
-    assert not bench.line.is_active
+    assert [post.post_id for post in bench.connection.unended] == [1]
+    assert not bench.connection.is_active
 
 
 @pytest.mark.parametrize("refuse_from", [0, 2])
@@ -189,7 +191,7 @@ def test_an_engine_that_takes_nothing_more(refuse_from: int) -> None:
     bench.post(1, 3)
     bench.finish()
     assert [type(event) for event in bench.events] == [PostInDoubt, PostEnded][refuse_from == 0 :]
-    assert bench.line.unended == []
+    assert bench.connection.unended == []
 
 
 @given(
@@ -202,8 +204,8 @@ def test_whatever_ends_when_every_post_has_one_end(
 ) -> None:
     """An id is asked about until it is over and never again: the engine of this test would raise."""
     bench = Bench(max_running=window)
-    for post_id, num_rows in enumerate(posts):
-        bench.post(post_id, num_rows)
+    for post_id, num_descriptors in enumerate(posts):
+        bench.post(post_id, num_descriptors)
     failed = set()
     for pick, state in steps:
         running = [one for one, now in bench.engine.states.items() if now == RUNNING]

@@ -12,13 +12,23 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import pytest
 
 from kvflow.backends import create_backend
 from kvflow.backends.base import PostEnded
-from kvflow.backends.nixl import NixlBackend
+from kvflow.backends.nixl import NixlBackend, library
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
-from tests.backends.endpoints import Endpoint, copies, fresh_name, make_layout, open_backend, open_endpoints, same
+from tests.backends.endpoints import (
+    Endpoint,
+    copies,
+    fresh_name,
+    make_layout,
+    open_backend,
+    open_bare,
+    open_endpoints,
+    same,
+)
 from tests.backends.recording import record_waits
 from tests.support.waiting import until
 
@@ -53,7 +63,7 @@ async def test_a_missing_library_says_what_to_install(monkeypatch: pytest.Monkey
     name = fresh_name()
     async with NixlBackend() as backend:
         with pytest.raises(BackendUnavailable) as caught:
-            await backend.open(name)
+            await open_bare(backend, name)
         assert "kvflow[nixl-cu12]" in str(caught.value)
         assert "kvflow[nixl-cu13]" in str(caught.value)
         assert set(caught.value.values) == {"nixl_cu12", "nixl_cu13"}
@@ -74,10 +84,10 @@ async def test_the_second_build_is_taken_if_the_first_is_missing(monkeypatch: py
 async def test_an_unknown_plugin_is_named() -> None:
     backend, name = NixlBackend(plugin="PIGEON", plugin_options={"loft": "3"}), fresh_name()
     with pytest.raises(BackendUnavailable) as caught:
-        await backend.open(name)
+        await open_bare(backend, name)
     assert (caught.value.values["plugin"], caught.value.values["options"]) == ("PIGEON", {"loft": "3"})
     assert not has_thread(name)
-    assert list(await backend.aclose()) == []
+    await backend.aclose()
 
 
 async def test_opening_can_be_cancelled() -> None:
@@ -85,7 +95,7 @@ async def test_opening_can_be_cancelled() -> None:
     async with NixlBackend() as backend:
         with anyio.CancelScope() as scope:
             scope.cancel()
-            await backend.open(name)
+            await open_bare(backend, name)
         with pytest.raises(BackendError):
             await backend.register(make_layout(4096, 1))
     assert not has_thread(name)
@@ -95,7 +105,7 @@ async def test_opening_can_be_cancelled() -> None:
 async def test_memory_that_is_refused(monkeypatch: pytest.MonkeyPatch, agent_class: Any, refuse: Any) -> None:
     monkeypatch.setattr(agent_class, "register_memory", refuse)
     async with NixlBackend() as backend:
-        await backend.open(fresh_name())
+        await open_bare(backend)
         with pytest.raises(RegistrationError):
             await backend.register(make_layout(4096, 64))
         with pytest.raises(BackendError):
@@ -308,7 +318,7 @@ async def test_closing_is_not_cut_short_by_cancellation() -> None:
 
 async def connect_in_vain(source: Endpoint, target: Endpoint) -> None:
     with pytest.raises(BackendError):
-        await source.backend.connect("stranger", target.backend.metadata())
+        await source.backend.connect("unknown", target.backend.metadata())
 
 
 async def test_what_has_ended_is_told_before_what_takes_long(monkeypatch: pytest.MonkeyPatch, agent_class: Any) -> None:
@@ -336,11 +346,21 @@ async def test_what_has_ended_is_told_before_what_takes_long(monkeypatch: pytest
 
 
 async def test_what_has_ended_is_told_before_a_breakdown(monkeypatch: pytest.MonkeyPatch, agent_class: Any) -> None:
+    is_held, goes_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        goes_on.wait(STUCK)
+
     async with open_endpoints("nixl") as (source, target):
+        backend: Any = source.backend
+        backend._owner.submit(hold)
+        await anyio.to_thread.run_sync(is_held.wait)  # so that it asks for notices after the post, not before it
         monkeypatch.setattr(agent_class, "transfer", lambda *_: "PROC")
         monkeypatch.setattr(agent_class, "check_xfer_state", lambda *_: "DONE")
         monkeypatch.setattr(agent_class, "get_new_notifs", raising)
         source.post(1, target, copies(source, target))
+        goes_on.set()
         with pytest.raises(BackendError, match="broke down"):
             await source.take_until(lambda: False)
         assert [end.post_id for end in source.ends()] == [1]
@@ -352,6 +372,7 @@ HANG_UP = "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"
 PROGRAM = """
 import signal
 import anyio
+import anyio.to_thread
 from tests.backends.endpoints import copies, open_endpoints
 
 async def main():
@@ -368,7 +389,7 @@ anyio.run(main)
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [("pass", 0), ("raise SystemExit(3)", 3), ("import sys; sys.exit(0)", 0), (HANG_UP, -signal.SIGHUP)],
+    [("pass", 0), ("raise SystemExit(3)", 3), (HANG_UP, -signal.SIGHUP)],
     ids=str,
 )
 async def test_a_process_that_used_nixl_ends_as_it_wants_and_prints_nothing(end: str, code: int) -> None:
@@ -385,3 +406,28 @@ async def test_the_environment_of_the_user_wins(monkeypatch: pytest.MonkeyPatch)
     backend = create_backend("nixl", {"environment": {"KVFLOW_TEST_SET": "x", "KVFLOW_TEST_UNSET": "y"}})
     async with open_backend(backend):
         assert (os.environ["KVFLOW_TEST_SET"], os.environ.pop("KVFLOW_TEST_UNSET")) == ("mine", "y")
+
+
+def test_efa_is_kept_from_the_process_only_where_there_is_none(tmp_path: Path) -> None:
+    driver = tmp_path / "efa"
+    assert library.default_environment(driver)["UCX_MODULES"] == "^efa"
+    driver.mkdir()
+    (driver / "module").touch()
+    (driver / "new_id").touch()
+    assert library.default_environment(driver)["UCX_MODULES"] == "^efa"
+    (driver / "0000:00:1e.0").touch()
+    assert "UCX_MODULES" not in library.default_environment(driver)
+    assert library.default_environment(driver)["NIXL_LOG_LEVEL"] == "FATAL"
+
+
+async def test_efa_is_left_to_the_process_where_the_host_has_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "0000:00:1e.0").touch()
+    monkeypatch.setattr(library.default_environment, "__defaults__", (tmp_path,))
+    for variable in ("UCX_MODULES", "NIXL_LOG_LEVEL"):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    async with open_backend(NixlBackend()):
+        assert "UCX_MODULES" not in os.environ
+        assert os.environ["NIXL_LOG_LEVEL"] == "FATAL"

@@ -1,32 +1,35 @@
 """When NIXL cannot tell whether a post has ended, and what proves that it has."""
 
-import os
-import signal
-import subprocess
-import sys
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
-from anyio.streams.buffered import BufferedByteReceiveStream
 
-from kvflow.backends import nixl_agent
 from kvflow.backends.base import PostEnded
 from kvflow.backends.nixl import NixlBackend
+from kvflow.backends.nixl import agent as nixl_agent
+from kvflow.backends.nixl.native import MAX_AGENTS
 from kvflow.errors import BackendError
 from kvflow.geometry.plan import Descriptors
-from tests.backends.endpoints import Endpoint, copies, fresh_name, make_layout, open_backend, open_endpoints, rows, same
+from kvflow.testing.contract.suite.processes import Target, target_process
+from tests.backends.endpoints import (
+    Endpoint,
+    copies,
+    descriptors_of,
+    make_layout,
+    open_backend,
+    open_bare,
+    open_endpoints,
+    same,
+)
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
-GREET_ANEW = "the connection to the peer has failed; it must be greeted anew"
+CONNECT_ANEW = "the connection to the peer has failed; it must be connected anew"
 NUM_BYTES = 128 * 2**20
 PIECE = 2**14
 POSTS = 8
@@ -48,34 +51,12 @@ def failing(error: Exception, *, first: int) -> Any:
     return call
 
 
-@dataclass
-class Target:
-    """The memory of another process."""
-
-    name: str
-    address: int
-    metadata: bytes
-    pid: int
-
-    def writes(self, source: Endpoint, part: int) -> Descriptors:
-        """One of `POSTS` parts of the whole memory, in small pieces."""
-        offsets = list(range(part * PIECE, NUM_BYTES, POSTS * PIECE))
-        there = rows(source, offsets, PIECE)
-        there[:, 0] = np.array(offsets, np.uint64) + np.uint64(self.address)
-        return Descriptors(rows(source, offsets, PIECE), there)
-
-
-@asynccontextmanager
-async def target_process() -> AsyncIterator[Target]:
-    name = fresh_name("target")
-    command = [sys.executable, "-m", "kvflow.testing.target", "nixl", "{}", name, str(NUM_BYTES)]
-    async with await anyio.open_process(command, stdin=subprocess.PIPE, stderr=None) as process:
-        assert process.stdout is not None
-        line = await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", 10_000)
-        address, metadata = line.decode().split()
-        yield Target(name, int(address), bytes.fromhex(metadata), process.pid)
-        if process.returncode is None:
-            process.kill()
+def writes(source: Endpoint, target: Target, part: int) -> Descriptors:
+    """One of `POSTS` parts of the whole memory, in small pieces."""
+    offsets = list(range(part * PIECE, NUM_BYTES, POSTS * PIECE))
+    there = descriptors_of(source, offsets, PIECE)
+    there[:, 0] = np.array(offsets, np.uint64) + np.uint64(target.address)
+    return Descriptors(descriptors_of(source, offsets, PIECE), there)
 
 
 def failed(source: Endpoint) -> list[PostEnded]:
@@ -87,12 +68,12 @@ async def write_until_it_is_killed(source: Endpoint, target: Target) -> None:
     """Post everything, and kill the target when the first post has ended."""
     await source.backend.connect(target.name, target.metadata)
     for part in range(POSTS):
-        source.backend.post(part, target.name, target.writes(source, part), b"")
+        source.backend.post(part, target.name, writes(source, target, part), b"")
     await source.take_ends()
-    os.kill(target.pid, signal.SIGKILL)
+    target.process.kill()
     await source.take_ends(POSTS)
     if not failed(source):  # it was quicker than the signal
-        source.backend.post(POSTS, target.name, target.writes(source, 0), b"")
+        source.backend.post(POSTS, target.name, writes(source, target, 0), b"")
         await source.take_ends(POSTS + 1)
 
 
@@ -102,14 +83,14 @@ async def test_posts_to_a_peer_that_is_killed_end_but_their_bytes_may_linger(
 ) -> None:
     if lanes:
         monkeypatch.setenv("UCX_TLS", lanes)
-    async with target_process() as target, open_backend(NixlBackend(), NUM_BYTES) as source:
+    async with target_process("nixl", NUM_BYTES) as target, open_backend(NixlBackend(), NUM_BYTES) as source:
         await write_until_it_is_killed(source, target)
         hit = [end for end in failed(source) if "Disconnect" in str(end.error)]
         assert hit
         assert all(end.lingers for end in hit)
-        source.backend.post(99, target.name, target.writes(source, 0), b"")
+        source.backend.post(99, target.name, writes(source, target, 0), b"")
         await source.take_until(lambda: source.ends()[-1].post_id == 99)
-        assert source.ends()[-1] == PostEnded(99, GREET_ANEW, lingers=False)  # nothing was posted
+        assert source.ends()[-1] == PostEnded(99, CONNECT_ANEW, lingers=False)  # nothing was posted
         assert not source.doubts()
         await source.close()
         assert len({end.post_id for end in source.ends()}) == len(source.ends())
@@ -293,7 +274,7 @@ async def write_once(source: Endpoint, target: Endpoint, post_id: int) -> None:
     await target.take_notices(post_id + 1)
 
 
-async def test_parting_with_a_peer_that_lives_leaves_no_open_file(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
+async def test_disconnecting_a_live_peer_leaves_no_open_file(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
     """Removing it would leave the connection open on both sides until it closes; so the endpoint is used again."""
     async with open_endpoints("nixl") as (source, target):
         added = recorded(monkeypatch, api.nixl_agent, "add_remote_agent")
@@ -308,7 +289,7 @@ async def test_parting_with_a_peer_that_lives_leaves_no_open_file(monkeypatch: p
         assert added == []
 
 
-async def test_endpoints_to_peers_that_were_parted_with_are_bounded(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
+async def test_endpoints_to_disconnected_peers_are_bounded(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
     monkeypatch.setattr(nixl_agent, "MAX_KEPT", 2)
     removed = recorded(monkeypatch, api.nixl_agent, "remove_remote_agent")
     async with open_endpoints("nixl", count=5) as (source, *others):
@@ -326,7 +307,7 @@ async def test_memory_can_be_registered_while_the_endpoint_closes() -> None:
     """The one that comes first wins, and the other does not hang or break."""
     memory = np.zeros(64, np.uint8)
     async with NixlBackend() as backend:
-        await backend.open(fresh_name())
+        await open_bare(backend)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(backend.register, make_layout(int(memory.ctypes.data), 64))
             tasks.start_soon(backend.aclose)
@@ -336,3 +317,54 @@ def test_who_runs_it_says_whether_writes_end_with_their_process() -> None:
     assert not NixlBackend().capabilities.ends_with_process
     assert NixlBackend(ends_with_process=True).capabilities.ends_with_process
     assert not NixlBackend.capabilities.ends_with_process
+
+
+async def test_a_peer_that_is_connected_again_while_a_post_to_it_is_stuck_gets_a_fresh_endpoint(
+    monkeypatch: pytest.MonkeyPatch, api: Any
+) -> None:
+    """TCP retransmits after a partition only when its pause is over; nobody waits for that with what is posted next."""
+    stuck: list[object] = []
+    check = api.nixl_agent.check_xfer_state
+
+    def stick(_: object, handle: object) -> str:
+        stuck.append(handle)
+        return "PROC"
+
+    def check_others(agent: object, handle: object) -> Any:
+        return "PROC" if handle in stuck else check(agent, handle)
+
+    async with open_endpoints("nixl") as (source, target):
+        monkeypatch.setattr(api.nixl_agent, "check_xfer_state", check_others)
+        with monkeypatch.context() as patch:
+            patch.setattr(api.nixl_agent, "transfer", stick)
+            source.post(1, target, copies(source, target))
+            await until(lambda: bool(stuck))
+        await source.backend.disconnect(target.name)
+        await source.connect(target)
+        source.post(2, target, copies(source, target), b"again")
+        await source.take_ends()
+        await target.take_notices()
+        assert source.ends() == [PostEnded(2, None)]
+        assert same(source, target, 0, 64)
+        monkeypatch.setattr(api.nixl_agent, "check_xfer_state", lambda _, __: "DONE")  # TCP has sent it
+        await source.take_ends(2)
+        assert source.ends()[1] == PostEnded(1, None)
+        monkeypatch.setattr(api.nixl_agent, "check_xfer_state", check)
+        source.post(3, target, copies(source, target))
+        await source.take_ends(3)
+        assert source.ends()[2] == PostEnded(3, None)
+
+
+async def test_endpoints_whose_posts_are_stuck_are_bounded(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
+    monkeypatch.setattr(api.nixl_agent, "transfer", lambda *_: "PROC")
+    monkeypatch.setattr(api.nixl_agent, "check_xfer_state", lambda *_: "PROC")
+    async with open_endpoints("nixl", options={"close_timeout_s": 0.0}) as (source, target):
+        for post_id in range(MAX_AGENTS):
+            source.post(post_id, target, copies(source, target))
+            await source.backend.disconnect(target.name)
+            if post_id + 1 < MAX_AGENTS:
+                await source.connect(target)
+        with pytest.raises(BackendError, match="former endpoints"):
+            await source.connect(target)
+        await source.close()
+        assert sorted(end.post_id for end in source.ends()) == list(range(MAX_AGENTS))

@@ -2,17 +2,20 @@
 
 import concurrent.futures
 import functools
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
 import pytest
 
-from kvflow.backends.owner import COMMANDS_PER_ROUND, GAPS, OwnerThread
+from kvflow.backends.owner_thread import COMMANDS_PER_ROUND, GAPS, OwnerThread, PollIntervals
+from kvflow.errors import BackendError
 from tests.backends.recording import record_waits
 from tests.support.waiting import until
 
@@ -51,8 +54,7 @@ class Owner(OwnerThread):
 
     def __init__(self, idle_interval_s: float = IDLE_S) -> None:
         self.crashes: list[Exception] = []
-        intervals = {"busy_interval_s": BUSY_S, "quiet_interval_s": QUIET_S, "idle_interval_s": idle_interval_s}
-        super().__init__("test-owner", self.crashes.append, **intervals)
+        super().__init__("test-owner", self.crashes.append, PollIntervals(BUSY_S, QUIET_S, idle_interval_s))
 
     async def poll_agent(self, agent: Agent | None) -> None:
         await self.call(functools.partial(self.adopt, agent))
@@ -64,8 +66,8 @@ class Owner(OwnerThread):
 
 
 @asynccontextmanager
-async def owner_thread(idle_interval_s: float = IDLE_S) -> AsyncIterator[Owner]:
-    owner = Owner(idle_interval_s)
+async def owner_thread() -> AsyncIterator[Owner]:
+    owner = Owner(IDLE_S)
     try:
         yield owner
     finally:
@@ -299,10 +301,27 @@ def test_a_loop_that_has_ended_does_not_matter_to_the_thread() -> None:
     anyio.run(use_again)
 
 
+async def test_what_a_fork_leaves_to_its_parent_is_not_used_and_never_destroyed() -> None:
+    """As it is in the child, where the thread does not run any more."""
+    agent, owner = Agent(), Owner()
+    await owner.poll_agent(agent)
+    await owner.stop()
+    owner.abandon()
+    held, ran = weakref.ref(agent), list[str]()
+    owner.submit(lambda: ran.append("submitted"))
+    with pytest.raises(BackendError, match="forked"):
+        await owner.call(lambda: ran.append("called"))
+    await owner.stop()
+    assert not ran
+    del agent, owner
+    gc.collect()
+    assert held() is not None
+
+
 AT_EXIT = """
 import atexit, functools, sys, threading, time
-from kvflow.aio import standstill
-from kvflow.backends.owner import OwnerThread
+from kvflow.backends import threads
+from kvflow.backends.owner import OwnerThread, PollIntervals
 
 begun, exiting = threading.Event(), threading.Event()
 
@@ -317,12 +336,11 @@ class Agent:
     def is_busy(self):
         return True
 
-intervals = {{"busy_interval_s": 0.0, "quiet_interval_s": 0.0, "idle_interval_s": None}}
-owner = OwnerThread("owner", print, **intervals)
+owner = OwnerThread("owner", print, PollIntervals(0.0, 0.0, None))
 owner.submit(functools.partial(owner.adopt, Agent()))
 begun.wait()
 owner.submit(lambda: print("not any more", flush=True))
-standstill.TIMEOUT_S = {timeout_s}
+threads.TIMEOUT_S = {timeout_s}
 atexit.register(exiting.set)
 sys.exit(3)
 """

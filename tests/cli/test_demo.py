@@ -3,16 +3,20 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from transformers import DynamicCache
 
-from kvflow.cli.demo import decode_worker
+from kvflow.cli.demo import decode
+from kvflow.cli.demo.cache import RankPool, rebuild_cache
 from kvflow.cli.demo.models import LanguageModel, keys_and_values, load_model
-from kvflow.cli.demo.pools import RankPool, rebuild_cache
+from kvflow.cli.demo.options import check_model
 from kvflow.cli.main import main
+from kvflow.errors import ConfigError
 
 KEYS = {
     "identical",
@@ -47,6 +51,7 @@ def check(output: str, **expected: Any) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(3, 1), (1, 3), (3, 3), (6, 3)])
 def test_tiny_model_over_nixl_between_two_processes(prefill_tp: int, decode_tp: int) -> None:
@@ -101,13 +106,12 @@ def test_person_sees_text_figures_and_verdict(capsys: pytest.CaptureFixture[str]
         assert words in shown.err
 
 
+@pytest.mark.slow
 def test_log_for_machines_is_one_object_a_line() -> None:
     code, _, err = run_demo("--model", "tiny", "--json", "--log", "json", "--tokens", "2")
     lines = [json.loads(line) for line in err.splitlines()]
     assert code == 0
-    assert {"rank_opened", "registered", "sender_reported", "receiver_reported", "rank_closed"} <= {
-        line["event"] for line in lines
-    }
+    assert {"rank_opened", "registered", "peer_connected", "rank_closed"} <= {line["event"] for line in lines}
 
 
 @pytest.mark.parametrize("layer", [0, 3])
@@ -122,7 +126,7 @@ def test_wrong_bytes_show_in_the_tokens(
             tensor.zero_()
         return cache
 
-    monkeypatch.setattr(decode_worker, "rebuild_cache", rebuild_without_a_layer)
+    monkeypatch.setattr(decode, "rebuild_cache", rebuild_without_a_layer)
     assert main(["demo", "--model", "tiny", "--backend", "memory", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["identical"] is False
 
@@ -131,7 +135,7 @@ def test_page_that_was_not_written_is_noticed() -> None:
     model = load_model("tiny")
     cache = model.new_cache()
     model.step(model.encode("sixteen tokens.."), cache)
-    pool = RankPool(model, tp_size=1, tp_rank=0, page_size=4, num_tokens=16, seed=0)
+    pool = RankPool(model, heads=(0, 3), page_size=4, num_tokens=16, seed=0)
     pool.write(cache, 0, 12)
     with pytest.raises(RuntimeError, match="never written"):
         rebuild_cache(model, [pool], 16)
@@ -148,12 +152,40 @@ def test_page_that_was_not_written_is_noticed() -> None:
         (["--page-size", "-1"], ["--page-size", "-1"]),
         (["--prompt", ""], ["--prompt"]),
         (["--model", "/nowhere"], ["/nowhere", "smollm2", "tiny"]),
-        (["--prefill-tp", "2", "--model", "tiny"], ["heads", "3", "2"]),
+        (["--prefill-tp", "2"], ["--prefill-tp", "2", "possible='1, 3 or a multiple of 3'"]),
+        (["--decode-tp", "5", "--model", "tiny"], ["--decode-tp", "5", "possible='1, 3 or a multiple of 3'"]),
     ],
 )
-def test_unusable_options_are_named(options: list[str], named: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--backend", "memory", *options]) == 2
+def test_unusable_options_are_named_before_anything_is_started(
+    options: list[str], named: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(anyio, "run", None)
+    assert main(["demo", *options]) == 2
     message = capsys.readouterr().err
     for word in named:
         assert word in message
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("name", ["tiny", "smollm2"])
+def test_models_have_as_many_kv_heads_as_is_checked(name: str) -> None:
+    assert load_model(name).num_kv_heads == check_model(name)
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_heads"),
+    [('{"num_attention_heads": 8, "num_key_value_heads": 2}', 2), ('{"num_attention_heads": 8}', 8)],
+)
+def test_directory_says_how_many_kv_heads_its_model_has(config: str, kv_heads: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert check_model(str(tmp_path)) == kv_heads
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [("{", "unreadable"), ("[]", "how many heads"), ('{"num_attention_heads": "8"}', "how many heads")],
+)
+def test_directory_whose_config_cannot_be_used_is_refused(config: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match=message):
+        check_model(str(tmp_path))

@@ -6,22 +6,22 @@ from hypothesis import HealthCheck, given, settings
 
 from kvflow.geometry import (
     Component,
+    ComponentSlice,
     KVLayout,
     MemoryRange,
     PageTable,
     Region,
     RouteBlocks,
-    Share,
     bind_route,
     compile_routes,
     plan,
 )
-from kvflow.geometry.layers import LayerRange
+from kvflow.geometry.ranges import LayerRange
 from tests.support import pools, worlds
-from tests.support.links import chunk_shares, links
-from tests.support.pools import Pool, PoolShape
+from tests.support.links import chunk_slices, links
+from tests.support.pools import PagedShape, Pool
 
-SHAPE = PoolShape(num_pages=8, page_size=4, heads=(0, 2), head_bytes=8, num_layers=3)
+SHAPE = PagedShape(num_pages=8, page_size=4, heads=(0, 2), head_bytes=8, num_layers=3)
 
 
 @pytest.mark.timeout(0)
@@ -32,15 +32,15 @@ def test_every_wanted_cell_arrives_and_nothing_else_changes(world: worlds.World)
     world.compute()
     for _, bound, source, target in links(world):
         blocks = RouteBlocks.of(bound)
-        for name, share in chunk_shares(world, bound, source, target):
-            planned = None if blocks is None else blocks.plan({name: share})
+        for name, component in chunk_slices(world, bound, source, target):
+            planned = None if blocks is None else blocks.plan({name: component})
             if planned is not None:
-                assert planned.num_bytes == bound.num_bytes(name, share.tokens, closing=share.closing)
-            worlds.execute(plan(bound, {name: share}) if planned is None else planned.descriptors(), source, target)
+                assert planned.num_bytes == bound.num_bytes(name, component.tokens, final=component.final)
+            worlds.execute(plan(bound, {name: component}) if planned is None else planned.descriptors(), source, target)
     world.assert_arrived()
 
 
-def pair(src: PoolShape, dst: PoolShape) -> tuple[Pool, Pool, RouteBlocks | None]:
+def pair(src: PagedShape, dst: PagedShape) -> tuple[Pool, Pool, RouteBlocks | None]:
     source, target = Pool(src, 0), Pool(dst, 0)
     (route,) = compile_routes({0: source.layout}, target.layout, decode_rank=0)
     return source, target, RouteBlocks.of(bind_route(route, source.layout, target.layout))
@@ -53,7 +53,7 @@ def table(*pages: int, first_token: int = 0, page_size: int = 4) -> PageTable:
 def test_whole_pages_are_a_block_for_each_region() -> None:
     _, _, blocks = pair(SHAPE, SHAPE)
     assert blocks is not None
-    planned = blocks.plan({"kv": Share((0, 8), table(1, 5), table(7, 0))})
+    planned = blocks.plan({"kv": ComponentSlice((0, 8), table(1, 5), table(7, 0))})
     assert planned is not None
     assert planned.lists is blocks.lists
     regions = np.arange(6) * SHAPE.num_pages
@@ -69,22 +69,22 @@ def test_pages_that_are_not_moved_whole_go_cell_by_cell(tokens: tuple[int, int],
     expected = Pool(SHAPE, 0)
     source.randomize(np.random.default_rng(1))
     (route,) = compile_routes({0: source.layout}, target.layout, decode_rank=0)
-    share = {"kv": Share(tokens, table(6, 2, 1), table(3, 4, 0))}
+    component = {"kv": ComponentSlice(tokens, table(6, 2, 1), table(3, 4, 0))}
     assert blocks is not None
-    planned = blocks.plan(share, layers)
+    planned = blocks.plan(component, layers)
     assert planned is not None
     pools.execute(planned.descriptors(), source, target)
-    pools.execute(plan(bind_route(route, source.layout, expected.layout), share, layers=layers), source, expected)
+    pools.execute(plan(bind_route(route, source.layout, expected.layout), component, layers=layers), source, expected)
     for got, want in zip(target.buffers, expected.buffers, strict=True):
         np.testing.assert_array_equal(got, want)
 
 
 def test_both_sides_may_have_pools_of_different_size_and_tables_that_begin_elsewhere() -> None:
-    larger = PoolShape(num_pages=11, page_size=4, heads=(0, 2), head_bytes=8, num_layers=3)
+    larger = PagedShape(num_pages=11, page_size=4, heads=(0, 2), head_bytes=8, num_layers=3)
     source, target, blocks = pair(SHAPE, larger)
     source.randomize(np.random.default_rng(1))
     assert blocks is not None
-    planned = blocks.plan({"kv": Share((8, 13), table(1, 5, first_token=8), table(9, 10, 2, 7))})
+    planned = blocks.plan({"kv": ComponentSlice((8, 13), table(1, 5, first_token=8), table(9, 10, 2, 7))})
     assert planned is not None
     pools.execute(planned.descriptors(), source, target)
     for layer, tensor in ((0, "k"), (2, "v")):
@@ -95,23 +95,23 @@ def test_both_sides_may_have_pools_of_different_size_and_tables_that_begin_elsew
 
 @pytest.mark.parametrize(("order", "interleaved"), [("HND", False), ("NHD", True), ("HND", True)])
 def test_pages_whose_cells_are_not_in_a_row_move_whole_only(order: str, interleaved: bool) -> None:
-    shape = PoolShape(8, 4, (0, 2), 8, 1, order=order, interleaved=interleaved)
+    shape = PagedShape(8, 4, (0, 2), 8, 1, order=order, interleaved=interleaved)
     _, _, blocks = pair(shape, shape)
     assert blocks is not None
-    assert blocks.plan({"kv": Share((0, 8), table(1, 5), table(7, 0))}) is not None
-    assert blocks.plan({"kv": Share((0, 7), table(1, 5), table(7, 0))}) is None
+    assert blocks.plan({"kv": ComponentSlice((0, 8), table(1, 5), table(7, 0))}) is not None
+    assert blocks.plan({"kv": ComponentSlice((0, 7), table(1, 5), table(7, 0))}) is None
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        PoolShape(8, 4, (0, 1), 8, 3),
-        PoolShape(8, 8, (0, 2), 8, 3),
-        PoolShape(8, 4, (0, 2), 8, 3, order="HND"),
+        PagedShape(8, 4, (0, 1), 8, 3),
+        PagedShape(8, 8, (0, 2), 8, 3),
+        PagedShape(8, 4, (0, 2), 8, 3, order="HND"),
     ],
     ids=["fewer heads", "larger pages", "other order"],
 )
-def test_pages_that_look_different_are_no_blocks(other: PoolShape) -> None:
+def test_pages_that_look_different_are_no_blocks(other: PagedShape) -> None:
     assert pair(SHAPE, other)[2] is None
 
 
@@ -119,14 +119,14 @@ def test_what_is_nothing_too_much_or_not_covered_is_left_to_the_planner(monkeypa
     _, _, blocks = pair(SHAPE, SHAPE)
     assert blocks is not None
     assert blocks.plan({}) is None
-    assert blocks.plan({"kv": Share((4, 4), table(first_token=4), table(first_token=4))}) is None
-    assert blocks.plan({"kv": Share((0, 8), table(1), table(7, 0))}) is None
-    assert blocks.plan({"kv": Share((0, 8), table(1, 5), table(7, 0, first_token=4))}) is None
-    share = {"kv": Share((0, 8), table(1, 5), table(7, 0))}
+    assert blocks.plan({"kv": ComponentSlice((4, 4), table(first_token=4), table(first_token=4))}) is None
+    assert blocks.plan({"kv": ComponentSlice((0, 8), table(1), table(7, 0))}) is None
+    assert blocks.plan({"kv": ComponentSlice((0, 8), table(1, 5), table(7, 0, first_token=4))}) is None
+    component = {"kv": ComponentSlice((0, 8), table(1, 5), table(7, 0))}
     monkeypatch.setattr("kvflow.geometry.blocks.MAX_BLOCKS", 12)
-    assert blocks.plan(share) is not None
+    assert blocks.plan(component) is not None
     monkeypatch.setattr("kvflow.geometry.blocks.MAX_BLOCKS", 11)
-    assert blocks.plan(share) is None
+    assert blocks.plan(component) is None
 
 
 def test_pools_too_large_to_count_with_32_bits_have_no_blocks() -> None:

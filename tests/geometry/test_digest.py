@@ -14,20 +14,21 @@ from numpy.typing import NDArray
 from kvflow.geometry import (
     BoundRoute,
     Component,
+    ComponentSlice,
+    DigestScope,
     MemoryRange,
-    Part,
     Region,
+    RegionSlice,
     Route,
-    RoutePiece,
-    Share,
-    Written,
-    check_part,
+    TokenPages,
+    build_page_table,
     digest,
     plan,
 )
-from kvflow.geometry.debts import Debt
 from kvflow.geometry.digest import BLOCK_BYTES
-from kvflow.geometry.tokens import WHOLE
+from kvflow.geometry.expected import ExpectedBytes
+from kvflow.geometry.ranges import WHOLE
+from tests.support.examples import examples
 from tests.support.links import links
 from tests.support.worlds import CellName, Rank, World, execute, worlds
 
@@ -36,7 +37,7 @@ Chunk = tuple[str, tuple[int, int], bool]
 
 
 def chunks(world: World, bound: BoundRoute) -> Iterator[Chunk]:
-    for name in bound.debts:
+    for name in bound.expected:
         start, stop = world.wanted[name]
         for tokens in pairwise([start, *world.cuts[name], stop]):
             yield name, tokens, tokens[1] == stop
@@ -48,37 +49,37 @@ def view(rank: Rank, memory: MemoryRange) -> NDArray[np.uint8]:
     return rank.memory[start : start + memory.length]
 
 
-def table(rank: Rank, name: str, tokens: tuple[int, int]) -> Part:
-    return Part(tokens, rank.pages(name, tokens))
+def table(rank: Rank, name: str, tokens: tuple[int, int]) -> TokenPages:
+    return TokenPages(tokens, rank.pages(name, tokens))
 
 
-def digest_of(rank: Rank, written: Written, name: str, table_tokens: tuple[int, int]) -> int:
+def digest_of(rank: Rank, written: DigestScope, name: str, table_tokens: tuple[int, int]) -> int:
     """The digest as one side works it out, with a table of no more than some tokens."""
     component = rank.layout.component(name)
-    pages = check_part(component, table(rank, name, table_tokens))
+    pages = build_page_table(component, table(rank, name, table_tokens))
     return digest(written, component, pages, lambda memory: view(rank, memory))
 
 
 def move(world: World, bound: BoundRoute, source: Rank, target: Rank) -> None:
-    for name, tokens, closing in chunks(world, bound):
-        src = check_part(source.layout.component(name), table(source, name, tokens))
-        dst = check_part(target.layout.component(name), table(target, name, world.wanted[name]))
-        execute(plan(bound, {name: Share(tokens, src, dst, closing)}), source, target)
+    for name, tokens, final in chunks(world, bound):
+        src = build_page_table(source.layout.component(name), table(source, name, tokens))
+        dst = build_page_table(target.layout.component(name), table(target, name, world.wanted[name]))
+        execute(plan(bound, {name: ComponentSlice(tokens, src, dst, final)}), source, target)
 
 
 def wanted_cells(route: Route, world: World, target: Rank, chunk: Chunk) -> list[tuple[CellName, int]]:
     """Cells of one chunk that one route brings, found cell by cell."""
-    name, (start, stop), closing = chunk
+    name, (start, stop), final = chunk
     component = target.layout.component(name)
     grains = {region.tensor: region.tokens_per_cell for region in component.regions}
-    pieces = [piece for piece in route.pieces if piece.component == name]
+    pieces = [piece for piece in route.slices if piece.component == name]
     heads = {(piece.tensor, piece.layer, head) for piece in pieces for head in range(*piece.heads)}
     source = world.prefill[route.engine_rank]
     held = dict(source.cells(source.layout.component(name), world.num_tokens[name]))
     found = []
     for cell, offset in target.cells(component, world.num_tokens[name]):
         grain = grains[cell[1]]
-        last = -(-stop // grain) if closing else stop // grain
+        last = -(-stop // grain) if final else stop // grain
         is_inside = start < stop and start // grain <= cell[4] < last
         if is_inside and (cell[1], cell[2], cell[3]) in heads and cell in held:
             found.append((cell, offset))
@@ -93,12 +94,12 @@ def test_digests_agree_after_a_transfer_and_tell_any_changed_byte(world: World, 
     for route, bound, source, target in links(world):
         move(world, bound, source, target)
         for chunk in chunks(world, bound):
-            name, tokens, closing = chunk
-            written = Written(route.pieces, bound.debts[name], tokens, closing)
+            name, tokens, final = chunk
+            written = DigestScope(route.slices, bound.expected[name], tokens, final)
             sent = digest_of(source, written, name, tokens)
             assert digest_of(target, written, name, world.wanted[name]) == sent
             cells = wanted_cells(route, world, target, chunk)
-            assert bool(cells) == bool(bound.num_bytes(name, tokens, closing=closing))
+            assert bool(cells) == bool(bound.num_bytes(name, tokens, final=final))
             for cell, offset in random.sample(cells, min(len(cells), 3)):
                 at = offset + random.randrange(world.size(cell))
                 target.memory[at] ^= 1 << random.randrange(8)
@@ -108,7 +109,7 @@ def test_digests_agree_after_a_transfer_and_tell_any_changed_byte(world: World, 
 
 
 @pytest.mark.timeout(0)
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], max_examples=40)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], max_examples=examples(40))
 @given(worlds())
 def test_what_is_not_wanted_does_not_matter(world: World) -> None:
     world.compute()
@@ -116,7 +117,7 @@ def test_what_is_not_wanted_does_not_matter(world: World) -> None:
         move(world, bound, source, target)
         everything = list(chunks(world, bound))
         works = [
-            (Written(route.pieces, bound.debts[name], tokens, closing), name) for name, tokens, closing in everything
+            (DigestScope(route.slices, bound.expected[name], tokens, final), name) for name, tokens, final in everything
         ]
         before = [digest_of(target, written, name, world.wanted[name]) for written, name in works]
         mine = np.zeros(len(target.memory), bool)
@@ -142,8 +143,8 @@ def test_digest_is_that_of_the_cells_in_logical_order(order: str, heads: tuple[i
     row, head = cells.strides[1:3]
     region = Region("k", 3, 0, slots, page_bytes, page_size, row, (0, num_heads), head, head_bytes, "uint8")
     component = Component("kv", (region,))
-    written = Written((RoutePiece("kv", "k", 3, heads),), Debt(WHOLE, WHOLE, {}), (2, 11), closing=True)
-    pages = check_part(component, Part((2, 11), [4, 0, 1]))
+    written = DigestScope((RegionSlice("kv", "k", 3, heads),), ExpectedBytes(WHOLE, WHOLE, {}), (2, 11), final=True)
+    pages = build_page_table(component, TokenPages((2, 11), [4, 0, 1]))
     in_order = np.concatenate([cells[4, 2:], cells[0], cells[1, :3]])[:, heads[0] : heads[1]]
     expected = zlib.crc32(in_order.tobytes())
     assert digest(written, component, pages, lambda _: memory.reshape(-1)) == expected

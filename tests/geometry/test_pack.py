@@ -16,18 +16,19 @@ from kvflow.geometry import (
     Component,
     KVLayout,
     Region,
+    RegionSlice,
     Route,
-    RoutePiece,
     bind_route,
-    check_part,
+    build_page_table,
 )
-from kvflow.geometry.debts import Debt, bytes_owed
+from kvflow.geometry.expected import ExpectedBytes, expected_bytes
 from kvflow.geometry.layout import MemoryRange
-from kvflow.geometry.pack import Payload, find_pieces, is_head_major, pack
-from kvflow.geometry.pages import Part
-from kvflow.geometry.tokens import WHOLE
-from kvflow.stages.device import DeviceCopier
-from kvflow.stages.packing import Copier, HostCopier, PackWork, PageMemory
+from kvflow.geometry.pack import Payload, find_runs, find_slices, is_head_major
+from kvflow.geometry.pages import TokenPages
+from kvflow.geometry.ranges import WHOLE
+from kvflow.packing.copier import Copier, PackWork, PageMemory
+from kvflow.packing.device import DeviceCopier
+from kvflow.packing.host import HostCopier
 from tests.support.links import Link, links
 from tests.support.worlds import Rank, World, worlds
 
@@ -57,38 +58,39 @@ def memory_of(rank: Rank, copier: Copier) -> PageMemory:
 def payloads(world: World, bound: BoundRoute, order: Order) -> Iterator[Payload]:
     """All components at once: the first chunk of each, then the second of each, and so on; some layers at a time."""
     chunks = {
-        name: list(pairwise([world.wanted[name][0], *world.cuts[name], world.wanted[name][1]])) for name in bound.debts
+        name: list(pairwise([world.wanted[name][0], *world.cuts[name], world.wanted[name][1]]))
+        for name in bound.expected
     }
     for number in range(max(map(len, chunks.values()), default=0)):
         ranges = {name: parts[number] for name, parts in chunks.items() if number < len(parts)}
         for layers in pairwise([0, *order.stops, None]):
-            yield Payload(bound.debts, ranges, world.wanted, order.head_major, (layers[0] or 0, layers[1]))
+            yield Payload(bound.expected, ranges, world.wanted, order.head_major, (layers[0] or 0, layers[1]))
 
 
 def move(world: World, link: Link, order: Order, copier: Copier) -> None:
     route, bound, source, target = link
     for payload in payloads(world, bound, order):
         src = {
-            name: check_part(source.layout.component(name), Part(tokens, source.pages(name, tokens)))
+            name: build_page_table(source.layout.component(name), TokenPages(tokens, source.pages(name, tokens)))
             for name, tokens in payload.ranges.items()
         }
         dst = {
-            name: check_part(
-                target.layout.component(name), Part(world.wanted[name], target.pages(name, world.wanted[name]))
+            name: build_page_table(
+                target.layout.component(name), TokenPages(world.wanted[name], target.pages(name, world.wanted[name]))
             )
             for name in payload.ranges
         }
-        owed = bytes_owed(bound.debts, payload.ranges, world.wanted, payload.layers)
-        staging = np.full(owed + 2, 0xAB, np.uint8)
-        slot = MemoryRange(staging.ctypes.data + 1, owed)
-        PackWork(payload, memory_of(source, copier).find(route.pieces), src, slot, copier).gather(owed)
-        runs, total = pack(payload, find_pieces(route.pieces, source.layout), src)
-        assert total == owed
+        num_bytes = expected_bytes(bound.expected, payload.ranges, world.wanted, payload.layers)
+        staging = np.full(num_bytes + 2, 0xAB, np.uint8)
+        slot = MemoryRange(staging.ctypes.data + 1, num_bytes)
+        PackWork(payload, memory_of(source, copier).find(route.slices), src, slot, copier).gather(num_bytes)
+        runs, total = find_runs(payload, find_slices(route.slices, source.layout), src)
+        assert total == num_bytes
         covered = sorted(
             at for group in runs for place in group.payload.tolist() for at in range(place, place + group.length)
         )
-        assert covered == list(range(owed))
-        PackWork(payload, memory_of(target, copier).find(route.pieces), dst, slot, copier).scatter(owed)
+        assert covered == list(range(num_bytes))
+        PackWork(payload, memory_of(target, copier).find(route.slices), dst, slot, copier).scatter(num_bytes)
         assert staging[0] == staging[-1] == 0xAB
 
 
@@ -108,8 +110,8 @@ def test_every_wanted_cell_arrives_and_nothing_else_changes(copier: Copier, worl
     world.assert_arrived()
 
 
-def small_layout(order: str, heads: tuple[int, int], page_size: int = 4) -> KVLayout:
-    count = heads[1] - heads[0]
+def small_layout(order: str, heads: tuple[int, int]) -> KVLayout:
+    count, page_size = heads[1] - heads[0], 4
     steps = (8 * count, 8) if order == "NHD" else (8, 8 * page_size)
     region = Region("k", 0, 4096, 4, 8 * count * page_size, page_size, steps[0], heads, steps[1], 8, "uint8")
     return KVLayout((Component("kv", (region,)),), "model")
@@ -121,16 +123,16 @@ def small_layout(order: str, heads: tuple[int, int], page_size: int = 4) -> KVLa
 )
 def test_heads_come_first_if_both_sides_keep_the_tokens_of_a_head_together(src: str, dst: str, expected: bool) -> None:
     pair = small_layout(src, (0, 2)), small_layout(dst, (0, 4))
-    route = Route(0, (RoutePiece("kv", "k", 0, (0, 2)),))
+    route = Route(0, (RegionSlice("kv", "k", 0, (0, 2)),))
     assert is_head_major(bind_route(route, *pair)) is expected
 
 
 @pytest.mark.parametrize(("order", "head_major", "length"), [("NHD", False, 64), ("HND", True, 32), ("HND", False, 8)])
 def test_a_whole_page_is_one_run_if_its_order_is_that_of_the_payload(order: str, head_major: bool, length: int) -> None:
     layout = small_layout(order, (0, 2))
-    table = check_part(layout.component("kv"), Part((0, 8), [3, 1]))
-    payload = Payload({"kv": Debt(WHOLE, WHOLE, {})}, {"kv": (0, 8)}, {"kv": (0, 8)}, head_major)
-    runs, total = pack(payload, find_pieces((RoutePiece("kv", "k", 0, (0, 2)),), layout), {"kv": table})
+    table = build_page_table(layout.component("kv"), TokenPages((0, 8), [3, 1]))
+    payload = Payload({"kv": ExpectedBytes(WHOLE, WHOLE, {})}, {"kv": (0, 8)}, {"kv": (0, 8)}, head_major)
+    runs, total = find_runs(payload, find_slices((RegionSlice("kv", "k", 0, (0, 2)),), layout), {"kv": table})
     assert total == 128
     assert {group.length for group in runs} == {length}
 
@@ -138,12 +140,12 @@ def test_a_whole_page_is_one_run_if_its_order_is_that_of_the_payload(order: str,
 def test_a_payload_of_another_size_or_of_other_pages_is_refused() -> None:
     layout = small_layout("NHD", (0, 2))
     memory = np.zeros(layout.component("kv").page_bytes * 4, np.uint8)
-    pieces = PageMemory(layout, lambda _: memory, HostCopier()).find((RoutePiece("kv", "k", 0, (0, 2)),))
-    table = check_part(layout.component("kv"), Part((0, 4), [3]))
+    pieces = PageMemory(layout, lambda _: memory, HostCopier()).find((RegionSlice("kv", "k", 0, (0, 2)),))
+    table = build_page_table(layout.component("kv"), TokenPages((0, 4), [3]))
     slot = np.ones(256, np.uint8)
 
     def work(tokens: tuple[int, int], slot_bytes: int = 256) -> PackWork:
-        payload = Payload({"kv": Debt(WHOLE, WHOLE, {})}, {"kv": tokens}, {"kv": (0, 8)})
+        payload = Payload({"kv": ExpectedBytes(WHOLE, WHOLE, {})}, {"kv": tokens}, {"kv": (0, 8)})
         return PackWork(payload, pieces, {"kv": table}, MemoryRange(slot.ctypes.data, slot_bytes), HostCopier())
 
     for wrong, num_bytes in [(work((0, 4)), 65), (work((0, 4), 63), 64), (work((0, 8)), 128)]:
@@ -153,4 +155,4 @@ def test_a_payload_of_another_size_or_of_other_pages_is_refused() -> None:
     work((0, 4)).scatter(64)
     assert memory.sum() == 64
     with pytest.raises(PlanError, match="does not have"):
-        find_pieces((RoutePiece("kv", "v", 0, (0, 2)),), layout)
+        find_slices((RegionSlice("kv", "v", 0, (0, 2)),), layout)

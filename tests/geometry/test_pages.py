@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from kvflow.errors import PlanError
 from kvflow.geometry import Component, Region
-from kvflow.geometry.pages import PageTable, Part, check_part, pages_spanned, pair_pages
+from kvflow.geometry.pages import PageTable, TokenPages, build_page_table, pages_spanned, pair_pages
 
 
 def check(
     pages: object, tokens: tuple[int, int], *, page_size: int = 4, slots: int = 10, distinct: bool = False
 ) -> PageTable:
     region = Region("k", 0, 0, slots, page_size, page_size, 1, (0, 1), 1, 1, "uint8")
-    return check_part(Component("kv", (region,)), Part(tokens, pages), distinct=distinct)  # type: ignore[arg-type]
+    return build_page_table(Component("kv", (region,)), TokenPages(tokens, pages), distinct=distinct)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -268,9 +268,11 @@ def test_planner_pairs_stages_as_the_formula_of_flat_lists_does(
         )
         targets = itertools.chain.from_iterable(whole.data_ptrs[part] for part in slices)
         by_formula = dict(zip(stages[rank].data_ptrs, targets, strict=True))
-        by_planner = {own[piece.key].address: decode.regions()[piece.key].address for piece in route.pieces}
+        by_planner = {
+            own[region_slice.key].address: decode.regions()[region_slice.key].address for region_slice in route.slices
+        }
         assert by_planner == by_formula
-        assert all(piece.layer < LAYERS for piece in route.pieces)
+        assert all(region_slice.layer < LAYERS for region_slice in route.slices)
 
 
 def test_draft_layers_are_optional_regions_after_the_model() -> None:

@@ -6,20 +6,24 @@ import pytest
 from msgspec.structs import replace
 
 from kvflow.errors import RouteError
-from kvflow.geometry import Component, KVLayout, Route, RoutePiece, TokenShard, bind_route, compile_routes, head_range
-from tests.support.pools import Pool, PoolShape
+from kvflow.geometry import Component, KVLayout, RegionSlice, Route, TokenShard, bind_route, compile_routes, head_range
+from tests.support.pools import PagedShape, Pool
 
 
 def tp_layouts(total: int, tp_size: int, *, num_layers: int = 4, **changes: object) -> dict[int, KVLayout]:
     fields: dict[str, object] = {"num_pages": 2, "page_size": 4, "head_bytes": 8, "num_layers": num_layers}
     return {
-        rank: Pool(PoolShape(**(fields | {"heads": head_range(total, tp_size, rank)} | changes)), 0).layout  # type: ignore[arg-type]
+        rank: Pool(PagedShape(**(fields | {"heads": head_range(total, tp_size, rank)} | changes)), 0).layout  # type: ignore[arg-type]
         for rank in range(tp_size)
     }
 
 
 def cells(route: Route) -> list[tuple[str, int, int]]:
-    return [(piece.tensor, piece.layer, head) for piece in route.pieces for head in range(*piece.heads)]
+    return [
+        (region_slice.tensor, region_slice.layer, head)
+        for region_slice in route.slices
+        for head in range(*region_slice.heads)
+    ]
 
 
 TP = [1, 2, 3, 4, 6, 8]
@@ -59,16 +63,16 @@ def test_replicas_share_one_layer_among_decode_ranks() -> None:
     owners = []
     for decode_rank, decode in tp_layouts(1, 4, num_layers=1).items():
         routes = compile_routes(prefill, decode, decode_rank=decode_rank)
-        owners += [route.engine_rank for route in routes if route.pieces]
+        owners += [route.engine_rank for route in routes if route.slices]
     assert sorted(owners) == [0, 1, 2, 3]
 
 
 def test_pipeline_stages_pair_by_layer() -> None:
-    shape = PoolShape(2, 4, (0, 2), 8, num_layers=3)
-    stages = {0: Pool(shape, 0).layout, 1: Pool(PoolShape(2, 4, (0, 2), 8, 3, first_layer=3), 0).layout}
-    decode = Pool(PoolShape(2, 4, (0, 2), 8, num_layers=6), 0).layout
+    shape = PagedShape(2, 4, (0, 2), 8, num_layers=3)
+    stages = {0: Pool(shape, 0).layout, 1: Pool(PagedShape(2, 4, (0, 2), 8, 3, first_layer=3), 0).layout}
+    decode = Pool(PagedShape(2, 4, (0, 2), 8, num_layers=6), 0).layout
     routes = compile_routes(stages, decode, decode_rank=0)
-    assert [sorted({piece.layer for piece in route.pieces}) for route in routes] == [[0, 1, 2], [3, 4, 5]]
+    assert [sorted({region_slice.layer for region_slice in route.slices}) for route in routes] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_missing_layer_is_named() -> None:
@@ -100,19 +104,19 @@ def test_other_model_is_refused_with_both_fingerprints() -> None:
 
 
 @pytest.mark.parametrize(
-    "piece",
+    "region_slice",
     [
-        RoutePiece("kv", "k", 9, (0, 1)),
-        RoutePiece("kv", "latent", 0, (0, 1)),
-        RoutePiece("swa", "k", 0, (0, 1)),
-        RoutePiece("kv", "k", 0, (1, 3)),
-        RoutePiece("kv", "k", 0, (1, 1)),
+        RegionSlice("kv", "k", 9, (0, 1)),
+        RegionSlice("kv", "latent", 0, (0, 1)),
+        RegionSlice("swa", "k", 0, (0, 1)),
+        RegionSlice("kv", "k", 0, (1, 3)),
+        RegionSlice("kv", "k", 0, (1, 1)),
     ],
 )
-def test_route_from_the_network_is_not_believed(piece: RoutePiece) -> None:
+def test_route_from_the_network_is_not_trusted(region_slice: RegionSlice) -> None:
     layout = tp_layouts(2, 1)[0]
     with pytest.raises(RouteError, match="this side does not have"):
-        bind_route(Route(0, (piece,)), layout, layout)
+        bind_route(Route(0, (region_slice,)), layout, layout)
 
 
 def test_layers_of_equal_geometry_share_a_leg() -> None:
@@ -120,8 +124,8 @@ def test_layers_of_equal_geometry_share_a_leg() -> None:
     decode = tp_layouts(4, 1, num_layers=80)[0]
     (first, _) = compile_routes(prefill, decode, decode_rank=0)
     bound = bind_route(first, prefill[0], decode)
-    assert len(bound.legs) == 1
-    assert bound.num_bytes("kv", (0, 1), closing=True) == 2 * 80 * 2 * 8
+    assert len(bound.copy_groups) == 1
+    assert bound.num_bytes("kv", (0, 1), final=True) == 2 * 80 * 2 * 8
 
 
 def reshaped(layout: KVLayout, *, shard: TokenShard | None = None, kind: str = "paged", **region: object) -> KVLayout:
@@ -165,14 +169,14 @@ def test_tokens_that_no_rank_holds_are_refused() -> None:
     with pytest.raises(RouteError, match="no prefill rank holds a wanted cell"):
         compile_routes({0: shares[0], 1: shares[1]}, layout, decode_rank=0)
     routes = compile_routes({0: shares[0], 1: shares[1]}, shares[1], decode_rank=0)
-    assert [bool(route.pieces) for route in routes] == [False, True]
+    assert [bool(route.slices) for route in routes] == [False, True]
 
 
 def test_a_rank_that_holds_every_token_is_taken_alone() -> None:
     (layout,) = tp_layouts(2, 1).values()
     shares = {rank: reshaped(layout, shard=TokenShard(2, rank, 1)) for rank in range(2)}
     routes = compile_routes({**shares, 2: layout}, layout, decode_rank=0)
-    assert [bool(route.pieces) for route in routes] == [False, False, True]
+    assert [bool(route.slices) for route in routes] == [False, False, True]
 
 
 def test_optional_layers_without_a_counterpart_are_left_out_on_either_side() -> None:
@@ -184,19 +188,19 @@ def test_optional_layers_without_a_counterpart_are_left_out_on_either_side() -> 
     )
     for prefill, decode in ((fewer, draft), (more, fewer)):
         (route,) = compile_routes({0: prefill}, decode, decode_rank=0)
-        assert {piece.layer for piece in route.pieces} == {0, 1, 2, 3}
+        assert {region_slice.layer for region_slice in route.slices} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("heads", [[(0, 2), (0, 2)], [(0, 1), (0, 2)], [(0, 2), (1, 2)]])
 def test_a_route_that_asks_twice_is_refused(heads: list[tuple[int, int]]) -> None:
     layout = tp_layouts(2, 1)[0]
-    pieces = tuple(RoutePiece("kv", "k", 0, each) for each in heads)
+    pieces = tuple(RegionSlice("kv", "k", 0, each) for each in heads)
     with pytest.raises(RouteError, match="heads twice"):
         bind_route(Route(0, pieces), layout, layout)
 
 
-def test_a_route_with_more_pieces_than_heads_is_refused_at_once() -> None:
+def test_a_route_with_more_slices_than_heads_is_refused_at_once() -> None:
     layout = tp_layouts(2, 1)[0]
-    with pytest.raises(RouteError, match="more pieces than there are heads") as caught:
-        bind_route(Route(0, (RoutePiece("kv", "k", 0, (0, 1)),) * 100_000), layout, layout)
-    assert caught.value.values == {"pieces": 100_000, "heads": 2 * 4 * 2}
+    with pytest.raises(RouteError, match="more slices than there are heads") as caught:
+        bind_route(Route(0, (RegionSlice("kv", "k", 0, (0, 1)),) * 100_000), layout, layout)
+    assert caught.value.values == {"slices": 100_000, "heads": 2 * 4 * 2}

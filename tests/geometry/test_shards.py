@@ -9,7 +9,7 @@ from kvflow.geometry import (
     HeadSlice,
     KVLayout,
     PagePart,
-    RoutePiece,
+    RegionSlice,
     compile_routes,
     head_range,
     head_slice,
@@ -98,20 +98,20 @@ def test_planner_sends_the_head_slices(total: int, src_tp: int, dst_tp: int) -> 
         received: list[int] = []
         for route in compile_routes(prefill, decode, decode_rank=dst_rank):
             found = head_slice(total, src=(src_tp, route.engine_rank), dst=(dst_tp, dst_rank))
-            for piece in route.pieces:
+            for region_slice in route.slices:
                 assert found is not None
-                assert piece.heads == found.heads
-                assert piece_bytes(piece, prefill[route.engine_rank], decode) == found.token_bytes(4)
-                received += range(*piece.heads)
+                assert region_slice.heads == found.heads
+                assert piece_bytes(region_slice, prefill[route.engine_rank], decode) == found.token_bytes(4)
+                received += range(*region_slice.heads)
         assert received == list(range(*head_range(total, dst_tp, dst_rank)))
 
 
-def piece_bytes(piece: RoutePiece, src: KVLayout, dst: KVLayout) -> tuple[int, int, int]:
-    src_region, dst_region = src.regions()[piece.key], dst.regions()[piece.key]
+def piece_bytes(region_slice: RegionSlice, src: KVLayout, dst: KVLayout) -> tuple[int, int, int]:
+    src_region, dst_region = src.regions()[region_slice.key], dst.regions()[region_slice.key]
     return (
-        (piece.heads[0] - src_region.heads[0]) * src_region.head_stride,
-        (piece.heads[0] - dst_region.heads[0]) * dst_region.head_stride,
-        (piece.heads[1] - piece.heads[0]) * src_region.head_bytes,
+        (region_slice.heads[0] - src_region.heads[0]) * src_region.head_stride,
+        (region_slice.heads[0] - dst_region.heads[0]) * dst_region.head_stride,
+        (region_slice.heads[1] - region_slice.heads[0]) * src_region.head_bytes,
     )
 
 

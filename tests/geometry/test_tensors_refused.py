@@ -1,5 +1,7 @@
 """Tensors that do not fit what is said about them are refused, with the place and both values."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ REFUSALS = {
     "another page size": (torch.zeros(4, 1, 2, 8), Axes("page token head dim", (0, 2), page_size=16), "token", 16, 1),
     "no token axis": (torch.zeros(4, 8), Axes("page dim", page_size=16), "token", 16, 1),
     "an axis that is not 1": (torch.zeros(4, 4, 2, 8), Axes("page token 1 dim"), "1", 1, 2),
-    "no whole number of pages": (
+    "not a whole number of pages": (
         torch.zeros(30, 1, 2, 8),
         Axes("page*token 1 head dim", (0, 2), page_size=16),
         "page*token",
@@ -81,6 +83,23 @@ def test_impossible_axes_are_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=message):
         Axes(order, heads, page_size, tokens_per_cell)
+
+
+WRONG_TYPES: dict[str, dict[str, Any]] = {
+    "tensors": {"tensors": [torch.zeros(4, 4, 2, 8)]},
+    "order": {"axes": ["page", "token", "head", "dim"]},
+    "heads": {"heads": 2},
+    "fingerprint": {"fingerprint": None},
+}
+
+
+@pytest.mark.parametrize(("field", "wrong"), WRONG_TYPES.items(), ids=WRONG_TYPES.keys())
+def test_arguments_of_wrong_types_are_named(field: str, wrong: dict[str, Any]) -> None:
+    right = {"tensors": {"k": [torch.zeros(4, 4, 2, 8)]}, "axes": NHD.order, "heads": (0, 2), "fingerprint": "m"}
+    arguments: dict[str, Any] = {**right, **wrong}
+    with pytest.raises(LayoutError) as error:
+        layout_from_tensors(arguments.pop("tensors"), **arguments)
+    assert error.value.values["field"] == field
 
 
 @pytest.mark.parametrize(("sizes", "dimension"), [((2, 2), 1), ((8, 0), 1), ((), 1), ((4,), 3), ((4,), -1)])

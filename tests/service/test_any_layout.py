@@ -2,25 +2,29 @@
 
 from contextlib import AsyncExitStack
 from itertools import pairwise
+from typing import Any
 
 import anyio
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvflow
 from kvflow.backends.base import Backend
 from kvflow.backends.memory import MappedRange, MemoryBackend
 from kvflow.config import Limits
-from kvflow.geometry.pages import Part
+from kvflow.geometry.pages import TokenPages
 from kvflow.statistics import StagingStatistics
+from tests.support.examples import examples
 from tests.support.instances import decode_config, prefill_config
 from tests.support.worlds import Rank, World, worlds
 
 pytestmark = pytest.mark.anyio
 
 MAX_RANKS = 8
+
+small_worlds = worlds().filter(lambda world: len(world.prefill) + len(world.decode) <= MAX_RANKS)
 
 posts = st.sampled_from([1, 50, 300, 2**20])
 """Most bytes of a write: a page each, a few pages, everything."""
@@ -30,39 +34,31 @@ stops_of_layers = st.just(()) | st.sets(st.integers(1, 5), min_size=1).map(lambd
 
 ROOM = 1
 
+STAGING = {"staging_bytes": 2**24, "staging_slot_bytes": 2**18}
+"""For those who pack everything; it has to be asked for, because device memory is not taken by itself."""
+
 
 @pytest.mark.timeout(120)
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), post=posts, stops=stops_of_layers)
+@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
+@given(world=small_worlds, post=posts, stops=stops_of_layers)
 async def test_over_memory_at_any_address(world: World, post: int, stops: tuple[int, ...]) -> None:
-    assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
     await hand_over(world, "memory", bytes_per_post=post, stops=stops)
 
 
 @pytest.mark.timeout(180)
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), post=posts, stops=stops_of_layers)
+@settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
+@given(world=small_worlds, post=posts, stops=stops_of_layers)
 async def test_over_nixl_at_real_addresses(world: World, post: int, stops: tuple[int, ...]) -> None:
-    assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
-    for rank in (*world.prefill.values(), *world.decode.values()):
-        rank.move(rank.memory.ctypes.data)
     await hand_over(world, "nixl", bytes_per_post=post, stops=stops)
 
 
-async def hand_over(
-    world: World,
-    backend: str,
-    *,
-    digest_every: int = 0,
-    bytes_per_post: int = 2**20,
-    stops: tuple[int, ...] = (),
-    packing: str = "auto",
-) -> StagingStatistics:
-    """Compute, send and receive the request, and compare all memory with the model; say what was packed."""
+async def hand_over(world: World, backend: str, **options: Any) -> StagingStatistics:
+    """Compute, send and receive the request as in `transfer`, and compare all memory with the model."""
+    if backend != "memory":  # which maps any address
+        for rank in (*world.prefill.values(), *world.decode.values()):
+            rank.move(rank.memory.ctypes.data)
     world.compute()
-    found = await transfer(
-        world, backend, digest_every=digest_every, bytes_per_post=bytes_per_post, stops=stops, packing=packing
-    )
+    found = await transfer(world, backend, **options)
     for rank in world.decode.values():
         np.testing.assert_array_equal(rank.memory, world.expected(rank, world.held()))
     return found
@@ -79,19 +75,18 @@ async def transfer(
 ) -> StagingStatistics:
     """Open every rank, send and receive the request; say what was packed."""
     totals = [0, 0]
+    staging = STAGING if packing == "always" else {}
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
         senders, receivers = [], []
         for number, (_, rank) in enumerate(sorted(world.prefill.items())):
             limits = Limits(bytes_per_post=bytes_per_post, bytes_per_layer_piece=bytes_per_post)
-            config = prefill_config(
-                registry.endpoint, number, len(world.prefill), backend=backend, limits=limits, packing=packing
-            )
+            sending = {"backend": backend, "limits": limits, "packing": packing, **staging}
+            config = prefill_config(registry.endpoint, number, len(world.prefill), **sending)
             opened = kvflow.PrefillRank(config, rank.layout, transport(backend, rank))
             senders.append((await stack.enter_async_context(opened), rank))
         for number, (_, rank) in enumerate(sorted(world.decode.items())):
-            settings_ = decode_config(
-                registry.endpoint, number, len(world.decode), backend=backend, digest_every=digest_every
-            )
+            receiving = {"backend": backend, "digest_every": digest_every, **staging}
+            settings_ = decode_config(registry.endpoint, number, len(world.decode), **receiving)
             receiver = kvflow.DecodeRank(settings_, rank.layout, transport(backend, rank))
             receivers.append((await stack.enter_async_context(receiver), rank))
         async with anyio.create_task_group() as tasks:
@@ -100,8 +95,8 @@ async def transfer(
             for decode, rank in receivers:
                 tasks.start_soon(receive, world, decode, rank)
         for prefill, _ in senders:
-            staging = prefill.statistics().staging
-            totals = [totals[0] + staging.packed_posts, totals[1] + staging.direct_posts]
+            found = prefill.statistics().staging
+            totals = [totals[0] + found.packed_posts, totals[1] + found.direct_posts]
     return StagingStatistics(packed_posts=totals[0], direct_posts=totals[1])
 
 
@@ -117,21 +112,23 @@ async def send(world: World, prefill: kvflow.PrefillRank, rank: Rank, stops: tup
                 pages = {"kv": rank.pages("kv", (start, stop))} if "kv" in names else {}
                 await sender.chunk((start, stop), pages, layers=layers)
         last = (edges[-2], num_tokens)
-        parts = {name: Part((0, world.num_tokens[name]), rank.tables[name]) for name in names}
+        parts = {name: TokenPages((0, world.num_tokens[name]), rank.tables[name]) for name in names}
         if "kv" in names:
-            parts["kv"] = Part(last, rank.pages("kv", last))
+            parts["kv"] = TokenPages(last, rank.pages("kv", last))
         parts = {name: with_all_pages(rank, name, part) for name, part in parts.items()}
         await sender.finish(last, parts, layers=layers)
 
 
-def with_all_pages(rank: Rank, name: str, part: Part) -> Part:
+def with_all_pages(rank: Rank, name: str, part: TokenPages) -> TokenPages:
     """A rank that holds a share of the tokens lists the pages of its share."""
-    return Part(part.tokens, rank.pages(name, part.tokens))
+    return TokenPages(part.tokens, rank.pages(name, part.tokens))
 
 
 async def receive(world: World, decode: kvflow.DecodeRank, rank: Rank) -> None:
     pages = {
-        component.name: Part(world.wanted[component.name], rank.pages(component.name, world.wanted[component.name]))
+        component.name: TokenPages(
+            world.wanted[component.name], rank.pages(component.name, world.wanted[component.name])
+        )
         for component in rank.layout.components
     }
     tokens = world.wanted["kv"]

@@ -16,12 +16,13 @@ from kvflow.errors import (
     LocalProtocolError,
     PlanError,
     Stage,
+    TransferFailed,
 )
 from kvflow.geometry import Component
-from kvflow.wire.channel import Dialer
+from kvflow.system import system_ports
 from kvflow.wire.codec import encode
-from kvflow.wire.messages import Card, PeerId, RankId, Register
-from tests.support.failures import catch, undisturbed
+from kvflow.wire.messages import PeerId, RankId, RankRecord, Register
+from tests.support.failures import catch, catch_into, undisturbed
 from tests.support.instances import (
     NUM_PAGES,
     QUICK,
@@ -31,7 +32,7 @@ from tests.support.instances import (
     make_pool,
     prefill_config,
 )
-from tests.support.pools import Pool, PoolShape
+from tests.support.pools import PagedShape, Pool
 
 pytestmark = pytest.mark.anyio
 
@@ -98,17 +99,10 @@ async def test_tables_of_other_components(deployment: Deployment, pages: dict[st
 async def test_decode_wants_tokens_that_prefill_does_not_have(deployment: Deployment) -> None:
     short = deployment.request(1, 8)
     longer = deployment.request(1, 12)
-    failures = {}
-
-    async def send() -> None:
-        failures["prefill"] = await catch(short.send)
-
-    async def receive() -> None:
-        failures["decode"] = await catch(longer.receive)
-
+    failures: dict[str, TransferFailed] = {}
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(send)
-        tasks.start_soon(receive)
+        tasks.start_soon(catch_into, failures, "prefill", short.send)
+        tasks.start_soon(catch_into, failures, "decode", longer.receive)
     for failure in failures.values():
         assert (failure.reason, failure.rank) == (FailureReason.TOKENS_NOT_SERVED, "prefill/0")
         assert failure.detail == "decode wants tokens 0:12 of component kv, prefill does not serve 8:12"
@@ -140,7 +134,7 @@ async def test_second_receive_of_a_room(deployment: Deployment) -> None:
         tasks.start_soon(request.send)
         await receiver.done()
     request.assert_arrived()
-    other.assert_untouched(0, 8)
+    other.assert_untouched(8)
 
 
 async def test_second_send_of_a_room(deployment: Deployment) -> None:
@@ -188,7 +182,7 @@ async def test_instance_that_is_not_registered(deployment: Deployment) -> None:
 
     failure = await catch(receive)
     assert (failure.reason, failure.stage) == (FailureReason.UNREACHABLE, Stage.BOOTSTRAP)
-    assert "'nobody'" in failure.detail
+    assert "nobody was not reached" in failure.detail
 
 
 async def test_registry_that_is_not_there(free_port: int) -> None:
@@ -196,13 +190,12 @@ async def test_registry_that_is_not_there(free_port: int) -> None:
     async with kvflow.DecodeRank(config, make_pool().layout) as rank:
         failure = await catch(lambda: _receive(rank))
         assert (failure.reason, failure.stage) == (FailureReason.UNREACHABLE, Stage.BOOTSTRAP)
-        assert "registry did not answer" in failure.detail
-        assert str(free_port) in failure.detail
+        assert "registry does not answer" in failure.detail
 
 
 async def test_prefill_rank_that_registered_and_died(free_port: int) -> None:
-    """Its card is still in the registry, so only the hello finds out."""
-    card = Card(
+    """Its record is still in the registry, so only the hello finds out."""
+    record = RankRecord(
         peer=PeerId(RankId("prefill", 0), 1),
         num_ranks=1,
         endpoint=f"tcp://127.0.0.1:{free_port}",
@@ -210,15 +203,16 @@ async def test_prefill_rank_that_registered_and_died(free_port: int) -> None:
         layout=make_pool().layout,
     )
     async with kvflow.Registry() as registry:
-        client = Dialer(registry.endpoint)
-        client.send(encode(Register(card=card, lease_s=10.0)))
-        await client.receive()
+        answered = anyio.Event()
+        client = system_ports().control.connect(registry.endpoint, lambda _: answered.set(), lambda: None)
+        client.send(encode(Register(record=record, lease_s=10.0)))
+        await answered.wait()
         client.close()
         config = decode_config(registry.endpoint, timeouts=Timeouts(handshake_s=0.5))
         async with kvflow.DecodeRank(config, make_pool().layout) as rank:
             failure = await catch(lambda: _receive(rank))
     assert (failure.reason, failure.stage) == (FailureReason.UNREACHABLE, Stage.BOOTSTRAP)
-    assert f"rank='prefill/0', endpoint='tcp://127.0.0.1:{free_port}'" in failure.detail
+    assert f"rank prefill/0 at tcp://127.0.0.1:{free_port} does not answer" in failure.detail
 
 
 def _other_model() -> Pool:
@@ -237,7 +231,7 @@ def _other_dtype() -> Pool:
 
 
 def _more_layers() -> Pool:
-    return Pool(PoolShape(NUM_PAGES, 4, (0, 6), 8, 3), 0)
+    return Pool(PagedShape(NUM_PAGES, 4, (0, 6), 8, 3), 0)
 
 
 @pytest.mark.parametrize(
@@ -320,14 +314,6 @@ async def test_rank_that_is_not_open() -> None:
         await _receive(rank)
 
 
-@pytest.mark.parametrize("name", ["handshake_s", "lease_s", "transfer_s", "ageing_s"])
-@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "3", True])
-def test_timeouts_are_checked(name: str, value: object) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Timeouts(**{name: value})  # type: ignore[arg-type]
-    assert caught.value.values["setting"] == name
-
-
 async def _receive(rank: kvflow.DecodeRank) -> None:
     async with rank.receive(1, prefill="prefill", tokens=(0, 4), pages={"kv": [1]}) as receiver:
         await receiver.done()
@@ -344,18 +330,18 @@ async def test_room_that_is_no_room(deployment: Deployment, room: object) -> Non
 async def test_integers_of_numpy_are_integers(deployment: Deployment) -> None:
     request = deployment.request(1, 8)
     eight = np.int64(8)
-    async with anyio.create_task_group() as tasks, deployment.prefill[0].send(np.int64(1)) as sender:
+    async with anyio.create_task_group() as tasks, deployment.prefill[0].send(np.int64(1)) as sender:  # type: ignore[arg-type]
 
         async def receive() -> None:
             tokens = (np.uint32(0), eight)
             pages = request.dst_pages(0, (0, 8))
             receiver = deployment.decode[0].receive(
-                np.int32(1),
+                np.int32(1),  # type: ignore[arg-type]
                 prefill="prefill",
-                tokens=tokens,
+                tokens=tokens,  # type: ignore[arg-type]
                 pages=pages,
-                num_ranks=np.int64(1),
-                priority=np.int8(3),
+                num_ranks=np.int64(1),  # type: ignore[arg-type]
+                priority=np.int8(3),  # type: ignore[arg-type]
             )
             async with receiver:
                 await receiver.done()
@@ -388,9 +374,9 @@ async def test_odd_settings_of_a_receive(deployment: Deployment, changes: dict[s
     assert caught.value.values["setting"] == name
 
 
-@pytest.mark.parametrize("name", [None, b"p", "", 3])
+@pytest.mark.parametrize("name", [None, b"p", "", 3, "\ud800"], ids=ascii)
 async def test_instance_that_is_no_name(deployment: Deployment, name: object) -> None:
-    with pytest.raises(LocalProtocolError, match="named by a string"):
+    with pytest.raises(LocalProtocolError, match="name of an instance"):
         deployment.decode[0].receive(1, prefill=name, tokens=(0, 4), pages={"kv": [1]})  # type: ignore[arg-type]
 
 

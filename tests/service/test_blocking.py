@@ -14,7 +14,7 @@ import pytest
 
 from kvflow import blocking
 from kvflow.blocking import LoopThread, Memory, Outcome
-from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, TransferFailed
+from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, RankDraining, TransferFailed
 from tests.support.instances import BACKENDS, decode_config, make_pool, prefill_config
 from tests.support.pools import Pool
 from tests.support.registries import registry_in_thread
@@ -59,10 +59,10 @@ def pair_of_ranks(backend: str = "memory", *, share_loop: bool = False) -> Itera
 def test_scheduler_polls_until_the_pages_are_there(backend: str, share_loop: bool) -> None:
     with pair_of_ranks(backend, share_loop=share_loop) as pair:
         receiver, sender = pair.receive(1), pair.prefill.send(1)
-        assert receiver.poll() is sender.poll() is Outcome.PENDING
+        assert receiver.outcome is sender.outcome is Outcome.PENDING
         sender.chunk((0, 3), {"kv": [5]})
         sender.finish((3, 8), {"kv": [5, 2]}, metadata=b"token")
-        while Outcome.PENDING in (receiver.poll(), sender.poll()):
+        while not (receiver.is_settled and sender.is_settled):
             time.sleep(1e-4)
         handover = receiver.result()
         sender.result()
@@ -93,8 +93,7 @@ def test_priority_travels_with_the_grant() -> None:
         receiver = pair.decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES, priority=5)
         while not pair.prefill.statistics().waiting_grants:
             time.sleep(1e-4)
-        waiting = pair.prefill._rank._core.senders.waiting.find(1, pair.decode._rank.me)
-        assert waiting is not None
+        waiting = pair.prefill._rank._core.rooms._waiting[1][pair.decode._rank.me]
         assert waiting.priority == 5
         receiver.abort()
         assert receiver.wait(10) is Outcome.ABORTED
@@ -122,7 +121,7 @@ def test_abort_ends_both_sides(side: str) -> None:
 def test_result_before_the_end_is_refused() -> None:
     with pair_of_ranks() as pair:
         receiver = pair.receive(1)
-        with pytest.raises(LocalProtocolError, match="poll first"):
+        with pytest.raises(LocalProtocolError, match="has not ended"):
             receiver.result()
         receiver.abort()
         assert receiver.wait(10) is Outcome.ABORTED
@@ -140,18 +139,32 @@ def test_bad_pages_are_refused_where_they_are_given() -> None:
         assert (sender.wait(10), receiver.wait(10)) == (Outcome.SUCCESS, Outcome.SUCCESS)
 
 
-def test_room_in_use_shows_in_poll() -> None:
+def test_room_in_use_shows_in_the_outcome() -> None:
     with pair_of_ranks() as pair:
         first, second = pair.receive(1), pair.receive(1)
         assert second.wait(10) is Outcome.FAILED
+        assert second.failure is not None
+        assert (second.failure.reason, second.failure.rank) == (FailureReason.PROTOCOL, "decode/0")
+        assert "being received already" in second.failure.detail
         with pytest.raises(LocalProtocolError, match="being received already"):
             second.result()
-        assert first.poll() is Outcome.PENDING
+        assert first.outcome is Outcome.PENDING
         first.abort()
         assert first.wait(10) is Outcome.ABORTED
 
 
-def test_chunks_out_of_order_show_in_poll() -> None:
+def test_room_of_a_rank_that_drains_shows_in_the_outcome() -> None:
+    with pair_of_ranks() as pair:
+        pair.prefill.start_drain()
+        sender = pair.prefill.send(1)
+        assert (sender.outcome, sender.memory) == (Outcome.FAILED, Memory.SAFE)
+        assert sender.failure is not None
+        assert sender.failure.reason is FailureReason.PEER_CLOSED
+        with pytest.raises(RankDraining):
+            sender.result()
+
+
+def test_chunks_out_of_order_show_in_the_outcome() -> None:
     with pair_of_ranks() as pair:
         sender, receiver = pair.prefill.send(1), pair.receive(1)
         sender.chunk((0, 4), {"kv": [5]})
@@ -161,6 +174,8 @@ def test_chunks_out_of_order_show_in_poll() -> None:
             sender.result()
         assert isinstance(caught.value.__cause__, LocalProtocolError)
         assert caught.value.__cause__.values["tokens"] == (6, 8)
+        assert sender.failure is not None
+        assert sender.failure.reason is caught.value.reason is FailureReason.ABORTED
 
 
 def test_closing_with_transfers_open_ends_them() -> None:
@@ -189,6 +204,10 @@ def test_after_closing_nothing_hangs() -> None:
     for transfer in (receiver, sender):
         assert transfer.wait(10) is not Outcome.PENDING
         transfer.abort()
+    for offer in (sender.chunk, sender.finish):
+        with pytest.raises(TransferFailed) as caught:
+            offer(TOKENS, PAGES)
+        assert caught.value.reason is FailureReason.PEER_CLOSED
     for act in (
         lambda: pair.prefill.send(2),
         lambda: pair.receive(2),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvflow.backends.nixl_posts import Outbox, Write
+from kvflow.backends.nixl.posts import Outbox, Write
 from kvflow.geometry import Blocks
 from tests.support.instances import deploy
 

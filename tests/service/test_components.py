@@ -9,7 +9,7 @@ import pytest
 
 import kvflow
 from kvflow.errors import FailureReason, PlanError
-from kvflow.geometry import Part, TokenShard, window_tokens
+from kvflow.geometry import TokenPages, TokenShard, window_tokens
 from tests.support.failures import catch
 from tests.support.instances import decode_config, prefill_config
 from tests.support.worlds import ComponentSpec, Rank, RankBuilder, Split, TensorSpec, World
@@ -44,8 +44,8 @@ class Bench:
     def __init__(self, prefill: kvflow.PrefillRank, decode: kvflow.DecodeRank, source: Rank, target: Rank) -> None:
         self.prefill, self.decode, self.source, self.target = prefill, decode, source, target
 
-    def part(self, rank: Rank, name: str, tokens: tuple[int, int]) -> Part:
-        return Part(tokens, rank.pages(name, tokens))
+    def part(self, rank: Rank, name: str, tokens: tuple[int, int]) -> TokenPages:
+        return TokenPages(tokens, rank.pages(name, tokens))
 
     def receiver(self, wanted: dict[str, tuple[int, int]]) -> kvflow.RoomReceiver:
         """Ask for some components, and say of the others that they are not wanted."""
@@ -173,7 +173,7 @@ async def test_nothing_is_kept_of_rooms_that_ended_with_an_empty_chunk() -> None
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(send_and_finish_apart, ranks)
                 await ranks.receive({"kv": (0, NUM_TOKENS)})
-        assert ranks.prefill._planning._tables == {}
+        assert ranks.prefill._planning._granted == {}
 
 
 async def send_and_finish_apart(ranks: Bench) -> None:

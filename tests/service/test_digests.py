@@ -7,47 +7,44 @@ from contextlib import AsyncExitStack, ExitStack
 import anyio
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from typing_extensions import override
 
 import kvflow
 from kvflow import blocking
-from kvflow.backends.base import Backend, BackendEvent, Capabilities, NoticeArrived
+from kvflow.backends.base import Backend, BackendEvent, Capabilities, NoticeArrived, OnBroken, OnEvents
 from kvflow.backends.memory import FaultScript, MemoryBackend
 from kvflow.backends.nixl import NixlBackend
 from kvflow.errors import ConfigError, FailureReason, PlanError, Stage, TransferFailed
 from kvflow.geometry.layout import MemoryRange
 from kvflow.state.tables import Memory, Outcome
-from tests.service.test_any_layout import MAX_RANKS, hand_over, posts, stops_of_layers
+from tests.service.test_any_layout import hand_over, posts, small_worlds, stops_of_layers
+from tests.support.examples import examples
 from tests.support.failures import catch, receive_failure, undisturbed
 from tests.support.instances import BACKENDS, Deployment, Request, decode_config, deploy, make_pool, prefill_config
 from tests.support.pools import Pool
 from tests.support.registries import registry_in_thread
 from tests.support.waiting import until
-from tests.support.worlds import World, worlds
+from tests.support.worlds import World
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.timeout(180)
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), post=posts, stops=stops_of_layers)
+@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
+@given(world=small_worlds, post=posts, stops=stops_of_layers)
 async def test_digests_agree_for_any_pair_of_layouts_over_memory(
     world: World, post: int, stops: tuple[int, ...]
 ) -> None:
-    assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
     await hand_over(world, "memory", digest_every=1, bytes_per_post=post, stops=stops)
 
 
 @pytest.mark.timeout(180)
-@settings(max_examples=10, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), post=posts, stops=stops_of_layers)
+@settings(max_examples=examples(10), suppress_health_check=list(HealthCheck))
+@given(world=small_worlds, post=posts, stops=stops_of_layers)
 async def test_digests_agree_for_any_pair_of_layouts_over_nixl(world: World, post: int, stops: tuple[int, ...]) -> None:
-    assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
-    for rank in (*world.prefill.values(), *world.decode.values()):
-        rank.move(rank.memory.ctypes.data)
     await hand_over(world, "nixl", digest_every=1, bytes_per_post=post, stops=stops)
 
 
@@ -60,7 +57,7 @@ async def test_what_cannot_be_compared_fails_its_transfer_alone(
 
     async with deploy(digest_every=1) as deployment:
         with monkeypatch.context() as patch:
-            patch.setattr("kvflow.stages.verify._Comparison._find_difference", fail)
+            patch.setattr("kvflow.stages.aggregate.find_difference", fail)
             failure = await receive_failure(deployment.request(1, 12))
         assert (failure.reason, failure.stage) == (FailureReason.PROTOCOL, Stage.AGGREGATE)
         assert (str(error) or "out of memory") in failure.detail
@@ -114,11 +111,13 @@ class Corrupting(NixlBackend):
         self.cell = pool.cell("v", 1, page, 0, 5)
 
     @override
-    async def take_events(self) -> Sequence[BackendEvent]:
-        events = await super().take_events()
-        if any(isinstance(event, NoticeArrived) for event in events):
-            self.cell[3] ^= 1
-        return events
+    async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
+        def corrupt(events: Sequence[BackendEvent]) -> None:
+            if any(isinstance(event, NoticeArrived) for event in events):
+                self.cell[3] ^= 1
+            on_events(events)
+
+        await super().open(agent_name, corrupt, on_broken)
 
 
 async def open_decode(deployment: Deployment, stack: AsyncExitStack, pool: Pool, backend: Backend) -> None:
@@ -275,9 +274,9 @@ def test_decode_refuses_digests_of_device_memory() -> None:
 
 @pytest.mark.parametrize("every", [-1, 1.5, "3", None])
 def test_the_setting_is_checked(every: object) -> None:
-    with pytest.raises(ConfigError, match="positive integer") as caught:
+    with pytest.raises(ConfigError, match="integer") as caught:
         decode_config("tcp://127.0.0.1:1", digest_every=every)
-    assert caught.value.values == {"setting": "digest_every", "value": every}
+    assert caught.value.values.items() >= {"setting": "digest_every", "value": every}.items()
 
 
 def test_blocking_ranks_compare_too() -> None:

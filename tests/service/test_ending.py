@@ -178,9 +178,9 @@ async def test_deadline_reaches_both_sides() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(send_and_expect, request, failures)
             failure = await catch(receive)
+            assert failure.quarantined  # the held write had not ended within the drain time
             deployment.faults[0].release()
         assert failure.reason is failures["prefill/0"].reason is FailureReason.DEADLINE
-        assert failure.quarantined  # the held write had not ended within the drain time
         await undisturbed(deployment)
         await until(lambda: not deployment.decode[0].quarantined())  # its late end is the proof
 
@@ -301,7 +301,7 @@ async def test_nothing_is_waited_for_before_it_has_begun() -> None:
             await deployment.prefill[0].send(1).delivered()
 
 
-async def test_doubtful_posts_give_their_credit_back() -> None:
+async def test_posts_in_doubt_give_their_credit_back() -> None:
     async with deploy(limits=Limits(posts_per_peer=1)) as deployment:
         request = deployment.request(1, 4)
         deployment.faults[0].plan.append("doubt")

@@ -48,7 +48,7 @@ async def test_urgent_room_overtakes_what_waits_for_credit(num_rooms: int) -> No
 
 
 async def test_credit_counts_descriptors_that_are_not_planned_yet() -> None:
-    async with deploy(limits=Limits(rows_per_peer=1)) as deployment:
+    async with deploy(limits=Limits(descriptors_per_peer=1)) as deployment:
         requests = [deployment.request(room, 8) for room in range(4)]
         (prefill,), (faults,) = deployment.prefill, deployment.faults
         faults.hold()

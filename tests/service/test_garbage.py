@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import anyio
 import pytest
@@ -16,12 +16,16 @@ from kvflow.geometry import compile_routes
 from kvflow.geometry.routes import Route
 from kvflow.wire.codec import decode, encode
 from kvflow.wire.messages import (
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
     Cancel,
+    Goodbye,
     Hello,
     Message,
     Notice,
     PeerId,
     Ping,
+    Pong,
     RankId,
     Refuse,
     StagingWindow,
@@ -34,7 +38,8 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
-STRANGER = PeerId(RankId("stranger", 0), 99)
+UNKNOWN = PeerId(RankId("unknown", 0), 99)
+NOTHING = Route(engine_rank=0, slices=())
 
 
 @pytest.fixture
@@ -71,8 +76,8 @@ async def ask(endpoint: str, *messages: Message) -> Message:
         [b"KVF\x02" + bytes(100)],
         [b"KVF\x01\x81\xa4type\xa5hello"],
         [b"KVF\x01" + b"\x91" * 2_000],
-        [encode(Ping(peer=STRANGER)), b"one frame too many"],
-        [encode(Ping(peer=STRANGER))[:-1]],
+        [encode(Ping(peer=UNKNOWN)), b"one frame too many"],
+        [encode(Ping(peer=UNKNOWN))[:-1]],
         [bytes(1_000_000)],
     ],
     ids=lambda frames: f"{len(frames)}x{frames[0][:8]!r}",
@@ -81,7 +86,7 @@ async def test_frames_that_are_no_message(deployment: Deployment, frames: list[b
     prefill = deployment.prefill[0]
     with dealer(prefill.endpoint) as line:
         await line.send_multipart(frames)
-        await until(lambda: prefill.statistics().oddities.get("message_rejected"))
+        await until(lambda: prefill.statistics().anomalies.get("message_rejected"))
     await undisturbed(deployment, room=901)
 
 
@@ -96,26 +101,26 @@ async def test_bytes_that_are_no_zmq(deployment: Deployment, data: bytes) -> Non
 @pytest.mark.parametrize(
     "message",
     [
-        Ping(peer=STRANGER),
+        Ping(peer=UNKNOWN),
         grant(room=1, pages={}),
         Cancel(room=1, generation=1, failure=ABORTED),
-        Welcome(peer=STRANGER, version=1),
+        Welcome(peer=UNKNOWN, attempt=0, version=3),
     ],
     ids=lambda message: type(message).__name__,
 )
 async def test_message_before_any_hello_is_refused(deployment: Deployment, message: Message) -> None:
     answer = await ask(deployment.prefill[0].endpoint, message)
     assert isinstance(answer, Refuse)
-    assert "say hello first" in answer.detail
+    assert "handshake required" in answer.detail
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"to": PeerId(RankId("prefill", 0), 1)}, ["another life"]),
-        ({"versions": (7, 9)}, ["protocol version", "(7, 9)", "mine=(1, 2)"]),
-        ({"versions": (0, 0)}, ["protocol version", "(0, 0)", "mine=(1, 2)"]),
-        ({"versions": (2, 1)}, ["protocol version", "(2, 1)", "mine=(1, 2)"]),
+        ({"to": PeerId(RankId("prefill", 0), 1)}, ["hello is for"]),
+        ({"versions": (7, 9)}, ["no protocol version in common: 7 to 9"]),
+        ({"versions": (0, 0)}, ["no protocol version in common: 0 to 0"]),
+        ({"versions": (4, 3)}, ["no protocol version in common: 4 to 3"]),
         ({"backend_metadata": b"junk"}, ["metadata is damaged"]),
         ({"backend_metadata": b""}, ["metadata is damaged"]),
     ],
@@ -125,22 +130,25 @@ async def test_hello_that_does_not_fit_is_refused(
 ) -> None:
     answer = await ask(deployment.prefill[0].endpoint, await a_hello(deployment, **changes))
     assert isinstance(answer, Refuse)
-    assert answer.to == STRANGER
+    assert answer.to == UNKNOWN
     for word in named:
         assert word in answer.detail
 
 
-@pytest.mark.parametrize(("versions", "chosen"), [((1, 1), 1), ((1, 2), 2), ((0, 9), 2), ((2, 2), 2)])
-async def test_the_highest_version_in_common_is_spoken(
-    deployment: Deployment, versions: tuple[int, int], chosen: int
-) -> None:
-    """Only a rank that knows notices of single layers is sent any."""
-    hello = await a_hello(deployment, versions=versions)
-    bootstrap = deployment.prefill[0]._bootstrap
-    bootstrap.admit(b"line", hello, bootstrap.check(hello))
-    cutting = deployment.prefill[0]._core.senders.acquaintances.cutting(STRANGER)
-    assert cutting is not None
-    assert (cutting.layer_piece_bytes is not None) == (chosen == 2)
+async def test_the_highest_version_in_common_is_spoken(deployment: Deployment) -> None:
+    hello = await a_hello(deployment, versions=(0, PROTOCOL_VERSION + 5), route=NOTHING)
+    answer = await ask(deployment.prefill[0].endpoint, hello)
+    assert isinstance(answer, Welcome)
+    assert (answer.version, answer.attempt) == (PROTOCOL_VERSION, hello.attempt)
+
+
+@asynccontextmanager
+async def unknown_peer_metadata() -> AsyncIterator[bytes]:
+    """What the transport needs to write to the unknown peer, for as long as it is there."""
+    async with MemoryBackend() as backend:
+        await backend.open(str(UNKNOWN), lambda _: None, lambda _: None)
+        await backend.register(make_pool().layout)
+        yield backend.metadata()
 
 
 async def a_hello(deployment: Deployment, **changes: object) -> Hello:
@@ -148,10 +156,10 @@ async def a_hello(deployment: Deployment, **changes: object) -> Hello:
     prefill, pool = deployment.prefill[0], make_pool()
     (route,) = compile_routes({0: prefill.layout}, pool.layout, decode_rank=0)
     fields: dict[str, object] = {
-        "peer": STRANGER,
+        "peer": UNKNOWN,
         "to": prefill.me,
         "attempt": 0,
-        "versions": (1, 1),
+        "versions": (OLDEST_VERSION, PROTOCOL_VERSION),
         "lease_s": 5.0,
         "backend": "memory",
         "backend_metadata": b"",
@@ -165,7 +173,7 @@ async def test_notices_from_nobody_count_for_nothing(deployment: Deployment) -> 
     """Everybody can write an in-band notice; only the token of the grant makes it count."""
     request = deployment.request(1, 8)
     rogue = MemoryBackend()
-    await rogue.open("rogue")
+    await rogue.open("rogue", lambda _: None, lambda _: None)
     decode = deployment.decode[0]
     async with anyio.create_task_group() as tasks, request.receiver() as receiver:
         await until(lambda: deployment.prefill[0].statistics().waiting_grants)
@@ -174,10 +182,10 @@ async def test_notices_from_nobody_count_for_nothing(deployment: Deployment) -> 
         )
         target = rogue._fabric.find(str(decode.me))
         assert target is not None
-        for payload in (b"junk", encode(forged), encode(Ping(peer=STRANGER)), b""):
+        for payload in (b"junk", encode(forged), encode(Ping(peer=UNKNOWN)), b""):
             target.deliver(payload)
-        await until(lambda: decode.statistics().oddities.get("notice_rejected", 0) == 3)
-        assert decode.statistics().oddities["notice_with_wrong_token"] == 1
+        await until(lambda: decode.statistics().anomalies.get("notice_rejected", 0) == 3)
+        assert decode.statistics().anomalies["notice_with_wrong_token"] == 1
         assert receiver.outcome.value == "pending"
         tasks.start_soon(request.send)
         await receiver.done()
@@ -185,14 +193,24 @@ async def test_notices_from_nobody_count_for_nothing(deployment: Deployment) -> 
     await rogue.aclose()
 
 
-async def test_a_hello_that_comes_late_over_a_line_given_up_changes_nothing(deployment: Deployment) -> None:
-    bootstrap = deployment.prefill[0]._bootstrap
-    early, late = [await a_hello(deployment, attempt=number) for number in (5, 6)]
-    route = bootstrap.check(late)
-    bootstrap.admit(b"new line", late, route)
-    bootstrap.admit(b"old line", early, route)
-    assert bootstrap._lines[STRANGER] == b"new line"
-    assert b"old line" not in bootstrap._peers
+async def hear(line: zmq.asyncio.Socket) -> Message:
+    return decode((await line.recv_multipart())[0])
+
+
+async def test_a_hello_that_comes_late_over_a_connection_given_up_changes_nothing(deployment: Deployment) -> None:
+    early, late = [await a_hello(deployment, attempt=number, route=NOTHING) for number in (5, 6)]
+    endpoint = deployment.prefill[0].endpoint
+    with dealer(endpoint) as new, dealer(endpoint) as old:
+        await new.send(encode(late))
+        assert isinstance(await hear(new), Welcome)
+        await old.send(encode(early))
+        await old.send(encode(Ping(peer=UNKNOWN)))
+        answer = await hear(old)
+        assert isinstance(answer, Refuse)
+        assert "handshake required" in answer.detail
+        await new.send(encode(Ping(peer=UNKNOWN)))
+        assert isinstance(await hear(new), Pong)
+        await new.send(encode(Goodbye(peer=UNKNOWN)))
 
 
 @pytest.mark.parametrize("is_queued", [False, True])
@@ -200,19 +218,26 @@ async def test_a_decode_rank_that_wants_other_cells_than_before_fails_what_it_wa
     deployment: Deployment, is_queued: bool
 ) -> None:
     prefill = deployment.prefill[0]
-    bootstrap = prefill._bootstrap
-    first = await a_hello(deployment)
-    other = await a_hello(deployment, attempt=1, route=Route(engine_rank=0, pieces=()))
-    bootstrap.admit(b"line", first, bootstrap.check(first))
+    other = await a_hello(deployment, attempt=1, route=NOTHING)
     gate = threading.Event()
     ready = Ready(gate) if is_queued else None
 
     async def send() -> None:
+        async with unknown_peer_metadata() as metadata:
+            first = await a_hello(deployment, backend_metadata=metadata)
+            with dealer(prefill.endpoint) as line:
+                await send_over(line, first)
+
+    async def send_over(line: zmq.asyncio.Socket, first: Hello) -> None:
+        await line.send(encode(first))
+        assert isinstance(await hear(line), Welcome)
+        await line.send(encode(grant(room=1)))
+        await until(lambda: prefill.statistics().waiting_grants)
         async with prefill.send(1) as sender:
-            prefill._on_message(STRANGER, grant(room=1))
             if is_queued:
                 await sender.chunk((0, 4), {"kv": [0]}, ready=ready)
-            bootstrap.admit(b"line", other, bootstrap.check(other))
+            await line.send(encode(other))
+            await until(lambda: sender.failure)
             gate.set()
             await sender.finish((4, 8) if is_queued else (0, 8), {"kv": [1] if is_queued else [0, 1]})
 

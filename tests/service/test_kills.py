@@ -8,60 +8,65 @@ import pytest
 from msgspec.structs import replace
 
 import kvflow
-from kvflow.cli.bench.failures import CASES, FailureRow, FailureSettings, measure_failures
-from kvflow.cli.bench.workers.options import DECODE, PREFILL, WorkerOptions
-from kvflow.cli.bench.workers.process import WorkerFailed, WorkerProcess
+from benchmarks.failures import CASES, Engine, EngineOptions, FailureRow, FailureSettings, measure_failures
+from kvflow.cli.bench.sides import DECODE, PREFILL
+from kvflow.cli.processes import ChildFailed, open_tasks
+from tests.support.slow import slow_except
 
 pytestmark = pytest.mark.anyio
+
+QUICK = {"sigkill-prefill", "abort-decode"}
+"""What is tried without the slow tests: a death and a change of mind."""
 
 ROUNDS = {"sigkill": 4, "sigstop": 2, "abort": 5}
 """Four kills are one of each kind: at once or later, at the same address or another."""
 
 
-def run(case: str, worker: WorkerOptions) -> FailureRow:
+def run(case: str, engine: EngineOptions) -> FailureRow:
     act = case.partition("-")[0]
-    settings = FailureSettings(cases=(case,), rounds=ROUNDS[act], worker=worker)
+    settings = FailureSettings(cases=(case,), rounds=ROUNDS[act], engine=engine)
     (row,) = anyio.run(measure_failures, settings)
     return row
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_except(QUICK, CASES))
 def test_survivor_learns_of_it_keeps_its_pages_and_goes_on(case: str) -> None:
     """No process prints anything, and each that is not killed ends with code 0, or the measurement raises."""
-    row = run(case, WorkerOptions(lease_s=1.0))
+    row = run(case, EngineOptions(lease_s=1.0))
     assert row.faults == {}
     assert (row.ok, row.next_transfer_ok, row.quarantined_pages) == (row.rounds, row.rounds, 0)
     assert row.fds <= 0
     assert row.threads <= 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", ["sigkill-prefill", "sigkill-decode", "sigstop-decode", "abort-prefill"])
 def test_survivor_of_a_transfer_over_mooncake_goes_on(case: str) -> None:
-    """Its engine may keep connections to the dead for a while, but no pages."""
-    row = run(case, WorkerOptions(lease_s=1.0, backend="mooncake"))
+    """Its engine may keep connections to the ended process for a while, but no pages."""
+    row = run(case, EngineOptions(lease_s=1.0, backend="mooncake"))
     assert row.faults == {}
     assert (row.ok, row.next_transfer_ok, row.quarantined_pages) == (row.rounds, row.rounds, 0)
     assert row.threads <= 0
 
 
 async def test_source_pages_come_back_although_the_decode_process_never_does() -> None:
-    options = WorkerOptions(lease_s=1.0)
-    async with kvflow.Registry() as registry, anyio.create_task_group() as tasks, AsyncExitStack() as stack:
+    options = EngineOptions(lease_s=1.0)
+    async with kvflow.Registry() as registry, open_tasks() as tasks, AsyncExitStack() as stack:
         workers = []
         for side in (PREFILL, DECODE):
             own = replace(options, side=side, registry=registry.endpoint)
-            workers.append(await stack.enter_async_context(WorkerProcess(own, tasks)))
+            workers.append(await stack.enter_async_context(Engine(own, tasks)))
         prefill, decode = workers
         for worker in (prefill, decode):
             await worker.expect_ready()
         for room in (1, 2):
             for worker in (prefill, decode):
                 await worker.tell("transfer", room=room)
-            await prefill.expect_chunk(room, 2)
+            await prefill.wait_for(room, "chunk 3")
             if room == 2:
-                decode.signal(signal.SIGKILL)
+                decode.send_signal(signal.SIGKILL)
             ended = await prefill.expect("ended", room)
         assert ended["reason"] in {"write_failed", "peer_lost"}
         await prefill.tell("settle")
@@ -71,13 +76,13 @@ async def test_source_pages_come_back_although_the_decode_process_never_does() -
 
 
 def test_worker_that_cannot_start_is_named_with_what_it_printed() -> None:
-    with pytest.raises(WorkerFailed) as caught:
-        run("abort-decode", WorkerOptions(backend="carrier pigeon"))
+    with pytest.raises(ChildFailed) as caught:
+        run("abort-decode", EngineOptions(backend="carrier pigeon"))
     assert caught.value.values["event"] == "ready"
     assert "carrier pigeon" in str(caught.value.values["printed"])
 
 
 def test_worker_whose_pool_is_empty_says_so_at_once() -> None:
-    with pytest.raises(WorkerFailed) as caught:
-        run("abort-decode", WorkerOptions(pool_pages=100))
+    with pytest.raises(ChildFailed) as caught:
+        run("abort-decode", EngineOptions(num_pages=100))
     assert "pool is empty" in str(caught.value.values["detail"])

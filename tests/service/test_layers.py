@@ -19,11 +19,12 @@ from kvflow import LayersReady, blocking
 from kvflow.config import Limits
 from kvflow.errors import FailureReason, PlanError, TransferFailed
 from kvflow.geometry import head_range
-from kvflow.prefill import make_chunk
+from kvflow.stages.enqueue import make_chunk
 from tests.support.failures import catch
 from tests.support.instances import BACKENDS, NUM_HEADS, NUM_PAGES, PAGE_SIZE, decode_config, prefill_config
-from tests.support.pools import Pool, PoolShape
+from tests.support.pools import PagedShape, Pool
 from tests.support.registries import registry_in_thread
+from tests.support.slow import MOONCAKE_SLOWLY
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -75,7 +76,7 @@ def layers_of(pool: Pool) -> range:
 
 
 def make_pool(tp: int = 1, tp_rank: int = 0, layers: range = range(NUM_LAYERS)) -> Pool:
-    shape = PoolShape(NUM_PAGES, PAGE_SIZE, head_range(NUM_HEADS, tp, tp_rank), 8, len(layers), layers.start)
+    shape = PagedShape(NUM_PAGES, PAGE_SIZE, head_range(NUM_HEADS, tp, tp_rank), 8, len(layers), layers.start)
     return Pool(shape, UNTOUCHED)
 
 
@@ -151,7 +152,7 @@ def stage(number: int, count: int) -> range:
     return range(number * size, (number + 1) * size)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MOONCAKE_SLOWLY)
 @pytest.mark.parametrize(
     ("split", "stops", "num_notices"),
     [

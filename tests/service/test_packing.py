@@ -4,6 +4,7 @@ import functools
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import anyio
 import pytest
@@ -13,17 +14,19 @@ import kvflow
 from kvflow.backends.memory import MemoryBackend
 from kvflow.config import Limits
 from kvflow.errors import ConfigError, FailureReason, PlanError, Stage
-from kvflow.geometry.plan import Outline, outline
+from kvflow.geometry.plan import ExtentPlan, plan_extents
+from kvflow.packing.copier import PackWork
 from kvflow.stages.digests import DigestWork
-from kvflow.stages.packing import PackWork
 from kvflow.state.packing import BLOCK_S
 from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import StagingStatistics
-from tests.service.test_any_layout import MAX_RANKS, hand_over, posts, stops_of_layers
+from tests.service.test_any_layout import hand_over, posts, small_worlds, stops_of_layers
+from tests.support.examples import examples
 from tests.support.failures import catch, receive_failure, undisturbed
-from tests.support.instances import BACKENDS, Deployment, deploy, make_pool, prefill_config
+from tests.support.instances import Deployment, deploy, make_pool, prefill_config
+from tests.support.slow import MOONCAKE_SLOWLY
 from tests.support.waiting import until
-from tests.support.worlds import World, worlds
+from tests.support.worlds import World
 
 pytestmark = pytest.mark.anyio
 
@@ -64,13 +67,20 @@ def staging(rank: kvflow.PrefillRank | kvflow.DecodeRank) -> StagingStatistics:
     return rank.statistics().staging
 
 
-async def slots_are_back(deployment: Deployment, *, lost: int = 0) -> None:
-    """Wait until every slot that is not lost can be used again."""
+def costly(overhead_s: float) -> MemoryBackend:
+    """A transport that takes so long for each descriptor."""
+    backend = MemoryBackend()
+    backend.capabilities = replace(MemoryBackend.capabilities, descriptor_overhead_s=overhead_s)
+    return backend
+
+
+async def slots_are_back(deployment: Deployment) -> None:
+    """Wait until every slot can be used again."""
     await deployment.settle()
     for rank in deployment.prefill:
         await until(functools.partial(_has_all_slots, rank))
         assert staging(rank).slots_taken == 0
-        assert staging(rank).slots_lost == lost
+        assert staging(rank).slots_lost == 0
 
 
 def _has_all_slots(rank: kvflow.PrefillRank) -> bool:
@@ -78,43 +88,37 @@ def _has_all_slots(rank: kvflow.PrefillRank) -> bool:
 
 
 @pytest.mark.timeout(120)
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), post=posts, stops=stops_of_layers)
+@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
+@given(world=small_worlds, post=posts, stops=stops_of_layers)
 async def test_any_layout_is_packed_over_memory(world: World, post: int, stops: tuple[int, ...]) -> None:
-    assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
     found = await hand_over(world, "memory", bytes_per_post=post, stops=stops, packing="always")
     assert found.direct_posts == 0
 
 
 @pytest.mark.timeout(120)
-@settings(max_examples=20, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), post=posts, stops=stops_of_layers)
+@settings(max_examples=examples(20), suppress_health_check=list(HealthCheck))
+@given(world=small_worlds, post=posts, stops=stops_of_layers)
 async def test_digests_agree_with_what_was_scattered(world: World, post: int, stops: tuple[int, ...]) -> None:
-    assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
     await hand_over(world, "memory", bytes_per_post=post, stops=stops, packing="always", digest_every=1)
 
 
 @pytest.mark.timeout(180)
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), post=posts)
+@settings(max_examples=examples(8), suppress_health_check=list(HealthCheck))
+@given(world=small_worlds, post=posts)
 async def test_any_layout_is_packed_over_nixl(world: World, post: int) -> None:
-    assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
-    for rank in (*world.prefill.values(), *world.decode.values()):
-        rank.move(rank.memory.ctypes.data)
     assert (await hand_over(world, "nixl", bytes_per_post=post, packing="always")).direct_posts == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
-@settings(max_examples=4, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), post=posts)
+@settings(max_examples=examples(4), suppress_health_check=list(HealthCheck))
+@given(world=small_worlds, post=posts)
 async def test_any_layout_is_packed_over_mooncake(world: World, post: int) -> None:
     assume(len(world.prefill) + len(world.decode) <= 4)
-    for rank in (*world.prefill.values(), *world.decode.values()):
-        rank.move(rank.memory.ctypes.data)
     assert (await hand_over(world, "mooncake", bytes_per_post=post, packing="always")).direct_posts == 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MOONCAKE_SLOWLY)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2), (3, 2)])
 async def test_pieces_wait_for_slots_and_all_arrive(backend: str, prefill_tp: int, decode_tp: int) -> None:
     """Eight pages and a bit, from a prefix on, in chunks, through one slot of each window."""
@@ -122,7 +126,7 @@ async def test_pieces_wait_for_slots_and_all_arrive(backend: str, prefill_tp: in
         request = deployment.request(1, 34)
         await request.hand_over(chunk=9, start=3)
         request.assert_arrived(3)
-        request.assert_untouched(0, 3)
+        request.assert_untouched(3)
         await slots_are_back(deployment)
         for rank in deployment.prefill:
             assert staging(rank).direct_posts == 0
@@ -167,7 +171,7 @@ async def test_small_pieces_are_packed_when_that_is_quicker_and_large_ones_never
 
     class Costly(MemoryBackend):
         capabilities = kvflow.backends.base.Capabilities(
-            in_band_notices=True, memory_kinds=frozenset({"DRAM"}), ends_with_process=True, row_overhead_s=1.0
+            in_band_notices=True, memory_kinds=frozenset({"DRAM"}), ends_with_process=True, descriptor_overhead_s=1.0
         )
 
     for costly, tp, expected in [(True, 2, True), (False, 2, False)]:
@@ -188,24 +192,19 @@ async def test_small_pieces_are_packed_when_that_is_quicker_and_large_ones_never
 async def test_a_piece_whose_pages_happen_to_follow_each_other_goes_direct_and_gives_its_slots_back(
     gathered_inline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rows were expected to cost more than packing it; in fact there is one for each layer and tensor."""
+    """Its descriptors were expected to cost more than packing it; in fact there is one for each layer and tensor."""
     outlined: list[str] = []
 
-    def noted(*args: object, **options: object) -> Outline:
+    def noted(*args: object, **options: object) -> ExtentPlan:
         outlined.append(threading.current_thread().name)
-        return outline(*args, **options)  # type: ignore[arg-type]
+        return plan_extents(*args, **options)  # type: ignore[arg-type]
 
-    class Costly(MemoryBackend):
-        capabilities = kvflow.backends.base.Capabilities(
-            in_band_notices=True, memory_kinds=frozenset({"DRAM"}), ends_with_process=True, row_overhead_s=BLOCK_S / 8
-        )
-
-    monkeypatch.setattr("kvflow.stages.planning.outline", noted)
-    monkeypatch.setattr("kvflow.stages.packing.BYTES_GATHERED_INLINE", gathered_inline)
+    monkeypatch.setattr("kvflow.stages.planning.plan_extents", noted)
+    monkeypatch.setattr("kvflow.state.prefill.core.BYTES_GATHERED_INLINE", gathered_inline)
     async with deploy(prefill_tp=0) as deployment, AsyncExitStack() as stack:
         pool = make_pool()
-        config = prefill_config(deployment.registry.endpoint)
-        deployment.prefill.append(await deployment.open(kvflow.PrefillRank(config, pool.layout, Costly()), stack))
+        rank = kvflow.PrefillRank(prefill_config(deployment.registry.endpoint), pool.layout, costly(BLOCK_S / 8))
+        deployment.prefill.append(await deployment.open(rank, stack))
         deployment.sources.append(pool)
         for side in (pool, *deployment.targets):
             deployment.free[id(side)] = list(range(20))
@@ -214,7 +213,7 @@ async def test_a_piece_whose_pages_happen_to_follow_each_other_goes_direct_and_g
         request.assert_arrived()
         found = staging(deployment.prefill[0])
         assert (found.packed_posts, found.direct_posts) == (0, 1)
-        assert (deployment.prefill[0]._enqueue._slots.local.is_whole, len(outlined)) == (True, 1)
+        assert (deployment.prefill[0]._core.local_slots.is_whole, len(outlined)) == (True, 1)
         assert (outlined[0] == threading.current_thread().name) is (gathered_inline > 1)
         for side in (pool, *deployment.targets):
             deployment.free[id(side)] = list(range(50, 20, -2))
@@ -226,18 +225,12 @@ async def test_a_piece_whose_pages_happen_to_follow_each_other_goes_direct_and_g
 
 async def test_a_large_chunk_whose_pages_follow_each_other_is_not_cut_into_slots() -> None:
     """Descriptors are as long as the runs are, on whichever side these are shorter."""
-
-    class Costly(MemoryBackend):
-        capabilities = kvflow.backends.base.Capabilities(
-            in_band_notices=True, memory_kinds=frozenset({"DRAM"}), ends_with_process=True, row_overhead_s=BLOCK_S / 2
-        )
-
     together, apart = list(range(20)), list(range(60, 20, -2))
     slot = {"staging_slot_bytes": SLOT_BYTES, "staging_bytes": 8 * SLOT_BYTES}
     async with deploy(prefill_tp=0, receiving={**slot, "staging_slots": 2}) as deployment, AsyncExitStack() as stack:
         pool, (target,) = make_pool(), deployment.targets
         config = prefill_config(deployment.registry.endpoint, **slot)
-        rank = await deployment.open(kvflow.PrefillRank(config, pool.layout, Costly()), stack)
+        rank = await deployment.open(kvflow.PrefillRank(config, pool.layout, costly(BLOCK_S / 2)), stack)
         deployment.prefill.append(rank)
         deployment.sources.append(pool)
         before = 0
@@ -254,22 +247,24 @@ async def test_a_large_chunk_whose_pages_follow_each_other_is_not_cut_into_slots
 
 async def test_who_packs_always_does_not_ask_what_the_direct_way_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
     async with packing() as deployment:
-        monkeypatch.setattr("kvflow.stages.planning.outline", lambda *_, **__: 1 // 0)
+        monkeypatch.setattr("kvflow.stages.planning.plan_extents", lambda *_, **__: 1 // 0)
         await undisturbed(deployment)
         assert staging(deployment.prefill[0]).packed_posts == 3
-        assert not deployment.decode[0]._scatter._tables, "kept for transfers that are over"
+        scattering = deployment.decode[0]._aggregate._scattering
+        assert scattering is not None
+        assert not scattering._tables, "kept for transfers that are over"
 
 
 @pytest.mark.parametrize("error", [PlanError("odd"), MemoryError()])
 async def test_a_piece_whose_digests_cannot_be_worked_out_fails_its_transfer_and_gives_its_slots_back(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_work: DigestWork, _ranges: object) -> dict[str, int]:
+    def fail(*_: object) -> int:
         raise error
 
     async with packing(digest_every=1, slots=1) as deployment:
         with monkeypatch.context() as patch:
-            patch.setattr(DigestWork, "digests", fail)
+            patch.setattr(DigestWork, "digest", fail)
             failure = await receive_failure(deployment.request(1, 12))
         assert (failure.reason, failure.stage) == (FailureReason.INVALID_PAGES, Stage.PLANNING)
         assert failure.detail == (str(error) or "out of memory")
@@ -303,7 +298,7 @@ async def test_an_engine_leaves_while_packed_pieces_are_under_way(side: str) -> 
             (sending if side == "prefill" else receiving).cancel()
             await anyio.wait_all_tasks_blocked()
             faults.release()
-        request.assert_untouched(0, 40)
+        request.assert_untouched(40)
         await slots_are_back(deployment)
         await undisturbed(deployment)
 
@@ -406,7 +401,7 @@ async def test_closing_a_rank_waits_for_who_scatters_into_its_memory(monkeypatch
         request.assert_arrived()
 
 
-async def test_the_next_life_of_a_prefill_rank_gets_a_window_of_its_own() -> None:
+async def test_the_next_incarnation_of_a_prefill_rank_gets_a_window_of_its_own() -> None:
     """The first one's comes back when it is proved that it has ended, as this transport allows."""
     async with packing(windows=2) as deployment, AsyncExitStack() as stack:
         await undisturbed(deployment)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -23,16 +23,17 @@ from kvflow.config import Limits
 from kvflow.errors import ConfigError, FailureReason
 from kvflow.geometry.layout import MemoryKind, MemoryRange
 from kvflow.geometry.pack import PackedRuns
-from kvflow.stages import device
-from kvflow.stages.device import DeviceCopier
-from tests.service.test_any_layout import MAX_RANKS, posts, stops_of_layers, transfer
+from kvflow.packing import device
+from kvflow.packing.device import DeviceCopier
+from tests.service.test_any_layout import posts, small_worlds, stops_of_layers, transfer
 from tests.support import instances
+from tests.support.examples import examples
 from tests.support.failures import receive_failure, undisturbed
 from tests.support.instances import deploy, prefill_config
 from tests.support.pools import Pool
 from tests.support.torch_buffers import TorchBuffer, device_of_cuda
 from tests.support.waiting import until
-from tests.support.worlds import Rank, World, worlds
+from tests.support.worlds import Rank, World
 
 pytestmark = pytest.mark.anyio
 
@@ -81,10 +82,9 @@ def sides(world: World, of: Kinds) -> Iterator[tuple[Rank, MemoryKind]]:
 
 
 @pytest.mark.timeout(120)
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), of=kinds, post=posts, stops=stops_of_layers)
+@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
+@given(world=small_worlds, of=kinds, post=posts, stops=stops_of_layers)
 async def test_any_layout_is_packed_by_torch(world: World, of: Kinds, post: int, stops: tuple[int, ...]) -> None:
-    assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
     world.compute()
     for rank, kind in sides(world, of):
         rank.move(rank.memory.ctypes.data)
@@ -102,10 +102,9 @@ async def test_any_layout_is_packed_by_torch(world: World, of: Kinds, post: int,
 @pytest.mark.device
 @pytest.mark.skipif(device_of_cuda() is None, reason="no GPU")
 @pytest.mark.timeout(600)
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-@given(world=worlds(), of=kinds, post=posts)
+@settings(max_examples=examples(8), deadline=None, suppress_health_check=list(HealthCheck))
+@given(world=small_worlds, of=kinds, post=posts)
 async def test_any_layout_is_packed_on_a_gpu(world: World, of: Kinds, post: int) -> None:
-    assume(len(world.prefill) + len(world.decode) <= MAX_RANKS)
     on = device_of_cuda()
     assert on is not None
     world.compute()
@@ -122,6 +121,12 @@ async def test_any_layout_is_packed_on_a_gpu(world: World, of: Kinds, post: int)
     for rank in world.decode.values():
         np.testing.assert_array_equal(rank.memory, world.expected(rank, world.held()))
     assert found.direct_posts == 0
+
+
+STAGING = {"staging_bytes": 2**23, "staging_slot_bytes": 2**16}
+"""Asked for: device memory is not taken by itself."""
+SENDING = {**STAGING, "packing": "always"}
+RECEIVING = {**STAGING, "staging_slots": 4}
 
 
 @pytest.fixture
@@ -144,8 +149,8 @@ async def test_without_a_device_or_torch_everything_goes_direct(monkeypatch: pyt
         if missing == "device":
             monkeypatch.setattr(device, "find_device", lambda _: None)
         else:
-            monkeypatch.setitem(sys.modules, "kvflow.stages.device", None)
-        async with deploy(sending={"packing": "always"}) as deployment:
+            monkeypatch.setitem(sys.modules, "kvflow.packing.device", None)
+        async with deploy(sending=SENDING, receiving=RECEIVING) as deployment:
             await undisturbed(deployment)
             sent = deployment.prefill[0].statistics().staging
             assert (sent.packed_posts, sent.direct_posts > 0) == (0, True)
@@ -167,7 +172,8 @@ async def test_a_device_without_memory_left_fails_the_transfer_and_the_slots_com
         copy_runs(runs, slot, on, gather=gather)
 
     with processor_as_device():
-        async with deploy(sending={"packing": "always"}, limits=Limits(bytes_per_post=1)) as deployment:
+        limits = Limits(bytes_per_post=1)
+        async with deploy(sending=SENDING, receiving=RECEIVING, limits=limits) as deployment:
             with monkeypatch.context() as patch:
                 patch.setattr(device, "copy_runs", fail)
                 failure = await receive_failure(deployment.request(1, 4))
@@ -188,5 +194,5 @@ def test_staging_memory_that_does_not_fit_is_refused_with_its_setting(monkeypatc
         monkeypatch.setattr(torch, "zeros", fail)
         layout = instances.make_pool().layout
         with pytest.raises(ConfigError, match="staging_bytes"):
-            kvflow.PrefillRank(prefill_config("tcp://127.0.0.1:1"), layout)
-        kvflow.PrefillRank(prefill_config("tcp://127.0.0.1:1", staging_bytes=0), layout)
+            kvflow.PrefillRank(prefill_config("tcp://127.0.0.1:1", staging_bytes=2**25), layout)
+        kvflow.PrefillRank(prefill_config("tcp://127.0.0.1:1"), layout)

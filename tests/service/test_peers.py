@@ -1,5 +1,7 @@
 """Peers that die, and come back as somebody else with the same name."""
 
+import signal
+
 import anyio
 import pytest
 
@@ -17,8 +19,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("is_port_fixed", [False, True], ids=["any port", "same port"])
-async def test_killed_prefill_is_noticed_and_its_successor_is_greeted(is_port_fixed: bool) -> None:
-    """The registry still knows the dead life when the second request comes; both lives may even share an address."""
+async def test_killed_prefill_is_noticed_and_its_successor_is_connected(is_port_fixed: bool) -> None:
+    """The registry still has the dead incarnation at the second request; both incarnations may share an address."""
     port = unused_port() if is_port_fixed else 0
     pool = make_pool()
     async with kvflow.Registry() as registry:
@@ -38,9 +40,9 @@ async def test_killed_prefill_is_noticed_and_its_successor_is_greeted(is_port_fi
                     assert failure.quarantined
 
                 tasks.start_soon(receive_and_lose)
-                await first.send("2")
-                await first.expect("half")
-                first.process.kill()
+                await first.tell("send", room=2)
+                await first.expect("half", 2)
+                first.send_signal(signal.SIGKILL)
             assert receiver.memory is Memory.QUARANTINED
             assert decode.quarantined() == [receiver]
             async with prefill_process(registry.endpoint, port) as second:

@@ -1,27 +1,59 @@
 """Pages in quarantine as engines and operators see them; peers that fail again and again, or are gone for good."""
 
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import anyio
 import pytest
 
 import kvflow
 from kvflow.backends.nixl import NixlBackend
+from kvflow.cli.processes import ChildProcess
 from kvflow.config import Limits, Timeouts
-from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, TransferFailed
+from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage, TransferFailed
+from kvflow.geometry.layout import MemoryRange
+from kvflow.state.decode.core import DecodeCore
+from kvflow.state.events import MessageArrived, ProbeFinished
+from kvflow.state.prefill import peers
+from kvflow.state.prefill.core import PrefillCore
 from kvflow.state.tables import Memory
+from kvflow.wire.messages import Cancel
 from tests.support.failures import catch, undisturbed
 from tests.support.instances import Deployment, Request, decode_config, deploy, make_pool, prefill_config
 from tests.support.ports import unused_port
 from tests.support.prefill_client import hand_over, prefill_process
-from tests.support.prefill_process import PAGES, TOKENS
+from tests.support.prefill_process import FILL, PAGES, TOKENS
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
 QUICK_DRAIN = Timeouts(drain_s=0.1, lease_s=2.0)
+
+
+def watch_core(
+    monkeypatch: pytest.MonkeyPatch, core: type[PrefillCore | DecodeCore], is_meant: Callable[[object], bool]
+) -> list[object]:
+    """The events from now on that a test waits for."""
+    seen: list[object] = []
+    handle: Callable[..., Any] = core.handle
+
+    def watched(self: PrefillCore | DecodeCore, event: object, now: float) -> object:
+        if is_meant(event):
+            seen.append(event)
+        return handle(self, event, now)
+
+    monkeypatch.setattr(core, "handle", watched)
+    return seen
+
+
+def is_cancel(event: object) -> bool:
+    return isinstance(event, MessageArrived) and isinstance(event.message, Cancel)
+
+
+def is_answered_probe(event: object) -> bool:
+    return isinstance(event, ProbeFinished) and not event.is_gone
 
 
 async def doubt(deployment: Deployment, room: int, num_tokens: int = 8) -> Request:
@@ -79,7 +111,7 @@ async def test_a_release_is_for_what_is_in_quarantine_and_happens_once() -> None
         assert decode.statistics().quarantined == 0
 
 
-async def test_releasing_source_pages_proves_nothing_to_the_decode_rank() -> None:
+async def test_releasing_source_pages_proves_nothing_to_the_decode_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     async with deploy(timeouts=Timeouts(drain_s=0.1, lease_s=0.6)) as deployment:
         request = deployment.request(1, 4)
         faults, prefill, decode = deployment.faults[0], deployment.prefill[0], deployment.decode[0]
@@ -89,7 +121,8 @@ async def test_releasing_source_pages_proves_nothing_to_the_decode_rank() -> Non
             async with request.receiver() as receiver:
                 await until(lambda: faults.posted)
         prefill.release(prefill.quarantined()[0])
-        await anyio.sleep(1.0)  # the decode rank asks again meanwhile; an answer would be wrong
+        cancels = watch_core(monkeypatch, PrefillCore, is_cancel)
+        await until(lambda: len(cancels) >= 2)  # the decode rank asks again, and would not if it was answered
         assert decode.quarantined() == [receiver]
         faults.release()
         await until(lambda: receiver.memory is Memory.SAFE)
@@ -138,12 +171,16 @@ async def test_an_instance_that_never_answers_is_avoided_and_heals() -> None:
         kvflow.DecodeRank(decode_config(registry.endpoint, timeouts=timeouts), target.layout) as decode,
     ):
         reasons = [await try_once(decode) for _ in range(5)]
-        assert reasons == [FailureReason.UNREACHABLE] * 3 + [FailureReason.PEER_FAILING] * 2
+        assert reasons == [FailureReason.UNREACHABLE] + [FailureReason.PEER_FAILING] * 4
         async with kvflow.PrefillRank(prefill_config(registry.endpoint), source.layout) as prefill:
 
             async def send() -> None:
-                async with prefill.send(1) as sender:
-                    await sender.finish((0, 4), {"kv": [1]})
+                """Until a receive takes it: the decode rank declines what it does not try."""
+                with suppress(TransferFailed):
+                    async with prefill.send(1) as sender:
+                        await sender.finish((0, 4), {"kv": [1]})
+                    return
+                await send()
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(send)
@@ -151,10 +188,13 @@ async def test_an_instance_that_never_answers_is_avoided_and_heals() -> None:
                 while reason is FailureReason.PEER_FAILING:
                     await anyio.sleep(0.05)
                     reason = await try_once(decode)
-                assert reason is None, "the probe after the pause succeeds"
+                assert reason is None, "the handshake, which goes on, succeeds"
 
 
-async def test_a_decode_rank_to_which_writes_fail_greets_anew_and_the_next_transfer_passes() -> None:
+async def test_a_decode_rank_to_which_writes_fail_connects_again_and_the_next_transfer_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers, "SAME_CAUSE_S", 0.0)  # each failure counts, however soon it follows the one before
     async with deploy(timeouts=Timeouts(lease_s=2.0, drain_s=0.5)) as deployment:
         prefill, decode = deployment.prefill[0], deployment.decode[0]
         for room in (1, 2, 3):
@@ -163,11 +203,9 @@ async def test_a_decode_rank_to_which_writes_fail_greets_anew_and_the_next_trans
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(catch, request.send)
                 tasks.start_soon(catch, request.receive)
-            await anyio.sleep(0.55)  # failures at one moment count as one
-        await until(lambda: (prefill.statistics().peers, decode.statistics().peers) == (0, 0))
-        await anyio.sleep(1.0)  # the decode rank's own pause
         await undisturbed(deployment)
-        assert prefill.statistics().peers == 1
+        assert (prefill.statistics().peers, decode.statistics().peers) == (1, 1)
+        assert prefill.statistics().times.stages[Stage.BOOTSTRAP].count == 2, "it connected anew"
 
 
 # Processes that are gone -------------------------------------------------------------------------------------------
@@ -181,23 +219,37 @@ async def decode_rank(registry: str) -> AsyncIterator[kvflow.DecodeRank]:
         yield decode
 
 
+def has_bytes(decode: kvflow.DecodeRank) -> bool:
+    """Something that the prefill process has sent is in the pages."""
+    region = decode.layout.components[0].regions[0]
+    return bool((decode._backend.view(MemoryRange(region.address, region.span)) == FILL).any())
+
+
+async def stop_in_the_middle(
+    decode: kvflow.DecodeRank, prefill: ChildProcess, how: signal.Signals
+) -> kvflow.RoomReceiver:
+    """Stop a prefill process when a part of room 1 has arrived; give the receiver once it has failed."""
+    receiver = decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
+
+    async def receive() -> None:
+        async with receiver:
+            await receiver.done()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(catch, receive)
+        await prefill.tell("send", room=1)
+        await prefill.expect("half", 1)
+        await until(lambda: has_bytes(decode))
+        prefill.send_signal(how)
+    return receiver
+
+
 @pytest.mark.parametrize("is_port_fixed", [False, True], ids=["another port", "same port"])
 async def test_death_of_a_prefill_process_ends_the_quarantine_without_a_new_room(is_port_fixed: bool) -> None:
     port = unused_port() if is_port_fixed else 0
     async with kvflow.Registry() as registry, decode_rank(registry.endpoint) as decode:
         async with prefill_process(registry.endpoint, port) as first:
-            receiver = decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
-
-            async def receive() -> None:
-                async with receiver:
-                    await receiver.done()
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(catch, receive)
-                await first.send("1")
-                await first.expect("half")
-                await until(lambda: receiver._num_noted)
-                first.process.kill()
+            receiver = await stop_in_the_middle(decode, first, signal.SIGKILL)
             assert receiver.failure is not None
             assert receiver.failure.reason is FailureReason.PEER_LOST
         async with prefill_process(registry.endpoint, port) as second:
@@ -206,27 +258,17 @@ async def test_death_of_a_prefill_process_ends_the_quarantine_without_a_new_room
             await hand_over(decode, second, 2)
 
 
-async def test_a_process_that_hangs_is_not_taken_for_dead() -> None:
+async def test_a_process_that_hangs_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its port answers: its host does that. Only when it is killed the pages are free."""
     async with (
         kvflow.Registry() as registry,
         decode_rank(registry.endpoint) as decode,
         prefill_process(registry.endpoint, 0) as first,
     ):
-        receiver = decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
-
-        async def receive() -> None:
-            async with receiver:
-                await receiver.done()
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(catch, receive)
-            await first.send("1")
-            await first.expect("half")
-            await until(lambda: receiver._num_noted)
-            first.process.send_signal(signal.SIGSTOP)
+        receiver = await stop_in_the_middle(decode, first, signal.SIGSTOP)
         hung = receiver.memory
-        await anyio.sleep(1.5)  # it is probed meanwhile
+        probes = watch_core(monkeypatch, DecodeCore, is_answered_probe)
+        await until(lambda: len(probes) >= 2)
         assert (hung, receiver.memory) == (Memory.QUARANTINED, Memory.QUARANTINED)
-        first.process.kill()
+        first.send_signal(signal.SIGKILL)
         await until(lambda: receiver.memory is Memory.SAFE)

@@ -19,7 +19,7 @@ TRANSFERS = 1_000
 ROOM_FOR_ALLOCATOR_KIB = 4_096
 """What the allocator may keep or give back between two looks; 1,000 leaks of 4 KiB would show."""
 
-REMEMBERED = ("_Tombstone", "Ending")
+REMEMBERED = ("_Ended", "ClosedGeneration")
 """What has ended is remembered up to a bound, so these types may grow."""
 
 SWEPT_LATE = 200
@@ -63,6 +63,7 @@ async def transfer_once(deployment: Deployment, room: int) -> None:
     deployment.give_back(request)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_thousand_transfers_one_after_another(backend: str) -> None:

@@ -4,19 +4,24 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, Final
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvflow.backends.base import PostEnded, PostInDoubt
-from kvflow.errors import FailureReason
-from kvflow.stages import verify
+from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
+from kvflow.stages import aggregate
 from kvflow.stages.submit import Submit
-from kvflow.state import core, receiver, receivers, sender, senders, slots, tables
-from kvflow.state.acquaintances import Acquaintances
-from kvflow.state.effects import Effect, PostPlan, WrittenBy
+from kvflow.state import tables
+from kvflow.state.decode import core as decode_core
+from kvflow.state.decode import peers as decode_peers
+from kvflow.state.decode import progress
+from kvflow.state.decode import room as decode_room
+from kvflow.state.decode import rooms as decode_rooms
+from kvflow.state.effects import DecodeEffect, DropPlan, PostPlan, PrefillEffect, WrittenBy
 from kvflow.state.events import Chunk, PlanFinished
-from kvflow.state.pieces import Piece, pieces_of
+from kvflow.state.prefill import peers as prefill_peers
+from kvflow.state.prefill import pieces, queue, slots
+from kvflow.state.prefill import room as prefill_room
+from kvflow.state.prefill import rooms as prefill_rooms
 from kvflow.state.tables import Memory, Outcome, RankState, Signal
 from kvflow.wire.messages import Notice
 
@@ -39,52 +44,50 @@ def failure_releases_pages(patch: Patch) -> None:
 
 
 def elapsed_time_is_a_proof(patch: Patch) -> None:
-    memory_table(patch, {(Memory.DRAINING, Signal.DOUBTED): Memory.SAFE})
+    memory_table(patch, {(Memory.DRAINING, Signal.IN_DOUBT): Memory.SAFE})
 
 
 def one_complete_rank_is_enough(patch: Patch) -> None:
-    def count(progress: receiver.RankProgress) -> bool:
-        return progress.state is RankState.COMPLETE
+    original = decode_room.Room._review
 
-    original = receiver.Receiver._review
-
-    def review(self: receiver.Receiver, extra: Signal | None = None) -> list[Effect]:
-        if self.state.is_pending and any(count(progress) for progress in self.ranks.values()):
+    def review(self: decode_room.Room, extra: Signal | None = None) -> list[DecodeEffect]:
+        is_complete = any(rank.state is RankState.COMPLETE for rank in self.ranks.values())
+        if self.state.is_pending and is_complete and not self.is_scattering:
             self.state.apply(Signal.COMPLETED)
-            return [self._report(), *self._received()]
+            return [self._report(), *self._acks()]
         return original(self, extra)
 
-    patch.setattr(receiver.Receiver, "_review", review)
+    patch.setattr(decode_room.Room, "_review", review)
 
 
-def change_count(patch: Patch, count: Callable[[receiver.RankProgress, Notice], str | None]) -> None:
+def change_count(patch: Patch, count: Callable[[progress.RankProgress, Notice], str | None]) -> None:
     """Count notices in another way, which may call a rank complete while some are missing."""
 
-    def written(self: receiver.RankProgress) -> WrittenBy:
+    def written(self: progress.RankProgress) -> WrittenBy:
         return WrittenBy(self.rank, tuple(self._notices.values()))
 
-    patch.setattr(receiver.RankProgress, "count", count)
-    patch.setattr(receiver.RankProgress, "written", property(written))
+    patch.setattr(progress.RankProgress, "count", count)
+    patch.setattr(progress.RankProgress, "written", property(written))
 
 
 def last_notice_is_enough(patch: Patch) -> None:
     """Notices are not counted, and their bytes not added up."""
-    original = receiver.RankProgress.count
+    original = progress.RankProgress.count
 
-    def count(self: receiver.RankProgress, notice: Any) -> str | None:
+    def count(self: progress.RankProgress, notice: Notice) -> str | None:
         found = original(self, notice)
         if found is None and notice.last:
             self.state = RankState.COMPLETE
         return found
 
-    patch.setattr(receiver.RankProgress, "count", count)
+    change_count(patch, count)
 
 
 def notices_count_twice(patch: Patch) -> None:
     """A duplicate counts like another notice, and nobody adds up the bytes."""
-    original = receiver.RankProgress.count
+    original = progress.RankProgress.count
 
-    def count(self: receiver.RankProgress, notice: Any) -> str | None:
+    def count(self: progress.RankProgress, notice: Notice) -> str | None:
         counted = vars(self)
         counted["total"] = counted.get("total", 0) + 1
         found = original(self, notice)
@@ -96,119 +99,111 @@ def notices_count_twice(patch: Patch) -> None:
 
 
 def tokens_do_not_matter(patch: Patch) -> None:
-    original = receiver.Receiver.notice
+    original = decode_room.Room.notice
 
-    def notice(self: receiver.Receiver, found: Any, peer: Any) -> list[Effect]:
-        progress = self.ranks.get(found.engine_rank)
-        token = progress.token if progress else 0
-        return original(self, msgspec.structs.replace(found, token=token), peer)
+    def notice(self: decode_room.Room, found: Notice, sender: Any, now: float) -> list[DecodeEffect]:
+        known = self.ranks.get(found.engine_rank)
+        return original(self, replace(found, token=known.token if known else 0), sender, now)
 
-    patch.setattr(receiver.Receiver, "notice", notice)
+    patch.setattr(decode_room.Room, "notice", notice)
 
 
 def decode_ignores_generations(patch: Patch) -> None:
-    def find(self: receivers.Receivers, room: int, generation: int) -> Any:
-        return self.receivers.get(self.rooms.get(room, generation))
+    def find(self: decode_rooms.Rooms, number: int, generation: int) -> Any:
+        return self.rooms.get(self.generations.get(number, generation))
 
-    patch.setattr(receivers.Receivers, "_find", find)
+    patch.setattr(decode_rooms.Rooms, "_find", find)
 
 
-def tombstones_are_forgotten(patch: Patch) -> None:
-    patch.setattr(Acquaintances, "end", lambda *_: None)
+def closed_generations_are_forgotten(patch: Patch) -> None:
+    patch.setattr(prefill_peers.DecodePeers, "close", lambda *_: None)
 
 
 def late_grant_is_obeyed_after_cancel(patch: Patch) -> None:
-    original = senders.Senders.cancel
+    original = prefill_rooms.Rooms.cancel
 
-    def cancel(self: senders.Senders, peer: Any, message: Any, now: float) -> list[Effect]:
+    def cancel(self: prefill_rooms.Rooms, peer: Any, message: Any, now: float) -> list[PrefillEffect]:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Acquaintances, "end", lambda *_: None)
+            inner.setattr(prefill_peers.DecodePeers, "close", lambda *_: None)
             return original(self, peer, message, now)
 
-    patch.setattr(senders.Senders, "cancel", cancel)
+    patch.setattr(prefill_rooms.Rooms, "cancel", cancel)
 
 
 def drained_is_said_before_posts_end(patch: Patch) -> None:
-    original = sender.Delivery._stop
+    original = prefill_room.Delivery._stop
 
-    def stop(self: sender.Delivery, signal: Signal, failure: Any) -> list[Effect]:
-        effects = original(self, signal, failure)
-        self.state.apply(Signal.QUIET)
-        return effects
+    def stop(self: prefill_room.Delivery, signal: Signal, failure: Any) -> None:
+        original(self, signal, failure)
+        self._apply(Signal.QUIET)
 
-    patch.setattr(sender.Delivery, "_stop", stop)
+    patch.setattr(prefill_room.Delivery, "_stop", stop)
+    patch.setattr(prefill_room.Delivery, "is_fenced", property(lambda self: not self.state.is_pending))
 
 
 def posting_goes_on_after_the_end(patch: Patch) -> None:
     """Whatever was planned is posted, though the delivery has ended."""
-    original = sender.Delivery.plan_finished
+    original = prefill_room.Delivery.plan_finished
 
-    def plan_finished(self: sender.Delivery, plan: PlanFinished) -> list[Effect]:
+    def plan_finished(self: prefill_room.Delivery, plan: PlanFinished) -> list[PrefillEffect]:
         effects = original(self, plan)
-        if self.state.is_pending or not plan.num_bytes:
+        if not effects or not isinstance(effects[0], DropPlan):
             return effects
-        self._posted[plan.seq] = self._noticed[0] if self._noticed else template(self, plan.seq, plan.num_bytes)
-        return [PostPlan(self.id, plan.seq, self._posted[plan.seq])]
+        notice = Notice(
+            room=self.id.room,
+            generation=self.id.generation,
+            token=self.grant.token,
+            engine_rank=self._context.me.rank.engine_rank,
+            seq=plan.seq,
+            ranges={},
+            num_bytes=0,
+            staged=plan.staged,
+        )
+        self._note_post(plan.seq, notice)
+        return [PostPlan(self.id, plan.seq, notice)]
 
-    patch.setattr(sender.Delivery, "plan_finished", plan_finished)
-
-
-def template(delivery: sender.Delivery, seq: int, num_bytes: int) -> Any:
-    grant = delivery.grant
-    return Notice(
-        room=grant.room,
-        generation=grant.generation,
-        token=grant.token,
-        engine_rank=delivery._me.rank.engine_rank,
-        seq=seq,
-        ranges={},
-        num_bytes=num_bytes,
-    )
+    patch.setattr(prefill_room.Delivery, "plan_finished", plan_finished)
 
 
 def goodbye_is_a_proof(patch: Patch) -> None:
-    original = core.Core._said_goodbye
+    original = decode_core.DecodeCore._said_goodbye
 
-    def said_goodbye(self: core.Core, peer: Any, goodbye: Any, now: float) -> list[Effect]:
-        failure = self._failure(FailureReason.PEER_CLOSED, "closing")
-        return [*self.receivers.gone(peer, failure, now), *original(self, peer, goodbye, now)]
+    def said_goodbye(self: decode_core.DecodeCore, peer: Any, goodbye: Any, now: float) -> list[DecodeEffect]:
+        return original(self, peer, replace(goodbye, fenced=True), now)
 
-    patch.setattr(core.Core, "_said_goodbye", said_goodbye)
+    patch.setattr(decode_core.DecodeCore, "_said_goodbye", said_goodbye)
 
 
 def death_is_always_a_proof(patch: Patch) -> None:
     """Whatever the transport says about bytes that outlive their sender."""
-    original = core.Core._peer_gone
+    original = decode_peers.PrefillPeers.ended
 
-    def peer_gone(self: core.Core, event: Any, now: float) -> list[Effect]:
+    def ended(self: decode_peers.PrefillPeers, peer: Any) -> Any:
         self._ends_with_process = True
-        return original(self, event, now)
+        return original(self, peer)
 
-    patch.setattr(core.Core, "_peer_gone", peer_gone)
+    patch.setattr(decode_peers.PrefillPeers, "ended", ended)
 
 
 def silence_is_a_proof(patch: Patch) -> None:
-    original = receiver.Receiver.lost
+    original = decode_room.Room.lost
 
-    def lost(self: receiver.Receiver, peer: Any, failure: Any) -> list[Effect]:
+    def lost(self: decode_room.Room, peer: Any, failure: Any) -> list[DecodeEffect]:
         return [*original(self, peer, failure), *self.fenced(peer, failure)]
 
-    patch.setattr(receiver.Receiver, "lost", lost)
+    patch.setattr(decode_room.Room, "lost", lost)
 
 
 def doubt_is_an_end(patch: Patch) -> None:
-    def in_doubt(self: Submit, event: PostInDoubt) -> None:
-        if event.post_id in self._posts:
-            self.ended(PostEnded(event.post_id, event.error))
+    original = Submit.take
 
-    original = Submit.ended
-
-    def ended(self: Submit, event: PostEnded) -> None:
-        if event.post_id in self._posts:
+    def take(self: Submit, event: BackendEvent) -> None:
+        if isinstance(event, PostInDoubt):
+            event = PostEnded(event.post_id, event.error)
+        if isinstance(event, PostEnded) and event.post_id in self._posts:
             original(self, event)
 
-    patch.setattr(Submit, "in_doubt", in_doubt)
-    patch.setattr(Submit, "ended", ended)
+    patch.setattr(Submit, "take", take)
 
 
 def written_is_delivered(patch: Patch) -> None:
@@ -218,76 +213,77 @@ def written_is_delivered(patch: Patch) -> None:
 
 
 def receivers_have_no_deadline(patch: Patch) -> None:
-    patch.setattr(receivers.Receivers, "expired", lambda *_: [])
+    patch.setattr(decode_rooms.Rooms, "expired", lambda *_: [])
 
 
 def senders_have_no_deadline(patch: Patch) -> None:
-    patch.setattr(senders.Senders, "expired", lambda *_: [])
+    patch.setattr(prefill_rooms.Rooms, "expired", lambda *_: [])
 
 
 def credit_is_not_given_back(patch: Patch) -> None:
-    def drop(self: Submit, effect: Any) -> None:
-        self._waiting.pop((effect.delivery, effect.seq))
+    original = queue.PieceQueue.end
 
-    patch.setattr(Submit, "drop", drop)
+    def end(self: queue.PieceQueue, delivery: Any, seq: int, how: queue.PieceEnd) -> None:
+        if how is not queue.PieceEnd.DROPPED:
+            original(self, delivery, seq, how)
+
+    patch.setattr(queue.PieceQueue, "end", end)
 
 
 def free_source_pages_are_a_proof_for_the_destination(patch: Patch) -> None:
-    patch.setattr(sender.Delivery, "is_proved", property(lambda self: not self._posted))
+    patch.setattr(prefill_room.Delivery, "is_fenced", property(lambda self: not self._posted))
 
 
 def cancels_are_not_said(patch: Patch) -> None:
-    patch.setattr(receiver.Receiver, "_cancel", lambda self, _: self._received()[0].message)
+    patch.setattr(decode_room.Room, "_cancel", lambda self, _: self._acks()[0].message)
 
 
 def digests_are_believed(patch: Patch) -> None:
-    patch.setattr(verify._Comparison, "_find_difference", lambda *_: None)
+    patch.setattr(aggregate, "find_difference", lambda *_: None)
 
 
-def change_pieces(patch: Patch, change: Callable[[Chunk, list[Piece]], list[Piece]]) -> None:
-    """Change what a chunk is cut into, if it is cut at all."""
+def change_parts(patch: Patch, change: Callable[[Chunk, list[pieces.ChunkPart]], list[pieces.ChunkPart]]) -> None:
+    """Change what a chunk is split into, if it is split at all."""
 
-    def changed(chunk: Chunk, *rest: Any) -> list[Piece]:
-        pieces = pieces_of(chunk, *rest)
-        return change(chunk, pieces) if len(pieces) > 1 else pieces
+    def changed(chunk: Chunk, *rest: Any) -> list[pieces.ChunkPart]:
+        parts = pieces.split_chunk(chunk, *rest)
+        return change(chunk, parts) if len(parts) > 1 else parts
 
-    patch.setattr(sender, "pieces_of", changed)
+    patch.setattr(prefill_room, "split_chunk", changed)
 
 
 def the_first_piece_of_the_last_chunk_ends_the_transfer(patch: Patch) -> None:
-    def change(chunk: Chunk, pieces: list[Piece]) -> list[Piece]:
-        first = replace(pieces[0].chunk, last=chunk.last, metadata=chunk.metadata)
-        rest = [piece._replace(chunk=replace(piece.chunk, last=False)) for piece in pieces[1:]]
-        return [pieces[0]._replace(chunk=first), *rest]
+    def change(chunk: Chunk, parts: list[pieces.ChunkPart]) -> list[pieces.ChunkPart]:
+        first = parts[0]._replace(last=chunk.last, metadata=chunk.metadata)
+        return [first, *(part._replace(last=False) for part in parts[1:])]
 
-    change_pieces(patch, change)
+    change_parts(patch, change)
 
 
 def the_last_piece_of_every_chunk_ends_the_transfer(patch: Patch) -> None:
-    def change(_: Chunk, pieces: list[Piece]) -> list[Piece]:
-        last = pieces[-1]
-        return [*pieces[:-1], last._replace(chunk=replace(last.chunk, last=True))]
+    def change(_: Chunk, parts: list[pieces.ChunkPart]) -> list[pieces.ChunkPart]:
+        return [*parts[:-1], parts[-1]._replace(last=True)]
 
-    change_pieces(patch, change)
+    change_parts(patch, change)
 
 
 def later_layers_are_not_waited_for(patch: Patch) -> None:
-    def change(chunk: Chunk, pieces: list[Piece]) -> list[Piece]:
+    def change(chunk: Chunk, parts: list[pieces.ChunkPart]) -> list[pieces.ChunkPart]:
         if not chunk.layers:
-            return pieces
-        return [piece._replace(chunk=replace(piece.chunk, ready=chunk.layers[0].ready)) for piece in pieces]
+            return parts
+        return [part._replace(ready=chunk.layers[0].ready) for part in parts]
 
-    change_pieces(patch, change)
+    change_parts(patch, change)
 
 
 def layers_of_a_chunk_count_as_the_whole(patch: Patch) -> None:
     """Whoever has brought some layers of each token, and the last notice, has brought everything."""
-    original = receiver.RankProgress.count
+    original = progress.RankProgress.count
 
     def cells(ranges: dict[str, tuple[int, int]]) -> list[tuple[str, int]]:
         return [(name, token) for name, tokens in ranges.items() for token in range(*tokens)]
 
-    def count(self: receiver.RankProgress, notice: Notice) -> str | None:
+    def count(self: progress.RankProgress, notice: Notice) -> str | None:
         found = original(self, notice)
         brought = [cell for one in self._notices.values() for cell in cells(one.ranges)]
         if self._num_expected is not None and all(cell in brought for cell in cells(self._wanted)):
@@ -298,43 +294,44 @@ def layers_of_a_chunk_count_as_the_whole(patch: Patch) -> None:
 
 
 def staged_notices_count_before_they_are_scattered(patch: Patch) -> None:
-    original = receiver.Receiver._stage
+    original = decode_room.Room._stage
 
-    def stage(self: receiver.Receiver, progress: Any, notice: Any) -> list[Effect]:
-        effects = original(self, progress, notice)
-        if not progress.scatters(notice.seq) or progress.has(notice.seq):
+    def stage(self: decode_room.Room, known: progress.RankProgress, notice: Notice) -> list[DecodeEffect]:
+        effects = original(self, known, notice)
+        if not known.scatters(notice.seq) or known.has(notice.seq):
             return effects
-        progress.scattered(notice.seq)
-        progress.count(notice)
-        return [*effects, *self._judge(progress)]
+        known.scattered(notice.seq)
+        known.count(notice)
+        return [*effects, *self._judge(known)]
 
-    def scattered(self: receiver.Receiver, notice: Any, _: Any) -> list[Effect]:
-        return [self._unstaged(self.ranks[notice.engine_rank].peer, notice.seq)]
+    def scattered(self: decode_room.Room, notice: Notice, _: Any) -> list[DecodeEffect]:
+        return [self._slot_released(self.ranks[notice.engine_rank].peer, notice.seq)]
 
-    patch.setattr(receiver.Receiver, "_stage", stage)
-    patch.setattr(receiver.Receiver, "scattered", scattered)
+    patch.setattr(decode_room.Room, "_stage", stage)
+    patch.setattr(decode_room.Room, "scattered", scattered)
 
 
 def pages_are_given_back_while_they_are_scattered(patch: Patch) -> None:
-    patch.setattr(receiver.Receiver, "is_scattering", property(lambda _: False))
+    patch.setattr(decode_room.Room, "is_scattering", property(lambda _: False))
 
 
 def slots_are_free_as_soon_as_their_write_has_ended(patch: Patch) -> None:
-    original = slots.RemoteSlots.settled
+    original = slots.RemoteSlots.ended
 
-    def settled(self: slots.RemoteSlots, event: Any, now: float) -> list[Effect]:
-        return [*original(self, event, now), *self.over(event.delivery)]
+    def ended(self: slots.RemoteSlots, event: Any, now: float) -> None:
+        original(self, event, now)
+        self.closed(event.delivery)
 
-    patch.setattr(slots.RemoteSlots, "settled", settled)
+    patch.setattr(slots.RemoteSlots, "ended", ended)
 
 
 def slots_of_writes_that_linger_are_used_again(patch: Patch) -> None:
-    original = slots.RemoteSlots.settled
+    original = slots.RemoteSlots.ended
 
-    def settled(self: slots.RemoteSlots, event: Any, now: float) -> list[Effect]:
-        return original(self, msgspec.structs.replace(event, lingers=False), now)
+    def ended(self: slots.RemoteSlots, event: Any, now: float) -> None:
+        original(self, replace(event, lingers=False), now)
 
-    patch.setattr(slots.RemoteSlots, "settled", settled)
+    patch.setattr(slots.RemoteSlots, "ended", ended)
 
 
 def slots_are_not_asked_for(patch: Patch) -> None:
@@ -342,16 +339,15 @@ def slots_are_not_asked_for(patch: Patch) -> None:
 
 
 def windows_of_the_lost_go_to_others_without_a_proof(patch: Patch) -> None:
-    original = core.Core._left
+    original = decode_core.DecodeCore._left
 
-    def left(self: core.Core, peer: Any, failure: Any, now: float) -> list[Effect]:
+    def left(self: decode_core.DecodeCore, peer: Any, failure: Any, now: float) -> list[DecodeEffect]:
         effects = original(self, peer, failure, now)
-        if self.staging is not None:
-            self.staging.gone(peer)
-            self._reclaim_windows()
+        self.windows.fenced(peer)
+        self._reclaim_windows()
         return effects
 
-    patch.setattr(core.Core, "_left", left)
+    patch.setattr(decode_core.DecodeCore, "_left", left)
 
 
 FAULTS: Final[tuple[Fault, ...]] = (
@@ -363,7 +359,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     notices_count_twice,
     tokens_do_not_matter,
     decode_ignores_generations,
-    tombstones_are_forgotten,
+    closed_generations_are_forgotten,
     late_grant_is_obeyed_after_cancel,
     drained_is_said_before_posts_end,
     posting_goes_on_after_the_end,

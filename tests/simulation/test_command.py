@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvflow.cli.main import main
-from kvflow.simulation import run, runner
-from kvflow.simulation.run import Result
+from kvflow.testing.simulation import run, runner
+from kvflow.testing.simulation.run import Result
 
 
 def test_json_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,9 +21,9 @@ def test_json_report(capsys: pytest.CaptureFixture[str]) -> None:
 def test_processes_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     reports = []
     for jobs in ("1", "2"):
-        assert main(["simulate", "--seeds", "100:210", "--jobs", jobs, "--json"]) == 0
+        assert main(["simulate", "--seeds", "100:130", "--jobs", jobs, "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
-        reports.append((report["seeds"], report["faults_injected"], report["transfers"]))
+        reports.append((report["seeds"], report["faults_injected"], report["successes"]))
     assert reports[0] == reports[1]
 
 
@@ -52,12 +52,12 @@ def test_a_scenario_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_violation_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def broken(seed: int) -> Result:
-        return Result(seed, violation="pages are not safe" if seed == 3 else None, time=1.5, num_steps=7)
+        return Result(seed, violation="pages are not safe" if seed == 3 else None, time=1.5, num_callbacks=7)
 
     monkeypatch.setattr(runner, "run_seed", broken)
     assert main(["simulate", "--seeds", "0:5", "--jobs", "1", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert report["violations"] == [{"seed": 3, "time": 1.5, "step": 7, "message": "pages are not safe"}]
+    assert report["violations"] == [{"seed": 3, "time": 1.5, "callback": 7, "message": "pages are not safe"}]
     assert main(["simulate", "--seeds", "0:5", "--jobs", "1"]) == 1
     assert "kvflow simulate --story 3" in capsys.readouterr().out
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import kvflow
-from kvflow.simulation import ScenarioError, play
-from kvflow.simulation.script import parse
+from kvflow.testing.simulation import ScenarioError, play
+from kvflow.testing.simulation.script import parse
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 
@@ -36,7 +36,7 @@ def test_there_are_scenarios() -> None:
 def test_a_scenario_tells_its_story_with_its_own_lines() -> None:
     story = play(f"{START}P opens 7\nD receives 7\nP finishes 7\nrun 50 ms\nexpect D 7: success")
     assert [line for line in story if line.endswith("> P finishes 7")]
-    assert [line for line in story if "D/0     REPORTS success" in line or "REPORTS success, memory safe" in line]
+    assert [line for line in story if line.endswith("room 7 try 1 on D/0 ENDS success, memory safe")]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,7 @@ def test_a_scenario_tells_its_story_with_its_own_lines() -> None:
         ("# a\nP dances\n", "line is not understood", {"line": 2, "text": "P dances"}),
         ("# a\nprefill P: ranks many\nP opens 7\n", "invalid literal", {"line": 2, "text": "prefill P: ranks many"}),
         ("# a\nprefill P: wheels 4\n", "no such option", {"line": 2}),
+        ("# a\nstaging: slots 1, wheels 4\n", "no such option", {"line": 2}),
         ("# a\ntimeouts lease=x\n", "wrong value", {"line": 2}),
         ("# a\nrun 10 ms\n", "no instance is described", {"line": 2}),
         (f"{START}run 1 ms\nprefill Q\n", "must be said before", {"line": 6}),
@@ -70,7 +71,7 @@ def test_what_is_wrong_with_a_scenario_is_said(text: str, message: str, values: 
 def test_a_scenario_that_leaves_something_open_fails() -> None:
     error = failure_of(f"{START}P opens 7\n")
     assert "still has {'rooms': 1}" in error.message
-    assert [line for line in error.story if "P/0 send opened" in line]
+    assert [line for line in error.story if "room 7 try 1 on P/0 begins" in line]
 
 
 def test_lines_are_numbered_and_comments_skipped() -> None:

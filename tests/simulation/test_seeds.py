@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from kvflow.simulation import Faults, run_seed
+from kvflow.testing.simulation import Faults, run_seed
 
-BATCH = 200
-NUM_BATCHES = 10
+BATCH = 25
+NUM_BATCHES = 8
 
 TELL = """
 import sys
-from kvflow.simulation import run_seed
+from kvflow.testing.simulation import run_seed
 print("\\n".join(run_seed(int(sys.argv[1]), tells=True).story))
 """
 
@@ -24,23 +24,13 @@ def test_no_promise_is_broken(first: int) -> None:
     assert not broken
 
 
-@pytest.mark.parametrize("seed", [13514, 46135, 122175, 130104, 135722])
-def test_a_promise_that_was_broken_once_is_kept(seed: int) -> None:
-    assert run_seed(seed).violation is None
-
-
-def test_without_faults_every_transfer_succeeds() -> None:
-    for seed in range(40):
+def test_without_faults_every_request_succeeds() -> None:
+    for seed in range(20):
         result = run_seed(seed, faults=Faults(), tells=True)
         assert result.violation is None
-        assert result.num_successes > 0
+        assert result.num_requests == result.num_successes > 0
         assert result.injected == {}
-        assert not [line for line in result.story if "REPORTS failed" in line]
-
-
-@pytest.mark.parametrize("seed", [3, 65, 291])
-def test_a_seed_tells_the_same_story_again(seed: int) -> None:
-    assert run_seed(seed, tells=True).story == run_seed(seed, tells=True).story
+        assert not [line for line in result.story if "ENDS failed" in line]
 
 
 @pytest.mark.parametrize("seed", [3, 65])
@@ -51,9 +41,9 @@ def test_the_story_does_not_depend_on_the_process(seed: int) -> None:
 
 
 def test_telling_changes_nothing() -> None:
-    for seed in range(20):
+    for seed in range(10):
         told, untold = run_seed(seed, tells=True), run_seed(seed)
-        assert (told.num_steps, told.time, told.injected) == (untold.num_steps, untold.time, untold.injected)
+        assert (told.num_callbacks, told.time, told.injected) == (untold.num_callbacks, untold.time, untold.injected)
 
 
 def _tell(seed: int, hash_seed: str) -> list[str]:

@@ -1,15 +1,115 @@
-"""The simulation finds what it is there to find: one deliberate fault in the protocol at a time."""
+"""The simulation finds what it is there to find: one deliberate fault in the protocol, or one old defect, at a time."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
 import pytest
 
-from kvflow.simulation import run_seed
-from tests.simulation.faulty import FAULTS, Fault
+from kvflow.testing.simulation import ScenarioError, play, run_seed
+from tests.simulation import faulty
+from tests.simulation.faulty import Fault
+from tests.simulation.reverted import DEFECTS
 
-SEEDS = range(2_000)
+FAULTS: Final = (*faulty.FAULTS, *DEFECTS)
+
+SCENARIOS: Final = Path(__file__).parent / "scenarios"
+
+EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
+    {
+        "abort_releases_pages": 34,
+        "failure_releases_pages": 8,
+        "elapsed_time_is_a_proof": 45,
+        "one_complete_rank_is_enough": 8,
+        "last_notice_is_enough": 0,
+        "notices_count_twice": "kvflow-notice-that-comes-twice",
+        "tokens_do_not_matter": 28,
+        "decode_ignores_generations": "kvflow-drained-of-an-earlier-try",
+        "closed_generations_are_forgotten": "sglang-23020-late-grant-after-cancel",
+        "late_grant_is_obeyed_after_cancel": "sglang-23020-late-grant-after-cancel",
+        "drained_is_said_before_posts_end": 10,
+        "posting_goes_on_after_the_end": "kvflow-plan-that-comes-late",
+        "goodbye_is_a_proof": 68,
+        "death_is_always_a_proof": 70,
+        "silence_is_a_proof": 28,
+        "doubt_is_an_end": 46,
+        "written_is_delivered": 0,
+        "receivers_have_no_deadline": 2,
+        "senders_have_no_deadline": 6,
+        "credit_is_not_given_back": 154,
+        "free_source_pages_are_a_proof_for_the_destination": 98,
+        "cancels_are_not_said": 0,
+        "digests_are_believed": 117,
+        "the_first_piece_of_the_last_chunk_ends_the_transfer": 0,
+        "the_last_piece_of_every_chunk_ends_the_transfer": 0,
+        "later_layers_are_not_waited_for": 2,
+        "layers_of_a_chunk_count_as_the_whole": 17,
+        "staged_notices_count_before_they_are_scattered": 7,
+        "pages_are_given_back_while_they_are_scattered": 268,
+        "slots_are_free_as_soon_as_their_write_has_ended": 7,
+        "slots_of_writes_that_linger_are_used_again": "kvflow-slot-of-a-lingering-write",
+        "slots_are_not_asked_for": 18,
+        "windows_of_the_lost_go_to_others_without_a_proof": "kvflow-window-of-a-dead-rank",
+        "goodbye_is_said_first_and_proofs_after_it_are_dropped": 158,
+        "the_fate_of_rooms_decides_about_an_instance": 3,
+        "sockets_have_no_heartbeats": 10,
+        "windows_do_not_come_back": 7,
+        "windows_of_ranks_that_left_are_remembered": 27,
+        "broken_connections_say_nothing": 116,
+        "engines_are_told_when_pages_are_quiet": 7,
+        "errors_lose_the_remaining_effects": 5,
+    }
+)
+"""What finds each fault: the first seed that does, or a scenario if it takes too many."""
+
+NEARBY: Final = range(100)
+"""Seeds that are tried if the one above does not find its fault any more, because the code draws something else now."""
+
+DRAWN: Final = range(320)
+RARE: Final = (
+    "decode_ignores_generations",
+    "closed_generations_are_forgotten",
+    "late_grant_is_obeyed_after_cancel",
+    "slots_of_writes_that_linger_are_used_again",
+    "windows_of_the_lost_go_to_others_without_a_proof",
+)
+"""Faults that take several rare events in one order. Seeds find them, but not within a number that a test can run."""
 
 
-@pytest.mark.timeout(180)  # the rarest needs hundreds of seeds, on a machine that may be busy
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.replace("_", " "))
+def is_found_by(evidence: int | str) -> bool:
+    if isinstance(evidence, int):
+        return run_seed(evidence).violation is not None
+    try:
+        play((SCENARIOS / f"{evidence}.txt").read_text("utf-8"))
+    except ScenarioError:
+        return True
+    return False
+
+
+def is_found_by_any(seeds: Iterable[int]) -> bool:
+    return any(is_found_by(seed) for seed in seeds)
+
+
+def name_of(fault: Fault) -> str:
+    return fault.__name__.replace("_", " ")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=name_of)
 def test_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
-    assert any(run_seed(seed).violation for seed in SEEDS)
+    evidence = EVIDENCE[fault.__name__]
+    assert is_found_by(evidence) or (isinstance(evidence, int) and is_found_by_any(NEARBY))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)  # hundreds of seeds, on a machine that may be busy
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.__name__ not in RARE], ids=name_of)
+def test_fault_is_found_by_what_is_drawn(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    assert is_found_by_any(DRAWN)
+
+
+@pytest.mark.parametrize("evidence", dict.fromkeys(EVIDENCE.values()))
+def test_no_promise_is_broken_without_the_fault(evidence: int | str) -> None:
+    assert not is_found_by(evidence)

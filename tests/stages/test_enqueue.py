@@ -1,25 +1,228 @@
-"""The second stage around its queue: devices, credit, and the pressure that reaches the engine."""
+"""Rooms that wait in line for capacity, and chunks that wait for a device."""
 
+import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
+from typing import Any
 
 import anyio
 import pytest
-from anyio.streams.memory import MemoryObjectReceiveStream
+from anyio.abc import TaskGroup
 
-from kvflow.config import Limits
-from kvflow.errors import FailureReason, Stage
-from kvflow.stages.enqueue import Enqueue
-from kvflow.state.events import Event, PlanFailed
-from kvflow.state.queue import ChunkJob
-from kvflow.state.window import Cost
+from kvflow.config import PrefillConfig
+from kvflow.errors import FailureReason, PlanError, Stage, ThreadShortage
+from kvflow.observe.logs import get_logger
+from kvflow.observe.times import StageTimes
+from kvflow.observe.trace import AnomalyLog
+from kvflow.stages.context import StageContext
+from kvflow.stages.enqueue import DEVICE_WAITS_AT_ONCE, CapacityLine, DeviceWaits, finish_chunk, make_chunk
+from kvflow.state.effects import AwaitData
+from kvflow.state.events import DataReady, DeliveryId, PrefillEvent
+from kvflow.system import system_ports
 from kvflow.wire.messages import PeerId
-from tests.stages.parts import PEERS, context, delivery, effect
+from tests.support.cores import DECODE, PREFILL, peer
+from tests.support.instances import make_pool
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
+
+A, B, C = (peer("decode", rank) for rank in range(3))
+
+
+# The line ----------------------------------------------------------------------------------------------------------
+
+
+class Line:
+    """A line, the capacity that it asks for, and who has gone.
+
+    Attributes:
+        rooms: The decode ranks of each room.
+        capacity: How many chunks each decode rank still takes.
+        gone: Rooms that had their turn, in order.
+        asked: Rooms whose decode ranks were asked for, in order.
+    """
+
+    def __init__(self, rooms: dict[int, list[PeerId]], **capacity: int) -> None:
+        self.rooms = rooms
+        self.capacity = {A: capacity.get("a", 0), B: capacity.get("b", 0), C: capacity.get("c", 0)}
+        self.gone: list[int] = []
+        self.asked: list[int] = []
+        self.line = CapacityLine(self._has_capacity, self._peers_of)
+
+    def _peers_of(self, room: int) -> list[PeerId]:
+        self.asked.append(room)
+        return self.rooms[room]
+
+    def _has_capacity(self, room: int) -> bool:
+        return all(self.capacity[one] for one in self.rooms[room])
+
+    async def offer(self, room: int) -> None:
+        """Do what an engine's chunk does."""
+        if not self.line.is_open(room):
+            await self.line.wait(room)
+        self._go(room)
+        self.line.admit()
+
+    def _go(self, room: int) -> None:
+        self.gone.append(room)
+        for one in self.rooms[room]:
+            self.capacity[one] -= 1
+
+    async def begin(self, tasks: TaskGroup, *rooms: int) -> None:
+        """Let rooms offer a chunk, one after another, as far as they can."""
+        for room in rooms:
+            tasks.start_soon(self.offer, room)
+            await anyio.wait_all_tasks_blocked()
+
+    async def free(self, *peers: PeerId) -> None:
+        """Let decode ranks take one more chunk each."""
+        for one in peers:
+            self.capacity[one] += 1
+        self.line.admit()
+        await anyio.wait_all_tasks_blocked()
+
+
+async def test_who_has_capacity_does_not_wait() -> None:
+    line = Line({1: [A]}, a=1)
+    async with anyio.create_task_group() as tasks:
+        await line.begin(tasks, 1)
+        assert line.gone == [1]
+
+
+async def test_rooms_go_in_the_order_in_which_they_came_one_for_each_chunk_that_left() -> None:
+    line = Line({5: [A], 3: [A], 4: [A]})
+    async with anyio.create_task_group() as tasks:
+        await line.begin(tasks, 5, 3, 4)
+        assert line.gone == []
+        for expected in ([5], [5, 3], [5, 3, 4]):
+            await line.free(A)
+            assert line.gone == expected
+
+
+async def test_capacity_that_comes_at_once_lets_several_go() -> None:
+    line = Line({1: [A], 2: [A], 3: [A]})
+    async with anyio.create_task_group() as tasks:
+        await line.begin(tasks, 1, 2, 3)
+        line.capacity[A] = 2
+        await line.free()
+        assert line.gone == [1, 2]
+        await line.free(A)
+
+
+async def test_who_comes_later_waits_behind_those_who_wait_for_the_same_decode_rank() -> None:
+    line = Line({1: [A, B], 2: [A], 3: [C]}, a=1, c=1)
+    async with anyio.create_task_group() as tasks:
+        await line.begin(tasks, 1, 2, 3)  # A has capacity, but the first room needs B too
+        assert not line.line.is_open(2)
+        assert line.gone == [3]
+        await line.free(B)
+        assert line.gone == [3, 1]
+        await line.free(A)
+        assert line.gone == [3, 1, 2]
+
+
+async def test_a_room_waits_until_every_decode_rank_of_it_has_capacity() -> None:
+    line = Line({1: [A, B]})
+    async with anyio.create_task_group() as tasks:
+        await line.begin(tasks, 1)
+        await line.free(A)
+        assert line.gone == []
+        await line.free(B)
+        assert line.gone == [1]
+
+
+@pytest.mark.parametrize("has_turn", [False, True], ids=["waiting", "about to go"])
+async def test_who_is_cancelled_gives_its_turn_to_the_next(has_turn: bool) -> None:
+    line = Line({1: [A], 2: [A]})
+    first = asyncio.create_task(line.offer(1))
+    await anyio.wait_all_tasks_blocked()
+    async with anyio.create_task_group() as tasks:
+        await line.begin(tasks, 2)
+        if has_turn:
+            line.capacity[A] += 1
+            line.line.admit()  # the turn is given, the task has not run yet
+            first.cancel()
+            await anyio.wait_all_tasks_blocked()
+        else:
+            first.cancel()
+            await line.free(A)
+        assert line.gone == [2]
+    assert first.cancelled()
+
+
+async def test_who_has_failed_stops_waiting_and_holds_nobody_up() -> None:
+    line = Line({1: [A, B], 2: [A]}, a=2)
+    left: list[int] = []
+
+    async def wait_in_vain() -> None:
+        await line.line.wait(1)
+        left.append(1)
+        line.line.admit()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait_in_vain)
+        await anyio.wait_all_tasks_blocked()
+        await line.begin(tasks, 2)
+        line.line.leave(1)
+        await anyio.wait_all_tasks_blocked()
+        assert (left, line.gone) == ([1], [2])
+
+
+async def test_leaving_a_line_that_one_does_not_stand_in_does_nothing() -> None:
+    line = Line({1: [A], 2: [A]})
+    async with anyio.create_task_group() as tasks:
+        await line.begin(tasks, 1)
+        line.line.leave(2)
+        await anyio.wait_all_tasks_blocked()
+        assert line.gone == []
+        await line.free(A)
+        assert line.gone == [1]
+
+
+async def test_nothing_is_kept_of_who_has_gone() -> None:
+    line = Line({1: [A], 2: [A]})
+    async with anyio.create_task_group() as tasks:
+        await line.begin(tasks, 1, 2)
+        line.line.leave(1)
+        await line.free(A, A)
+    kept = line.line
+    assert not kept._waiting
+    assert not kept._by_room
+    assert not kept._num_waiting
+
+
+async def test_whether_a_room_must_wait_is_seen_without_looking_at_everybody_who_waits() -> None:
+    many = {room: [A] for room in range(100)}
+    line = Line({**many, 100: [A, B], 101: [B]}, b=1)
+    async with anyio.create_task_group() as tasks:
+        await line.begin(tasks, *many)
+        line.asked.clear()
+        assert line.line.is_open(101)
+        line.capacity[A] = 1
+        assert not line.line.is_open(100)
+        assert line.asked == [101, 100]
+        for room in many:
+            line.line.leave(room)
+        assert line.asked == [101, 100]
+        line.capacity[A] = 100
+
+
+async def test_who_asks_for_a_waiting_room_meanwhile_is_kept_for_it() -> None:
+    line = Line({1: [A], 2: [B]}, b=1)
+    async with anyio.create_task_group() as tasks:
+        await line.begin(tasks, 1)
+        line.rooms[1] = [A, B]
+        await line.free()
+        await line.begin(tasks, 2)  # there is capacity, but the first room waits for this decode rank too
+        assert line.gone == []
+        line.rooms[1] = [A, C]
+        await line.free(A, C)
+        assert line.gone == [1, 2]
+
+
+# Devices -----------------------------------------------------------------------------------------------------------
 
 
 class Device:
@@ -28,270 +231,140 @@ class Device:
     def __init__(self) -> None:
         self._happened = threading.Event()
         self._error: Exception | None = None
+        self.num_waiting = 0
 
     def finish(self, error: Exception | None = None) -> None:
         self._error = error
         self._happened.set()
 
     def synchronize(self) -> None:
+        self.num_waiting += 1
         self._happened.wait()
         if self._error is not None:
             raise self._error
 
 
-SMALL = Cost(1, 1)
-
-
-@dataclass
 class Bench:
-    """The stage, what it passes on, and what it tells the core."""
+    """Waits for devices, and what the core would be told of them."""
 
-    stage: Enqueue
-    jobs: MemoryObjectReceiveStream[ChunkJob]
-    events: list[Event]
-    devices: list[Device] = field(default_factory=list)
+    def __init__(self, tasks: TaskGroup, **ports: Any) -> None:
+        self.events: list[PrefillEvent] = []
+        self.devices: list[Device] = []
+        log = get_logger()
 
-    def device(self) -> Device:
+        def start_task(run: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+            tasks.start_soon(run, *args)
+
+        context: StageContext[PrefillEvent] = StageContext(
+            me=PREFILL,
+            config=PrefillConfig(instance="prefill", registry="tcp://127.0.0.1:1"),
+            ports=replace(system_ports(), **ports),
+            now=lambda: 0.0,
+            dispatch=self.events.append,
+            start_task=start_task,
+            times=StageTimes(),
+            log=log,
+            anomalies=AnomalyLog(log, lambda: 0.0),
+        )
+        self._waits = DeviceWaits(context)
+
+    def wait(self, seq: int = 0) -> Device:
+        """Let a piece wait for a device of its own."""
         self.devices.append(Device())
+        self._waits.start(AwaitData(DeliveryId(1, DECODE, 1), seq, self.devices[-1]))
         return self.devices[-1]
-
-    async def passed(self, count: int) -> list[int]:
-        return [(await self.jobs.receive()).seq for _ in range(count)]
 
 
 @asynccontextmanager
-async def running(limits: Limits | None = None, cost: Cost = SMALL) -> AsyncIterator[Bench]:
-    events: list[Event] = []
-    into, out = anyio.create_memory_object_stream[ChunkJob](16)
-    async with into, out, anyio.create_task_group() as tasks:
-        here = context(events, tasks, limits=limits)
-
-        async def pass_on() -> None:
-            while (passed := bench.stage.next_job()) is not None:
-                into.send_nowait(passed)
-
-        def on_change() -> None:
-            tasks.start_soon(pass_on)
-
-        bench = Bench(Enqueue(here, lambda _: cost, on_change), out, events)
+async def running(**ports: Any) -> AsyncIterator[Bench]:
+    async with anyio.create_task_group() as tasks:
+        bench = Bench(tasks, **ports)
         try:
             yield bench
         finally:
             for device in bench.devices:
                 device.finish()
-            tasks.cancel_scope.cancel()
 
 
-async def test_jobs_carry_what_was_asked_for() -> None:
-    async with running(cost=Cost(7, 2)) as bench:
-        bench.stage.put(effect(delivery(), 3, last=True))
-        passed = await bench.jobs.receive()
-        assert (passed.delivery, passed.seq, passed.ranges) == (delivery(), 3, {"kv": (3, 4)})
-        assert (passed.cost, passed.is_last) == (Cost(7, 2), True)
+def ready(seq: int) -> DataReady:
+    return DataReady(DeliveryId(1, DECODE, 1), seq, None)
 
 
-async def test_credit_that_comes_back_lets_the_next_go() -> None:
-    async with running(Limits(posts_per_peer=1)) as bench:
-        for seq in range(3):
-            bench.stage.put(effect(delivery(), seq))
-        for expected in range(3):
-            passed = await bench.jobs.receive()
-            assert passed.seq == expected
-            await anyio.wait_all_tasks_blocked()
-            assert bench.jobs.statistics().current_buffer_used == 0
-            bench.stage.end(passed)
-
-
-async def test_chunk_waits_for_its_device() -> None:
+async def test_the_core_hears_when_each_device_is_done() -> None:
     async with running() as bench:
-        device = bench.device()
-        bench.stage.put(effect(delivery(), 0, device))
-        await until(lambda: bench.stage.num_not_ready)
-        bench.stage.put(effect(delivery(PEERS[1]), 1))
-        assert await bench.passed(1) == [1]
-        device.finish()
-        assert await bench.passed(1) == [0]
-        assert bench.stage.num_not_ready == 0
-
-
-async def test_chunks_keep_their_order_when_devices_do_not() -> None:
-    """`is_last` promises that no job of the delivery follows."""
-    async with running() as bench:
-        slow, quick = bench.device(), bench.device()
-        bench.stage.put(effect(delivery(), 0, slow))
-        bench.stage.put(effect(delivery(), 1, quick))
-        bench.stage.put(effect(delivery(), 2, last=True))
+        slow, quick = bench.wait(0), bench.wait(1)
+        await until(lambda: slow.num_waiting)
         quick.finish()
-        await anyio.wait_all_tasks_blocked()
-        assert bench.stage.num_not_ready == 3
-        slow.finish()
-        assert await bench.passed(3) == [0, 1, 2]
-
-
-async def test_device_that_fails_fails_its_chunk_only() -> None:
-    async with running() as bench:
-        device = bench.device()
-        bench.stage.put(effect(delivery(), 4, device))
-        device.finish(RuntimeError("illegal memory access"))
         await until(lambda: bench.events)
-        (failed,) = bench.events
-        assert isinstance(failed, PlanFailed)
-        assert (failed.delivery, failed.seq) == (delivery(), 4)
-        assert (failed.failure.reason, failed.failure.stage) == (FailureReason.NOT_READY, Stage.ENQUEUE)
-        assert failed.failure.detail == "RuntimeError: illegal memory access"
-        bench.stage.put(effect(delivery(), 5))
-        assert await bench.passed(1) == [5]
+        assert bench.events == [ready(1)]
+        slow.finish()
+        await until(lambda: len(bench.events) == 2)
+        assert bench.events[1] == ready(0)
 
 
-async def test_dropped_chunks_are_not_passed_on() -> None:
-    async with running(Limits(posts_per_peer=1)) as bench:
-        for room in (1, 2):
-            bench.stage.put(effect(delivery(room=room), 0))
-            bench.stage.put(effect(delivery(room=room), 1))
-        first = await bench.jobs.receive()
-        bench.stage.drop(first.delivery)
-        bench.stage.end(first)
-        assert (await bench.jobs.receive()).delivery == delivery(room=2)
-        assert len(bench.stage.queue) == 1
-
-
-async def test_dropped_chunks_that_nobody_has_looked_at_are_not_passed_on() -> None:
-    """Not even those that come in one step with their end."""
+async def test_a_device_that_fails_fails_its_piece_only() -> None:
     async with running() as bench:
-        bench.stage.put(effect(delivery(), 0))
-        bench.stage.drop(delivery())
-        bench.stage.put(effect(delivery(room=2), 1))
-        assert await bench.passed(1) == [1]
-        assert bench.stage.num_queued == 0
+        bench.wait(4).finish(RuntimeError("illegal memory access"))
+        await until(lambda: bench.events)
+        (told,) = bench.events
+        assert isinstance(told, DataReady)
+        assert (told.delivery, told.seq) == (DeliveryId(1, DECODE, 1), 4)
+        assert told.failure is not None
+        assert (told.failure.reason, told.failure.stage) == (FailureReason.NOT_READY, Stage.ENQUEUE)
+        assert told.failure.detail == "RuntimeError: illegal memory access"
+        bench.wait(5).finish()
+        await until(lambda: len(bench.events) == 2)
+        assert bench.events[1] == ready(5)
 
 
-async def test_chunk_that_fits_goes_when_the_one_before_it_is_dropped() -> None:
-    async with running(Limits(bytes_per_peer=100)) as bench:
-        costs = iter([Cost(60, 1), Cost(50, 1), Cost(40, 1)])
-        bench.stage._cost = lambda _: next(costs)
-        for room in (1, 2, 3):
-            bench.stage.put(effect(delivery(room=room), room))
-        assert await bench.passed(1) == [1]
+async def test_without_a_thread_a_device_is_not_waited_for_on_the_event_loop() -> None:
+    """It might be waiting for something that the event loop has yet to do."""
+
+    async def no_thread(_: Callable[[], object]) -> None:
+        raise ThreadShortage("no thread could be started")
+
+    async with running(run_in_thread=no_thread) as bench:
+        device = bench.wait()
+        await until(lambda: bench.events)
+        (told,) = bench.events
+        assert isinstance(told, DataReady)
+        assert told.failure is not None
+        assert told.failure.reason is FailureReason.NOT_READY
+        assert not device.num_waiting
+
+
+async def test_devices_leave_threads_for_other_work() -> None:
+    async with running() as bench:
+        devices = [bench.wait(seq) for seq in range(DEVICE_WAITS_AT_ONCE + 1)]
+        await until(lambda: sum(device.num_waiting for device in devices) == DEVICE_WAITS_AT_ONCE)
         await anyio.wait_all_tasks_blocked()
-        assert bench.jobs.statistics().current_buffer_used == 0
-        bench.stage.drop(delivery(room=2))
-        assert await bench.passed(1) == [3]
+        assert devices[-1].num_waiting == 0
+        devices[0].finish()
+        await until(lambda: devices[-1].num_waiting)
 
 
-@asynccontextmanager
-async def waiting_for(bench: Bench, *peers: PeerId) -> AsyncIterator[anyio.Event]:
-    """An engine that waits for room at some peers; the event says that it has it."""
-    has_room = anyio.Event()
-
-    async def wait() -> None:
-        await bench.stage.wait_for_room(lambda: peers)
-        has_room.set()
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wait)
-        await anyio.wait_all_tasks_blocked()
-        yield has_room
-        tasks.cancel_scope.cancel()
+# Chunks ------------------------------------------------------------------------------------------------------------
 
 
-async def settle_wait(bench: Bench, free: Callable[[], object]) -> None:
-    """Check that the engine waits for room until something frees it."""
-    async with waiting_for(bench, PEERS[0]) as has_room:
-        assert not has_room.is_set()
-        free()
-        with anyio.fail_after(5):
-            await has_room.wait()
-    assert not bench.stage._gates
+def test_a_chunk_holds_the_pages_of_its_tokens() -> None:
+    chunk = make_chunk(make_pool().layout, (2, 7), {"kv": [5, 2]})
+    assert (chunk.tokens, dict(chunk.ranges), chunk.last, chunk.metadata) == ((2, 7), {"kv": (2, 7)}, False, b"")
+    assert (chunk.pages["kv"].pages.tolist(), chunk.pages["kv"].first_token) == ([5, 2], 0)
 
 
-async def fill(bench: Bench, *peers: PeerId, count: int = 2) -> list[ChunkJob]:
-    """Put chunks to some peers, of which all but the first wait for credit; give the first ones."""
-    for peer in peers:
-        for seq in range(count):
-            bench.stage.put(effect(delivery(peer), seq))
-    return [await bench.jobs.receive() for _ in peers]
+@pytest.mark.parametrize("metadata", [b"token", bytearray(b"token"), memoryview(b"token")])
+def test_the_last_chunk_carries_the_metadata(metadata: bytes) -> None:
+    chunk = make_chunk(make_pool().layout, (0, 4), {"kv": [5]})
+    last = finish_chunk(chunk, metadata, 5)
+    assert (last.last, last.metadata, type(last.metadata)) == (True, b"token", bytes)
+    assert (last.tokens, last.pages) == (chunk.tokens, chunk.pages)
 
 
-async def test_engine_waits_while_the_queue_is_full() -> None:
-    async with running(Limits(posts_per_peer=1, queued_chunks=2)) as bench:
-        for seq in range(3):
-            bench.stage.put(effect(delivery(), seq))
-        first = await bench.jobs.receive()
-        await settle_wait(bench, lambda: bench.stage.end(first))
-
-
-async def test_engine_goes_on_when_what_is_queued_is_dropped() -> None:
-    async with running(Limits(posts_per_peer=1, queued_chunks=1)) as bench:
-        for seq in range(2):
-            bench.stage.put(effect(delivery(), seq))
-        await bench.passed(1)
-        await settle_wait(bench, lambda: bench.stage.drop(delivery()))
-
-
-@pytest.mark.parametrize("error", [None, RuntimeError("late")], ids=["ready", "failed"])
-async def test_engine_goes_on_at_once_when_what_waits_for_a_device_is_dropped(error: Exception | None) -> None:
-    """And whatever becomes of the device afterwards concerns nobody."""
-    async with running(Limits(queued_chunks=1)) as bench:
-        device = bench.device()
-        bench.stage.put(effect(delivery(), 0, device))
-        await until(lambda: bench.stage.num_not_ready)
-        await settle_wait(bench, lambda: bench.stage.drop(delivery()))
-        device.finish(error)
-        bench.stage.put(effect(delivery(room=2), 7))
-        assert await bench.passed(1) == [7]
-        assert bench.events == []
-
-
-async def test_engine_goes_on_when_the_device_of_what_is_queued_fails() -> None:
-    async with running(Limits(queued_chunks=1)) as bench:
-        device = bench.device()
-        bench.stage.put(effect(delivery(), 0, device))
-        await settle_wait(bench, lambda: device.finish(RuntimeError("illegal memory access")))
-
-
-async def test_engine_waits_for_peers_of_its_room_only() -> None:
-    async with running(Limits(posts_per_peer=1, queued_chunks=1)) as bench:
-        await fill(bench, PEERS[0])
-        async with waiting_for(bench, PEERS[1], PEERS[2]) as has_room:
-            assert has_room.is_set()
-
-
-async def test_engine_waits_until_every_peer_of_its_room_has_room() -> None:
-    async with running(Limits(posts_per_peer=1, queued_chunks=1)) as bench:
-        slow, slower = await fill(bench, PEERS[0], PEERS[1])
-        async with waiting_for(bench, PEERS[0], PEERS[1], PEERS[2]) as has_room:
-            bench.stage.end(slow)
-            await anyio.wait_all_tasks_blocked()
-            assert not has_room.is_set()
-            bench.stage.end(slower)
-            with anyio.fail_after(5):
-                await has_room.wait()
-
-
-async def test_engines_get_room_in_the_order_in_which_they_came() -> None:
-    """One chunk leaves, one engine goes on; who comes while others wait waits behind them."""
-    async with running(Limits(posts_per_peer=1, queued_chunks=1)) as bench:
-        (under_way,) = await fill(bench, PEERS[0])
-        offered: list[int] = []
-
-        async def offer(room: int) -> None:
-            await bench.stage.wait_for_room(lambda: PEERS[:1])
-            offered.append(room)
-            bench.stage.put(effect(delivery(room=room), room))
-
-        async with anyio.create_task_group() as tasks:
-            for room in (5, 3, 4):
-                tasks.start_soon(offer, room)
-                await anyio.wait_all_tasks_blocked()
-            for expected in ([5], [5, 3], [5, 3, 4]):
-                bench.stage.end(under_way)
-                popped = bench.stage.next_job()
-                assert popped is not None
-                under_way = popped
-                with anyio.CancelScope() as newcomer:
-                    newcomer.cancel()
-                    await bench.stage.wait_for_room(lambda: PEERS[:1])
-                assert newcomer.cancelled_caught
-                await anyio.wait_all_tasks_blocked()
-                assert offered == expected
-        assert not bench.stage._gates
+@pytest.mark.parametrize(
+    ("metadata", "values"),
+    [(b"123456", {"num_bytes": 6, "limit": 5}), ("token", {"type": "str"}), (None, {"type": "NoneType"})],
+)
+def test_metadata_that_cannot_travel_is_refused(metadata: Any, values: dict[str, object]) -> None:
+    with pytest.raises(PlanError, match="metadata") as caught:
+        finish_chunk(make_chunk(make_pool().layout, (0, 4), {"kv": [5]}), metadata, 5)
+    assert caught.value.values == values

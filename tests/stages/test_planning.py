@@ -1,130 +1,112 @@
-"""Grants are not trusted, and nothing is kept for a delivery that has ended."""
+"""Where pieces are planned, what that costs, and that nothing is kept for a delivery that has ended."""
 
 import threading
-from collections.abc import Callable
-from types import MethodType
-from typing import Any, Final
+from typing import Any
 
 import anyio
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvflow.config import Limits
-from kvflow.errors import PlanError
-from kvflow.geometry import Component, Descriptors, KVLayout, Share, check_part
-from kvflow.geometry.pages import Part
-from kvflow.stages.planning import PeerGeometry, PlanWork, granted_pages
-from tests.support.cores import grant
+from kvflow.geometry import ComponentSlice, Descriptors, build_page_table
+from kvflow.geometry.pages import PageTable, TokenPages
+from kvflow.geometry.split import split_policy_for
+from kvflow.stages.planning import Planning, PlanWork, PreparedRoute
+from kvflow.state.effects import Piece
+from kvflow.state.events import DeliveryId, PeerRoute
+from kvflow.state.prefill.pieces import ChunkPart, cost_of
+from kvflow.wire.messages import Notice
+from tests.support.cores import DECODE, grant
+from tests.support.examples import examples
 from tests.support.failures import catch, undisturbed
-from tests.support.instances import deploy
-from tests.support.links import links
-from tests.support.pools import Pool, PoolShape
+from tests.support.instances import Deployment, deploy
+from tests.support.links import Link, links
 from tests.support.waiting import until
-from tests.support.worlds import World, worlds
-
-SLOTS, PAGE_SIZE = 16, 4
-POOL: Final = Pool(PoolShape(SLOTS, PAGE_SIZE, (0, 1), 8, 1), 0)
-REGIONS: Final = POOL.layout.components[0].regions
-TWO: Final = KVLayout((Component("kv", REGIONS), Component("swa", REGIONS)), "two")
+from tests.support.worlds import Rank, World, worlds
 
 
-def table(*pages: int) -> bytes:
-    return np.array(pages, "<u4").tobytes()
+class Planned:
+    """Which pieces were planned, and in which threads."""
 
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.works: list[PlanWork] = []
+        self.threads: list[threading.Thread] = []
+        plan = PlanWork.plan
 
-@pytest.mark.parametrize(
-    ("tokens", "pages"),
-    [((0, 8), [3, 1]), ((2, 7), [15, 0]), ((4, 5), [9]), ((0, 0), []), ((7, 7), [])],
-)
-def test_good_grant(tokens: tuple[int, int], pages: list[int]) -> None:
-    read = granted_pages(grant(tokens=tokens, pages={"kv": table(*pages)}), POOL.layout)["kv"]
-    assert read.pages.tolist() == pages
-    assert (read.first_token, read.page_size) == (tokens[0] - tokens[0] % PAGE_SIZE, PAGE_SIZE)
-    assert not read.pages.flags.writeable
+        def noted(work: PlanWork) -> Any:
+            self.works.append(work)
+            self.threads.append(threading.current_thread())
+            return plan(work)
 
+        patch.setattr(PlanWork, "plan", noted)
 
-def test_page_indices_are_little_endian() -> None:
-    pages = {"kv": b"\x02\0\0\0\x0f\0\0\0"}
-    assert granted_pages(grant(pages=pages), POOL.layout)["kv"].pages.tolist() == [2, 15]
-
-
-@pytest.mark.parametrize(
-    ("pages", "message", "values"),
-    [
-        ({"kv": table(1, 2)[:-1]}, "cut off", {"components": ["kv"]}),
-        ({"kv": b"\0", "x": table(1), "y": b"\0\0"}, "cut off", {"components": ["kv", "y"]}),
-        ({}, "needs pages for what it wants", {"pages": [], "wanted": ["kv"]}),
-        ({"other": table(1, 2)}, "needs pages", {"pages": ["other"], "wanted": ["kv"]}),
-        ({"kv": table(1, 2), "x": table(1, 2)}, "needs pages", {"pages": ["kv", "x"]}),
-        ({"kv": b""}, "does not match the token range", {"component": "kv", "pages": 0, "needed": 2}),
-        ({"kv": table(1)}, "does not match the token range", {"pages": 1, "needed": 2, "page_size": PAGE_SIZE}),
-        ({"kv": table(1, 2, 3)}, "does not match the token range", {"pages": 3, "needed": 2}),
-        ({"kv": table(1, SLOTS)}, "outside the pool", {"position": 1, "page": SLOTS, "slots": SLOTS}),
-        ({"kv": table(2**32 - 1, 1)}, "outside the pool", {"position": 0, "page": 2**32 - 1}),
-        ({"kv": table(5, 5)}, "listed twice", {"component": "kv", "page": 5, "positions": [0, 1]}),
-    ],
-)
-def test_malformed_table_is_refused_with_its_values(
-    pages: dict[str, bytes], message: str, values: dict[str, object]
-) -> None:
-    with pytest.raises(PlanError, match=message) as caught:
-        granted_pages(grant(pages=pages), POOL.layout)
-    assert caught.value.values.items() >= values.items()
-
-
-@pytest.mark.parametrize("tokens", [(8, 0), (-4, 4), (0, 2**63), (2**63, 2**64 - 1), (-(2**63), 8)])
-def test_impossible_token_range_is_refused(tokens: tuple[int, int]) -> None:
-    with pytest.raises(PlanError, match="start <= stop") as caught:
-        granted_pages(grant(tokens=tokens, pages={"kv": table(1, 2)}), POOL.layout)
-    assert caught.value.values["tokens"] == tokens
-
-
-def test_every_component_is_checked() -> None:
-    both = grant(ranges={"kv": (0, 8), "swa": (0, 8)}, pages={"kv": table(1, 2), "swa": table(1, 99)})
-    with pytest.raises(PlanError, match="outside the pool") as caught:
-        granted_pages(both, TWO)
-    assert caught.value.values["component"] == "swa"
+    @property
+    def num_inline(self) -> int:
+        return self.threads.count(threading.current_thread())
 
 
 @pytest.mark.anyio
-async def test_large_plans_are_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    functions = []
-    to_thread = anyio.to_thread.run_sync
-
-    async def run_sync(function: Callable[..., object], *args: object, **options: Any) -> object:
-        functions.append(function)
-        return await to_thread(function, *args, **options)
-
-    async with deploy(limits=Limits(rows_planned_inline=1)) as deployment:
-        monkeypatch.setattr("kvflow.stages.planning.anyio.to_thread.run_sync", run_sync)
+@pytest.mark.parametrize(("descriptors_inline", "is_inline"), [(1, False), (20_000, True)])
+async def test_small_plans_are_made_on_the_event_loop_and_large_ones_beside_it(
+    monkeypatch: pytest.MonkeyPatch, descriptors_inline: int, is_inline: bool
+) -> None:
+    planned = Planned(monkeypatch)
+    async with deploy(limits=Limits(descriptors_planned_inline=descriptors_inline)) as deployment:
         request = deployment.request(1, 30)
         await request.hand_over(chunk=10)
         request.assert_arrived()
-    works = [function.__self__ for function in functions if isinstance(function, MethodType)]
-    assert [type(work) for work in works] == [PlanWork] * 3
+    assert (len(planned.works), planned.num_inline) == (3, 3 if is_inline else 0)
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@pytest.mark.anyio
+async def test_plans_with_digests_are_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = Planned(monkeypatch)
+    async with deploy(digest_every=1) as deployment:
+        request = deployment.request(1, 30)
+        await request.hand_over(chunk=10)
+        request.assert_arrived()
+    assert (len(planned.works), planned.num_inline) == (3, 0)
+
+
+def piece_of(link: Link, world: World) -> Piece:
+    """All of what goes over a link, as one piece."""
+    route, bound, source, target = link
+    ranges = {name: world.wanted[name] for name in bound.expected}
+    policy = split_policy_for(bound, source.layout, target.layout, 2**30)
+    prepared = PreparedRoute(blocks=None, packed={}, head_major=False)
+    peer_route = PeerRoute(bound, target.layout, route.slices, policy, prepared=prepared)
+    return Piece(
+        delivery=DeliveryId(1, DECODE, 1),
+        seq=0,
+        ranges=ranges,
+        pages={},
+        grant=grant(),
+        link=peer_route,
+        notice=Notice(room=1, generation=1, token=99, engine_rank=0, seq=0, ranges=ranges, num_bytes=0),
+        cost=cost_of(ChunkPart(ranges, None, last=True, metadata=b""), ranges, peer_route, None),
+    )
+
+
+def table_of(rank: Rank, name: str, tokens: tuple[int, int]) -> PageTable:
+    return build_page_table(rank.layout.component(name), TokenPages(tokens, rank.pages(name, tokens)))
+
+
+@settings(max_examples=examples(100), suppress_health_check=list(HealthCheck))
 @given(worlds(), st.sampled_from([None, 1, 7, 1_000]))
 def test_no_plan_costs_more_than_was_counted_before_it_was_made(world: World, max_bytes: int | None) -> None:
-    for route, bound, source, target in links(world):
-        geometry = PeerGeometry(bound, target.layout, route.pieces)
-        ranges = {name: world.wanted[name] for name in geometry.route.debts}
-        shares = {
-            name: Share(
-                tokens,
-                check_part(source.layout.component(name), Part(tokens, source.pages(name, tokens))),
-                check_part(target.layout.component(name), Part(tokens, target.pages(name, tokens))),
-            )
-            for name, tokens in ranges.items()
+    for link in links(world):
+        piece = piece_of(link, world)
+        components = {
+            name: ComponentSlice(tokens, table_of(link.source, name, tokens), table_of(link.target, name, tokens))
+            for name, tokens in piece.ranges.items()
         }
-        cost = geometry.cost(ranges, ranges, max_bytes)
-        descriptors = PlanWork(geometry.route, shares, max_bytes, None).plan().moves
+        part = ChunkPart(piece.ranges, None, last=True, metadata=b"")
+        cost = cost_of(part, piece.ranges, piece.link, max_bytes)
+        descriptors = PlanWork(piece, components, max_bytes, None, 0.0).plan().moves
         assert isinstance(descriptors, Descriptors)
         assert descriptors.num_bytes == cost.num_bytes
-        assert len(descriptors.src) <= cost.num_rows
+        assert len(descriptors.src) <= cost.num_descriptors
 
 
 class Gate:
@@ -137,6 +119,14 @@ class Gate:
         self.opened.wait()
 
 
+def assert_nothing_kept(deployment: Deployment) -> None:
+    for rank in deployment.prefill:
+        planning: Planning = rank._planning
+        assert planning._granted == {}
+        assert planning._planned == {}
+        assert rank._submit._posts == {}
+
+
 @pytest.mark.anyio
 async def test_nothing_is_kept_for_a_delivery_that_ended_before_its_data_was_ready() -> None:
     async with deploy() as deployment:
@@ -147,11 +137,11 @@ async def test_nothing_is_kept_for_a_delivery_that_ended_before_its_data_was_rea
                 await until(lambda: prefill.statistics().waiting_grants)
                 async with prefill.send(1) as sender:
                     await sender.chunk((0, 4), request.src_pages(0, (0, 4)), ready=gate)
+                    sender.abort()
         finally:
             gate.opened.set()
         await undisturbed(deployment)
-        assert prefill._planning._tables == {}
-        assert prefill._submit._waiting == {}
+        assert_nothing_kept(deployment)
 
 
 @pytest.mark.anyio
@@ -168,4 +158,34 @@ async def test_nothing_is_kept_for_a_delivery_whose_last_chunk_was_ready_first()
                 await anyio.wait_all_tasks_blocked()
                 gate.opened.set()
         request.assert_arrived()
-        assert prefill._planning._tables == {}
+        assert_nothing_kept(deployment)
+
+
+@pytest.mark.anyio
+async def test_nothing_is_kept_of_a_plan_whose_transfer_ended_while_it_was_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, planned = Gate(), Planned(monkeypatch)
+    plan = PlanWork.plan
+
+    def wait_and_plan(work: PlanWork) -> Any:
+        gate.opened.wait()
+        return plan(work)
+
+    monkeypatch.setattr(PlanWork, "plan", wait_and_plan)
+    async with deploy(limits=Limits(descriptors_planned_inline=1)) as deployment:
+        (prefill,), request = deployment.prefill, deployment.request(1, 8)
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(catch, request.receive)
+                async with prefill.send(1) as sender:
+                    await sender.chunk((0, 4), request.src_pages(0, (0, 4)))
+                    await until(lambda: prefill._core._slow_plans)
+                    sender.abort()
+                    gate.opened.set()
+        finally:
+            gate.opened.set()
+        await until(lambda: planned.works)
+        request.assert_untouched(8)
+        await undisturbed(deployment)
+        assert_nothing_kept(deployment)

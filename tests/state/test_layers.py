@@ -7,19 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.geometry.cutting import Cutting
-from kvflow.geometry.debts import Debt
-from kvflow.geometry.layers import LayerBytes, LayerRange
-from kvflow.geometry.tokens import WHOLE
+from kvflow.geometry.ranges import LayerRange
 from kvflow.state import events as ev
-from kvflow.state.effects import CountOddity, Effect, EnqueueChunk
+from kvflow.state.effects import AwaitData, CountAnomaly, DecodeEffect, Piece
 from kvflow.state.events import Chunk, LayersReady
-from tests.support.cores import DECODE, PREFILL, CoreDriver, grant, reports
-from tests.support.receiving import Wire, wish
-from tests.support.sending import ROOM, post
+from tests.support.cores import DECODE, PREFILL, DecodeDriver, PrefillDriver, grant, of_kind, reports
+from tests.support.receiving import Transfer, request
+from tests.support.sending import DELIVERY, ROOM, pieces
+from tests.support.small_routes import layout, small_pieces
 
 NUM_LAYERS = 4
-DEBTS = {"kv": Debt(WHOLE, WHOLE, {1: 4}, {1: LayerBytes.of(dict.fromkeys(range(NUM_LAYERS), 1))})}
+SIDE = layout(num_layers=NUM_LAYERS, head_bytes=1)
 """A byte for each layer of a token."""
 
 
@@ -35,94 +33,88 @@ def groups(*stops: int) -> tuple[LayersReady, ...]:
     return tuple(LayersReady(stop, DEVICES[number]) for number, stop in enumerate(stops))
 
 
-def sender(least: int | None = 8, *, piece_bytes: int = 2**20) -> CoreDriver:
-    core = CoreDriver(PREFILL)
-    core.meet_decode(cutting=Cutting(DEBTS, {"kv": 2}, piece_bytes, least))
+def granted(least: int | None = 8, *, piece_bytes: int = 2**20) -> PrefillDriver:
+    core = PrefillDriver(side=SIDE)
+    core.connect(split_policy=small_pieces(piece_bytes, least, of=SIDE))
     core(ev.SendOpened(ROOM))
     core.hear(DECODE, grant())
     return core
 
 
 def offer(
-    core: CoreDriver, layers: tuple[LayersReady, ...], tokens: tuple[int, int] = (0, 8), *, last: bool = True
-) -> list[EnqueueChunk]:
+    core: PrefillDriver, layers: tuple[LayersReady, ...], tokens: tuple[int, int] = (0, 8), *, last: bool = True
+) -> list[tuple[Piece, Device | None]]:
+    """Offer a chunk and let the device be ready whenever it is waited for; give each piece and what it waited for."""
     metadata = b"m" if last else b""
     chunk = Chunk(tokens, {"kv": tokens}, layers=layers, last=last, metadata=metadata)
-    return [effect for effect in core(ev.ChunkOffered(ROOM, chunk)) if isinstance(effect, EnqueueChunk)]
+    effects, found = core(ev.ChunkOffered(ROOM, chunk)), []
+    while waits := of_kind(effects, AwaitData):
+        (wait,) = waits
+        effects = core(ev.DataReady(DELIVERY, wait.seq))
+        found += [(piece, wait.ready if piece.seq == wait.seq else None) for piece in pieces(effects)]
+    return found
 
 
 def test_each_piece_has_its_layers_and_waits_for_its_own_event() -> None:
-    core = sender()
-    pieces = offer(core, groups(1, 3, 4))
-    assert [(piece.seq, piece.ranges, piece.layers) for piece in pieces] == [
+    found = offer(granted(), groups(1, 3, 4))
+    assert [(piece.seq, piece.ranges, piece.layers) for piece, _ in found] == [
         (0, {"kv": (0, 8)}, (0, 1)),
         (1, {"kv": (0, 8)}, (1, 3)),
         (2, {"kv": (0, 8)}, (3, None)),
     ]
-    assert [piece.chunk.ready for piece in pieces] == DEVICES[:3]
-    assert [(piece.chunk.last, piece.chunk.metadata) for piece in pieces] == [(False, b""), (False, b""), (True, b"m")]
-    notices = [post(core, seq, 8) for seq in range(3)]
+    assert [device for _, device in found] == DEVICES[:3]
+    notices = [piece.notice for piece, _ in found]
     assert [notice.layers for notice in notices] == [(0, 1), (1, 3), (3, None)]
+    assert [notice.num_bytes for notice in notices] == [8, 16, 8]
     assert [(notice.last, notice.metadata) for notice in notices] == [(False, b""), (False, b""), (True, b"m")]
 
 
 def test_a_short_chunk_waits_for_its_last_event_only() -> None:
-    core = sender(33)
-    (piece,) = offer(core, groups(1, 2, 3, 4))
-    assert (piece.layers, piece.chunk.ready, piece.chunk.last) == ((0, None), DEVICES[3], True)
-    assert post(core, 0, 32).layers is None
+    ((piece, device),) = offer(granted(33), groups(1, 2, 3, 4))
+    assert (piece.layers, device, piece.notice.last, piece.notice.layers) == ((0, None), DEVICES[3], True, None)
 
 
-def test_a_chunk_that_is_streamed_is_not_cut_by_tokens_too() -> None:
-    assert [piece.ranges["kv"] for piece in offer(sender(piece_bytes=4), groups(2, 4))] == [(0, 8), (0, 8)]
+def test_a_chunk_that_is_streamed_is_not_split_by_tokens_too() -> None:
+    assert [piece.ranges["kv"] for piece, _ in offer(granted(piece_bytes=4), groups(2, 4))] == [(0, 8), (0, 8)]
 
 
-def test_a_chunk_that_is_not_worth_streaming_is_cut_by_tokens() -> None:
-    pieces = offer(sender(33, piece_bytes=16), groups(2, 4))
-    assert [(piece.ranges["kv"], piece.chunk.ready) for piece in pieces] == [((0, 4), DEVICES[1]), ((4, 8), None)]
+def test_a_chunk_that_is_not_worth_streaming_is_split_by_tokens() -> None:
+    found = offer(granted(33, piece_bytes=16), groups(2, 4))
+    assert [(piece.ranges["kv"], device) for piece, device in found] == [((0, 4), DEVICES[1]), ((4, 8), None)]
 
 
-def test_a_peer_that_knows_no_layers_gets_whole_chunks_after_the_last_event() -> None:
-    (piece,) = offer(sender(None), groups(1, 2, 4))
-    assert (piece.layers, piece.chunk.ready) == ((0, None), DEVICES[2])
-
-
-def test_a_peer_without_a_rule_gets_whole_chunks_after_the_last_event() -> None:
-    core = CoreDriver(PREFILL)
-    core.meet_decode()
-    core(ev.SendOpened(ROOM))
-    core.hear(DECODE, grant())
-    (piece,) = offer(core, groups(1, 4))
-    assert (piece.layers, piece.chunk.ready) == ((0, None), DEVICES[1])
+def test_a_policy_without_layers_sends_whole_chunks_after_the_last_event() -> None:
+    ((piece, device),) = offer(granted(None), groups(1, 2, 4))
+    assert (piece.layers, device) == ((0, None), DEVICES[2])
 
 
 def test_an_empty_chunk_with_layers_carries_the_metadata() -> None:
-    core = sender()
+    core = granted()
     offer(core, groups(2, 4), last=False)
     assert offer(core, groups(2, 4), (8, 8)) == []
 
 
 # The receiving side ------------------------------------------------------------------------------------------------
 
-Part = tuple[tuple[int, int], LayerRange | None]
+NoticeRange = tuple[tuple[int, int], LayerRange | None]
 """Tokens and layers of a notice."""
 
 
 class Receiving:
     def __init__(self) -> None:
-        self.core = CoreDriver(DECODE)
-        self.core(wish())
-        ranks = (ev.GreetedRank(PREFILL, DEBTS),)
-        self.wire = Wire(self.core, self.core(ev.InstanceGreeted("prefill", ranks)))
+        self.core = DecodeDriver()
+        self.core(request())
+        effects = self.core.connect(PREFILL, head_bytes=1, num_layers=NUM_LAYERS)
+        self.transfer = Transfer(self.core, effects)
 
-    def notice(self, seq: int, part: Part, **changes: object) -> list[Effect]:
+    def notice(self, seq: int, part: NoticeRange, **changes: object) -> list[DecodeEffect]:
         (start, stop), layers = part
         first, end = layers or (0, None)
         num_layers = max(0, min(NUM_LAYERS, NUM_LAYERS if end is None else end) - first)
         fields: dict[str, object] = {"num_bytes": (stop - start) * num_layers, "layers": layers}
-        return self.wire.notice(PREFILL, seq, (start, stop), **(fields | changes))
+        return self.transfer.notice(PREFILL, seq, (start, stop), **(fields | changes))
 
-    def take(self, parts: list[Part]) -> list[tuple[str, str]]:
+    def take(self, parts: list[NoticeRange]) -> list[tuple[str, str]]:
         """Take notices in order, the last one ending the transfer; give what was reported."""
         found = []
         for seq, part in enumerate(parts):
@@ -159,7 +151,7 @@ def test_streamed_and_whole_chunks_follow_each_other() -> None:
         [((0, 8), (0, 2)), ((0, 8), (2, None)), ((0, 8), (2, None))],
     ],
 )
-def test_anything_else_is_no_success(parts: list[Part]) -> None:
+def test_anything_else_is_no_success(parts: list[NoticeRange]) -> None:
     assert ("failed", "draining") in Receiving().take(parts)
 
 
@@ -172,14 +164,14 @@ def test_a_piece_of_layers_with_the_bytes_of_all_is_no_success() -> None:
 def test_more_notices_than_layers_of_tokens_are_impossible() -> None:
     receiving = Receiving()
     assert receiving.notice(8 * NUM_LAYERS, ((0, 8), None)) == []
-    assert [type(effect) for effect in receiving.notice(8 * NUM_LAYERS + 1, ((0, 8), None))] == [CountOddity]
+    assert [type(effect) for effect in receiving.notice(8 * NUM_LAYERS + 1, ((0, 8), None))] == [CountAnomaly]
 
 
 @st.composite
-def right_parts(draw: st.DrawFn) -> list[Part]:
+def right_parts(draw: st.DrawFn) -> list[NoticeRange]:
     """Notices that say everything was written."""
     edges = [0, *sorted(draw(st.sets(st.integers(1, 7), max_size=3))), 8]
-    parts: list[Part] = []
+    parts: list[NoticeRange] = []
     for tokens in pairwise(edges):
         cuts = sorted(draw(st.sets(st.integers(1, NUM_LAYERS - 1))))
         stops = [*cuts, None]
@@ -189,7 +181,9 @@ def right_parts(draw: st.DrawFn) -> list[Part]:
 
 
 @given(right_parts(), st.randoms(use_true_random=False))
-def test_a_right_set_succeeds_in_any_order_and_however_often_it_is_said(parts: list[Part], rng: random.Random) -> None:
+def test_a_right_set_succeeds_in_any_order_and_however_often_it_is_said(
+    parts: list[NoticeRange], rng: random.Random
+) -> None:
     receiving = Receiving()
     order = [*range(len(parts)), *rng.choices(range(len(parts)), k=3)]
     rng.shuffle(order)
@@ -202,7 +196,7 @@ def test_a_right_set_succeeds_in_any_order_and_however_often_it_is_said(parts: l
 
 
 @given(right_parts(), st.data())
-def test_a_set_with_a_hole_never_succeeds(parts: list[Part], data: st.DataObject) -> None:
+def test_a_set_with_a_hole_never_succeeds(parts: list[NoticeRange], data: st.DataObject) -> None:
     """Whichever notice is left out, whether its number is left out with it or not."""
     gone = data.draw(st.integers(0, len(parts) - 1))
     renumbers = data.draw(st.booleans())
@@ -216,7 +210,7 @@ def test_a_set_with_a_hole_never_succeeds(parts: list[Part], data: st.DataObject
 
 
 @given(right_parts(), st.data())
-def test_a_changed_notice_never_leads_to_success(parts: list[Part], data: st.DataObject) -> None:
+def test_a_changed_notice_never_leads_to_success(parts: list[NoticeRange], data: st.DataObject) -> None:
     changed = data.draw(st.integers(0, len(parts) - 1))
     start = data.draw(st.integers(0, NUM_LAYERS))
     layers = data.draw(st.none() | st.tuples(st.just(start), st.none() | st.integers(0, NUM_LAYERS)))

@@ -9,9 +9,20 @@ from kvflow.errors import CapacityExceeded, LocalProtocolError
 from kvflow.state import events as ev
 from kvflow.state.quarantine import NO_MEMORY, Footprint, Quarantine
 from kvflow.wire.messages import Cancel, Drained, Failed, Pong
-from tests.support.cores import ABORTED, DECODE, PREFILL, CoreDriver, abort_failure, grant, messages, peer, reports
-from tests.support.receiving import ROOM, Wire, wish
-from tests.support.sending import DELIVERY, chunk, delivery, enqueued, post, settle
+from tests.support.cores import (
+    ABORTED,
+    DECODE,
+    PREFILL,
+    DecodeDriver,
+    PrefillDriver,
+    abort_failure,
+    grant,
+    messages,
+    peer,
+    reports,
+)
+from tests.support.receiving import ROOM, Transfer, request
+from tests.support.sending import DELIVERY, chunk, delivery, end, posted
 
 BROKEN = abort_failure("the write broke")
 DRAINED = Drained(room=ROOM, generation=1, engine_rank=0)
@@ -53,9 +64,9 @@ def test_the_count_agrees_with_a_dictionary(steps: list[tuple[str, int, int, int
 # On a decode rank --------------------------------------------------------------------------------------------------
 
 
-def open_and_doubt(core: CoreDriver, generation: int, room: int, footprint: Footprint = ONE_PAGE) -> None:
+def open_and_quarantine(core: DecodeDriver, generation: int, room: int) -> None:
     """Receive a room that its prefill rank, which lives, says nothing about any more."""
-    core(wish(generation, room=room, footprint=footprint))
+    core(request(generation, room=room, footprint=ONE_PAGE))
     core(ev.ReceiveAborted(room, ABORTED))
     for _ in range(5):
         core.hear(PREFILL, Pong(peer=PREFILL))
@@ -63,124 +74,124 @@ def open_and_doubt(core: CoreDriver, generation: int, room: int, footprint: Foot
 
 
 @pytest.fixture
-def decode() -> CoreDriver:
-    core = CoreDriver(DECODE, limits=Limits(quarantined_pages=2))
-    core.meet_prefill(PREFILL)
+def decode() -> DecodeDriver:
+    core = DecodeDriver(limits=Limits(quarantined_pages=2))
+    core.connect(PREFILL)
     return core
 
 
-def test_a_decode_rank_admits_until_its_quarantine_is_full(decode: CoreDriver) -> None:
-    open_and_doubt(decode, 1, 1)
-    open_and_doubt(decode, 2, 2)
+def test_a_decode_rank_admits_until_its_quarantine_is_full(decode: DecodeDriver) -> None:
+    open_and_quarantine(decode, 1, 1)
+    open_and_quarantine(decode, 2, 2)
     with pytest.raises(CapacityExceeded, match="quarantine") as refused:
-        decode(wish(3, room=3))
+        decode(request(3, room=3))
     assert refused.value.values == {"transfers": 2, "pages": 2, "num_bytes": 200}
-    assert set(decode.core.receivers.receivers) == {1, 2}, "what is refused leaves nothing behind"
+    assert set(decode.core.rooms.rooms) == {1, 2}, "what is refused leaves nothing behind"
 
 
 def test_bytes_fill_the_quarantine_as_well() -> None:
-    decode = CoreDriver(DECODE, limits=Limits(quarantined_bytes=100))
-    decode.meet_prefill(PREFILL)
-    open_and_doubt(decode, 1, 1)
+    decode = DecodeDriver(limits=Limits(quarantined_bytes=100))
+    decode.connect(PREFILL)
+    open_and_quarantine(decode, 1, 1)
     with pytest.raises(CapacityExceeded):
-        decode(wish(2, room=2))
+        decode(request(2, room=2))
 
 
-def test_a_late_proof_makes_room(decode: CoreDriver) -> None:
-    open_and_doubt(decode, 1, ROOM)
-    open_and_doubt(decode, 2, 2)
+def test_a_late_proof_frees_capacity(decode: DecodeDriver) -> None:
+    open_and_quarantine(decode, 1, ROOM)
+    open_and_quarantine(decode, 2, 2)
     assert reports(decode.hear(PREFILL, DRAINED)) == [("aborted", "safe")]
     assert decode.core.quarantine.total == ONE_PAGE
-    decode(wish(3, room=3))
+    decode(request(3, room=3))
 
 
-def test_an_operator_makes_room(decode: CoreDriver) -> None:
-    open_and_doubt(decode, 1, 1)
-    open_and_doubt(decode, 2, 2)
+def test_an_operator_frees_capacity(decode: DecodeDriver) -> None:
+    open_and_quarantine(decode, 1, 1)
+    open_and_quarantine(decode, 2, 2)
     effects = decode(ev.QuarantineReleased(2))
     assert reports(effects) == [("aborted", "safe")]
-    assert set(decode.core.receivers.receivers) == {1}
-    decode(wish(3, room=3))
-    assert decode.hear(PREFILL, Drained(room=2, generation=2, engine_rank=0)) == [], "a late proof is nothing odd"
+    assert set(decode.core.rooms.rooms) == {1}
+    decode(request(3, room=3))
+    assert decode.hear(PREFILL, Drained(room=2, generation=2, engine_rank=0)) == [], "a late proof is no anomaly"
 
 
 def test_what_is_released_leaves_nothing_behind() -> None:
-    decode = CoreDriver(DECODE)
-    decode.meet_prefill(PREFILL)
-    idle = len(decode.core.deadlines)
-    open_and_doubt(decode, 1, 1)
+    decode = DecodeDriver()
+    decode.connect(PREFILL)
+    decode.sleep(1.0)
+    idle = len(decode.core.timers)
+    open_and_quarantine(decode, 1, 1)
     decode(ev.QuarantineReleased(1))
     assert decode.core.is_idle
-    assert (len(decode.core.deadlines), decode.core.quarantine.total) == (idle, NO_MEMORY)
+    assert (len(decode.core.timers), decode.core.quarantine.total) == (idle, NO_MEMORY)
 
 
 @pytest.mark.parametrize("key", [1, 2, 99])
-def test_only_what_is_in_quarantine_can_be_released(decode: CoreDriver, key: int) -> None:
+def test_only_what_is_in_quarantine_can_be_released(decode: DecodeDriver, key: int) -> None:
     """Neither what is held, nor what is draining, nor what does not exist."""
-    decode(wish(1, room=1))
-    decode(wish(2, room=2))
+    decode(request(1, room=1))
+    decode(request(2, room=2))
     decode(ev.ReceiveAborted(2, ABORTED))
     with pytest.raises(LocalProtocolError, match="not in quarantine"):
         decode(ev.QuarantineReleased(key))
     assert reports(decode(ev.ReceiveAborted(1, ABORTED))) == [("aborted", "draining")]
 
 
-def test_quarantine_can_be_released_while_the_rank_closes(decode: CoreDriver) -> None:
-    open_and_doubt(decode, 1, 1)
-    decode(ev.ClosingStarted(ABORTED))
+def test_quarantine_can_be_released_while_the_rank_closes(decode: DecodeDriver) -> None:
+    open_and_quarantine(decode, 1, 1)
+    decode(ev.CloseStarted(ABORTED))
     assert reports(decode(ev.QuarantineReleased(1))) == [("aborted", "safe")]
     assert decode.core.is_idle
 
 
-def test_a_release_does_not_touch_the_next_transfer_of_the_room(decode: CoreDriver) -> None:
-    open_and_doubt(decode, 1, ROOM)
-    wire = Wire(decode, decode(wish(2)))
+def test_a_release_does_not_touch_the_next_transfer_of_the_room(decode: DecodeDriver) -> None:
+    open_and_quarantine(decode, 1, ROOM)
+    transfer = Transfer(decode, decode(request(2)))
     decode(ev.QuarantineReleased(1))
-    assert reports(wire.notice(PREFILL, 0, (0, 8), last=True)) == [("success", "safe")]
+    assert reports(transfer.notice(PREFILL, 0, (0, 8), last=True)) == [("success", "safe")]
 
 
 # On a prefill rank -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def prefill() -> CoreDriver:
+def prefill() -> PrefillDriver:
     """A room of which a write is in doubt."""
-    core = CoreDriver(PREFILL, limits=Limits(quarantined_pages=3))
-    core.meet_decode()
+    core = PrefillDriver(limits=Limits(quarantined_pages=3, posts_per_peer=1))
+    core.connect()
     core(ev.SendOpened(ROOM))
     core.hear(DECODE, grant())
     core(chunk(0, 4, footprint=ONE_PAGE))
     core(chunk(4, 8, last=True, footprint=Footprint(2, 200)))
-    post(core, 0)
-    assert reports(core(ev.PostDoubted(DELIVERY, 0, BROKEN)))[-1] == ("failed", "quarantined")
+    assert reports(core(ev.PostInDoubt(DELIVERY, 0, BROKEN)))[-1] == ("failed", "quarantined")
     return core
 
 
-def test_every_chunk_of_a_room_counts(prefill: CoreDriver) -> None:
+def test_every_chunk_of_a_room_counts(prefill: PrefillDriver) -> None:
     assert prefill.core.quarantine.total == Footprint(3, 300)
     with pytest.raises(CapacityExceeded):
         prefill(ev.SendOpened(8))
-    settle(prefill, 0)
+    end(prefill, 0)
     assert prefill.core.quarantine.total == NO_MEMORY
     prefill(ev.SendOpened(8))
 
 
-def test_a_released_room_can_be_used_again(prefill: CoreDriver) -> None:
+def test_a_released_room_can_be_used_again(prefill: PrefillDriver) -> None:
     assert reports(prefill(ev.QuarantineReleased(ROOM))) == [("failed", "safe")]
     assert prefill.core.is_idle
     prefill(ev.SendOpened(ROOM))
-    assert enqueued(prefill(chunk(0, 8, last=True))) == []
-    assert enqueued(prefill.hear(DECODE, grant(generation=2))) == [(0, (0, 8))]
+    assert posted(prefill(chunk(0, 8, last=True))) == []
+    assert posted(prefill.hear(DECODE, grant(generation=2))) == [(0, (0, 8))]
 
 
-def test_releasing_source_pages_is_no_proof_for_the_decode_rank(prefill: CoreDriver) -> None:
+def test_releasing_source_pages_is_no_proof_for_the_decode_rank(prefill: PrefillDriver) -> None:
     """The write may still land there: it hears Drained when the transport says so, and not from the operator."""
     prefill(ev.QuarantineReleased(ROOM))
     assert prefill.hear(DECODE, CANCEL) == []
     ((_, failed),) = messages(prefill.hear(DECODE, grant()), Failed)
     assert isinstance(failed, Failed)
     assert not failed.drained
-    effects = settle(prefill, 0)
+    effects = end(prefill, 0)
     assert [to for to, _ in messages(effects, Drained)] == [DECODE]
     ((_, failed),) = messages(prefill.hear(DECODE, grant()), Failed)
     assert isinstance(failed, Failed)
@@ -189,36 +200,33 @@ def test_releasing_source_pages_is_no_proof_for_the_decode_rank(prefill: CoreDri
 
 
 def test_the_proof_waits_for_every_post_of_a_released_delivery() -> None:
-    core = CoreDriver(PREFILL)
-    core.meet_decode()
+    core = PrefillDriver()
+    core.connect()
     core(ev.SendOpened(ROOM))
     core.hear(DECODE, grant())
     core(chunk(0, 4))
     core(chunk(4, 8, last=True))
-    post(core, 0)
-    post(core, 1)
-    core(ev.PostDoubted(DELIVERY, 0, BROKEN))
+    core(ev.PostInDoubt(DELIVERY, 0, BROKEN))
     core.hear(DECODE, CANCEL)
     core(ev.QuarantineReleased(ROOM))
-    assert settle(core, 1) == []
-    assert len(messages(settle(core, 0), Drained)) == 1
-    assert len(core.core.senders.unproved) == 0
+    assert end(core, 1) == []
+    assert len(messages(end(core, 0), Drained)) == 1
+    assert len(core.core.rooms.unfenced) == 0
 
 
-def test_a_released_delivery_does_not_disturb_the_next_one_of_its_room(prefill: CoreDriver) -> None:
+def test_a_released_delivery_does_not_disturb_the_next_one_of_its_room(prefill: PrefillDriver) -> None:
     prefill(ev.QuarantineReleased(ROOM))
     prefill(ev.SendOpened(ROOM))
     prefill.hear(DECODE, grant(generation=2))
     prefill(chunk(0, 8, last=True))
     second = delivery(DECODE, generation=2)
-    post(prefill, 0, delivery=second)
-    settle(prefill, 0)
+    end(prefill, 0)
     prefill.hear(DECODE, CANCEL)
-    assert reports(settle(prefill, 0, second)) == [("pending", "safe")]
+    assert reports(end(prefill, 0, second)) == [("pending", "safe")]
 
 
-def test_a_prefill_rank_releases_only_what_is_in_quarantine(prefill: CoreDriver) -> None:
-    settle(prefill, 0)
+def test_a_prefill_rank_releases_only_what_is_in_quarantine(prefill: PrefillDriver) -> None:
+    end(prefill, 0)
     prefill(ev.SendOpened(8))
     for room in (ROOM, 8):
         with pytest.raises(LocalProtocolError, match="not in quarantine"):
@@ -227,17 +235,15 @@ def test_a_prefill_rank_releases_only_what_is_in_quarantine(prefill: CoreDriver)
 
 def test_a_release_of_one_delivery_in_doubt_ends_the_others_that_drain() -> None:
     other = peer("decode", 1)
-    core = CoreDriver(PREFILL)
-    core.meet_decode()
-    core.meet_decode(other)
+    core = PrefillDriver()
+    core.connect()
+    core.connect(other)
     core(ev.SendOpened(ROOM))
     for to in (DECODE, other):
         core.hear(to, grant(num_decode_ranks=2))
     core(chunk(0, 8, last=True))
-    for to in (DECODE, other):
-        post(core, 0, delivery=delivery(to))
-    core(ev.PostDoubted(DELIVERY, 0, BROKEN))
+    core(ev.PostInDoubt(DELIVERY, 0, BROKEN))
     assert reports(core(ev.QuarantineReleased(ROOM))) == [("failed", "safe")]
     assert core.core.is_idle
     for to in (DECODE, other):
-        assert [receiver for receiver, _ in messages(settle(core, 0, delivery(to)), Drained)] == [to]
+        assert [receiver for receiver, _ in messages(end(core, 0, delivery(to)), Drained)] == [to]

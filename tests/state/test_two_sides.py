@@ -1,18 +1,20 @@
 """Real cores of both sides and an adversary between them.
 
-The adversary drops, repeats and reorders messages, lets time pass, ends writes well, badly or not at all, cuts peers
-off until they are lost, kills prefill processes, and releases quarantines. Engines give up when it likes. After every
-step the promises are checked against what was really written; and when the adversary stops, everything ends.
+The adversary drops, repeats and reorders messages, breaks connections, lets time pass, ends writes well, badly or not
+at all, answers late or with what was true before, kills prefill processes, and releases quarantines. Engines give up
+when it likes. After every step the promises are checked against what was really written; and when the adversary stops,
+everything ends.
 """
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvflow.state import events as ev
-from kvflow.state.core import Core
+from kvflow.state.prefill.core import PrefillCore
 from kvflow.wire.messages import PeerId
-from tests.support.two_sides import BROKEN, DECODE, NUM_TOKENS, ROOM, World
+from tests.support.cores import DecodeDriver, PrefillDriver
+from tests.support.examples import examples
+from tests.support.two_sides import BROKEN, DECODE, NUM_TOKENS, World
 
 MAX_RESTARTS = 2
 PATIENCE_S = 200
@@ -21,7 +23,7 @@ PATIENCE_S = 200
 pick = st.integers(0, 1_000_000)
 ranges = st.tuples(st.integers(0, NUM_TOKENS), st.integers(0, NUM_TOKENS)).map(lambda ends: (min(ends), max(ends)))
 everything = st.just((0, NUM_TOKENS))
-wishes = st.one_of(*[ranges] * 3, *[everything] * 4, st.just((0, NUM_TOKENS + 1)))
+requests = st.one_of(*[ranges] * 3, *[everything] * 4, st.just((0, NUM_TOKENS + 1)))
 
 
 class TwoSides(RuleBasedStateMachine):
@@ -29,9 +31,9 @@ class TwoSides(RuleBasedStateMachine):
 
     world: World
 
-    @initialize(first=wishes, second=wishes, owing=st.sampled_from([(True, True), (True, True), (True, False)]))
-    def build(self, first: tuple[int, int], second: tuple[int, int], owing: tuple[bool, bool]) -> None:
-        self.world = World(dict(zip(DECODE, (first, second), strict=True)), owing)
+    @initialize(first=requests, second=requests, holding=st.sampled_from([(True, True), (True, True), (True, False)]))
+    def build(self, first: tuple[int, int], second: tuple[int, int], holding: tuple[bool, bool]) -> None:
+        self.world = World(dict(zip(DECODE, (first, second), strict=True)), holding)
 
     # What engines and operators do ---------------------------------------------------------------------------------
 
@@ -55,15 +57,14 @@ class TwoSides(RuleBasedStateMachine):
             self.world.compute(rank, 1 + which % NUM_TOKENS)
         for rank in DECODE:
             self.world.open_receiver(rank)
-        for rank in list(self.world.greeting):
-            self.world.greet(rank)
+        self.world.settle_handshakes()
 
     @rule(which=pick)
     def abort_or_release(self, which: int) -> None:
         """Rarely, or nothing would ever succeed."""
         rank = self.world.alive()[which // 8 % 4]
         if which % 8 == 0:
-            self.world.run(rank, ev.ReceiveAborted(ROOM, BROKEN) if rank in DECODE else ev.SendAborted(ROOM, BROKEN))
+            self.world.abort(rank)
         elif which % 8 < 4:
             self.world.release(rank)
 
@@ -86,31 +87,57 @@ class TwoSides(RuleBasedStateMachine):
     @precondition(lambda self: self.world.busy())
     @rule(which=pick, place=pick)
     def drop(self, which: int, place: int) -> None:
-        wire = self.world.wires[self._ends(which)]
-        del wire[place % len(wire)]
+        transfer = self.world.wires[self._ends(which)]
+        del transfer[place % len(transfer)]
 
     def _ends(self, which: int) -> tuple[PeerId, PeerId]:
         busy = self.world.busy()
         return busy[which % len(busy)]
 
-    @precondition(lambda self: self.world.greeting)
-    @rule(which=pick, num_reached=st.sampled_from([0, 1, 2, 2]))
-    def greet(self, which: int, num_reached: int) -> None:
-        waiting = list(self.world.greeting)
-        self.world.greet(waiting[which % len(waiting)], num_reached=num_reached)
+    @precondition(lambda self: self.world.connections)
+    @rule(which=pick)
+    def break_connection(self, which: int) -> None:
+        """Rarely, or nothing would ever succeed."""
+        connections = list(self.world.connections)
+        if which % 4 == 0:
+            self.world.break_connection(connections[which // 4 % len(connections)])
+
+    @precondition(lambda self: self.world.breaks)
+    @rule(which=pick)
+    def notice_break(self, which: int) -> None:
+        breaks = list(self.world.breaks)
+        self.world.notice_break(breaks[which % len(breaks)])
+
+    @precondition(lambda self: self.world.lookups)
+    @rule(which=pick, is_stale=st.sampled_from([False, False, False, True]))
+    def answer_lookup(self, which: int, is_stale: bool) -> None:
+        waiting = list(self.world.lookups)
+        self.world.answer_lookup(waiting[which % len(waiting)], is_stale=is_stale)
+
+    @precondition(lambda self: self.world.compiling)
+    @rule(which=pick)
+    def compile(self, which: int) -> None:
+        self.world.compile(which % len(self.world.compiling))
+
+    @precondition(lambda self: self.world.checking)
+    @rule(which=pick)
+    def check(self, which: int) -> None:
+        self.world.check(which % len(self.world.checking))
 
     @precondition(lambda self: self.world.probes)
     @rule(which=pick)
     def answer_probe(self, which: int) -> None:
         probes = list(self.world.probes)
-        self.world.answer_probe(*probes[which % len(probes)])
+        self.world.answer_probe(probes[which % len(probes)])
 
     # What transports, processes and clocks do ----------------------------------------------------------------------
 
     @precondition(lambda self: self.world.plans)
     @rule(which=pick)
     def finish_plan(self, which: int) -> None:
-        self.world.finish_plan(which % len(self.world.plans))
+        """Rarely one fails."""
+        plans = list(self.world.plans)
+        self.world.finish_plan(plans[which // 8 % len(plans)], BROKEN if which % 8 == 0 else None)
 
     @precondition(lambda self: self.world.posts)
     @rule(which=pick, ends=st.sampled_from(["well", "well", "well", "without its notice", "badly", "in doubt"]))
@@ -120,11 +147,8 @@ class TwoSides(RuleBasedStateMachine):
     @precondition(lambda self: self.world.plans or self.world.posts)
     @rule()
     def work(self) -> None:
-        """Every plan is finished and every post ends well."""
-        while self.world.plans:
-            self.world.finish_plan(0)
-        for key in list(self.world.posts):
-            self.world.end_post(key, "well")
+        """What is done beside the event loops ends well."""
+        self.world.work()
 
     @precondition(lambda self: len(self.world.dead) < MAX_RESTARTS)
     @rule(which=pick)
@@ -161,15 +185,15 @@ class TwoSides(RuleBasedStateMachine):
         for transfer, outcome in self.world.outcome.items():
             if outcome == "success":
                 start, stop = self.world.wanted[transfer[0]]
-                lives = {life.rank.engine_rank: life for life in self.world.granted[transfer]}
-                for rank, life in lives.items():
-                    cells = self.world.written.get(transfer, {}).get(life, set())
-                    assert cells == (set(range(start, stop)) if self.world.owing[rank] else set())
+                ranks = {rank.rank.engine_rank: rank for rank in self.world.granted[transfer]}
+                for engine_rank, rank in ranks.items():
+                    cells = self.world.written.get(transfer, {}).get(rank, set())
+                    assert cells == (set(range(start, stop)) if self.world.holding[engine_rank] else set())
 
     @invariant()
-    def a_sender_succeeds_only_after_every_receiver_that_it_owes_something(self) -> None:
+    def a_sender_succeeds_only_after_every_receiver_that_it_sends_something(self) -> None:
         for opening, (outcome, _) in self.world.source.items():
-            if outcome == "success" and self.world.owing[opening[0].rank.engine_rank]:
+            if outcome == "success" and self.world.holding[opening[0].rank.engine_rank]:
                 served = self.world.served[opening]
                 assert set(served) == set(DECODE)
                 assert {self.world.outcome.get(transfer) for transfer in served.items()} == {"success"}
@@ -185,26 +209,30 @@ class TwoSides(RuleBasedStateMachine):
             world.settle()
             self.no_write_is_under_way_to_or_from_pages_that_were_given_back()
             self.success_is_true()
-            if not any(left_open(world.cores[rank].core) for rank in world.alive()):
+            if not any(left_open(world.driver(rank)) for rank in world.alive()):
                 break
             world.pass_time(1.0)
         world.settle()
-        self.a_sender_succeeds_only_after_every_receiver_that_it_owes_something()
+        self.a_sender_succeeds_only_after_every_receiver_that_it_sends_something()
         assert set(world.memory.values()) <= {"safe"}
         assert set(world.outcome.values()) <= {"success", "failed", "aborted"}
         for rank in world.alive():
-            core = world.cores[rank].core
-            assert left_open(core) == 0
-            assert len(core.deadlines) <= 3 * len(core.peers), "only acquaintances have deadlines"
+            driver = world.driver(rank)
+            assert left_open(driver) == 0
+            most = 3 * (len(driver.core.peers) + len(world.prefill)) + 1  # a handshake may still go on
+            assert len(driver.core.timers) <= most, "only peers, hellos and a lookup have timers"
 
 
-def left_open(core: Core) -> int:
+def left_open(driver: PrefillDriver | DecodeDriver) -> int:
     """How much a core still waits for."""
-    rooms = len(core.senders.rooms) + len(core.receivers.receivers) + len(core.quarantine)
-    return rooms + len(core.senders.waiting) + len(core.senders.unproved)
+    core = driver.core
+    count = len(core.rooms.rooms) + len(core.quarantine)
+    if isinstance(core, PrefillCore):
+        count += core.rooms.num_waiting + len(core.rooms.unfenced) + core.queue.num_under_way + len(core.queue)
+    return count
 
 
 TwoSides.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(300), stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestTwoSides = TwoSides.TestCase

@@ -1,29 +1,77 @@
-"""Cores without a shell: events in, effects out."""
+"""Cores without a shell: events in, effects out. Each driver says what a shell and the peers would say."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
 
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import FailureReason, Stage
-from kvflow.geometry.cutting import Cutting
-from kvflow.geometry.debts import Debt
-from kvflow.geometry.tokens import WHOLE
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.routes import Route, compile_routes
+from kvflow.geometry.split import SplitPolicy
 from kvflow.state import events as ev
-from kvflow.state.core import Core
-from kvflow.state.effects import Effect, ReportReceiver, ReportSender, SendMessage
+from kvflow.state.decode.core import DecodeCore
+from kvflow.state.effects import (
+    CheckHello,
+    CompileRoutes,
+    ContinueSoon,
+    CountAnomaly,
+    DecodeEffect,
+    PrefillEffect,
+    Reply,
+    ReportReceiver,
+    ReportSender,
+    SendMessage,
+)
 from kvflow.state.invariants import check_invariants
-from kvflow.wire.messages import Failure, Grant, Message, PeerId, Ping, Pong, RankId
+from kvflow.state.prefill.core import PrefillCore
+from kvflow.state.settings import DecodeSettings, LocalStagingSettings, PrefillSettings, WindowSettings
+from kvflow.wire.messages import (
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    Failure,
+    Grant,
+    Hello,
+    Message,
+    PeerId,
+    Ping,
+    Pong,
+    RankId,
+    RankRecord,
+    StagingWindow,
+    Welcome,
+)
+from tests.support.small_routes import layout, peer_route, rank_routes
 
 __all__ = [
     "ABORTED",
+    "BACKEND",
     "DECODE",
+    "LEASE_S",
+    "OTHER_DECODE",
+    "OTHER_PREFILL",
     "PREFILL",
-    "CoreDriver",
+    "DecodeDriver",
+    "Effect",
+    "PrefillDriver",
     "abort_failure",
-    "debts",
+    "anomalies",
+    "connection_of",
+    "endpoint_of",
     "grant",
     "messages",
-    "pass_time",
+    "of_kind",
     "peer",
+    "peer_of",
+    "records",
     "reports",
 ]
+
+Effect = PrefillEffect | DecodeEffect
+
+BACKEND = "host"
+LEASE_S = 3.0
 
 
 def peer(instance: str, engine_rank: int = 0, incarnation: int = 1) -> PeerId:
@@ -31,8 +79,9 @@ def peer(instance: str, engine_rank: int = 0, incarnation: int = 1) -> PeerId:
 
 
 PREFILL = peer("prefill")
+OTHER_PREFILL = peer("prefill", 1)
 DECODE = peer("decode")
-LEASE_S = 3.0
+OTHER_DECODE = peer("decode", 1)
 
 
 def abort_failure(detail: str = "gone") -> Failure:
@@ -42,31 +91,77 @@ def abort_failure(detail: str = "gone") -> Failure:
 ABORTED = abort_failure()
 
 
-class CoreDriver:
-    """A core with a clock of its own; checks the invariants after every event."""
+def connection_of(sender: PeerId, number: int = 0) -> bytes:
+    """Name of a connection from a decode rank; it may have several, one after another."""
+    return f"{sender.rank.instance}/{sender.rank.engine_rank}/{sender.incarnation}/{number}".encode()
+
+
+def peer_of(connection: bytes) -> PeerId:
+    """Whose connection it is."""
+    instance, engine_rank, incarnation, _ = connection.decode().split("/")
+    return peer(instance, int(engine_rank), int(incarnation))
+
+
+class PrefillDriver:
+    """The core of a prefill rank with a clock of its own; checks the invariants after every event.
+
+    Args:
+        me: The rank.
+        timeouts: Defaults if None.
+        limits: Defaults if None.
+        side: Its layout.
+        staging: Its staging memory.
+        in_band_notices: Of its transport.
+        max_descriptor_bytes: Of its transport.
+        continues: Let the event loop have its turn as soon as the core asks for that; else a test does it.
+    """
 
     def __init__(
         self,
-        me: PeerId,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
         *,
-        ends_with_process: bool = True,
+        me: PeerId = PREFILL,
+        side: KVLayout | None = None,
+        staging: LocalStagingSettings | None = None,
+        in_band_notices: bool = True,
+        max_descriptor_bytes: int | None = None,
+        continues: bool = True,
     ) -> None:
-        self.core = Core(me, timeouts or Timeouts(), limits or Limits(), ends_with_process=ends_with_process)
+        self.me = me
+        self.side = side or layout()
+        settings = PrefillSettings(
+            timeouts=timeouts or Timeouts(),
+            limits=limits or Limits(),
+            layout=self.side,
+            backend=BACKEND,
+            in_band_notices=in_band_notices,
+            max_descriptor_bytes=max_descriptor_bytes,
+            staging=staging,
+        )
+        self.core = PrefillCore(me, settings)
         self.now = 100.0
+        self._continues = continues
+        self._attempts: dict[PeerId, int] = {}
+        self._connections: dict[PeerId, bytes] = {}
 
-    def __call__(self, event: ev.Event) -> list[Effect]:
+    def __call__(self, event: ev.PrefillEvent) -> list[PrefillEffect]:
         effects = self.core.handle(event, self.now)
         check_invariants(self.core)
+        while self._continues and any(isinstance(effect, ContinueSoon) for effect in effects):
+            effects = [effect for effect in effects if not isinstance(effect, ContinueSoon)]
+            effects += self.core.handle(ev.TurnContinued(), self.now)
+            check_invariants(self.core)
         return effects
 
-    def hear(self, sender: PeerId, message: Message) -> list[Effect]:
-        return self(ev.MessageReceived(sender, message))
+    def hear(self, sender: PeerId, message: Message) -> list[PrefillEffect]:
+        """Let a message come over the last connection of a decode rank."""
+        connection = self._connections.get(sender, connection_of(sender))
+        return self(ev.MessageArrived(connection, message))  # type: ignore[arg-type]
 
-    def sleep(self, seconds: float) -> list[Effect]:
+    def sleep(self, seconds: float) -> list[PrefillEffect]:
         """Let time pass, deadline by deadline, as a clock task would."""
-        effects: list[Effect] = []
+        effects: list[PrefillEffect] = []
         end = self.now + seconds
         while (deadline := self.core.next_deadline()) is not None and deadline <= end:
             self.now = max(self.now, deadline)
@@ -74,29 +169,205 @@ class CoreDriver:
         self.now = end
         return effects
 
-    def meet_decode(
-        self, other: PeerId = DECODE, *, owed: tuple[str, ...] = ("kv",), cutting: Cutting | None = None
+    def pass_time(self, seconds: float) -> list[PrefillEffect]:
+        """Let time pass while every peer shows that it lives."""
+        effects: list[PrefillEffect] = []
+        for _ in range(round(seconds)):
+            for other in self.core.peers.all():
+                self.hear(other.id, Ping(peer=other.id))
+            effects += self.sleep(1.0)
+        return effects
+
+    def hello(
+        self,
+        sender: PeerId = DECODE,
+        *,
+        wants: bool = True,
+        target: KVLayout | None = None,
+        window: StagingWindow | None = None,
+        lease_s: float = LEASE_S,
+        **changes: Any,
+    ) -> Hello:
+        """What a decode rank says first; each is another attempt, unless a test says which.
+
+        Args:
+            sender: The decode rank.
+            wants: It wants everything that this rank holds; else nothing.
+            target: Its layout, equal to this rank's if None.
+            window: Its staging window.
+            lease_s: Silence after which it is lost.
+            changes: Fields to change.
+        """
+        attempt = self._attempts[sender] = self._attempts.get(sender, -1) + 1
+        target = target or self.side
+        engine_rank = self.me.rank.engine_rank
+        (route,) = compile_routes({engine_rank: self.side}, target, decode_rank=0)
+        hello = Hello(
+            peer=sender,
+            to=self.me,
+            attempt=attempt,
+            versions=(OLDEST_VERSION, PROTOCOL_VERSION),
+            lease_s=lease_s,
+            backend=BACKEND,
+            backend_metadata=b"",
+            layout=target,
+            route=route if wants else Route(engine_rank, ()),
+            staging=window,
+        )
+        return replace(hello, **changes)
+
+    def checked(
+        self, hello: Hello, *, connection: bytes | None = None, split_policy: SplitPolicy | None = None
+    ) -> ev.HelloChecked:
+        """What the shell says of a hello that fits."""
+        route = peer_route(self.side, hello.layout, hello.route, split_policy=split_policy, staging=hello.staging)
+        return ev.HelloChecked(connection or connection_of(hello.peer), hello, route)
+
+    def connect(
+        self,
+        other: PeerId = DECODE,
+        *,
+        connection: bytes | None = None,
+        split_policy: SplitPolicy | None = None,
+        **fields: Any,
+    ) -> list[PrefillEffect]:
+        """Do the handshake with a decode rank; see `hello` for the fields."""
+        connection = self._connections[other] = connection or connection_of(other)
+        hello = self.hello(other, **fields)
+        effects = self(ev.MessageArrived(connection, hello))
+        for pinged in [effect for effect in of_kind(effects, Reply) if isinstance(effect.message, Ping)]:
+            effects = self(ev.ReplyLost(pinged.connection))  # the process of the incarnation before it has ended
+        assert effects[-1] == CheckHello(connection, hello)
+        return effects[:-1] + self(self.checked(hello, connection=connection, split_policy=split_policy))
+
+
+def endpoint_of(other: PeerId) -> str:
+    """Where a prefill rank listens; each incarnation at a port of its own."""
+    return f"tcp://127.0.0.1:{20_000 + 100 * other.rank.engine_rank + other.incarnation}"
+
+
+def records(*others: PeerId) -> tuple[RankRecord, ...]:
+    """The records of a whole instance."""
+    return tuple(
+        RankRecord(peer=other, num_ranks=len(others), endpoint=endpoint_of(other), backend=BACKEND, layout=layout())
+        for other in others
+    )
+
+
+class DecodeDriver:
+    """The core of a decode rank with a clock of its own; checks the invariants after every event.
+
+    Args:
+        me: The rank.
+        timeouts: Defaults if None.
+        limits: Defaults if None.
+        side: Its layout.
+        ends_with_process: Of its transport.
+        staging: Its staging memory.
+    """
+
+    def __init__(
+        self,
+        timeouts: Timeouts | None = None,
+        limits: Limits | None = None,
+        *,
+        me: PeerId = DECODE,
+        side: KVLayout | None = None,
+        ends_with_process: bool = True,
+        staging: WindowSettings | None = None,
     ) -> None:
-        self(ev.PeerGreeted(other, LEASE_S, owed, cutting))
+        self.me = me
+        settings = DecodeSettings(
+            timeouts=timeouts or Timeouts(),
+            limits=limits or Limits(),
+            layout=side or layout(),
+            backend=BACKEND,
+            backend_metadata=b"",
+            ends_with_process=ends_with_process,
+            staging=staging,
+        )
+        self.core = DecodeCore(me, settings)
+        self.now = 100.0
 
-    def meet_prefill(self, *others: PeerId, bytes_per_token: int = 2, instance: str = "prefill") -> list[Effect]:
-        ranks = tuple(ev.GreetedRank(other, debts(bytes_per_token)) for other in others)
-        return self(ev.InstanceGreeted(instance, ranks))
+    def __call__(self, event: ev.DecodeEvent) -> list[DecodeEffect]:
+        effects = self.core.handle(event, self.now)
+        check_invariants(self.core)
+        return effects
 
+    def hear(self, sender: PeerId, message: Message) -> list[DecodeEffect]:
+        return self(ev.MessageReceived(sender, message))  # type: ignore[arg-type]
 
-def pass_time(core: CoreDriver, seconds: float) -> list[Effect]:
-    """Let time pass while every peer shows that it lives."""
-    effects: list[Effect] = []
-    for _ in range(round(seconds)):
-        for other in list(core.core.peers):
-            core.hear(other, Pong(peer=other) if core.core.me == DECODE else Ping(peer=other))
-        effects += core.sleep(1.0)
-    return effects
+    def sleep(self, seconds: float) -> list[DecodeEffect]:
+        """Let time pass, deadline by deadline, as a clock task would."""
+        effects: list[DecodeEffect] = []
+        end = self.now + seconds
+        while (deadline := self.core.next_deadline()) is not None and deadline <= end:
+            self.now = max(self.now, deadline)
+            effects += self(ev.TimePassed())
+        self.now = end
+        return effects
 
+    def pass_time(self, seconds: float) -> list[DecodeEffect]:
+        """Let time pass while every connected peer shows that it lives."""
+        effects: list[DecodeEffect] = []
+        for _ in range(round(seconds)):
+            for other in self.core.peers.connected():
+                effects += self.hear(other, Pong(peer=other))
+            effects += self.sleep(1.0)
+        return effects
 
-def debts(bytes_per_token: int = 2) -> dict[str, Debt]:
-    """What a rank owes that holds every token of one component; nothing at all for 0."""
-    return {"kv": Debt(WHOLE, WHOLE, {1: bytes_per_token})} if bytes_per_token else {}
+    def found(self, *others: PeerId) -> list[DecodeEffect]:
+        """Let the directory know every rank of an instance."""
+        return self(ev.InstanceFound(others[0].rank.instance, records(*others)))
+
+    def compiled(
+        self,
+        effects: Sequence[Effect],
+        *,
+        silent: Iterable[PeerId] = (),
+        head_bytes: int = 2,
+        num_layers: int = 1,
+    ) -> list[DecodeEffect]:
+        """Compile the routes that were asked for: each rank holds one head, but for those that are `silent`."""
+        (compile_routes_,) = [effect for effect in effects if isinstance(effect, CompileRoutes)]
+        unwanted = list(silent)
+        sides, num_heads = [], 0
+        for record in compile_routes_.records:
+            if record.peer in unwanted:
+                sides.append(layout("other"))
+                continue
+            sides.append(layout(heads=(num_heads, num_heads + 1), head_bytes=head_bytes, num_layers=num_layers))
+            num_heads += 1
+        if not num_heads:
+            routes = tuple(ev.RankRoute(Route(rank, ()), {}) for rank in range(len(sides)))
+        else:
+            target = layout(heads=(0, num_heads), head_bytes=head_bytes, num_layers=num_layers)
+            routes = rank_routes(sides, target)
+        return self(ev.RoutesCompiled(compile_routes_.instance, compile_routes_.attempt, routes))
+
+    def welcome(self, hellos: Sequence[Effect]) -> list[DecodeEffect]:
+        """Let every rank accept the hello that it was sent last."""
+        effects: list[DecodeEffect] = []
+        for to, hello in messages(hellos, Hello):
+            assert isinstance(hello, Hello)
+            effects += self.hear(to, Welcome(peer=to, attempt=hello.attempt, version=PROTOCOL_VERSION))
+        return effects
+
+    def connect(
+        self, *others: PeerId, silent: Iterable[PeerId] = (), head_bytes: int = 2, num_layers: int = 1
+    ) -> list[DecodeEffect]:
+        """Do the handshake with an instance, from the directory's answer on; give what follows the last Welcome.
+
+        Args:
+            others: All of its ranks.
+            silent: Of these, the ranks that hold nothing that is wanted.
+            head_bytes: Bytes of a token in each layer that each of the others sends.
+            num_layers: Layers that each of the others sends.
+        """
+        self.core.instances.reconnect(others[0].rank.instance, self.now)  # as for a room, if none has been opened yet
+        effects = self.found(*others)
+        hellos = self.compiled(effects, silent=silent, head_bytes=head_bytes, num_layers=num_layers)
+        return self.welcome(hellos)
 
 
 def grant(room: int = 7, generation: int = 1, tokens: tuple[int, int] = (0, 8), **changes: object) -> Grant:
@@ -112,19 +383,34 @@ def grant(room: int = 7, generation: int = 1, tokens: tuple[int, int] = (0, 8), 
     return Grant(room=room, generation=generation, **({"ranges": {"kv": tokens}} | fields | changes))  # type: ignore[arg-type]
 
 
-def messages(effects: list[Effect], kind: type[Message]) -> list[tuple[PeerId, Message]]:
+def messages(effects: Sequence[Effect], kind: type[Message]) -> list[tuple[PeerId, Message]]:
     """Messages of one kind among effects, with their receivers."""
-    return [
-        (effect.peer, effect.message)
-        for effect in effects
-        if isinstance(effect, SendMessage) and isinstance(effect.message, kind)
-    ]
+    found: list[tuple[PeerId, Message]] = []
+    for effect in effects:
+        match effect:
+            case SendMessage(to, message) if isinstance(message, kind):
+                found.append((to, message))
+            case Reply(connection, message) if isinstance(message, kind):
+                found.append((peer_of(connection), message))
+            case _:
+                pass
+    return found
 
 
-def reports(effects: list[Effect]) -> list[tuple[str, str]]:
+def of_kind(effects: Sequence[Effect], kind: type[Any]) -> list[Any]:
+    """Effects of one kind."""
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def reports(effects: Sequence[Effect]) -> list[tuple[str, str]]:
     """Outcome and memory of each report among effects."""
     return [
         (effect.outcome.value, effect.memory.value)
         for effect in effects
         if isinstance(effect, (ReportSender, ReportReceiver))
     ]
+
+
+def anomalies(effects: Sequence[Effect]) -> list[str]:
+    """What was counted."""
+    return [effect.kind for effect in effects if isinstance(effect, CountAnomaly)]

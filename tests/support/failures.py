@@ -8,7 +8,7 @@ import pytest
 from kvflow.errors import TransferFailed
 from tests.support.instances import Deployment, Request
 
-__all__ = ["catch", "receive_failure", "undisturbed"]
+__all__ = ["catch", "catch_into", "receive_failure", "undisturbed"]
 
 
 async def catch(act: Callable[[], Awaitable[object]]) -> TransferFailed:
@@ -18,17 +18,18 @@ async def catch(act: Callable[[], Awaitable[object]]) -> TransferFailed:
     return caught.value
 
 
+async def catch_into(failures: dict[str, TransferFailed], name: str, act: Callable[[], Awaitable[object]]) -> None:
+    """Note the failure that something ends in, under a name; to be run as a task."""
+    failures[name] = await catch(act)
+
+
 async def receive_failure(request: Request) -> TransferFailed:
     """The failure of receiving a request; sending it fails too."""
-    failures: list[TransferFailed] = []
-
-    async def receive() -> None:
-        failures.append(await catch(request.receive))
-
+    failures: dict[str, TransferFailed] = {}
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(catch, request.send)
-        tasks.start_soon(receive)
-    return failures[0]
+        tasks.start_soon(catch_into, failures, "decode", request.receive)
+    return failures["decode"]
 
 
 async def undisturbed(deployment: Deployment, room: int = 900) -> None:

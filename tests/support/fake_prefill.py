@@ -1,24 +1,27 @@
 """A prefill rank that does only what a test tells it to."""
 
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Self, TypeVar
 
-from typing_extensions import Self
+import anyio
 
-from kvflow.wire.channel import Dialer, Listener
+from kvflow.system import system_ports
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.messages import (
     PROTOCOL_VERSION,
-    Card,
+    AnyMessage,
     Hello,
     Message,
     PeerId,
     RankId,
+    RankRecord,
     Register,
     Registered,
     Welcome,
 )
 from tests.support.instances import make_pool
+from tests.support.waiting import POLL_S
 
 __all__ = ["FakePrefill"]
 
@@ -32,20 +35,24 @@ class FakePrefill:
 
     def __init__(self, registry: str, rank: int = 0, num_ranks: int = 1) -> None:
         self.me = PeerId(RankId("prefill", rank), 1_000 + rank)
-        self._listener = Listener("tcp://127.0.0.1:0")
-        self._registry = Dialer(registry)
-        self._card = Card(
+        self.hello: Hello | None = None
+        self._control = control = system_ports().control
+        self._heard, self._arrived = anyio.create_memory_object_stream[tuple[bytes, AnyMessage]](1_000)
+        self._registered = anyio.Event()
+        self._listener = control.listen("tcp://127.0.0.1:0", None, self._on_message)
+        self._registry = control.connect(registry, self._on_registry_message, lambda: None)
+        self._record = RankRecord(
             peer=self.me,
             num_ranks=num_ranks,
             endpoint=self._listener.endpoint,
             backend="memory",
             layout=make_pool(num_ranks, rank).layout,
         )
-        self._line = b""
+        self._connection = b""
 
     async def __aenter__(self) -> Self:
-        self._registry.send(encode(Register(card=self._card, lease_s=LEASE_S)))
-        assert isinstance(decode_frames(await self._registry.receive()), Registered)
+        self._registry.send(encode(Register(record=self._record, lease_s=LEASE_S)))
+        await self._registered.wait()
         return self
 
     async def __aexit__(
@@ -53,25 +60,46 @@ class FakePrefill:
     ) -> None:
         self._listener.close()
         self._registry.close()
+        self._heard.close()
+        self._arrived.close()
+
+    async def wait_until_its_port_is_refused(self) -> None:
+        """Wait until a rank that was left has closed its port, which libzmq does in the background."""
+        while not await self._control.is_refused(self._record.endpoint, 1.0):  # noqa: ASYNC110 - as in `until`
+            await anyio.sleep(POLL_S)
+
+    def _on_message(self, connection: bytes, frames: Sequence[bytes]) -> None:
+        self._heard.send_nowait((connection, decode_frames(frames)))
+
+    def _on_registry_message(self, frames: Sequence[bytes]) -> None:
+        if isinstance(decode_frames(frames), Registered):
+            self._registered.set()
 
     async def hear(self, kind: type[AnyKind]) -> AnyKind:
         """Wait for a message of some kind, whatever else comes before it; answers go to where it came from."""
         while True:
-            self._line, frames = await self._listener.receive()
-            message = decode_frames(frames)
+            self._connection, message = await self._arrived.receive()
+            if isinstance(message, Hello):
+                self.hello = message
             if isinstance(message, kind):
                 return message
 
     def say(self, message: Message) -> None:
         """Send to whoever was heard last."""
-        self._listener.send(self._line, encode(message))
+        self._listener.send(self._connection, encode(message))
 
     def welcome(self) -> None:
         """Accept the hello that was heard last."""
-        self.say(Welcome(peer=self.me, version=PROTOCOL_VERSION))
+        assert self.hello is not None
+        self.say(Welcome(peer=self.me, attempt=self.hello.attempt, version=PROTOCOL_VERSION))
 
-    async def greet(self) -> Hello:
+    async def accept_hello(self) -> Hello:
         """Wait for a hello and accept it."""
         hello = await self.hear(Hello)
         self.welcome()
         return hello
+
+    async def answer_hellos(self) -> None:
+        """Accept every hello, for ever."""
+        while True:
+            await self.accept_hello()

@@ -15,7 +15,7 @@ from kvflow.backends.memory import FaultScript, MemoryBackend
 from kvflow.config import Limits, Timeouts
 from kvflow.geometry import head_range
 from kvflow.statistics import RankStatistics
-from tests.support.pools import Pool, PoolShape
+from tests.support.pools import PagedShape, Pool
 from tests.support.waiting import until
 
 __all__ = ["BACKENDS", "QUICK", "Deployment", "Request", "decode_config", "deploy", "make_pool", "prefill_config"]
@@ -180,15 +180,15 @@ class Request:
             for cell, value in self._cells(pool, table, (start, self.num_tokens)):
                 np.testing.assert_array_equal(cell, value)
 
-    def assert_untouched(self, start: int, stop: int) -> None:
-        """Check that no cell of these tokens was written."""
+    def assert_untouched(self, stop: int) -> None:
+        """Check that no cell of the first tokens was written."""
         for pool, table in zip(self.deployment.targets, self.dst_tables, strict=True):
-            for cell, _ in self._cells(pool, table, (start, stop)):
+            for cell, _ in self._cells(pool, table, (0, stop)):
                 assert (cell == UNTOUCHED).all()
 
-    def num_written(self, rank: int = 0) -> int:
-        """Bytes of a decode pool that differ from its fill."""
-        return sum(int((buffer != UNTOUCHED).sum()) for buffer in self.deployment.targets[rank].buffers)
+    def num_written(self) -> int:
+        """Bytes of the first decode pool that differ from its fill."""
+        return sum(int((buffer != UNTOUCHED).sum()) for buffer in self.deployment.targets[0].buffers)
 
     def src_pages(self, rank: int, tokens: tuple[int, int]) -> dict[str, list[int]]:
         return {"kv": _touched(self.src_tables[rank], tokens)}
@@ -218,7 +218,7 @@ def _touched(table: Sequence[int], tokens: tuple[int, int]) -> list[int]:
 
 
 def make_pool(tp_size: int = 1, tp_rank: int = 0, *, fingerprint: str = "test-model", head_bytes: int = 8) -> Pool:
-    shape = PoolShape(NUM_PAGES, PAGE_SIZE, head_range(NUM_HEADS, tp_size, tp_rank), head_bytes, NUM_LAYERS)
+    shape = PagedShape(NUM_PAGES, PAGE_SIZE, head_range(NUM_HEADS, tp_size, tp_rank), head_bytes, NUM_LAYERS)
     return Pool(shape, UNTOUCHED, fingerprint=fingerprint)
 
 

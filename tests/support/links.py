@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvflow.geometry import BoundRoute, Part, Route, Share, bind_route, check_part, compile_routes
+from kvflow.geometry import BoundRoute, ComponentSlice, Route, TokenPages, bind_route, build_page_table, compile_routes
 from tests.support.worlds import Rank, World
 
-__all__ = ["Link", "chunk_shares", "links"]
+__all__ = ["Link", "chunk_slices", "links"]
 
 
 class Link(NamedTuple):
@@ -28,11 +28,13 @@ def links(world: World) -> Iterator[Link]:
             yield Link(route, bind_route(route, source.layout, target.layout), source, target)
 
 
-def chunk_shares(world: World, bound: BoundRoute, source: Rank, target: Rank) -> Iterator[tuple[str, Share]]:
+def chunk_slices(world: World, bound: BoundRoute, source: Rank, target: Rank) -> Iterator[tuple[str, ComponentSlice]]:
     """Each chunk of each component that goes from one rank to another, and the component."""
-    for name in bound.debts:
+    for name in bound.expected:
         start, stop = world.wanted[name]
-        dst = check_part(target.layout.component(name), Part((start, stop), target.pages(name, (start, stop))))
+        dst = build_page_table(
+            target.layout.component(name), TokenPages((start, stop), target.pages(name, (start, stop)))
+        )
         for chunk in pairwise([start, *world.cuts[name], stop]):
-            src = check_part(source.layout.component(name), Part(chunk, source.pages(name, chunk)))
-            yield name, Share(chunk, src, dst, closing=chunk[1] == stop)
+            src = build_page_table(source.layout.component(name), TokenPages(chunk, source.pages(name, chunk)))
+            yield name, ComponentSlice(chunk, src, dst, final=chunk[1] == stop)

@@ -24,7 +24,7 @@ Words = NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
-class PoolShape:
+class PagedShape:
     """A paged pool as an engine might lay it out.
 
     Attributes:
@@ -53,7 +53,9 @@ class PoolShape:
 class Pool:
     """Memory of one rank: one buffer for each layer, with K and V in it."""
 
-    def __init__(self, shape: PoolShape, fill: int, *, base: int | None = None, fingerprint: str = FINGERPRINT) -> None:
+    def __init__(
+        self, shape: PagedShape, fill: int, *, base: int | None = None, fingerprint: str = FINGERPRINT
+    ) -> None:
         self.shape = shape
         size = 2 * shape.num_pages * shape.page_bytes
         self.buffers = [np.full(size, fill, np.uint8) for _ in range(shape.num_layers)]
@@ -115,10 +117,10 @@ def copy_by_cells(route: Route, src: Pool, dst: Pool, tables: tuple[Words, Words
         block, offset = divmod(token, pool.shape.page_size)
         return pool.cell(key.tensor, key.layer, int(pages[block]), offset, head)
 
-    for piece in route.pieces:
-        for token, head in itertools.product(range(*tokens), range(*piece.heads)):
-            source = cell(src, tables[0], piece.key, token, head)
-            cell(dst, tables[1], piece.key, token, head)[:] = source
+    for region_slice in route.slices:
+        for token, head in itertools.product(range(*tokens), range(*region_slice.heads)):
+            source = cell(src, tables[0], region_slice.key, token, head)
+            cell(dst, tables[1], region_slice.key, token, head)[:] = source
 
 
 def execute(descriptors: Descriptors, src: Pool, dst: Pool) -> None:

@@ -1,13 +1,26 @@
 """Ports of this machine."""
 
+import random
 import socket
+from contextlib import suppress
+from typing import Final
 
 __all__ = ["unused_port"]
 
+BELOW_EPHEMERAL: Final = range(20_000, 32_768)
+"""Ports that the system gives to nobody who does not name them, so that no connection takes one between two uses."""
+
+ATTEMPTS: Final = 100
+
 
 def unused_port() -> int:
-    """A port that nobody had a moment ago."""
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        port: int = asked.getsockname()[1]
-        return port
+    """Give a port that nobody had a moment ago.
+
+    Raises:
+        OSError: None was found.
+    """
+    for port in random.Random().sample(BELOW_EPHEMERAL, ATTEMPTS):  # noqa: S311 - not a secret
+        with suppress(OSError), socket.socket() as asked:
+            asked.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")

@@ -1,49 +1,75 @@
-"""A prefill instance in a process of its own: `python -m tests.support.prefill_process REGISTRY BIND`.
+"""A prefill instance in a process of its own: `python -m tests.support.prefill_process OPTIONS`.
 
-For each line "ROOM" on its standard input it sends the first page of that room, says so, and sends the rest when the
-next line comes. On SIGTERM it finishes what it has begun, says "drained" and ends.
+Told to `send` a room, it sends the first page, reports `half`, and sends the rest when it is told to `finish`, or
+gives the room up when it is told to `abort`; then it reports `over`. On SIGTERM it finishes what it has begun, reports
+`drained` and ends.
 """
 
 import signal
 import sys
+from contextlib import suppress
+from typing import Any
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 import kvflow
+from kvflow.cli.processes import Line, Report, run_child
 from tests.support.instances import make_pool, prefill_config
 
-__all__ = ["FILL", "PAGES", "TOKENS"]
+__all__ = ["FILL", "PAGES", "TOKENS", "PrefillOptions"]
 
 TOKENS = (0, 8)
 PAGES = {"kv": [3, 9]}
 FILL = 0x77
 
 
-async def main(registry: str, bind: str) -> None:
+class PrefillOptions(msgspec.Struct, frozen=True):
+    """Where it is found, what finds it, and further settings."""
+
+    registry: str
+    bind: str
+    settings: dict[str, Any] = {}
+
+
+async def main(options: PrefillOptions, line: Line) -> None:
     pool = make_pool()
     for buffer in pool.buffers:
         buffer[:] = FILL
-    settings = prefill_config(registry, backend="nixl", bind=bind)
+    settings = prefill_config(options.registry, backend="nixl", bind=options.bind, **options.settings)
     async with kvflow.PrefillRank(settings, pool.layout) as rank, anyio.create_task_group() as tasks:
         with anyio.open_signal_receiver(signal.SIGTERM) as signals:
-            tasks.start_soon(serve, rank, tasks.cancel_scope)
+            tasks.start_soon(serve, rank, line, tasks.cancel_scope)
             async for _ in signals:
                 await rank.drain()
-                print("drained", flush=True)
+                line.report("drained")
                 tasks.cancel_scope.cancel()
 
 
-async def serve(rank: kvflow.PrefillRank, until_done: anyio.CancelScope) -> None:
-    print("ready", flush=True)
-    while room := await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
-        async with rank.send(int(room)) as sender:
-            await sender.chunk((0, 4), {"kv": PAGES["kv"][:1]})
-            print("half", flush=True)
-            await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True)
-            await sender.finish((4, 8), {"kv": PAGES["kv"][1:]})
+async def serve(rank: kvflow.PrefillRank, line: Line, until_done: anyio.CancelScope) -> None:
+    line.report("ready")
+    while (order := await next_order(line))["do"] == "send":
+        with suppress(kvflow.TransferFailed):  # the other side says so, too
+            await send(rank, order["room"], line)
+        line.report("over", room=order["room"])
     until_done.cancel()
 
 
+async def send(rank: kvflow.PrefillRank, room: int, line: Line) -> None:
+    async with rank.send(room) as sender:
+        await sender.chunk((0, 4), {"kv": PAGES["kv"][:1]})
+        line.report("half", room=room)
+        if (await next_order(line))["do"] == "abort":
+            sender.abort()
+        else:
+            await sender.finish((4, 8), {"kv": PAGES["kv"][1:]})
+
+
+async def next_order(line: Line) -> Report:
+    """A process that is drained leaves without another order."""
+    return await anyio.to_thread.run_sync(line.receive, abandon_on_cancel=True)
+
+
 if __name__ == "__main__":
-    anyio.run(main, sys.argv[1], sys.argv[2])
+    sys.exit(run_child(lambda options, line: anyio.run(main, options, line), PrefillOptions))

@@ -1,17 +1,19 @@
 """A decode rank's core, and what prefill ranks say to it."""
 
+from collections.abc import Sequence
+
 from kvflow.state import events as ev
-from kvflow.state.effects import Effect
+from kvflow.state.effects import DecodeEffect
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.wire.messages import Grant, Notice, PeerId
-from tests.support.cores import CoreDriver, messages
+from tests.support.cores import DecodeDriver, Effect, messages
 
-__all__ = ["ROOM", "Wire", "wish"]
+__all__ = ["ROOM", "Transfer", "request"]
 
 ROOM = 7
 
 
-def wish(
+def request(
     generation: int = 1,
     *,
     room: int = ROOM,
@@ -34,18 +36,23 @@ def wish(
     )
 
 
-class Wire:
-    """Knows the grants of a core, and so can notify in their name; `said` is the last notice."""
+class Transfer:
+    """Knows the grants of a core, and so can send notices in the name of its prefill ranks; `said` is the last one."""
 
     said: Notice
 
-    def __init__(self, core: CoreDriver, effects: list[Effect]) -> None:
+    def __init__(self, core: DecodeDriver, effects: Sequence[Effect]) -> None:
         self.core = core
         self.grants = {
             receiver: message for receiver, message in messages(effects, Grant) if isinstance(message, Grant)
         }
 
-    def notice(self, sender: PeerId, seq: int, tokens: tuple[int, int], **changes: object) -> list[Effect]:
+    def notice(self, sender: PeerId, seq: int, tokens: tuple[int, int], **changes: object) -> list[DecodeEffect]:
+        self.said = self.make(sender, seq, tokens, **changes)
+        return self.core(ev.NoticeDelivered(self.said))
+
+    def make(self, sender: PeerId, seq: int, tokens: tuple[int, int], **changes: object) -> Notice:
+        """What a prefill rank says, not said yet."""
         granted = self.grants[sender]
         ranges = {"kv": tokens} if tokens[0] < tokens[1] else {}
         fields: dict[str, object] = {
@@ -55,5 +62,4 @@ class Wire:
             "engine_rank": sender.rank.engine_rank,
             "num_bytes": 2 * (tokens[1] - tokens[0]),
         }
-        self.said = Notice(seq=seq, ranges=ranges, **(fields | changes))  # type: ignore[arg-type]
-        return self.core(ev.NoticeDelivered(self.said))
+        return Notice(seq=seq, ranges=ranges, **(fields | changes))  # type: ignore[arg-type]

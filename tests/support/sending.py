@@ -1,16 +1,22 @@
 """A prefill rank's core, and what its engine and its transport say to it."""
 
-from kvflow.state import events as ev
-from kvflow.state.effects import Effect, EnqueueChunk, PostPlan
-from kvflow.state.events import Chunk, DeliveryId
-from kvflow.state.quarantine import NO_MEMORY, Footprint
-from kvflow.wire.messages import Notice, PeerId
-from tests.support.cores import DECODE, CoreDriver
+import functools
+from collections.abc import Sequence
 
-__all__ = ["DELIVERY", "ROOM", "chunk", "delivery", "enqueued", "post", "settle"]
+from kvflow.geometry.ranges import TokenRange
+from kvflow.state import events as ev
+from kvflow.state.effects import Cost, Piece, PlanPiece, PostPiece, PrefillEffect
+from kvflow.state.events import Chunk, DeliveryId, PeerRoute
+from kvflow.state.quarantine import NO_MEMORY, Footprint
+from kvflow.wire.messages import Failure, Notice, PeerId
+from tests.support.cores import DECODE, Effect, PrefillDriver, grant, peer
+from tests.support.small_routes import layout, peer_route, rank_routes
+
+__all__ = ["DELIVERY", "PEERS", "ROOM", "chunk", "delivery", "end", "piece", "pieces", "planned", "posted"]
 
 ROOM = 7
 DELIVERY = DeliveryId(ROOM, DECODE, 1)
+PEERS = [peer("decode", rank) for rank in range(3)]
 
 
 def delivery(to: PeerId, room: int = ROOM, generation: int = 1) -> DeliveryId:
@@ -29,18 +35,54 @@ def chunk(
     return ev.ChunkOffered(room, Chunk((start, stop), {"kv": (start, stop)}, last=last, metadata=metadata), footprint)
 
 
-def enqueued(effects: list[Effect]) -> list[tuple[int, tuple[int, int]]]:
-    """Sequence number and tokens of each part that was put on its way."""
-    return [(effect.seq, effect.ranges["kv"]) for effect in effects if isinstance(effect, EnqueueChunk)]
+def pieces(effects: Sequence[Effect]) -> list[Piece]:
+    """Pieces that are planned and posted at once."""
+    return [effect.piece for effect in effects if isinstance(effect, PostPiece)]
 
 
-def post(core: CoreDriver, seq: int, num_bytes: int = 16, delivery: DeliveryId = DELIVERY) -> Notice:
-    """Have a part planned and posted; give its notice."""
-    (effect,) = core(ev.PlanFinished(delivery, seq, num_bytes))
-    assert isinstance(effect, PostPlan)
-    return effect.notice
+def planned(effects: Sequence[Effect]) -> list[Piece]:
+    """Pieces that are planned beside the event loop."""
+    return [effect.piece for effect in effects if isinstance(effect, PlanPiece)]
 
 
-def settle(core: CoreDriver, seq: int, delivery: DeliveryId = DELIVERY) -> list[Effect]:
-    """Have a post end well."""
-    return core(ev.PostSettled(delivery, seq, None))
+def posted(effects: Sequence[Effect]) -> list[tuple[int, TokenRange]]:
+    """Sequence number and tokens of each piece that is posted at once."""
+    return [(piece.seq, piece.ranges["kv"]) for piece in pieces(effects)]
+
+
+def end(
+    core: PrefillDriver, seq: int, of: DeliveryId = DELIVERY, failure: Failure | None = None, *, lingers: bool = False
+) -> list[PrefillEffect]:
+    """Have a post end."""
+    return core(ev.PostEnded(of, seq, failure, lingers))
+
+
+@functools.cache
+def _route() -> PeerRoute:
+    side = layout()
+    (compiled,) = rank_routes([side], side)
+    return peer_route(side, side, compiled.route)
+
+
+def piece(of: DeliveryId, seq: int = 0, num_bytes: int = 1, *, num_descriptors: int = 1, priority: int = 0) -> Piece:
+    """A piece as the queue sees it."""
+    tokens = (seq, seq + 1)
+    notice = Notice(
+        room=of.room,
+        generation=of.generation,
+        token=0,
+        engine_rank=0,
+        seq=seq,
+        ranges={"kv": tokens},
+        num_bytes=num_bytes,
+    )
+    return Piece(
+        delivery=of,
+        seq=seq,
+        ranges={"kv": tokens},
+        pages={},
+        grant=grant(of.room, of.generation, priority=priority),
+        link=_route(),
+        notice=notice,
+        cost=Cost(num_bytes, num_descriptors),
+    )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvflow.state.tables import BREAKER, MEMORY, OUTCOME, PEER, RANK
+from kvflow.state.tables import INSTANCE, MEMORY, OUTCOME, PEER, RANK
 
 __all__ = ["PAGE", "fill_in", "main"]
 
@@ -22,9 +22,9 @@ MACHINES: Final[Mapping[str, Table]] = {
     "MEMORY": MEMORY,
     "RANK": RANK,
     "PEER": PEER,
-    "BREAKER": BREAKER,
+    "INSTANCE": INSTANCE,
 }
-"""Machines by name; the first state of each enumeration is the one it starts in."""
+"""Machines by name; each starts in the first state of its enumeration."""
 
 MARKED: Final = re.compile(r"(<!-- generated: (\w+) of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

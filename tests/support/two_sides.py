@@ -1,37 +1,63 @@
 """Real cores of both sides, what lies between them, and the truth about memory beside them.
 
-Two prefill ranks and two decode ranks share one room. `World` is the shell and the network: it carries effects out,
-keeps messages until somebody delivers, loses or repeats them, knows which writes are under way, and checks each
-promise as it is made. It does nothing by itself; tests say what happens next.
+Two prefill ranks and two decode ranks share one room. `World` is the shells, the directory and the network: it carries
+effects out, keeps messages until somebody delivers, loses or repeats them, knows which writes are under way, and checks
+each promise as it is made. It does nothing by itself; tests say what happens next.
 """
 
 from dataclasses import dataclass, field
 
-from kvflow.config import Timeouts
+from kvflow.config import Limits, Timeouts
 from kvflow.errors import FailureReason, Stage
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.ranges import TokenRange
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.events import Chunk, DeliveryId
 from kvflow.state.tables import Memory
-from kvflow.wire.messages import Drained, Failed, Failure, Grant, Message, Notice, PeerId, RankId, Refuse
-from tests.support.cores import CoreDriver, debts, peer
+from kvflow.wire.messages import Drained, Failed, Failure, Grant, Hello, Message, Notice, PeerId, RankId
+from tests.support.cores import (
+    DecodeDriver,
+    Effect,
+    PrefillDriver,
+    connection_of,
+    peer,
+    peer_of,
+    records,
+)
+from tests.support.small_routes import layout, rank_routes
 
-__all__ = ["DECODE", "NUM_TOKENS", "ROOM", "Post", "World"]
+__all__ = ["BROKEN", "DECODE", "NUM_TOKENS", "ROOM", "Post", "World"]
 
 DECODE = [peer("decode", rank) for rank in range(2)]
 ROOM = 7
 NUM_TOKENS = 6
 TIMEOUTS = Timeouts(
-    open_s=10.0, grant_s=10.0, first_bytes_s=20.0, progress_s=8.0, drain_s=4.0, lease_s=6.0, transfer_s=40.0
+    handshake_s=10.0,
+    open_s=10.0,
+    grant_s=10.0,
+    first_bytes_s=20.0,
+    progress_s=8.0,
+    drain_s=4.0,
+    lease_s=6.0,
+    transfer_s=40.0,
 )
+LIMITS = Limits(descriptors_planned_inline=3)
+"""Chunks of more than a token or so are planned beside the event loop."""
+
 BROKEN = Failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, "prefill/0", "broken")
-LEFT = Failure(FailureReason.PEER_LOST, Stage.BOOTSTRAP, "decode/0", "it does not know this rank any more")
+
+Ends = tuple[PeerId, PeerId]
+"""Sender and receiver of messages; or a decode rank and a prefill rank."""
 
 Transfer = tuple[PeerId, int]
 """A decode rank and a generation of it."""
 
 Opening = tuple[PeerId, int]
 """A prefill rank, and how often it has opened the room."""
+
+PieceKey = tuple[PeerId, DeliveryId, int]
+"""A prefill rank, and a piece that it sends."""
 
 
 @dataclass
@@ -41,7 +67,7 @@ class Post:
     rank: PeerId
     delivery: DeliveryId
     notice: Notice
-    tokens: tuple[int, int]
+    tokens: TokenRange
     opening: Opening
 
 
@@ -51,28 +77,35 @@ class World:
 
     Attributes:
         wanted: Tokens that each decode rank wants.
-        owing: Prefill ranks that hold any of them.
-        prefill: The present life of each prefill rank.
-        wires: Messages on their way, by sender and receiver.
-        known: Decode ranks that have a line, as each prefill rank sees it.
-        lines: The same as each decode rank sees it.
+        holding: Prefill ranks that hold any of them.
+        prefill: The present incarnation of each prefill rank.
+        wires: Messages on their way.
+        connections: Connections by decode and prefill rank, each with a number of its own.
+        breaks: Connections that broke, which their decode rank has yet to notice.
+        lookups: Decode ranks that have asked the directory.
+        compiling: Routes that are to be compiled.
+        checking: Hellos that are being checked.
         released: Pages that an operator has taken back; nothing is promised for them.
         promised: Deliveries of which a prefill rank has said that nothing can be written any more.
     """
 
-    wanted: dict[PeerId, tuple[int, int]]
-    owing: tuple[bool, bool] = (True, True)
+    wanted: dict[PeerId, TokenRange]
+    holding: tuple[bool, bool] = (True, True)
     prefill: list[PeerId] = field(default_factory=lambda: [peer("prefill", rank) for rank in range(2)])
     dead: list[PeerId] = field(default_factory=list)
-    cores: dict[PeerId, CoreDriver] = field(default_factory=dict)
-    wires: dict[tuple[PeerId, PeerId], list[Message]] = field(default_factory=dict)
-    known: dict[tuple[PeerId, PeerId], None] = field(default_factory=dict)
-    lines: dict[tuple[PeerId, PeerId], None] = field(default_factory=dict)
-    greeting: dict[PeerId, None] = field(default_factory=dict)
-    probes: dict[tuple[PeerId, PeerId], None] = field(default_factory=dict)
-    plans: list[tuple[PeerId, DeliveryId, int, tuple[int, int]]] = field(default_factory=list)
-    planned: dict[tuple[PeerId, DeliveryId, int], tuple[int, int]] = field(default_factory=dict)
-    posts: dict[tuple[PeerId, DeliveryId, int], Post] = field(default_factory=dict)
+    senders: dict[PeerId, PrefillDriver] = field(default_factory=dict)
+    receivers: dict[PeerId, DecodeDriver] = field(default_factory=dict)
+    wires: dict[Ends, list[Message]] = field(default_factory=dict)
+    connections: dict[Ends, int] = field(default_factory=dict)
+    num_connections: int = 0
+    breaks: dict[Ends, None] = field(default_factory=dict)
+    lookups: dict[PeerId, None] = field(default_factory=dict)
+    compiling: list[tuple[PeerId, ef.CompileRoutes]] = field(default_factory=list)
+    checking: list[tuple[PeerId, bytes, Hello]] = field(default_factory=list)
+    probes: dict[Ends, None] = field(default_factory=dict)
+    plans: dict[PieceKey, ef.Piece] = field(default_factory=dict)
+    planned: dict[PieceKey, ef.Piece] = field(default_factory=dict)
+    posts: dict[PieceKey, Post] = field(default_factory=dict)
     written: dict[Transfer, dict[PeerId, set[int]]] = field(default_factory=dict)
     granted: dict[Transfer, dict[PeerId, None]] = field(default_factory=dict)
     memory: dict[Transfer, str] = field(default_factory=dict)
@@ -84,228 +117,318 @@ class World:
     promised: dict[tuple[PeerId, DeliveryId], None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for rank in [*self.prefill, *DECODE]:
-            self.cores[rank] = CoreDriver(rank, TIMEOUTS)
+        for rank in self.prefill:
+            self.senders[rank] = self._sender(rank)
+        for rank in DECODE:
+            self.receivers[rank] = DecodeDriver(TIMEOUTS, me=rank, side=layout(heads=(0, sum(self.holding))))
+
+    def _sender(self, rank: PeerId) -> PrefillDriver:
+        return PrefillDriver(TIMEOUTS, LIMITS, me=rank, side=self._sides[rank.rank.engine_rank])
+
+    @property
+    def _sides(self) -> list[KVLayout]:
+        """Layouts of the prefill ranks: each holds one head, or nothing that is wanted."""
+        heads = [sum(self.holding[:rank]) for rank in range(2)]
+        return [
+            layout(heads=(head, head + 1)) if holds else layout("other")
+            for head, holds in zip(heads, self.holding, strict=True)
+        ]
 
     # Engines and operators -----------------------------------------------------------------------------------------
 
     def open_sender(self, rank: PeerId) -> None:
-        if ROOM not in self.cores[rank].core.senders.rooms:
+        if ROOM not in self.senders[rank].core.rooms.rooms:
             self.openings[rank] = self.openings.get(rank, 0) + 1
-            self.run(rank, ev.SendOpened(ROOM))
+            self.run_prefill(rank, ev.SendOpened(ROOM))
 
     def compute(self, rank: PeerId, size: int) -> None:
-        sender = self.cores[rank].core.senders.rooms.get(ROOM)
-        if sender is None or not sender.state.is_pending or sender.is_finished:
+        room = self.senders[rank].core.rooms.rooms.get(ROOM)
+        if room is None or not room.state.is_pending or room.is_finished:
             return
-        start = sender._chunks[-1].tokens[1] if sender._chunks else 0
+        start = room._chunks[-1].tokens[1] if room._chunks else 0
         stop = min(start + size, NUM_TOKENS)
-        self.run(rank, ev.ChunkOffered(ROOM, Chunk((start, stop), {"kv": (start, stop)}, last=stop == NUM_TOKENS)))
+        chunk = Chunk((start, stop), {"kv": (start, stop)}, last=stop == NUM_TOKENS)
+        self.run_prefill(rank, ev.ChunkOffered(ROOM, chunk))
 
     def open_receiver(self, rank: PeerId) -> None:
-        core = self.cores[rank].core
-        if ROOM in core.receivers.rooms:
+        if ROOM in self.receivers[rank].core.rooms.generations:
             return
         generation = 1 + max((number for owner, number in self.memory if owner == rank), default=0)
         self.memory[rank, generation] = "held"
-        wish = ev.ReceiveOpened(
+        opened = ev.ReceiveOpened(
             ROOM, generation, "prefill", {"kv": self.wanted[rank]}, {"kv": b""}, 2, 40.0, b"secret of the test"
         )
-        self.run(rank, wish)
+        self.run_decode(rank, opened)
+
+    def abort(self, rank: PeerId) -> None:
+        if rank in DECODE:
+            self.run_decode(rank, ev.ReceiveAborted(ROOM, BROKEN))
+        else:
+            self.run_prefill(rank, ev.SendAborted(ROOM, BROKEN))
 
     def release(self, rank: PeerId) -> None:
-        core = self.cores[rank].core
-        quarantined = [key for key, item in core.receivers.receivers.items() if item.state.memory is Memory.QUARANTINED]
-        for generation in quarantined:
-            self.released[rank, generation] = None
-            self.run(rank, ev.QuarantineReleased(generation))
-        sender = core.senders.rooms.get(ROOM)
-        if sender is not None and sender.state.memory is Memory.QUARANTINED:
+        """Take back what is in quarantine."""
+        if rank in DECODE:
+            rooms = self.receivers[rank].core.rooms.rooms
+            for generation in [key for key, room in rooms.items() if room.state.memory is Memory.QUARANTINED]:
+                self.released[rank, generation] = None
+                self.run_decode(rank, ev.QuarantineReleased(generation))
+            return
+        room = self.senders[rank].core.rooms.rooms.get(ROOM)
+        if room is not None and room.state.memory is Memory.QUARANTINED:
             self.released[rank, self.openings[rank]] = None
-            self.run(rank, ev.QuarantineReleased(ROOM))
+            self.run_prefill(rank, ev.QuarantineReleased(ROOM))
 
     def restart(self, which: int) -> None:
         """Kill a prefill process: its writes land no more. Another one takes its place."""
         old = self.prefill[which]
         self.dead.append(old)
-        self.plans = [plan for plan in self.plans if plan[0] != old]
+        self.plans = {key: piece for key, piece in self.plans.items() if key[0] != old}
         self.posts = {key: post for key, post in self.posts.items() if post.rank != old}
+        self.checking = [check for check in self.checking if check[0] != old]
+        for ends in self.connections:
+            if ends[1] == old:
+                self.breaks[ends] = None
         new = PeerId(RankId("prefill", which), old.incarnation + 1)
         self.prefill[which] = new
-        self.cores[new] = CoreDriver(new, TIMEOUTS)
-        self.cores[new].now = self.cores[old].now
+        self.senders[new] = self._sender(new)
+        self.senders[new].now = self.senders[old].now
 
     # The network ---------------------------------------------------------------------------------------------------
 
-    def busy(self) -> list[tuple[PeerId, PeerId]]:
+    def busy(self) -> list[Ends]:
         return [ends for ends, wire in self.wires.items() if wire]
 
-    def deliver(self, ends: tuple[PeerId, PeerId], place: int = 0, *, keep: bool = False) -> None:
+    def deliver(self, ends: Ends, place: int = 0, *, keep: bool = False) -> None:
         """Hand a message over; one that is kept will come again."""
         sender, receiver = ends
         message = self.wires[ends][place] if keep else self.wires[ends].pop(place)
-        if receiver in self.dead:
-            return
         if receiver in DECODE:
-            self._arrive_at_decode(sender, receiver, message)
-        elif (receiver, sender) in self.known:
-            self.run(receiver, ev.MessageReceived(sender, message))
-        elif (sender, receiver) in self.lines:
-            self._put(receiver, sender, Refuse(peer=receiver, to=None, detail="say hello first"))
+            if (receiver, sender) in self.connections:
+                self.run_decode(receiver, ev.MessageReceived(sender, message))  # type: ignore[arg-type]
+        elif ends in self.connections and receiver not in self.dead:
+            connection = connection_of(sender, self.connections[ends])
+            self.run_prefill(receiver, ev.MessageArrived(connection, message))  # type: ignore[arg-type]
 
-    def _arrive_at_decode(self, sender: PeerId, receiver: PeerId, message: Message) -> None:
-        if (receiver, sender) not in self.lines:
-            return
-        if isinstance(message, Refuse):
-            self.run(receiver, ev.PeerLeft(sender, LEFT))
-        else:
-            self.run(receiver, ev.MessageReceived(sender, message))
+    def break_connection(self, ends: Ends) -> None:
+        """Lose what is under way; the connection is made anew, and the prefill rank knows it under another name."""
+        self._connect(*ends)
+        self.breaks[ends] = None
+
+    def notice_break(self, ends: Ends) -> None:
+        del self.breaks[ends]
+        if ends in self.connections:
+            self.run_decode(ends[0], ev.ConnectionLost(ends[1]))
+
+    def _connect(self, decode: PeerId, rank: PeerId) -> None:
+        self.num_connections += 1
+        self.connections[decode, rank] = self.num_connections
+        self.wires[decode, rank] = []
+        self.wires[rank, decode] = []
 
     def _put(self, sender: PeerId, receiver: PeerId, message: Message) -> None:
         wire = self.wires.setdefault((sender, receiver), [])
         if message not in wire:
             wire.append(message)
 
-    def greet(self, decode: PeerId, *, num_reached: int = 2) -> None:
-        """End a handshake: well, or badly after some prefill ranks have taken the hello for good."""
-        del self.greeting[decode]
-        strangers = [rank for rank in self.prefill if (decode, rank) not in self.lines]
-        for rank in self.prefill[:num_reached]:
-            if rank in strangers:  # a new connection; what was on the old one is lost
-                self.wires[rank, decode] = []
-            if rank in strangers or (rank, decode) not in self.known:  # what came before the hello was refused
-                self.wires[decode, rank] = []
-            self.known[rank, decode] = None
-            self.lines[decode, rank] = None
-            owed = ("kv",) if self.owing[rank.rank.engine_rank] else ()
-            self.run(rank, ev.PeerGreeted(decode, TIMEOUTS.lease_s, owed))
-        if num_reached == len(self.prefill):
-            ranks = [ev.GreetedRank(rank, debts(2 * self.owing[rank.rank.engine_rank])) for rank in self.prefill]
-            self.run(decode, ev.InstanceGreeted("prefill", tuple(ranks)))
-            return
-        for rank in strangers:
-            self.lines.pop((decode, rank), None)
-        self.run(decode, ev.InstanceUnreachable("prefill", LEFT))
+    # The directory, and what is done beside the event loop ---------------------------------------------------------
 
-    def answer_probe(self, decode: PeerId, rank: PeerId) -> None:
+    def answer_lookup(self, decode: PeerId, *, is_stale: bool = False) -> None:
+        """Say who is registered; a stale answer names the incarnations before a restart."""
+        del self.lookups[decode]
+        found = list(self.prefill)
+        if is_stale:
+            found = [next((old for old in self.dead if old.rank == rank.rank), rank) for rank in found]
+        self.run_decode(decode, ev.InstanceFound("prefill", records(*found)))
+
+    def compile(self, place: int) -> None:
+        decode, asked = self.compiling.pop(place)
+        routes = rank_routes(self._sides, layout(heads=(0, sum(self.holding))))
+        self.run_decode(decode, ev.RoutesCompiled("prefill", asked.attempt, routes))
+
+    def check(self, place: int) -> None:
+        rank, connection, hello = self.checking.pop(place)
+        self.run_prefill(rank, self.senders[rank].checked(hello, connection=connection))
+
+    def answer_probe(self, ends: Ends) -> None:
         """Only of a dead process does the host say that nobody listens."""
-        del self.probes[decode, rank]
-        if rank in self.dead:
-            self.run(decode, ev.PeerGone(rank))
+        del self.probes[ends]
+        self.run_decode(ends[0], ev.ProbeFinished(ends[1], ends[1] in self.dead))
 
     # The transport -------------------------------------------------------------------------------------------------
 
-    def finish_plan(self, place: int) -> None:
-        rank, delivery, seq, tokens = self.plans.pop(place)
-        self.planned[rank, delivery, seq] = tokens
-        self.run(rank, ev.PlanFinished(delivery, seq, 2 * (tokens[1] - tokens[0])))
+    def finish_plan(self, key: PieceKey, failure: Failure | None = None) -> None:
+        piece = self.plans.pop(key)
+        if failure is not None:
+            self.run_prefill(key[0], ev.PlanFailed(*key[1:], failure))
+            return
+        self.planned[key] = piece
+        self.run_prefill(key[0], ev.PlanFinished(*key[1:]))
 
-    def end_post(self, key: tuple[PeerId, DeliveryId, int], ends: str) -> None:
+    def end_post(self, key: PieceKey, ends: str) -> None:
         rank, delivery, seq = key
         if ends == "in doubt":
-            self.run(rank, ev.PostDoubted(delivery, seq, BROKEN))
+            self.run_prefill(rank, ev.PostInDoubt(delivery, seq, BROKEN))
             return
         post = self.posts.pop(key)
         if ends == "badly":
-            self.run(rank, ev.PostSettled(delivery, seq, BROKEN))
+            self.run_prefill(rank, ev.PostEnded(delivery, seq, BROKEN))
             return
         cells = self.written.setdefault((delivery.peer, delivery.generation), {}).setdefault(rank, set())
         cells.update(range(*post.tokens))
         if ends == "well":
-            self.run(delivery.peer, ev.NoticeDelivered(post.notice))
-        self.run(rank, ev.PostSettled(delivery, seq, None))
+            self.run_decode(delivery.peer, ev.NoticeDelivered(post.notice))
+        self.run_prefill(rank, ev.PostEnded(delivery, seq, None))
 
     # Time ----------------------------------------------------------------------------------------------------------
 
     def alive(self) -> list[PeerId]:
         return [*self.prefill, *DECODE]
 
+    def driver(self, rank: PeerId) -> PrefillDriver | DecodeDriver:
+        return self.receivers[rank] if rank in DECODE else self.senders[rank]
+
     def pass_time(self, seconds: float) -> None:
         """Let deadlines come up, the earliest first, whoever has them."""
-        now = self.cores[DECODE[0]].now
+        now = self.receivers[DECODE[0]].now
         end = now + seconds
         while (due := self._due(end)) is not None:
             when, rank = due
             now = max(now, when)
             self._set_clocks(now)
-            self.run(rank, ev.TimePassed())
+            if rank in DECODE:
+                self.run_decode(rank, ev.TimePassed())
+            else:
+                self.run_prefill(rank, ev.TimePassed())
         self._set_clocks(end)
 
     def _due(self, end: float) -> tuple[float, PeerId] | None:
-        deadlines = [(self.cores[rank].core.next_deadline(), rank) for rank in self.alive()]
+        deadlines = [(self.driver(rank).core.next_deadline(), rank) for rank in self.alive()]
         return min([(when, rank) for when, rank in deadlines if when is not None and when <= end], default=None)
 
     def _set_clocks(self, now: float) -> None:
-        for core in self.cores.values():
-            core.now = now
+        for rank in [*self.senders, *self.receivers]:
+            self.driver(rank).now = now
 
     def settle(self) -> None:
         """Do everything that is to be done now, well and in order."""
-        while self.busy() or self.plans or self.posts or self.greeting or self.probes:
+        while self.busy() or self.is_working:
             for ends in self.busy():
-                self.deliver(ends)
-            for decode in list(self.greeting):
-                self.greet(decode)
-            for decode, rank in list(self.probes):
-                self.answer_probe(decode, rank)
-            while self.plans:
-                self.finish_plan(0)
-            for key in list(self.posts):
+                if self.wires[ends]:
+                    self.deliver(ends)
+            self.work()
+            for ends in list(self.breaks):
+                self.notice_break(ends)
+            for decode in list(self.lookups):
+                self.answer_lookup(decode)
+
+    def settle_handshakes(self) -> None:
+        """Let every handshake that is wanted succeed."""
+        for decode in list(self.lookups):
+            self.answer_lookup(decode)
+        while self.compiling:
+            self.compile(0)
+        for _ in range(2):  # hellos, and then the answers to them
+            for ends in self.busy():
+                for _ in range(len(self.wires[ends])):
+                    if self.wires[ends]:
+                        self.deliver(ends)
+            while self.checking:
+                self.check(0)
+
+    @property
+    def is_working(self) -> bool:
+        """Something is done beside the event loop."""
+        return any((self.plans, self.posts, self.lookups, self.compiling, self.checking, self.probes, self.breaks))
+
+    def work(self) -> None:
+        """Finish what is done beside the event loops."""
+        while self.compiling:
+            self.compile(0)
+        while self.checking:
+            self.check(0)
+        for ends in list(self.probes):
+            self.answer_probe(ends)
+        while self.plans:
+            self.finish_plan(next(iter(self.plans)))
+        for key in list(self.posts):
+            if key in self.posts:
                 self.end_post(key, "well")
 
     # How effects are carried out -----------------------------------------------------------------------------------
 
-    def run(self, rank: PeerId, event: ev.Event) -> None:
-        effects = self.cores[rank](event)
-        sender = self.cores[rank].core.senders.rooms.get(ROOM)
-        if sender is not None:
-            generations = {to: item.id.generation for to, item in sender.deliveries.items()}
+    def run_prefill(self, rank: PeerId, event: ev.PrefillEvent) -> None:
+        effects = self.senders[rank](event)
+        room = self.senders[rank].core.rooms.rooms.get(ROOM)
+        if room is not None:
+            generations = {item.id.peer: item.id.generation for item in room.deliveries.values()}
             self.served.setdefault((rank, self.openings[rank]), {}).update(generations)
         for effect in effects:
-            self._carry_out(rank, effect)
+            self._carry_out_on_prefill(rank, effect)
 
-    def _carry_out(self, rank: PeerId, effect: ef.Effect) -> None:
+    def run_decode(self, rank: PeerId, event: ev.DecodeEvent) -> None:
+        for effect in self.receivers[rank](event):
+            self._carry_out_on_decode(rank, effect)
+
+    def _carry_out_on_prefill(self, rank: PeerId, effect: Effect) -> None:
         match effect:
-            case ef.SendMessage(receiver, message):
-                self._note(rank, receiver, message)
-                if (rank, receiver) in (self.lines if rank in DECODE else self.known):
+            case ef.Reply(connection, message):
+                receiver = peer_of(connection)
+                self._note_promise(rank, receiver, message)
+                number = self.connections.get((receiver, rank))
+                if number is not None and connection == connection_of(receiver, number):
                     self._put(rank, receiver, message)
-            case ef.GreetInstance():
-                assert rank not in self.greeting, "greeted twice at once"
-                self.greeting[rank] = None
-            case ef.ProbePeer(other):
-                self.probes[rank, other] = None
-            case ef.ForgetPeer(other):
-                (self.lines if rank in DECODE else self.known).pop((rank, other), None)
+            case ef.CheckHello(connection, hello):
+                self.checking.append((rank, connection, hello))
+            case ef.PostPiece(piece):
+                self._post(rank, piece, piece.notice)
+            case ef.PlanPiece(piece):
+                self.plans[rank, piece.delivery, piece.seq] = piece
+            case ef.PostPlan(delivery, seq, notice):
+                self._post(rank, self.planned.pop((rank, delivery, seq)), notice)
+            case ef.DropPlan(delivery, seq):
+                del self.planned[rank, delivery, seq]
             case ef.ReportSender():
                 self.source[rank, self.openings[rank]] = (effect.outcome.value, effect.memory.value)
+            case _:
+                pass
+
+    def _carry_out_on_decode(self, rank: PeerId, effect: Effect) -> None:
+        match effect:
+            case ef.SendMessage(receiver, message):
+                if isinstance(message, Grant):
+                    self.granted.setdefault((rank, message.generation), {})[receiver] = None
+                if (rank, receiver) in self.connections:
+                    self._put(rank, receiver, message)
+            case ef.LookUp():
+                self.lookups[rank] = None
+            case ef.CompileRoutes():
+                self.compiling.append((rank, effect))
+            case ef.Connect(other):
+                assert (rank, other) not in self.connections, "connected twice at once"
+                self._connect(rank, other)
+            case ef.Disconnect(other):
+                del self.connections[rank, other]
+                self.breaks.pop((rank, other), None)
+            case ef.ProbePeer(other):
+                assert (rank, other) not in self.probes, "probed twice at once"
+                self.probes[rank, other] = None
             case ef.ReportReceiver():
                 before = self.outcome.get((rank, effect.generation), "pending")
                 assert before in ("pending", effect.outcome.value), "decided twice"
                 self.memory[rank, effect.generation] = effect.memory.value
                 self.outcome[rank, effect.generation] = effect.outcome.value
             case _:
-                self._move(rank, effect)
+                pass
 
-    def _move(self, rank: PeerId, effect: ef.Effect) -> None:
-        match effect:
-            case ef.EnqueueChunk(delivery, seq, ranges):
-                self.plans.append((rank, delivery, seq, ranges["kv"]))
-            case ef.DropChunks(delivery):
-                self.plans = [plan for plan in self.plans if plan[:2] != (rank, delivery)]
-            case ef.PostPlan(delivery, seq, notice):
-                assert (rank, delivery) not in self.promised, "posted after saying that nothing can be written"
-                tokens = self.planned.pop((rank, delivery, seq))
-                opening = (rank, self.openings[rank])
-                self.posts[rank, delivery, seq] = Post(rank, delivery, notice, tokens, opening)
-            case ef.DropPlan(delivery, seq):
-                self.planned.pop((rank, delivery, seq))
+    def _post(self, rank: PeerId, piece: ef.Piece, notice: Notice) -> None:
+        assert (rank, piece.delivery) not in self.promised, "posted after saying that nothing can be written"
+        opening = (rank, self.openings[rank])
+        key = (rank, piece.delivery, piece.seq)
+        self.posts[key] = Post(rank, piece.delivery, notice, piece.ranges["kv"], opening)
 
-    def _note(self, sender: PeerId, receiver: PeerId, message: Message) -> None:
-        """Remember what was granted and what was promised."""
-        if isinstance(message, Grant):
-            self.granted.setdefault((sender, message.generation), {})[receiver] = None
-        elif isinstance(message, Drained) or (isinstance(message, Failed) and message.drained):
+    def _note_promise(self, sender: PeerId, receiver: PeerId, message: Message) -> None:
+        if isinstance(message, Drained) or (isinstance(message, Failed) and message.drained):
             delivery = DeliveryId(message.room, receiver, message.generation)
             under_way = [post for post in self.posts.values() if (post.rank, post.delivery) == (sender, delivery)]
             assert not under_way, "said that nothing can be written while a write is under way"

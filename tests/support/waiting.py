@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import anyio
 
-__all__ = ["until"]
+__all__ = ["POLL_S", "until"]
 
 POLL_S = 0.001
 

@@ -1,14 +1,15 @@
 """Transports with one fault each, and the suite on each of them: not collected, but run by `test_suite.py`."""
 
+import asyncio
 import functools
+import threading
 from collections.abc import Callable, Sequence
 
-import anyio.lowlevel
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvflow.backends import Backend, BackendEvent, PostEnded
+from kvflow.backends import Backend, BackendEvent, OnBroken, OnEvents, PostEnded, PostInDoubt
 from kvflow.backends.memory import FaultScript, MemoryBackend
 from kvflow.backends.metadata import PeerMetadata
 from kvflow.errors import BackendError
@@ -27,46 +28,111 @@ class TestNothingIsWrong(Contract):
     pass
 
 
-class EndsTwice(MemoryBackend):
+class Altering(MemoryBackend):
+    """Delivers something else than what has happened."""
+
     @override
-    async def take_events(self) -> Sequence[BackendEvent]:
-        return [event for event in await super().take_events() for _ in range(2)]
+    async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
+        def alter(events: Sequence[BackendEvent]) -> None:
+            altered = self.alter(events)
+            if altered:
+                on_events(altered)
+
+        await super().open(agent_name, alter, on_broken)
+
+    def alter(self, events: Sequence[BackendEvent]) -> Sequence[BackendEvent]:
+        """Give what is delivered instead."""
+        raise NotImplementedError
 
 
-class LosesEnds(MemoryBackend):
+class EndsTwice(Altering):
     @override
-    async def aclose(self) -> Sequence[BackendEvent]:
+    def alter(self, events: Sequence[BackendEvent]) -> Sequence[BackendEvent]:
+        return [event for event in events for _ in range(2)]
+
+
+class LosesEnds(Altering):
+    is_closing = False
+
+    @override
+    def alter(self, events: Sequence[BackendEvent]) -> Sequence[BackendEvent]:
+        return () if self.is_closing else events
+
+    @override
+    async def aclose(self) -> None:
+        self.is_closing = True
         await super().aclose()
-        return ()
 
 
-class NeverEnds(MemoryBackend):
+class NeverEnds(Altering):
     @override
-    async def take_events(self) -> Sequence[BackendEvent]:
-        return [event for event in await super().take_events() if not isinstance(event, PostEnded)]
+    def alter(self, events: Sequence[BackendEvent]) -> Sequence[BackendEvent]:
+        return [event for event in events if not isinstance(event, PostEnded)]
 
 
-class DoubtsAfterTheEnd(MemoryBackend):
+class DoubtsAfterTheEnd(Altering):
     def __init__(self) -> None:
         super().__init__(faults=FaultScript(["doubt"] * 99))
 
     @override
-    async def take_events(self) -> Sequence[BackendEvent]:
-        doubts = [event for event in await super().take_events() if not isinstance(event, PostEnded)]
-        return [*(PostEnded(post_id, None) for post_id in self._doubtful), *doubts]
+    def alter(self, events: Sequence[BackendEvent]) -> Sequence[BackendEvent]:
+        doubts = [event for event in events if isinstance(event, PostInDoubt)]
+        return [*(PostEnded(event.post_id, None) for event in doubts), *doubts]
 
 
 class EndsBeforeItHasRead(MemoryBackend):
     @override
     def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
         super().post(post_id, peer, descriptors, notice)
-        self._mailbox.put([PostEnded(post_id, None)])
+        assert self._delivery is not None
+        self._delivery.put([PostEnded(post_id, None)])
+
+
+class CallsBack(MemoryBackend):
+    """Delivers the end of a post in its own way."""
 
     @override
-    async def take_events(self) -> Sequence[BackendEvent]:
-        if len(self._mailbox):
-            return self._mailbox.take_nowait()[:1]
-        return await super().take_events()
+    async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
+        def call_back(events: Sequence[BackendEvent]) -> None:
+            self.call_back(functools.partial(on_events, events))
+
+        await super().open(agent_name, call_back, on_broken)
+
+    def call_back(self, deliver: Callable[[], None]) -> None:
+        """Have events delivered."""
+        raise NotImplementedError
+
+
+class DeliversInsidePost(MemoryBackend):
+    @override
+    def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
+        super().post(post_id, peer, descriptors, notice)
+        self._take_turn()
+
+
+class DeliversInAnotherThread(CallsBack):
+    @override
+    def call_back(self, deliver: Callable[[], None]) -> None:
+        thread = threading.Thread(target=deliver)
+        thread.start()
+        thread.join()
+
+
+class DeliversAfterClose(CallsBack):
+    @override
+    def call_back(self, deliver: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_soon(deliver)
+
+
+class DeliversNothingAtAll(Altering):
+    @override
+    async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
+        await super().open(agent_name, on_events, on_broken)
+        on_events(())
+
+    @override
+    def alter(self, events: Sequence[BackendEvent]) -> Sequence[BackendEvent]:
+        return events
 
 
 class NoticesFirst(MemoryBackend):
@@ -96,21 +162,14 @@ class Corrupts(MemoryBackend):
         super().__init__(faults=FaultScript(["corrupt"] * 99))
 
 
-class ForgetsWhenCancelled(MemoryBackend):
-    @override
-    async def take_events(self) -> Sequence[BackendEvent]:
-        events = await super().take_events()
-        await anyio.lowlevel.checkpoint()
-        return events
-
-
 class RefusesLate(MemoryBackend):
     @override
     def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
         try:
             super().post(post_id, peer, descriptors, notice)
         except BackendError as error:
-            self._mailbox.put([PostEnded(post_id, str(error))])
+            assert self._delivery is not None
+            self._delivery.put([PostEnded(post_id, str(error))])
 
 
 class TrustsMetadata(MemoryBackend):
@@ -130,14 +189,13 @@ class NeverForgetsAPeer(MemoryBackend):
 
 class WritesOnAfterClose(MemoryBackend):
     @override
-    async def aclose(self) -> Sequence[BackendEvent]:
-        left = list(self._writes)
-        events = await super().aclose()
-        loop = self._mailbox._loop
+    async def aclose(self) -> None:
+        left, delivery = list(self._writes), self._delivery
+        await super().aclose()
         for write in left:
+            assert delivery is not None
             self._writes.append(write)
-            loop.call_soon(functools.partial(self._move))
-        return events
+            asyncio.get_running_loop().call_soon(self._copy, delivery)
 
 
 class RegistersAgain(MemoryBackend):
@@ -169,7 +227,10 @@ TestNoticesFirst = suite_on(NoticesFirst)
 TestNoticesTwice = suite_on(NoticesTwice)
 TestLosesNotices = suite_on(LosesNotices)
 TestCorrupts = suite_on(Corrupts)
-TestForgetsWhenCancelled = suite_on(ForgetsWhenCancelled)
+TestDeliversInsidePost = suite_on(DeliversInsidePost)
+TestDeliversInAnotherThread = suite_on(DeliversInAnotherThread)
+TestDeliversAfterClose = suite_on(DeliversAfterClose)
+TestDeliversNothingAtAll = suite_on(DeliversNothingAtAll)
 TestRefusesLate = suite_on(RefusesLate)
 TestTrustsMetadata = suite_on(TrustsMetadata)
 TestNeverForgetsAPeer = suite_on(NeverForgetsAPeer)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.layout import ADDRESS_LIMIT, Component, KVLayout, Region
-from kvflow.geometry.routes import Route, RoutePiece
+from kvflow.geometry.routes import RegionSlice, Route
 from kvflow.wire import messages as wm
 
 __all__ = ["MESSAGES", "any_message", "layouts"]
@@ -68,24 +68,29 @@ def layouts(draw: st.DrawFn) -> KVLayout:
     )
 
 
-pieces: Final = st.builds(RoutePiece, names, names, signed, st.tuples(signed, signed))
-routes: Final = st.builds(Route, signed, st.lists(pieces, max_size=3).map(tuple))
+slices: Final = st.builds(RegionSlice, names, names, signed, st.tuples(signed, signed))
+routes: Final = st.builds(Route, signed, st.lists(slices, max_size=3).map(tuple))
+
+
+endpoints: Final = st.builds(
+    "tcp://{}:{}".format, st.sampled_from(["10.0.0.1", "[::1]", "host"]), st.integers(1, 65_535)
+)
 
 
 @st.composite
-def _cards(draw: st.DrawFn) -> wm.Card:
+def _records(draw: st.DrawFn) -> wm.RankRecord:
     num_ranks = draw(positive_counts)
     rank = wm.RankId(draw(names), draw(st.integers(0, num_ranks - 1)))
-    return wm.Card(
+    return wm.RankRecord(
         peer=wm.PeerId(rank, draw(peers).incarnation),
         num_ranks=num_ranks,
-        endpoint=draw(names),
+        endpoint=draw(endpoints),
         backend=draw(names),
         layout=draw(layouts()),
     )
 
 
-cards: Final = _cards()
+records: Final = _records()
 windows: Final = st.builds(
     wm.StagingWindow,
     address=st.integers(0, 2**62 - 1),
@@ -95,11 +100,14 @@ windows: Final = st.builds(
 transfer_ids: Final = {"room": signed, "generation": signed}
 
 MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
-    wm.Register: st.builds(wm.Register, card=cards, lease_s=seconds),
+    wm.Register: st.builds(wm.Register, record=records, lease_s=seconds),
     wm.Registered: st.builds(wm.Registered, peer=peers),
+    wm.RegistrationConflict: st.builds(
+        wm.RegistrationConflict, peer=peers, other=peers, other_endpoint=names, refused=st.booleans()
+    ),
     wm.Unregister: st.builds(wm.Unregister, peer=peers),
     wm.Lookup: st.builds(wm.Lookup, instance=names, timeout_s=seconds),
-    wm.Cards: st.builds(wm.Cards, instance=names, cards=st.lists(cards, max_size=2).map(tuple)),
+    wm.Records: st.builds(wm.Records, instance=names, records=st.lists(records, max_size=2).map(tuple)),
     wm.Hello: st.builds(
         wm.Hello,
         peer=peers,
@@ -113,8 +121,8 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         route=routes,
         staging=st.none() | windows,
     ),
-    wm.Welcome: st.builds(wm.Welcome, peer=peers, version=signed),
-    wm.Refuse: st.builds(wm.Refuse, peer=peers, to=st.none() | peers, detail=names),
+    wm.Welcome: st.builds(wm.Welcome, peer=peers, attempt=counts, version=signed),
+    wm.Refuse: st.builds(wm.Refuse, peer=peers, to=st.none() | peers, detail=names, attempt=st.none() | counts),
     wm.Grant: st.builds(
         wm.Grant,
         token=signed,
@@ -127,6 +135,7 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         digest=st.booleans(),
         **transfer_ids,
     ),
+    wm.Decline: st.builds(wm.Decline, room=signed, failure=failures),
     wm.Notice: st.builds(
         wm.Notice,
         token=signed,
@@ -143,13 +152,13 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
     ),
     wm.Cancel: st.builds(wm.Cancel, failure=failures, **transfer_ids),
     wm.Drained: st.builds(wm.Drained, engine_rank=signed, failure=st.none() | failures, **transfer_ids),
-    wm.Received: st.builds(wm.Received, **transfer_ids),
-    wm.Unstage: st.builds(wm.Unstage, engine_rank=counts, seq=counts, **transfer_ids),
-    wm.Unstaged: st.builds(wm.Unstaged, engine_rank=counts, seq=counts, **transfer_ids),
+    wm.Ack: st.builds(wm.Ack, **transfer_ids),
+    wm.SlotQuery: st.builds(wm.SlotQuery, engine_rank=counts, seq=counts, **transfer_ids),
+    wm.SlotReleased: st.builds(wm.SlotReleased, engine_rank=counts, seq=counts, **transfer_ids),
     wm.Failed: st.builds(wm.Failed, engine_rank=signed, failure=failures, drained=st.booleans(), **transfer_ids),
     wm.Ping: st.builds(wm.Ping, peer=peers),
     wm.Pong: st.builds(wm.Pong, peer=peers),
-    wm.Goodbye: st.builds(wm.Goodbye, peer=peers, failure=st.none() | failures),
+    wm.Goodbye: st.builds(wm.Goodbye, peer=peers, failure=st.none() | failures, fenced=st.booleans()),
 }
 
 any_message: Final = st.one_of(*MESSAGES.values())

@@ -9,23 +9,25 @@ import pytest
 from anyio.abc import SocketAttribute, SocketStream, TaskStatus
 
 from kvflow.errors import ConfigError
-from kvflow.wire.channel import Dialer, Listener
 from tests.support.waiting import until
-from tests.wire.lines import LOCAL, meet
+from tests.wire.ends import LOCAL, Client, Server, meet
 
 pytestmark = pytest.mark.anyio
 
+RECOVERED_S: Final = 10.0
+"""What is promised; without heartbeats it would not happen at all."""
+
 APART: Final = "127.7.7.7"
-"""An address of this host that no other connection comes from, so that a port stays free between two listeners."""
+"""An address of this host that no other connection comes from, so that a port stays free between two servers."""
 
 
-async def bind_again(endpoint: str) -> Listener:
-    """Listen where a closed listener was; its socket is given back in the background."""
-    opened: list[Listener] = []
+async def bind_again(endpoint: str) -> Server:
+    """Listen where a closed server was; its socket is given back in the background."""
+    opened: list[Server] = []
 
     def bind() -> bool:
         try:
-            opened.append(Listener(endpoint))
+            opened.append(Server(endpoint))
         except ConfigError:
             return False
         return True
@@ -35,42 +37,43 @@ async def bind_again(endpoint: str) -> Listener:
 
 
 def free_endpoint() -> str:
-    """Where nobody listens, for certain: a closed listener would still take a message or two."""
+    """Where nobody listens, for certain: a closed server would still take a message or two."""
     with socket.socket() as held:
         held.bind((APART, 0))
         return f"tcp://{APART}:{held.getsockname()[1]}"
 
 
-async def test_dialer_may_be_first() -> None:
+async def test_client_may_be_first() -> None:
     endpoint = free_endpoint()
-    with closing(Dialer(endpoint)) as dialer:
-        dialer.send(b"early")
-        with closing(Listener(endpoint)) as listener:
-            name, frames = await listener.receive()
+    with closing(Client(endpoint)) as client:
+        client.send(b"early")
+        with closing(Server(endpoint)) as server:
+            name, frames = await server.receive()
             assert frames == [b"early"]
-            listener.send(name, b"late")
-            assert await dialer.receive() == [b"late"]
+            server.send(name, b"late")
+            assert await client.receive() == [b"late"]
 
 
-async def test_dialer_keeps_its_name_when_the_listener_is_restarted() -> None:
-    first = Listener(f"tcp://{APART}:0")
-    with closing(Dialer(first.endpoint)) as dialer:
-        name = await meet(first, dialer)
+async def test_client_keeps_its_name_when_the_server_is_restarted() -> None:
+    first = Server(f"tcp://{APART}:0")
+    with closing(Client(first.endpoint)) as client:
+        name = await meet(first, client)
         first.close()
         with closing(await bind_again(first.endpoint)) as second:
-            assert await meet_again(second, dialer) == name
+            assert await meet_again(second, client) == name
+            assert client.num_lost == 1  # not once for each attempt to connect
 
 
-async def meet_again(listener: Listener, dialer: Dialer) -> bytes:
+async def meet_again(server: Server, client: Client) -> bytes:
     """Send until something arrives: what was on its way when the connection broke is lost."""
     received: list[bytes] = []
 
     async def receive() -> None:
-        name, _ = await listener.receive()
+        name, _ = await server.receive()
         received.append(name)
 
     def try_again() -> bool:
-        dialer.send(b"again")
+        client.send(b"again")
         return bool(received)
 
     async with anyio.create_task_group() as tasks:
@@ -80,11 +83,12 @@ async def meet_again(listener: Listener, dialer: Dialer) -> bytes:
 
 
 class Cable:
-    """A network between a dialer and a listener that can be cut; it is whole again at once."""
+    """A network between a client and a server that can be cut; it is whole again at once."""
 
     def __init__(self, endpoint: str) -> None:
         self._port = int(endpoint.rpartition(":")[2])
         self._streams: list[SocketStream] = []
+        self._swallowed: set[SocketStream] = set()
 
     async def run(self, *, task_status: TaskStatus[str]) -> None:
         async with await anyio.create_tcp_listener(local_host="127.0.0.1") as plug:
@@ -96,30 +100,52 @@ class Cable:
         for stream in streams:
             await stream.aclose()
 
+    def swallow(self) -> None:
+        """Lose all that the connections of now carry from now on, without closing them: they are half open."""
+        self._swallowed.update(self._streams)
+
     async def _connect(self, near: SocketStream) -> None:
         async with near, await anyio.connect_tcp("127.0.0.1", self._port) as far, anyio.create_task_group() as tasks:
             self._streams += [near, far]
-            tasks.start_soon(copy, near, far)
-            tasks.start_soon(copy, far, near)
+            tasks.start_soon(self._copy, near, far)
+            tasks.start_soon(self._copy, far, near)
+
+    async def _copy(self, source: SocketStream, target: SocketStream) -> None:
+        try:
+            async for data in source:
+                if source not in self._swallowed:
+                    await target.send(data)
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+            await target.aclose()
 
 
-async def copy(source: SocketStream, target: SocketStream) -> None:
-    try:
-        async for data in source:
-            await target.send(data)
-    except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-        await target.aclose()
-
-
-async def test_name_and_line_survive_a_break_of_the_network() -> None:
+async def test_name_and_connection_survive_a_break_of_the_network() -> None:
     async with anyio.create_task_group() as tasks:
-        with closing(Listener(LOCAL)) as listener:
-            cable = Cable(listener.endpoint)
+        with closing(Server(LOCAL)) as server:
+            cable = Cable(server.endpoint)
             endpoint: str = await tasks.start(cable.run)
-            with closing(Dialer(endpoint)) as dialer:
-                name = await meet(listener, dialer)
+            with closing(Client(endpoint)) as client:
+                name = await meet(server, client)
                 await cable.cut()
-                assert await meet_again(listener, dialer) == name
-                listener.send(name, b"still you")
-                assert await dialer.receive() == [b"still you"]
+                assert await meet_again(server, client) == name
+                server.send(name, b"still you")
+                assert await client.receive() == [b"still you"]
+        tasks.cancel_scope.cancel()
+
+
+async def test_half_open_connection_is_replaced() -> None:
+    """A middlebox has forgotten a connection: nothing comes through it any more, and nobody closes it."""
+    async with anyio.create_task_group() as tasks:
+        with closing(Server(LOCAL)) as server:
+            cable = Cable(server.endpoint)
+            endpoint: str = await tasks.start(cable.run)
+            with closing(Client(endpoint)) as client:
+                name = await meet(server, client)
+                cable.swallow()
+                with anyio.fail_after(RECOVERED_S):
+                    await until(lambda: client.num_lost)
+                    assert await meet_again(server, client) == name
+                    server.send(name, b"still you")
+                    assert await client.receive() == [b"still you"]
+                assert client.num_lost == 1
         tasks.cancel_scope.cancel()

@@ -1,10 +1,11 @@
 """Control sockets on a real network: both ways, refusals at once, and never a hang."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import zmq
@@ -12,10 +13,10 @@ import zmq.asyncio
 
 from kvflow.errors import ConfigError, RemoteProtocolError, Unreachable
 from kvflow.wire import channel
-from kvflow.wire.channel import Dialer, Listener
 from kvflow.wire.codec import decode_frames
+from tests.support.machine import has_ipv6
 from tests.support.waiting import until
-from tests.wire.lines import LOCAL, connected, meet
+from tests.wire.ends import LOCAL, Client, Server, connected, meet
 
 pytestmark = pytest.mark.anyio
 
@@ -35,80 +36,167 @@ async def refused(send: Callable[[], None]) -> Unreachable:
     return errors[0]
 
 
+def send_for_ever(server: Server, name: bytes) -> NoReturn:
+    """Nobody on this event loop reads meanwhile."""
+    while True:
+        server.send(name, bytes(100_000))
+
+
 async def test_both_ways_in_order() -> None:
-    with connected() as (listener, dialer):
+    with connected() as (server, client):
         for number in range(100):
-            dialer.send(b"%d" % number)
-        received = [await listener.receive() for _ in range(100)]
+            client.send(b"%d" % number)
+        received = [await server.receive() for _ in range(100)]
         assert [frames for _, frames in received] == [[b"%d" % number] for number in range(100)]
         (name,) = {name for name, _ in received}
         for number in range(100):
-            listener.send(name, b"%d" % number)
-        assert [await dialer.receive() for _ in range(100)] == [[b"%d" % number] for number in range(100)]
+            server.send(name, b"%d" % number)
+        assert [await client.receive() for _ in range(100)] == [[b"%d" % number] for number in range(100)]
 
 
 @pytest.mark.parametrize("payload", [b"", b"\0", bytes(5_000_000)], ids=len)
 async def test_payload_of_any_length(payload: bytes) -> None:
-    with connected() as (listener, dialer):
-        dialer.send(payload)
-        name, frames = await listener.receive()
-        listener.send(name, payload)
-        assert frames == await dialer.receive() == [payload]
+    with connected() as (server, client):
+        client.send(payload)
+        name, frames = await server.receive()
+        server.send(name, payload)
+        assert frames == await client.receive() == [payload]
 
 
-async def test_each_dialer_has_a_name_of_its_own() -> None:
-    with connected() as (listener, first), closing(Dialer(listener.endpoint)) as second:
-        names = [await meet(listener, first), await meet(listener, second)]
+async def test_each_client_has_a_name_of_its_own() -> None:
+    with connected() as (server, first), closing(Client(server.endpoint)) as second:
+        names = [await meet(server, first), await meet(server, second)]
         assert len(set(names)) == 2
-        listener.send(names[0], b"for the first")
-        listener.send(names[1], b"for the second")
+        server.send(names[0], b"for the first")
+        server.send(names[1], b"for the second")
         assert (await first.receive(), await second.receive()) == ([b"for the first"], [b"for the second"])
 
 
 async def test_port_zero_takes_a_free_one() -> None:
-    with closing(Listener(LOCAL)) as first, closing(Listener(LOCAL)) as second:
+    with closing(Server(LOCAL)) as first, closing(Server(LOCAL)) as second:
         assert first.endpoint != second.endpoint
-        for listener in (first, second):
-            assert int(listener.endpoint.rpartition(":")[2]) > 0
+        for server in (first, second):
+            assert int(server.endpoint.rpartition(":")[2]) > 0
 
 
 async def test_advertised_host_with_the_real_port() -> None:
-    with closing(Listener("tcp://*:0", "127.0.0.1")) as listener:
-        assert listener.endpoint.startswith("tcp://127.0.0.1:")
-        with closing(Dialer(listener.endpoint)) as dialer:
-            await meet(listener, dialer)
+    with closing(Server("tcp://*:0", "127.0.0.1")) as server:
+        assert server.endpoint.startswith("tcp://127.0.0.1:")
+        with closing(Client(server.endpoint)) as client:
+            await meet(server, client)
 
 
-def has_ipv6() -> bool:
-    addresses = Path("/proc/net/if_inet6")
-    return addresses.exists() and " lo\n" in addresses.read_text()
+async def test_wildcard_takes_both_kinds_of_addresses() -> None:
+    with closing(Server("tcp://*:0", "localhost")) as server:
+        port = server.endpoint.rpartition(":")[2]
+        hosts = ["127.0.0.1", "localhost", *(["[::1]"] if has_ipv6() else [])]
+        for host in hosts:
+            with closing(Client(f"tcp://{host}:{port}")) as client:
+                await meet(server, client)
 
 
-async def test_ipv6_where_the_machine_has_it() -> None:
-    if has_ipv6():
-        with connected("tcp://[::1]:0") as (listener, dialer):
-            assert listener.endpoint.startswith("tcp://[::1]:")
-            await meet(listener, dialer)
-    else:
-        with pytest.raises(ConfigError, match="cannot be bound"):
-            Listener("tcp://[::1]:0")
+@pytest.mark.parametrize("advertise", [None, "::1", "[::1]"])
+async def test_ipv6(advertise: str | None) -> None:
+    if not has_ipv6():
+        pytest.skip("this host has no IPv6")
+    with closing(Server("tcp://[::1]:0", advertise)) as server:
+        assert server.endpoint.startswith("tcp://[::1]:")
+        with closing(Client(server.endpoint)) as client:
+            await meet(server, client)
+
+
+async def test_name_with_an_ipv6_address_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a name, libzmq takes one kind of address; the kind is found out first."""
+    asked: list[str] = []
+
+    def resolve(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        asked.append(host)
+        if len(asked) == 1:
+            raise socket.gaierror("not yet")
+        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))]
+
+    dialled: list[bool] = []
+    with closing(Server()) as server:
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        monkeypatch.setattr(channel, "RECONNECT_MAX_MS", 10)
+        real = channel.ZmqConnection._dial
+
+        def dial(connection: channel.ZmqConnection, *, is_ipv6: bool) -> None:
+            dialled.append(is_ipv6)
+            real(connection, is_ipv6=False)
+
+        monkeypatch.setattr(channel.ZmqConnection, "_dial", dial)
+        with closing(Client(server.endpoint.replace("127.0.0.1", "localhost"))) as client:
+            await meet(server, client)
+    assert (asked, dialled) == (["localhost", "localhost"], [True])
+
+
+async def test_name_that_libzmq_does_not_take_at_first_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is raised in a callback would only reach the event loop, and the peer would never be dialled again."""
+    monkeypatch.setattr(channel, "RECONNECT_MAX_MS", 10)
+    failures = [zmq.ZMQError(zmq.EMTHREAD), zmq.ZMQError(zmq.EINVAL)]
+    real = channel.ZmqSocket.connect
+
+    def connect(one: channel.ZmqSocket, address: str) -> object:
+        if "localhost" in address and failures:
+            raise failures.pop()
+        return real(one, address)
+
+    with closing(Server()) as server:
+        monkeypatch.setattr(zmq.Socket, "connect", connect)
+        with closing(Client(server.endpoint.replace("127.0.0.1", "localhost"))) as client:
+            await meet(server, client)
+    assert not failures
+
+
+async def test_messages_wait_for_a_name_that_nobody_knows_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(*_: object, **__: object) -> object:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(channel, "QUEUE_MESSAGES", 10)
+    with closing(Client("tcp://no.such.host.invalid:5000")) as client:
+        for _ in range(10):
+            client.send(b"hello?")
+        with pytest.raises(Unreachable, match="does not take its messages"):
+            client.send(b"one too many")
+
+
+@pytest.mark.parametrize(
+    ("bind", "advertise"),
+    [
+        ("tcp://*:0", None),
+        ("tcp://0.0.0.0:0", None),
+        ("tcp://0:0", None),
+        ("tcp://[::]:0", None),
+        ("tcp://[::ffff:0.0.0.0]:0", None),
+        (LOCAL, "tcp://x:1"),
+        (LOCAL, "x:1"),
+        (LOCAL, "*"),
+        (LOCAL, ""),
+        ("tcp://*:0", "[::]"),
+    ],
+)
+async def test_endpoint_that_others_could_not_use(bind: str, advertise: str | None) -> None:
+    with pytest.raises(ConfigError, match=r"needs a host|must be a host"):
+        Server(bind, advertise)
 
 
 async def test_address_in_use() -> None:
-    with closing(Listener(LOCAL)) as listener:
+    with closing(Server(LOCAL)) as server:
         with pytest.raises(ConfigError, match="cannot be bound") as caught:
-            Listener(listener.endpoint)
-        assert caught.value.values["bind"] == listener.endpoint
+            Server(server.endpoint)
+        assert caught.value.values["bind"] == server.endpoint
         assert "in use" in str(caught.value.values["detail"])
 
 
 async def test_the_event_loop_forgets_a_socket_that_could_not_be_bound() -> None:
     """Else it takes the next socket, whose descriptor has the same number, for this one and never looks at it."""
     loop: Any = asyncio.get_running_loop()
-    with closing(Listener(LOCAL)) as listener:
+    with closing(Server(LOCAL)) as server:
         known = set(loop._selector.get_map())
         with pytest.raises(ConfigError, match="cannot be bound"):
-            Listener(listener.endpoint)
+            Server(server.endpoint)
         assert set(loop._selector.get_map()) == known
 
 
@@ -118,69 +206,69 @@ BAD_ENDPOINTS = ["", "nonsense", "127.0.0.1:5000", "tcp://", "tcp://127.0.0.1", 
 @pytest.mark.parametrize("endpoint", [*BAD_ENDPOINTS, "tcp://192.0.2.1:5000", "tcp://no.such.host.invalid:5000"])
 async def test_endpoint_that_cannot_be_bound(endpoint: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Listener(endpoint)
+        Server(endpoint)
     assert endpoint in caught.value.values.values()
 
 
 @pytest.mark.parametrize("endpoint", BAD_ENDPOINTS)
 async def test_endpoint_that_cannot_be_dialled(endpoint: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Dialer(endpoint)
+        Client(endpoint)
     assert endpoint in caught.value.values.values()
 
 
 @pytest.mark.parametrize("port", [65_536, 99_999, -1])
-@pytest.mark.parametrize("kind", [Listener, Dialer])
-async def test_port_that_does_not_exist(kind: type[Listener | Dialer], port: int) -> None:
+@pytest.mark.parametrize("kind", [Server, Client])
+async def test_port_that_does_not_exist(kind: type[Server | Client], port: int) -> None:
     """Not another port, which is what the low 16 bits would name."""
     with pytest.raises(ConfigError), closing(kind(f"tcp://127.0.0.1:{port}")):
         pass
 
 
 async def test_connection_that_never_was() -> None:
-    with closing(Listener(LOCAL)) as listener, pytest.raises(Unreachable, match="not connected") as caught:
-        listener.send(b"nobody", b"hello?")
+    with closing(Server(LOCAL)) as server, pytest.raises(Unreachable, match="not connected") as caught:
+        server.send(b"nobody", b"hello?")
     assert caught.value.values == {"connection": b"nobody".hex()}
 
 
 async def test_connection_that_has_vanished() -> None:
-    with connected() as (listener, dialer):
-        name = await meet(listener, dialer)
-        dialer.close()
-        error = await refused(lambda: listener.send(name, b"still there?"))
+    with connected() as (server, client):
+        name = await meet(server, client)
+        client.close()
+        error = await refused(lambda: server.send(name, b"still there?"))
         assert error.values == {"connection": name.hex()}
-        with closing(Dialer(listener.endpoint)) as other:
-            await meet(listener, other)
+        with closing(Client(server.endpoint)) as other:
+            await meet(server, other)
 
 
-async def test_full_queue_of_a_dialer_whose_listener_is_away(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+async def test_full_queue_of_a_client_whose_server_is_away(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
     monkeypatch.setattr(channel, "QUEUE_MESSAGES", 10)
-    with closing(Dialer(f"tcp://127.0.0.1:{free_port}")) as dialer:
+    with closing(Client(f"tcp://127.0.0.1:{free_port}")) as client:
         for _ in range(10):
-            dialer.send(b"hello?")
+            client.send(b"hello?")
         with pytest.raises(Unreachable, match="does not take its messages") as caught:
-            dialer.send(b"one too many")
-        assert caught.value.values == {"endpoint": dialer.endpoint}
+            client.send(b"one too many")
+        assert caught.value.values == {"endpoint": client.endpoint}
 
 
 async def test_peer_that_reads_nothing_fills_its_own_queue_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "QUEUE_MESSAGES", 10)
-    with connected() as (listener, busy), closing(Dialer(listener.endpoint)) as idle:
-        name = await meet(listener, idle)
-        error = await refused(lambda: listener.send(name, bytes(100_000)))
-        assert "does not take its messages" in str(error)
-        await meet(listener, busy)
+    with connected() as (server, busy), closing(Client(server.endpoint)) as idle:
+        name = await meet(server, idle)
+        with pytest.raises(Unreachable, match="does not take its messages"):
+            send_for_ever(server, name)
+        await meet(server, busy)
 
 
 @pytest.mark.parametrize("frames", [[b"one", b"two"], [b"", b"two"], [b"x"] * 50], ids=len)
 async def test_several_frames_arrive_as_they_are_and_are_refused(frames: list[bytes]) -> None:
     with (
-        closing(Listener(LOCAL)) as listener,
+        closing(Server(LOCAL)) as server,
         zmq.asyncio.Context.instance().socket(zmq.DEALER, socket_class=zmq.asyncio.Socket) as raw,
     ):
-        raw.connect(listener.endpoint)
+        raw.connect(server.endpoint)
         await raw.send_multipart(frames)
-        _, received = await listener.receive()
+        _, received = await server.receive()
         assert received == frames
         with pytest.raises(RemoteProtocolError, match="one frame"):
             decode_frames(received)
@@ -192,8 +280,8 @@ def num_files() -> int:
 
 async def test_close_gives_files_back() -> None:
     async def use() -> None:
-        with connected() as (listener, dialer):
-            await meet(listener, dialer)
+        with connected() as (server, client):
+            await meet(server, client)
 
     with connected():  # whatever is opened once for the whole process is open now
         await use()
@@ -204,11 +292,11 @@ async def test_close_gives_files_back() -> None:
 
 
 async def test_failed_bind_gives_files_back() -> None:
-    with closing(Listener(LOCAL)) as listener:
+    with closing(Server(LOCAL)) as server:
         before = num_files()
         for _ in range(20):
             with pytest.raises(ConfigError):
-                Listener(listener.endpoint)
+                Server(server.endpoint)
             with pytest.raises(ConfigError):
-                Dialer("nonsense")
+                Client("nonsense")
         await until(lambda: num_files() <= before)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvflow.errors import RemoteProtocolError
 from kvflow.wire import codec
 from kvflow.wire.codec import HEADER, MAX_MESSAGE_BYTES, decode, decode_frames, encode
-from kvflow.wire.messages import AnyMessage, Card, Grant, Lookup, Message, PeerId, Ping, RankId, Register
-from tests.support.pools import Pool, PoolShape
+from kvflow.wire.messages import AnyMessage, Grant, Lookup, Message, PeerId, Ping, RankId, RankRecord, Register
+from tests.support.pools import PagedShape, Pool
 from tests.wire.strategies import MESSAGES, any_message
 
 PEER: Final = PeerId(RankId("prefill", 0), 2**64 - 1)
@@ -31,9 +31,9 @@ GRANT: Final = Grant(
     priority=0,
     digest=False,
 )
-LAYOUT: Final = Pool(PoolShape(4, 2, (0, 2), 8, 2), 0, base=2**63).layout
-CARD: Final = Card(peer=PEER, num_ranks=1, endpoint="tcp://127.0.0.1:1", backend="memory", layout=LAYOUT)
-REGISTER: Final = Register(card=CARD, lease_s=9.0)
+LAYOUT: Final = Pool(PagedShape(4, 2, (0, 2), 8, 2), 0, base=2**63).layout
+RECORD: Final = RankRecord(peer=PEER, num_ranks=1, endpoint="tcp://127.0.0.1:1", backend="memory", layout=LAYOUT)
+REGISTER: Final = Register(record=RECORD, lease_s=9.0)
 
 
 def refused(data: bytes) -> RemoteProtocolError:
@@ -126,7 +126,7 @@ def test_deep_nesting(prefix: bytes, opener: bytes) -> None:
     [
         b"\xdd\xff\xff\xff\xff",
         b"\xdf\xff\xff\xff\xff",
-        b"\x83\xa4type\xa5cards\xa8instance\xa1a\xa5cards\xdd\xff\xff\xff\xff",
+        b"\x83\xa4type\xa7records\xa8instance\xa1a\xa7records\xdd\xff\xff\xff\xff",
         b"\x83\xa4type\xa6lookup\xa9timeout_s\x01\xa8instance\xdb\xff\xff\xff\xff",
         b"\x82\xa4type\xa5grant\xa5pages\xdf\xff\xff\xff\xff",
         b"\x82\xa4type\xa5grant\xa5pages\x81\xa2kv\xc6\xff\xff\xff\xff",
@@ -238,10 +238,22 @@ def set_region(layout: dict[str, Any], index: int, value: object) -> None:
 @pytest.mark.parametrize("edit", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
 def test_layout_that_contradicts_itself(edit: Edit) -> None:
     unchecked = fields(REGISTER)
-    edit(unchecked["card"]["layout"])
+    edit(unchecked["record"]["layout"])
     error = refused(raw(unchecked))
     assert error.message == "message is malformed"
     assert error.values["detail"]
+
+
+BAD_ENDPOINTS: Final = ["", "ipc:///x", "tcp://", "tcp://host", "tcp://host:x", "tcp://host:65536", "tcp://a b:1"]
+NOT_DIALLED: Final = ["tcp://host:0", "tcp://*:1"]
+
+
+@pytest.mark.parametrize("endpoint", [*BAD_ENDPOINTS, *NOT_DIALLED])
+def test_record_without_a_usable_endpoint(endpoint: str) -> None:
+    """A rank that is told of such a record could not connect, and could not even ask whether it is alive."""
+    unchecked = fields(REGISTER)
+    unchecked["record"]["endpoint"] = endpoint
+    assert "record without a usable endpoint" in str(refused(raw(unchecked)))
 
 
 @settings(max_examples=300, deadline=None)

@@ -2,14 +2,15 @@
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import anyio
 import pytest
 
-from kvflow.wire.channel import Listener
-from kvflow.wire.probe import is_refused
+from kvflow.wire.channel import ZmqControl
+from tests.support.machine import has_ipv6
 from tests.support.ports import unused_port
+from tests.wire.ends import LOCAL, Server
 
 pytestmark = pytest.mark.anyio
 
@@ -17,14 +18,7 @@ ANSWERS_S = 5.0
 """Time for a host that answers; no test waits for it to pass."""
 
 
-def has_ipv6() -> bool:
-    with socket.socket(socket.AF_INET6) as asked:
-        try:
-            asked.bind(("::1", 0))
-        except OSError:
-            return False
-        return True
-
+is_refused = ZmqControl().is_refused
 
 needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
 
@@ -70,10 +64,9 @@ async def test_a_bound_port_on_which_nobody_listens_is_refused(free_port: int) -
 
 
 async def test_a_control_socket_is_not_refused_and_works_on() -> None:
-    listener = Listener("tcp://127.0.0.1:0")
-    for _ in range(3):
-        assert not await is_refused(listener.endpoint, ANSWERS_S)
-    listener.close()
+    with closing(Server(LOCAL)) as server:
+        for _ in range(3):
+            assert not await is_refused(server.endpoint, ANSWERS_S)
 
 
 async def test_a_process_that_accepts_nothing_is_not_refused() -> None:

@@ -1,4 +1,4 @@
-"""How a Mooncake endpoint is found, and how it is known again."""
+"""How peers find a Mooncake endpoint, and how they tell it from others at the same address."""
 
 import secrets
 import threading
@@ -10,13 +10,13 @@ import numpy as np
 
 from kvflow.errors import BackendError
 
-__all__ = ["LIFE_BYTES", "EndpointAddress", "LifeCell"]
+__all__ = ["INCARNATION_BYTES", "EndpointAddress", "IncarnationCell"]
 
-LIFE_BYTES: Final = 16
+INCARNATION_BYTES: Final = 16
 NUM_SLOTS: Final = 256
 
 Word = Annotated[int, msgspec.Meta(ge=0)]
-Life = Annotated[bytes, msgspec.Meta(min_length=LIFE_BYTES, max_length=LIFE_BYTES)]
+Incarnation = Annotated[bytes, msgspec.Meta(min_length=INCARNATION_BYTES, max_length=INCARNATION_BYTES)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
@@ -26,20 +26,20 @@ class EndpointAddress(msgspec.Struct, frozen=True):
     Attributes:
         agent: The peer's agent name.
         protocol: "tcp" or "rdma".
-        session: What Mooncake calls the segment name. With P2PHANDSHAKE it is `host:port`, which does not name a
-            process: another one may listen there by now.
-        life: What stands at `life_address` for as long as this endpoint lives, and in no other process.
-        life_address: Address of `life` in the peer's memory; 0 if it cannot be read.
+        session: What Mooncake calls the segment name. With P2PHANDSHAKE it is `host:port`, which does not
+            identify a process: another one may listen there by now.
+        incarnation: Random bytes that are at `incarnation_address` while this endpoint is open, and nowhere else.
+        incarnation_address: Where they are in the peer's memory; 0 if they cannot be read.
     """
 
     agent: str
     protocol: str
     session: Name
-    life: Life
-    life_address: Word
+    incarnation: Incarnation
+    incarnation_address: Word
 
     def pack(self) -> bytes:
-        """Give the bytes that go into the metadata."""
+        """Encode the address for the metadata."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
@@ -60,23 +60,23 @@ class EndpointAddress(msgspec.Struct, frozen=True):
         return address
 
 
-class LifeCell:
-    """A few bytes that peers read to see who is there, and room for what is read of theirs.
+class IncarnationCell:
+    """The bytes that peers read to see whose memory this is, and slots to read theirs into.
 
-    Callable from any thread. A read that fails may still land late, so its place is the last to be used again.
+    Callable from any thread. A read that fails may still land late, so its slot is the last to be used again.
     """
 
     def __init__(self) -> None:
-        self._memory = np.zeros((NUM_SLOTS, LIFE_BYTES), np.uint8)
-        self.life = secrets.token_bytes(LIFE_BYTES)
-        self._memory[0] = np.frombuffer(self.life, np.uint8)
+        self._memory = np.zeros((NUM_SLOTS, INCARNATION_BYTES), np.uint8)
+        self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
+        self._memory[0] = np.frombuffer(self.incarnation, np.uint8)
         self._free = deque(range(1, NUM_SLOTS))
         self._lock = threading.Lock()
         self.address = int(self._memory.ctypes.data)
         self.num_bytes = int(self._memory.nbytes)
 
     def take_slot(self) -> int:
-        """Give the address of `LIFE_BYTES` bytes to read into.
+        """Reserve `INCARNATION_BYTES` bytes to read into, and give their address.
 
         Raises:
             BackendError: All are in use.
@@ -84,11 +84,11 @@ class LifeCell:
         with self._lock:
             if not self._free:
                 raise BackendError("too many peers are being connected at once", at_once=NUM_SLOTS - 1)
-            return self.address + LIFE_BYTES * self._free.popleft()
+            return self.address + INCARNATION_BYTES * self._free.popleft()
 
     def give_back(self, slot: int) -> bytes:
-        """Give the slot back, and what was read into it."""
-        index = (slot - self.address) // LIFE_BYTES
+        """Release a slot, and give what was read into it."""
+        index = (slot - self.address) // INCARNATION_BYTES
         found = bytes(self._memory[index])
         with self._lock:
             self._memory[index] = 0

@@ -1,15 +1,16 @@
-"""The engines of one endpoint and the lines to its peers. Every method runs on the owner thread."""
+"""The engines of one endpoint and the connections to its peers. Every method runs on the owner thread."""
 
 import time
 from collections.abc import Callable
 from typing import Final
 
-from kvflow.aio.mailbox import Mailbox
-from kvflow.backends.base import BackendEvent, PostEnded
+from kvflow.backends.base import PostEnded
+from kvflow.backends.delivery import Delivery
 from kvflow.backends.metadata import RegisteredMemory
-from kvflow.backends.mooncake.address import LifeCell
-from kvflow.backends.mooncake.window import Line, Post
-from kvflow.backends.mooncake.writing import WritingEngine
+from kvflow.backends.mooncake.address import EndpointAddress, IncarnationCell
+from kvflow.backends.mooncake.engine import WritingEngine
+from kvflow.backends.mooncake.library import Protocol
+from kvflow.backends.mooncake.window import PeerConnection, Post
 from kvflow.errors import BackendError
 from kvflow.geometry.layout import MemoryRange
 from kvflow.geometry.plan import Descriptors
@@ -18,10 +19,10 @@ from kvflow.observe.logs import get_logger
 __all__ = ["Agent"]
 
 MAX_ENGINES: Final = 8
-"""An engine stays until the last peer that was met through it has left."""
+"""An engine stays until the last peer that was connected through it has left."""
 
 MAX_DEPARTED: Final = 32
-"""Peers that have left before the next ones are met through a fresh engine; each costs four open files until then."""
+"""Peers that leave before the next ones are connected through a fresh engine; each costs four open files until then."""
 
 CLOSE_POLL_S: Final = 1e-3
 
@@ -29,19 +30,19 @@ CLOSE_POLL_S: Final = 1e-3
 class Agent:
     """What one endpoint has inside Mooncake: an engine that peers write to, and one that writes to new peers.
 
-    They are the same at first. The one that writes is replaced when it is worn out: it knows a peer's address wrongly,
+    They are the same at first. The one that writes is replaced when it is worn out: it has a stale address of a peer,
     or many of its peers have left.
 
     Attributes:
-        cell: What peers read to see whose memory this is.
-        session: What peers call this endpoint.
+        address: How peers find this endpoint.
 
     Args:
         name: Agent name.
         start_engine: Starts one for a cell.
+        delivery: Takes what happens to posts.
+        protocol: "tcp" or "rdma".
         window: Descriptors under way to one peer at once.
         timeout_s: A descriptor that fails sooner than this was not timed out.
-        mailbox: Takes what happens to posts.
 
     Raises:
         BackendUnavailable: No engine could be started.
@@ -50,28 +51,30 @@ class Agent:
     def __init__(
         self,
         name: str,
-        start_engine: Callable[[LifeCell], WritingEngine],
-        mailbox: Mailbox[BackendEvent],
+        start_engine: Callable[[IncarnationCell], WritingEngine],
+        delivery: Delivery,
         *,
+        protocol: Protocol,
         window: int,
         timeout_s: float,
     ) -> None:
         self._start = start_engine
         self._window = window
-        self._emit = mailbox.put
+        self._emit = delivery.put
         self._log = get_logger(agent=name)
         self._timeout_s = timeout_s
         self._ranges: tuple[MemoryRange, ...] = ()
-        self._lines: dict[str, Line[WritingEngine]] = {}
-        self._departed: list[Line[WritingEngine]] = []
-        self.cell = LifeCell()
+        self._connections: dict[str, PeerConnection[WritingEngine]] = {}
+        self._former: list[PeerConnection[WritingEngine]] = []
+        self._departed: list[PeerConnection[WritingEngine]] = []
+        self._cell = cell = IncarnationCell()
         self._sender = self._start_engine()
         self._engines = [self._sender]
-        self.session = self._sender.session
+        self.address = EndpointAddress(name, protocol, self._sender.session, cell.incarnation, cell.address)
         self._sender.num_users += 1  # it stays, because peers write to it
 
-    def register(self, memory: RegisteredMemory) -> None:
-        """Register memory with every engine.
+    def register(self, memory: RegisteredMemory) -> bytes:
+        """Register memory with every engine, and give the address of this endpoint.
 
         Raises:
             RegistrationError: The library refused.
@@ -79,9 +82,15 @@ class Agent:
         for engine in self._engines:
             engine.register(memory.ranges)
         self._ranges += memory.ranges
+        return self.address.pack()
+
+    def engine_in_use(self, peer: str) -> WritingEngine | None:
+        """Give the engine over which something is under way to a peer that was disconnected, if there is one."""
+        connection = self._connections.get(peer)
+        return connection.engine if connection is not None and connection.is_active else None
 
     def borrow_sender(self, worn_out: WritingEngine | None = None) -> WritingEngine:
-        """Give the engine to meet a peer through; `give_back` it.
+        """Give the engine to connect a peer through; `give_back` it.
 
         Args:
             worn_out: Not this one.
@@ -101,43 +110,46 @@ class Agent:
         return self._sender
 
     def give_back(self, engine: WritingEngine) -> None:
-        """Say that a peer is not being met any more."""
+        """Say that no peer is being connected through an engine any more."""
         engine.num_users -= 1
         self._close_unused()
 
     def connect(self, peer: str, engine: WritingEngine, session: str) -> None:
-        """Open the line to a peer that was met on an engine."""
-        line = self._lines.get(peer)
-        if line is None:
-            engine.num_users += 1
-            self._lines[peer] = Line(
-                engine, session, max_running=self._window, timeout_s=self._timeout_s, emit=self._emit
-            )
-        else:  # it is back before its last post has ended
-            line.is_leaving = False
+        """Open the connection to a peer that an engine has reached."""
+        connection = self._connections.get(peer)
+        if connection is not None and connection.engine is engine:  # it is back before its last post has ended
+            connection.is_leaving = False
+            return
+        if connection is not None:  # what is under way ends by itself, and is not waited for
+            connection.is_leaving = True
+            self._former.append(connection)
+        engine.num_users += 1
+        self._connections[peer] = PeerConnection(
+            engine, session, max_running=self._window, timeout_s=self._timeout_s, emit=self._emit
+        )
 
     def disconnect(self, peer: str) -> None:
-        """Close the line to a peer when its last post has ended."""
-        if peer in self._lines:
-            self._lines[peer].is_leaving = True
+        """Close the connection to a peer when its last post has ended."""
+        if peer in self._connections:
+            self._connections[peer].is_leaving = True
             self._remove_leaving()
 
     def post(self, post_id: int, peer: str, descriptors: Descriptors) -> None:
         """Start to write to a peer."""
-        if peer in self._lines:
-            self._lines[peer].post(Post(post_id, descriptors))
+        if peer in self._connections:
+            self._connections[peer].post(Post(post_id, descriptors))
         else:
             self._emit([PostEnded(post_id, "peer was disconnected")])
 
     def is_busy(self) -> bool:
-        """Something is under way."""
-        return any(line.is_active for line in self._lines.values())
+        """Say whether something is under way."""
+        return any(connection.is_active for connection in self._all_connections())
 
     def poll(self) -> bool:
-        """See what has ended, and start what there is room for; True, as it may have."""
-        for line in self._lines.values():
-            if line.is_active:
-                line.poll()
+        """Note what has ended, and start what fits into the windows; True, as something may have happened."""
+        for connection in self._all_connections():
+            if connection.is_active:
+                connection.poll()
         self._remove_leaving()
         return True
 
@@ -149,15 +161,18 @@ class Agent:
                 self.poll()
                 time.sleep(CLOSE_POLL_S)
         finally:
-            stopped = [post for line in [*self._lines.values(), *self._departed] for post in line.unended]
-            self._lines.clear()
+            stopped = [
+                post for connection in [*self._all_connections(), *self._departed] for post in connection.unended
+            ]
+            self._connections.clear()
+            self._former.clear()
             self._departed.clear()
             for engine in self._engines:
                 engine.close()
             self._emit([_stopped(post) for post in stopped])
 
     def _start_engine(self) -> WritingEngine:
-        engine = self._start(self.cell)
+        engine = self._start(self._cell)
         try:
             engine.register(self._ranges)
         except BaseException:
@@ -166,14 +181,24 @@ class Agent:
         return engine
 
     def _remove_leaving(self) -> None:
-        for peer, line in list(self._lines.items()):
-            if line.is_leaving and not line.is_active:
-                del self._lines[peer]
-                line.engine.num_departed += 1
-                if line.unended:
-                    self._departed.append(line)
-                else:
-                    self.give_back(line.engine)
+        left = [
+            connection for connection in self._all_connections() if connection.is_leaving and not connection.is_active
+        ]
+        if not left:
+            return
+        self._connections = {
+            peer: connection for peer, connection in self._connections.items() if connection not in left
+        }
+        self._former = [connection for connection in self._former if connection not in left]
+        for connection in left:
+            connection.engine.num_departed += 1
+            if connection.unended:
+                self._departed.append(connection)
+            else:
+                self.give_back(connection.engine)
+
+    def _all_connections(self) -> list[PeerConnection[WritingEngine]]:
+        return [*self._connections.values(), *self._former]
 
     def _close_unused(self) -> None:
         for engine in [one for one in self._engines if one is not self._sender and not one.num_users]:
@@ -182,6 +207,6 @@ class Agent:
 
 
 def _stopped(post: Post) -> PostEnded:
-    """The end of a post whose engine was destroyed: what was under way may still lie in the peer's buffers."""
+    """Give the end of a post whose engine was destroyed; what was under way may still be in the peer's buffers."""
     lingers = post.lingers or post.num_running > 0
     return PostEnded(post.post_id, post.error or "stopped by closing the endpoint", lingers)

@@ -1,29 +1,23 @@
-"""One native TransferEngine, in a form that cannot crash the process.
+"""What the agent needs of an engine, and one native TransferEngine in a form that cannot crash the process.
 
-The library ends the process when it is used before `initialize`, when an id is 0 or asked about twice, and when a name
-is None. Here an engine is initialised when it exists, 0 is an error, and only `window` keeps ids.
+The library crashes the process when it is used before `initialize`, when an id is 0 or asked about twice, and when a
+name is None. Here an engine is initialised when it exists, 0 is an error, and only `window` keeps ids.
 """
 
+import abc
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from typing_extensions import override
 
-from kvflow.backends.mooncake.address import LIFE_BYTES, EndpointAddress, LifeCell
-from kvflow.backends.mooncake.library import Library
-from kvflow.backends.mooncake.writing import WritingEngine
+from kvflow.backends.mooncake.address import INCARNATION_BYTES, EndpointAddress, IncarnationCell
+from kvflow.backends.mooncake.library import EngineSettings, Library
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.layout import MemoryRange
 
-__all__ = ["PEER_TO_PEER", "Engine", "EngineSettings", "Protocol", "start_native"]
-
-Protocol = Literal["tcp", "rdma"]
-
-PEER_TO_PEER: Final = "P2PHANDSHAKE"
-"""Stands for "no metadata server": engines ask each other."""
+__all__ = ["Engine", "WritingEngine", "start_native"]
 
 OVERLAP: Final = -7
 REGISTRATION_ERRORS: Final = {OVERLAP: "overlaps what is registered already", -1: "is not usable"}
@@ -35,21 +29,59 @@ READ_ATTEMPTS: Final = 2
 """A connection that was closed after an error is opened again only by the second attempt."""
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """How engines are made.
+class WritingEngine(abc.ABC):
+    """An engine that is started. Only `probe` and `read_incarnation` may be called on any thread.
 
     Attributes:
-        host: Under which peers reach this process.
-        protocol: "tcp" or "rdma".
-        devices: RDMA devices to use; all if empty.
-        metadata_server: URL, or `PEER_TO_PEER`.
+        session: What peers call it.
+        num_users: Lines that write through it, and peers that are being connected through it.
+        num_departed: Lines that wrote through it and are closed.
     """
 
-    host: str
-    protocol: Protocol
-    devices: tuple[str, ...]
-    metadata_server: str
+    session: str
+
+    def __init__(self) -> None:
+        self.num_users = 0
+        self.num_departed = 0
+
+    @abc.abstractmethod
+    def register(self, ranges: Sequence[MemoryRange]) -> None:
+        """Make memory readable and writable for peers.
+
+        Raises:
+            RegistrationError: The library refused; nothing is registered.
+        """
+
+    @abc.abstractmethod
+    def probe(self, address: EndpointAddress) -> None:
+        """Check that somebody answers at a peer's address. May block for a minute.
+
+        Raises:
+            BackendError: Nobody does, or this engine is closed.
+        """
+
+    @abc.abstractmethod
+    def read_incarnation(self, address: EndpointAddress) -> bytes | None:
+        """Read the incarnation of whoever answers for a peer's memory; None if nobody does. May block for seconds.
+
+        Raises:
+            BackendError: This engine is closed.
+        """
+
+    @abc.abstractmethod
+    def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
+        """Start to write; 0 if it was refused, else an id."""
+
+    @abc.abstractmethod
+    def check(self, transfer_id: int) -> int:
+        """Ask about an id: 0 while it runs, 1 if it is done, -1 if it failed, -2 if nobody knows.
+
+        Never ask about an id again after anything but 0.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Destroy the engine: afterwards it reads and writes nothing any more."""
 
 
 class Engine(WritingEngine):
@@ -59,15 +91,14 @@ class Engine(WritingEngine):
         BackendUnavailable: It could not be started.
     """
 
-    def __init__(self, library: Library, settings: EngineSettings, cell: LifeCell) -> None:
+    def __init__(self, library: Library, settings: EngineSettings, cell: IncarnationCell) -> None:
         super().__init__()
         self._library = library
         self._cell = cell
         self._addresses: list[int] = []
-        is_peer_to_peer = settings.metadata_server == PEER_TO_PEER
-        name = settings.host if is_peer_to_peer else f"kvflow-{secrets.token_hex(8)}"
+        name = settings.host if settings.is_peer_to_peer else f"kvflow-{secrets.token_hex(8)}"
         self._native: Any = start_native(library, name, settings)
-        self.session = f"{settings.host}:{int(self._native.get_rpc_port())}" if is_peer_to_peer else name
+        self.session = settings.session(int(self._native.get_rpc_port())) if settings.is_peer_to_peer else name
         try:
             if settings.protocol == "rdma":
                 _require_rdma(self._native, settings)
@@ -100,11 +131,13 @@ class Engine(WritingEngine):
             raise BackendError("peer cannot be reached", session=address.session, code=code, detail=detail)
 
     @override
-    def read_life(self, address: EndpointAddress) -> bytes | None:
+    def read_incarnation(self, address: EndpointAddress) -> bytes | None:
         for _ in range(READ_ATTEMPTS):
             slot = self._cell.take_slot()
             try:
-                code = self._running().transfer_sync_read(address.session, slot, address.life_address, LIFE_BYTES)
+                code = self._running().transfer_sync_read(
+                    address.session, slot, address.incarnation_address, INCARNATION_BYTES
+                )
             finally:
                 found = self._cell.give_back(slot)
             if code == 0:
@@ -143,14 +176,20 @@ class Engine(WritingEngine):
 
 
 def start_native(library: Library, name: str, settings: EngineSettings) -> Any:
-    """Start a native engine. It draws its ports by lot and fails if one is taken, so it is tried again.
+    """Start a native engine. It picks random ports and fails if one is taken, so it is tried again.
 
     Raises:
         BackendUnavailable: It could not be started.
     """
+    code: object = None
     for _ in range(START_ATTEMPTS):
-        native = library.engine.TransferEngine()
-        code = native.initialize(name, settings.metadata_server, settings.protocol, ",".join(settings.devices))
+        try:
+            native = library.engine.TransferEngine()
+            code = native.initialize(name, settings.metadata_server, settings.protocol, ",".join(settings.devices))
+        except Exception as error:
+            raise BackendUnavailable(
+                "Mooncake failed to start an engine", detail=_text(error), **vars(settings)
+            ) from error
         if code == 0:
             return native
     raise BackendUnavailable("Mooncake could not start an engine", code=code, **vars(settings))

@@ -1,7 +1,7 @@
-"""Finds Mooncake, prepares the environment it reads, and keeps it quiet.
+"""Finds Mooncake, prepares the environment that it reads, and keeps it quiet.
 
-Mooncake reads its settings from environment variables: some at the import, some when an engine is made. It says what
-goes wrong only on standard error, so that a program which wants its standard error for itself has to turn it down.
+Mooncake reads its settings from environment variables: some at the import, some when an engine is made. It reports what
+goes wrong only on standard error, so its log is turned off for programs that use their standard error themselves.
 """
 
 import contextlib
@@ -9,14 +9,39 @@ import ctypes
 import functools
 import importlib
 import importlib.metadata
+import ipaddress
 import os
+import socket
+import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Final
+from typing import Final, Literal
 
 from kvflow.errors import BackendUnavailable
 
-__all__ = ["BUILDS", "ENVIRONMENT", "Library", "installed_builds", "memory_kinds"]
+__all__ = [
+    "BUILDS",
+    "ENVIRONMENT",
+    "PEER_TO_PEER",
+    "EngineSettings",
+    "Library",
+    "Protocol",
+    "environment_for",
+    "installed_builds",
+    "memory_kinds",
+    "shortest_timeout_s",
+]
+
+Protocol = Literal["tcp", "rdma"]
+
+PEER_TO_PEER: Final = "P2PHANDSHAKE"
+"""Stands for "no metadata server": engines ask each other."""
+
+MODULE: Final = "mooncake.engine"
+
+IPV6_VARIABLE: Final = "MC_USE_IPV6"
+"""Makes the library use IPv6, and no IPv4 any more, for the whole process; read when it is imported."""
 
 HOST: Final = frozenset({"DRAM"})
 HOST_AND_DEVICE: Final = frozenset({"DRAM", "VRAM"})
@@ -33,7 +58,7 @@ ENVIRONMENT: Final = {
     "MC_LOG_LEVEL": "ERROR",
     # A peer whose queue was too short once is never written to again, so it is made as long as it can be.
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-    # These two are the library's own; kvflow has to know them to tell a refusal from a timeout.
+    # These two are the library's defaults; kvflow has to know them to distinguish a refusal from a timeout.
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "30",
     "MC_TCP_STATUS_TIMEOUT_SEC": "30",
     # A hung peer is noticed sooner than after the library's 5 s and 30 s.
@@ -49,15 +74,100 @@ LEVEL_VARIABLE: Final = "_ZN3fLI17FLAGS_minloglevelE"
 """glog's `FLAGS_minloglevel`. The environment variable for it is overwritten by Mooncake."""
 
 
+TIMEOUT_VARIABLES: Final = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
+TIMEOUT_DEFAULT_S: Final = 30.0
+TIMEOUT_MARGIN: Final = 0.9
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How engines are made.
+
+    Attributes:
+        host: Name, or IPv4 or IPv6 address without brackets, under which peers reach this process.
+        protocol: "tcp" or "rdma".
+        devices: RDMA devices to use; all if empty.
+        metadata_server: URL, or `PEER_TO_PEER`.
+    """
+
+    host: str
+    protocol: Protocol
+    devices: tuple[str, ...]
+    metadata_server: str
+
+    @property
+    def is_peer_to_peer(self) -> bool:
+        """Whether engines ask each other."""
+        return self.metadata_server == PEER_TO_PEER
+
+    def session(self, port: int) -> str:
+        """Give what peers call an engine that listens at a port, if engines ask each other."""
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+
 def installed_builds() -> list[str]:
-    """Distributions of Mooncake that are installed."""
+    """Give the distributions of Mooncake that are installed."""
     return [name for name in BUILDS if _is_installed(name)]
 
 
 def memory_kinds() -> frozenset[str]:
-    """Memory that the installed build can register; host memory if it cannot be told which one that is."""
+    """Give the kinds of memory that the installed build can register; host memory if several are installed, or none."""
     builds = installed_builds()
     return BUILDS[builds[0]] if len(builds) == 1 else HOST
+
+
+def environment_for(settings: EngineSettings, environment: Mapping[str, str]) -> dict[str, str]:
+    """Give the variables to set, with those that follow from the settings.
+
+    Raises:
+        BackendUnavailable: The process was told to use TCP only, or the other version of IP.
+    """
+    complete = dict(environment)
+    if _needs_ipv6(settings.host):
+        if MODULE in sys.modules and IPV6_VARIABLE not in os.environ:
+            raise BackendUnavailable(
+                "Mooncake was loaded for IPv4 in this process; set MC_USE_IPV6=1 before it starts", host=settings.host
+            )
+        complete[IPV6_VARIABLE] = "1"
+    elif IPV6_VARIABLE in os.environ and _is_ipv4(settings.host):
+        raise BackendUnavailable(
+            "MC_USE_IPV6 is set, so Mooncake reaches no IPv4 address; unset it, or advertise an IPv6 address",
+            host=settings.host,
+        )
+    if settings.protocol == "tcp":
+        complete["MC_FORCE_TCP"] = "1"
+    elif "MC_FORCE_TCP" in os.environ:
+        raise BackendUnavailable(
+            "MC_FORCE_TCP is set, so Mooncake would use TCP; unset it, and open no backend with protocol tcp before"
+        )
+    if not settings.is_peer_to_peer:
+        complete["MC_TCP_BIND_ADDRESS"] = settings.host
+    return complete
+
+
+def _needs_ipv6(host: str) -> bool:
+    """Say whether a host has only IPv6 addresses; False if it cannot be resolved."""
+    try:
+        found = {family for family, *_ in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return socket.AF_INET6 in found and socket.AF_INET not in found
+
+
+def _is_ipv4(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 4
+    except ValueError:
+        return False
+
+
+def shortest_timeout_s() -> float:
+    """Give the time below which a write that fails was not timed out by the library, in seconds."""
+    return TIMEOUT_MARGIN * min(_seconds(os.environ.get(variable, "")) for variable in TIMEOUT_VARIABLES)
+
+
+def _seconds(text: str) -> float:
+    return float(text) if text.isdecimal() and int(text) > 0 else TIMEOUT_DEFAULT_S
 
 
 class Library:
@@ -84,7 +194,7 @@ class Library:
 
     @contextlib.contextmanager
     def silence(self) -> Iterator[None]:
-        """Log nothing meanwhile, whatever the user wants to see otherwise."""
+        """Log nothing inside the block, whatever the log level is otherwise."""
         before = _log_level(self.engine)
         if before is None:
             yield
@@ -120,7 +230,7 @@ def _is_installed(distribution: str) -> bool:
 
 def _import_engine() -> ModuleType:
     try:
-        return importlib.import_module("mooncake.engine")
+        return importlib.import_module(MODULE)
     except ImportError as error:
         raise BackendUnavailable(
             "Mooncake does not load; a missing .so is a system package, on Debian libibverbs1, libnuma1 or libcurl4",

@@ -1,12 +1,12 @@
-"""What is still on its way to this process from processes of this host that have ended, as the kernel tells it.
+"""Bytes on their way to this process from processes of this host that have ended, as the kernel shows them.
 
 The bytes of a process that was killed may wait in the socket buffers of both ends, and the library writes them to
-memory when it reads them. The kernel shows how many bytes that is. Since the dead send nothing more, a connection is
+memory when it reads them. The kernel shows how many there are. Since a dead process sends nothing more, a connection is
 dry for good once its far end had nothing left to deliver and, later, the near end nothing left to read. Where the end
-of the stream has come already, the far end does not matter.
+of the stream has arrived already, the far end does not matter.
 
-Nobody has to know which connections were the dead's: each that there is has to have been dry once. Those of the living
-are between two writes, because each carries one write at a time and waits for its answer.
+It is not known which connections belonged to ended processes, so every connection has to have been dry once. Those of
+live processes are dry between two writes, because each carries one write at a time and waits for its answer.
 
 Source: Mooncake, commit 0ab6a43, tcp_transport_session_impl.h: bytes for host memory are read from the socket to their
 place, those for device memory to a buffer first.
@@ -54,9 +54,9 @@ class Row:
 
 
 class Connections:
-    """The connections that others have to this process at the moment; `are_dry` says what has become of them.
+    """The connections that others have to this process now; `are_dry` says whether they can bring nothing more.
 
-    They never are if a far end is in another network namespace and has not closed.
+    They never are dry if a far end is in another network namespace and has not closed.
 
     Raises:
         OSError: The kernel does not show them.
@@ -84,7 +84,7 @@ class Connections:
 
 
 def is_wet(row: Row, far: Mapping[Ends, int]) -> bool:
-    """A near end may still get something to read, or has it; so it is if its far end cannot be seen."""
+    """Say whether a near end has something to read, or may still get it, as it may if its far end cannot be seen."""
     return row.num_unread > 0 or (row.state in MAY_BRING_MORE and far.get(row.ends[::-1], 1) > 0)
 
 
@@ -108,12 +108,12 @@ def _port(address: str) -> str:
 
 
 def _local_sockets() -> set[int]:
-    """Sockets of the host that are no network's, as inodes."""
+    """Give the inodes of the Unix sockets of the host."""
     return {int(line.split()[6]) for line in LOCAL_TABLE.read_text("utf-8", "replace").splitlines()[1:]}
 
 
 def _sockets() -> dict[int, int]:
-    """Sockets of this process, as inode to file descriptor."""
+    """Give the sockets of this process, as inode to file descriptor."""
     sockets = {}
     for descriptor in DESCRIPTORS.iterdir():
         try:

@@ -1,13 +1,13 @@
-"""The writes under way to one peer: never more than the engine surely takes, shared fairly by the posts.
+"""The writes under way to one peer: never more than the engine certainly takes, shared fairly by the posts.
 
 Every descriptor is a transfer with an id of its own, which is asked about until it has ended. A post has ended when
 each of its descriptors has. After the first failure no more of them are started, but those that were started go on:
 the library cannot stop them.
 
-What a failed descriptor means depends on how long it took. If it failed before the library's own timeouts can have
-passed, the peer refused it or closed the connection, and the bytes that were on their way are gone with the
-connection. After a timeout the bytes may still lie in the socket buffers of a peer that hangs, and land when it goes
-on: measured with a stopped process, they do. Such a post lingers.
+What a failed descriptor means depends on how long it took. If it failed before the library's timeouts can have passed,
+the peer refused it or closed the connection, and the bytes that were on their way are lost with the connection. After a
+timeout the bytes may still be in the socket buffers of a peer that hangs, and land when it continues: measured with a
+stopped process, they do. Such a post lingers.
 """
 
 import time
@@ -19,16 +19,16 @@ from typing import Final, Generic, Protocol, TypeVar
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
 from kvflow.geometry.plan import Descriptors
 
-__all__ = ["Line", "Post", "Writer"]
+__all__ = ["PeerConnection", "Post", "Writer"]
 
 RUNNING: Final = 0
 DONE: Final = 1
 FAILED: Final = -1
 EXPIRED: Final = -2
-"""The library has given up on it, but not said that it has ended."""
+"""The library has given up on it, but not reported that it has ended."""
 
 LOOK_AHEAD: Final = 8
-"""Running transfers seen before the rest is not asked about: they are carried out nearly in order, by four lanes."""
+"""Running transfers seen before the rest is left for the next poll: four lanes carry them out nearly in order."""
 
 TURN: Final = 8
 """Descriptors of one post before it is the next one's turn."""
@@ -37,13 +37,13 @@ Row = tuple[int, int, int]
 
 
 class Writer(Protocol):
-    """What a line needs of an engine."""
+    """What a connection needs of an engine."""
 
     def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
         """Start to write; 0 if it was refused, else an id."""
 
     def check(self, transfer_id: int) -> int:
-        """Ask about an id that runs."""
+        """Ask about an id that is under way."""
 
 
 AnyWriter = TypeVar("AnyWriter", bound=Writer)
@@ -56,7 +56,7 @@ class Post:
         num_running: Descriptors that were started and have not ended.
         error: What went wrong first.
         lingers: Bytes of it may land after everything has ended here.
-        is_doubted: Its doubt has been told.
+        is_in_doubt: That it is in doubt was reported.
     """
 
     def __init__(self, post_id: int, descriptors: Descriptors) -> None:
@@ -64,22 +64,22 @@ class Post:
         self.num_running = 0
         self.error: str | None = None
         self.lingers = False
-        self.is_doubted = False
+        self.is_in_doubt = False
         self._src = descriptors.src
         self._dst = descriptors.dst
         self._next = 0
 
     @property
     def is_submitted(self) -> bool:
-        """Nothing of it is to be started any more."""
+        """Whether nothing of it is to be started any more."""
         return self.error is not None or self._next >= len(self._src)
 
     def take(self, count: int) -> list[Row]:
-        """The next descriptors to start, as (source address, destination address, length)."""
-        rows = slice(self._next, self._next + count)
-        self._next = rows.stop
-        src = self._src[rows]
-        return list(zip(src[:, 0].tolist(), self._dst[rows, 0].tolist(), src[:, 1].tolist(), strict=True))
+        """Take the next descriptors to start, as (source address, destination address, length)."""
+        taken = slice(self._next, self._next + count)
+        self._next = taken.stop
+        src = self._src[taken]
+        return list(zip(src[:, 0].tolist(), self._dst[taken, 0].tolist(), src[:, 1].tolist(), strict=True))
 
 
 @dataclass(slots=True)
@@ -89,8 +89,8 @@ class _Transfer:
     since: float
 
 
-class Line(Generic[AnyWriter]):
-    """The way to one peer.
+class PeerConnection(Generic[AnyWriter]):
+    """The posts to one peer, and the window of transfers under way.
 
     Attributes:
         engine: What it writes through.
@@ -125,22 +125,22 @@ class Line(Generic[AnyWriter]):
 
     @property
     def is_active(self) -> bool:
-        """Something is to be started or asked about."""
+        """Whether something is to be started or asked about."""
         return bool(self._posts or self._running)
 
     @property
     def unended(self) -> list[Post]:
-        """Posts without an end; those that are not active have none before the engine ends."""
+        """Posts without an end; if the connection is not active, they get theirs when the engine is destroyed."""
         return list(self._unended.values())
 
     def post(self, post: Post) -> None:
-        """Take on a post, and start it if there is room."""
+        """Accept a post, and start it as far as the window allows."""
         self._unended[post.post_id] = post
         self._posts.append(post)
         self._fill()
 
     def poll(self) -> None:
-        """See what has ended, and start what there is room for."""
+        """Note what has ended, and start what fits into the window."""
         still_running: list[_Transfer] = []
         while self._running and len(still_running) < LOOK_AHEAD:
             transfer = self._running.popleft()
@@ -155,8 +155,8 @@ class Line(Generic[AnyWriter]):
     def _fill(self) -> None:
         while self._posts and len(self._running) < self._max_running:
             post = self._posts.popleft()
-            for row in post.take(min(TURN, self._max_running - len(self._running))):
-                transfer_id = self.engine.submit(self._session, *row)
+            for descriptor in post.take(min(TURN, self._max_running - len(self._running))):
+                transfer_id = self.engine.submit(self._session, *descriptor)
                 if not transfer_id:
                     post.error = post.error or "the engine did not take the write"
                     break
@@ -183,10 +183,10 @@ class Line(Generic[AnyWriter]):
             self._settle(post)
 
     def _settle(self, post: Post) -> None:
-        """Say what is known of a post of which nothing more will be started."""
+        """Report what is known of a post of which nothing more will be started."""
         if not post.num_running:
             del self._unended[post.post_id]
             self._emit([PostEnded(post.post_id, post.error, post.lingers)])
-        elif post.error is not None and not post.is_doubted:
-            post.is_doubted = True
+        elif post.error is not None and not post.is_in_doubt:
+            post.is_in_doubt = True
             self._emit([PostInDoubt(post.post_id, post.error)])

@@ -1,1 +1,1 @@
-"""Measurements that a user can repeat."""
+"""What a user can measure of their own fabric: kvflow next to the transport that it uses, in turn."""

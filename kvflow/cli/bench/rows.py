@@ -8,18 +8,25 @@ turns does not, so the ratio is what to look at. It is always kvflow's value div
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeVar
 
+import anyio
 import msgspec
 
+from kvflow.cli.bench.loads import BARE_WAYS, Way
+
 __all__ = [
+    "Measure",
     "Measured",
     "Row",
     "Tail",
+    "best_bare",
     "compare",
     "grouped",
     "percentile",
+    "print_rows",
     "rows_as_json",
     "rows_as_table",
     "there_and_back",
@@ -91,6 +98,26 @@ class Row(Measured, frozen=True, kw_only=True):
     facts: dict[str, float | str] = {}
 
 
+Measure = Callable[[Callable[[Row], None]], Awaitable[Sequence[Row]]]
+"""A measurement: gives rows, and tells its argument of each as soon as it is there."""
+
+
+def print_rows(measure: Measure, *, is_json: bool) -> int:
+    """Measure, and print the rows: one JSON object each, or tables, with progress on standard error.
+
+    Returns:
+        The exit code.
+    """
+
+    def report(row: Row) -> None:
+        if not is_json:
+            print(f"{row.group}: {row.case}, {row.quantity}", file=sys.stderr, flush=True)
+
+    rows = anyio.run(measure, report)
+    print(rows_as_json(rows) if is_json else rows_as_table(rows))
+    return 0
+
+
 def there_and_back(cases: Sequence[Case], rounds: int) -> Iterator[Case]:
     """Give each case once in each round; rounds go forth and back in turn (A B, B A, ...)."""
     for number in range(rounds):
@@ -138,8 +165,14 @@ def compare(
     )
 
 
+def best_bare(values: Mapping[Way, Sequence[float]], better: Literal["higher", "lower"]) -> Way:
+    """Say which of the bare ways is the better one; where cores are few, it is often the one that naps."""
+    choose = max if better == "higher" else min
+    return choose(BARE_WAYS, key=lambda way: statistics.median(values[way]))
+
+
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that is not exceeded by this share of the values; at least one value."""
+    """Find the smallest value that is not exceeded by this share of the values; at least one value."""
     return _rounded(sorted(values)[max(0, math.ceil(share * len(values)) - 1)])
 
 
@@ -149,7 +182,7 @@ def rows_as_json(rows: Iterable[Row]) -> str:
 
 
 def rows_as_table(rows: Sequence[Row]) -> str:
-    """A table for a person, with a heading for each group."""
+    """Lay a table out for a person, with a heading for each group."""
     lines: list[str] = []
     for group in grouped(rows):
         first, width = group[0], max(len(row.case) for row in group)

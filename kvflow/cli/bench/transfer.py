@@ -1,20 +1,18 @@
-"""Goodput of one transfer at a time, next to the bare transport and to a copy within one process."""
+"""Goodput of one transfer at a time, next to the bare transport."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Final
 
 import msgspec
 
-from kvflow.cli.bench.pair.options import MAX_TABLES, SHAPES, Load, PairOptions, Shape, Table, Way
-from kvflow.cli.bench.pair.pair import Round, open_pair, rounds_in_turn
-from kvflow.cli.bench.pair.pool import slots_for
-from kvflow.cli.bench.rows import Measured, Row, compare
+from kvflow.cli.bench.loads import MAX_TABLES, SHAPES, Load, Table
+from kvflow.cli.bench.pair import Rounds, open_pair, rounds_in_turn
+from kvflow.cli.bench.rows import Measured, Row, best_bare, compare
 
 __all__ = ["TransferSettings", "measure_transfers"]
 
-WAYS: Final[tuple[Way, ...]] = ("kvflow", "bare", "bare-napping", "bare-embedded", "bare-whole", "memcpy")
 TABLES: Final[tuple[Table, ...]] = ("contiguous", "random")
 
 ROUND_BYTES: Final = 2**30
@@ -49,35 +47,33 @@ async def measure_transfers(settings: TransferSettings, on_row: Callable[[Row], 
         on_row: Told of each case when it has ended.
 
     Raises:
-        WorkerFailed: A process hangs, or ended with an error or with something on its standard error.
+        ChildFailed: A process hangs, or ended with an error or with something on its standard error.
         WrongBytes: Something arrived wrongly.
     """
     rows: list[Row] = []
-    for name in settings.shapes:
-        shape = SHAPES[name]
-        slots = slots_for(shape, settings.pool_bytes, max(settings.tokens))
-        async with open_pair(PairOptions(backend=settings.backend, shape=name, slots=slots)) as pair:
-            for tokens, table in product(settings.tokens, TABLES):
-                loads = _loads(settings, shape, tokens, table)
-                rounds = await rounds_in_turn(pair, loads, settings.rounds)
-                rows.append(_row(settings.backend, name, loads["kvflow"], rounds))
+    tokens = max(settings.tokens)
+    for shape in settings.shapes:
+        async with open_pair(settings.backend, shape, num_bytes=settings.pool_bytes, tokens=tokens) as pair:
+            for load in _loads(settings, SHAPES[shape].token_bytes):
+                rounds = await rounds_in_turn(pair, load, settings.rounds)
+                rows.append(_row(settings.backend, shape, load, rounds))
                 on_row(rows[-1])
     return rows
 
 
-def _loads(settings: TransferSettings, shape: Shape, tokens: int, table: Table) -> dict[Way, Load]:
-    num_bytes = tokens * shape.token_bytes
-    count = min(MAX_TRANSFERS, max(MIN_TRANSFERS, ROUND_BYTES // num_bytes))
-    tables = max(1, min(MAX_TABLES, settings.pool_bytes // num_bytes))
-    return {way: Load(way=way, tokens=tokens, table=table, count=count, tables=tables) for way in WAYS}
+def _loads(settings: TransferSettings, token_bytes: int) -> Iterator[Load]:
+    for tokens, table in product(settings.tokens, TABLES):
+        num_bytes = tokens * token_bytes
+        count = min(MAX_TRANSFERS, max(MIN_TRANSFERS, ROUND_BYTES // num_bytes))
+        tables = max(1, min(MAX_TABLES, settings.pool_bytes // num_bytes))
+        yield Load(way="kvflow", tokens=tokens, table=table, count=count, tables=tables)
 
 
-def _row(backend: str, shape: str, load: Load, rounds: Mapping[Way, Sequence[Round]]) -> Row:
+def _row(backend: str, shape: str, load: Load, rounds: Rounds) -> Row:
     num_bytes = load.tokens * SHAPES[shape].token_bytes
     rates = {
         way: [num_bytes / statistics.median(one.latencies_s) / 1e9 for one in played] for way, played in rounds.items()
     }
-    bare_way: Way = max("bare", "bare-napping", key=lambda way: statistics.median(rates[way]))
     measured = Measured(
         bench="transfer",
         group=f"{shape} over {backend}, one transfer at a time",
@@ -86,14 +82,6 @@ def _row(backend: str, shape: str, load: Load, rounds: Mapping[Way, Sequence[Rou
         unit="GB/s",
         better="higher",
     )
-    return compare(
-        measured,
-        rates["kvflow"],
-        rates[bare_way],
-        others={
-            "in event loops": rates["bare-embedded"],
-            "one descriptor": rates["bare-whole"],
-            "memcpy": rates["memcpy"],
-        },
-        facts={"bytes": num_bytes, "bare_way": bare_way, "transfers_per_round": load.count},
-    )
+    way = best_bare(rates, measured.better)
+    facts: dict[str, float | str] = {"bytes": num_bytes, "bare_way": way, "transfers_per_round": load.count}
+    return compare(measured, rates["kvflow"], rates[way], facts=facts)

@@ -1,19 +1,20 @@
-"""Move a real model's KV cache between two processes, and go on with identical tokens."""
+"""Move a real model's KV cache between two processes, and check that generation continues with the same tokens."""
 
 import argparse
 import importlib.util
 import sys
+from collections.abc import Callable
 
 import anyio
 import msgspec
 
-from kvflow.cli.demo.options import DemoOptions
-from kvflow.cli.transport import add_backend_option, check_backend
+from kvflow.cli.demo.options import DemoOptions, check_model, check_tp
+from kvflow.cli.options import add_backend_option, check_backend, check_positive
 from kvflow.errors import ConfigError
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "prepare"]
 
-NEEDED = ("transformers", "gguf", "accelerate", "rich")
+NEEDED = ("torch", "transformers", "gguf", "accelerate", "rich")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,24 +23,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default=default.model, help="smollm2, tiny (random weights: its text is noise), or a directory"
     )
-    parser.add_argument("--prefill-tp", type=int, default=default.prefill_tp, metavar="N", help="prefill ranks")
-    parser.add_argument("--decode-tp", type=int, default=default.decode_tp, metavar="N", help="decode ranks")
+    heads = "prefill ranks; the model's KV heads, 3 in smollm2 and tiny, must spread over them evenly"
+    parser.add_argument("--prefill-tp", type=int, default=default.prefill_tp, metavar="N", help=heads)
+    parser.add_argument("--decode-tp", type=int, default=default.decode_tp, metavar="N", help="decode ranks, likewise")
     add_backend_option(parser, default.backend)
-    parser.add_argument("--page-size", type=int, default=default.page_size, metavar="N", help="tokens of a page")
-    parser.add_argument("--chunk", type=int, default=default.chunk_tokens, metavar="N", help="tokens of a chunk")
+    parser.add_argument("--page-size", type=int, default=default.page_size, metavar="N", help="tokens in each page")
+    parser.add_argument("--chunk", type=int, default=default.chunk_tokens, metavar="N", help="tokens in each chunk")
     parser.add_argument("--prompt", default=default.prompt, help="what the model is asked (default: %(default).60s...)")
     parser.add_argument("--tokens", type=int, default=default.tokens, metavar="N", help="tokens to generate")
-    parser.add_argument("--seed", type=int, default=default.seed, metavar="N", help="of the shuffled page tables")
-    parser.add_argument("--log", default=default.log, choices=["none", "console", "json"], help="kvflow's log")
+    parser.add_argument("--seed", type=int, default=default.seed, metavar="N", help="seed of the shuffled page tables")
+    parser.add_argument(
+        "--log", default=default.log, choices=["none", "console", "json"], help="format of kvflow's log"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--prepare", action="store_true", help="only unpack the model, once")
+    parser.add_argument("--prepare", action="store_true", dest="prepare_model", help="only unpack the model, once")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the demo.
-
-    Returns:
-        The exit code: 0 if the tokens are identical, 1 if not.
+def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Load the demo, which takes seconds. Its exit code is 1 if the tokens are not identical.
 
     Raises:
         ConfigError: An option is unusable, or a package is missing.
@@ -47,23 +48,42 @@ def run(arguments: argparse.Namespace) -> int:
     missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
     if missing:
         raise ConfigError("the demo needs more packages", missing=missing, install="pip install 'kvflow[demo]'")
-    if arguments.prepare:
-        from kvflow.cli.demo.models import prepare_smollm2  # noqa: PLC0415 - slow to import
-
-        prepare_smollm2(lambda text: print(text, file=sys.stderr))
-        return 0
+    if arguments.prepare_model:
+        return _prepare_model
     options = _options(arguments)
-    return _run_silently(options) if arguments.json else _run_on_terminal(options)
+    from kvflow.cli.demo.coordinator import run_demo  # noqa: PLC0415 - slow to import
+    from kvflow.cli.demo.display import ProgressDisplay, print_result  # noqa: PLC0415 - as above
+
+    if options.backend == "memory":  # both sides run in this process
+        import kvflow.cli.demo.workers  # noqa: F401, PLC0415 - as above
+
+    def run() -> int:
+        if arguments.json:
+            result = anyio.run(run_demo, options, lambda _side, _report: None)
+            print(msgspec.json.encode(result).decode())
+        else:
+            with ProgressDisplay(options) as display:
+                result = anyio.run(run_demo, options, display.show)
+            print_result(result)
+        return 0 if result.identical else 1
+
+    return run
+
+
+def _prepare_model() -> int:
+    from kvflow.cli.demo.models import prepare_smollm2  # noqa: PLC0415 - slow to import
+
+    prepare_smollm2(lambda text: print(text, file=sys.stderr))
+    return 0
 
 
 def _options(arguments: argparse.Namespace) -> DemoOptions:
-    for name in ("prefill_tp", "decode_tp", "page_size", "chunk", "tokens"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(
-                "option must be at least 1", option=f"--{name.replace('_', '-')}", value=getattr(arguments, name)
-            )
+    check_positive(arguments, "prefill_tp", "decode_tp", "page_size", "chunk", "tokens")
     if not arguments.prompt:
         raise ConfigError("option must not be empty", option="--prompt")
+    kv_heads = check_model(arguments.model)
+    check_tp("--prefill-tp", arguments.prefill_tp, kv_heads)
+    check_tp("--decode-tp", arguments.decode_tp, kv_heads)
     return DemoOptions(
         model=arguments.model,
         prefill_tp=arguments.prefill_tp,
@@ -76,21 +96,3 @@ def _options(arguments: argparse.Namespace) -> DemoOptions:
         seed=arguments.seed,
         log=arguments.log,
     )
-
-
-def _run_silently(options: DemoOptions) -> int:
-    from kvflow.cli.demo.coordinator import run_demo  # noqa: PLC0415 - `kvflow --help` works without it
-
-    result = anyio.run(run_demo, options, lambda _side, _report: None)
-    print(msgspec.json.encode(result).decode())
-    return 0 if result.identical else 1
-
-
-def _run_on_terminal(options: DemoOptions) -> int:
-    from kvflow.cli.demo.coordinator import run_demo  # noqa: PLC0415
-    from kvflow.cli.demo.display import ProgressDisplay, print_result  # noqa: PLC0415
-
-    with ProgressDisplay(options) as display:
-        result = anyio.run(run_demo, options, display.show)
-    print_result(result)
-    return 0 if result.identical else 1

@@ -1,17 +1,25 @@
 """Starts the two sides, plays the router between them, and puts the result together."""
 
-import sys
+import math
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Final
 
-import anyio
 import msgspec
+from anyio.abc import TaskGroup
+from msgspec import structs
 
-from kvflow.cli.demo.options import DemoOptions
-from kvflow.cli.demo.sides import OnReport, ProcessSide, Side, ThreadSide
+from kvflow.cli.demo.options import DemoOptions, SideName
+from kvflow.cli.demo.threads import ThreadChild
+from kvflow.cli.processes import Child, ChildProcess, ChildSettings, Report, open_tasks
 
-if sys.version_info < (3, 11):
-    from exceptiongroup import BaseExceptionGroup
+__all__ = ["DemoResult", "OnReport", "run_demo"]
 
-__all__ = ["DemoResult", "run_demo"]
+MODULE: Final = "kvflow.cli.demo.workers"
+SIDES: Final[tuple[SideName, ...]] = ("prefill", "decode")
+
+OnReport = Callable[[str, Report], None]
 
 ROOM = 42
 """Any number that both sides are told; a real router draws a new one for each request."""
@@ -54,38 +62,36 @@ async def run_demo(options: DemoOptions, on_report: OnReport) -> DemoResult:
         on_report: Told everything that a side reports, as (side, report).
 
     Raises:
-        SideFailed: A process failed; it has printed why.
+        ChildFailed: A process failed; it has printed why.
         KvflowError: Of a side in this process.
     """
-    side_class = ThreadSide if options.backend == "memory" else ProcessSide
-    prefill, decode = (side_class(name, options, on_report) for name in ("prefill", "decode"))
-    try:
-        async with anyio.create_task_group() as tasks:
-            for side in (prefill, decode):
-                await side.start()
-                tasks.start_soon(side.run)
-            result = await _route(options, prefill, decode)
-    except BaseExceptionGroup as group:
-        raise _first_leaf(group) from group
-    return result
+    async with open_tasks() as tasks, AsyncExitStack() as stack:
+        prefill, decode = [
+            await stack.enter_async_context(_make_side(structs.replace(options, side=side), tasks, on_report))
+            for side in SIDES
+        ]
+        return await _route(options, prefill, decode)
 
 
-def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What went wrong first; the rest is what it brought down."""
-    first = group.exceptions[0]
-    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
+def _make_side(options: DemoOptions, tasks: TaskGroup, on_report: OnReport) -> ChildProcess | ThreadChild:
+    settings: ChildSettings = {"answer_s": math.inf, "on_report": partial(on_report, options.side)}
+    if options.backend == "memory":
+        from kvflow.cli.demo.workers import RUN  # noqa: PLC0415 - needs torch, which processes load themselves
+
+        return ThreadChild(options.side, RUN[options.side], options, tasks, **settings)
+    return ChildProcess(options.side, MODULE, options, tasks, shows_errors=True, **settings)
 
 
-async def _route(options: DemoOptions, prefill: Side, decode: Side) -> DemoResult:
+async def _route(options: DemoOptions, prefill: Child, decode: Child) -> DemoResult:
     """Bring the two together, give both the request, and compare what comes out."""
-    await decode.send(endpoint=(await prefill.expect("registry"))["endpoint"])
+    await decode.tell("meet", endpoint=(await prefill.expect("registry"))["endpoint"])
     ready = await prefill.expect("ready")
     await decode.expect("ready")
-    await prefill.send(room=ROOM)
-    await decode.send(room=ROOM)
+    await prefill.tell("serve", room=ROOM)
+    await decode.tell("serve", room=ROOM)
     handover = await decode.expect("handover")
     answer = await decode.expect("answer")
-    await prefill.send(leave=True)
+    await prefill.tell("compare")
     sent = await prefill.expect("stages")
     last_chunk = await prefill.expect("last_chunk_ready")
     reference = await prefill.expect("reference")

@@ -1,17 +1,17 @@
 """What a person sees while the demo runs, and after it."""
 
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
-from typing_extensions import Self
 
 from kvflow.cli.demo.coordinator import DemoResult
 from kvflow.cli.demo.options import DemoOptions
-from kvflow.cli.demo.sides import Report
+from kvflow.cli.processes import Report
 
 __all__ = ["ProgressDisplay", "print_result"]
 

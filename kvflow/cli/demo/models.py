@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from kvflow.cli.demo.options import KV_HEADS
 from kvflow.errors import ConfigError
 
 __all__ = ["LanguageModel", "keys_and_values", "load_model", "prepare_smollm2"]
@@ -26,7 +27,7 @@ TINY_CONFIG = LlamaConfig(
     intermediate_size=192,
     num_hidden_layers=4,
     num_attention_heads=6,
-    num_key_value_heads=3,
+    num_key_value_heads=KV_HEADS["tiny"],
     head_dim=16,
     max_position_embeddings=4096,
     tie_word_embeddings=False,
@@ -70,7 +71,7 @@ class LanguageModel:
         return self._tokenizer.decode(ids)
 
     def new_cache(self) -> DynamicCache:
-        """An empty KV cache, see `keys_and_values`."""
+        """Make an empty KV cache, see `keys_and_values`."""
         return DynamicCache(config=self._network.config)
 
     @torch.inference_mode()
@@ -126,11 +127,11 @@ def load_model(name: str, on_prepare: Callable[[str], None] = lambda _: None) ->
     """Load a model by name.
 
     Args:
-        name: "smollm2", "tiny", or the directory of a Llama model.
+        name: "smollm2", "tiny", or the directory of a Llama model, see `check_model`.
         on_prepare: Told when something slow has to be done once.
 
     Raises:
-        ConfigError: There is no such model; says what to install.
+        ConfigError: The package of smollm2 is not installed; says what to install.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -139,8 +140,6 @@ def load_model(name: str, on_prepare: Callable[[str], None] = lambda _: None) ->
     if name == "tiny":
         return LanguageModel("tiny", _tiny_network(), _ByteTokenizer(), [])
     directory = prepare_smollm2(on_prepare) if name == "smollm2" else Path(name)
-    if not (directory / "config.json").is_file():
-        raise ConfigError("no such model; give smollm2, tiny, or a directory with config.json", model=name)
     tokenizer = _ChatTokenizer(directory)
     network = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     return LanguageModel(name, network, tokenizer, tokenizer.end_ids)

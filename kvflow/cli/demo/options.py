@@ -1,10 +1,16 @@
 """What a user can choose, in a form that reaches the worker processes."""
 
-from typing import Literal
+import json
+from pathlib import Path
+from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["DEFAULT_PROMPT", "DemoOptions"]
+from kvflow.errors import ConfigError
+
+__all__ = ["DEFAULT_PROMPT", "KV_HEADS", "DemoOptions", "SideName", "check_model", "check_tp"]
+
+SideName = Literal["prefill", "decode"]
 
 DEFAULT_PROMPT = """\
 Large language models answer in two phases. In the first, called prefill, the whole prompt is read at once and a key \
@@ -18,10 +24,15 @@ be nonsense.
 Explain in two sentences what the KV cache is and why it has to be moved."""
 
 
+KV_HEADS: Final = {"smollm2": 3, "tiny": 3}
+"""Of the models that are known by name."""
+
+
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     """One run of the demo.
 
     Attributes:
+        side: Which side a worker plays.
         model: "smollm2", "tiny", or the directory of a Llama model.
         prefill_tp: Prefill ranks, among which the KV heads are split or replicated.
         decode_tp: Decode ranks, likewise.
@@ -34,6 +45,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         log: How to print kvflow's log to standard error: "none", "console" or "json".
     """
 
+    side: SideName = "prefill"
     model: str = "smollm2"
     prefill_tp: int = 3
     decode_tp: int = 1
@@ -44,3 +56,49 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 48
     seed: int = 0
     log: Literal["none", "console", "json"] = "none"
+
+
+def check_model(model: str) -> int:
+    """Make sure that there is such a model, without loading it.
+
+    Args:
+        model: As in `DemoOptions`.
+
+    Returns:
+        Its KV heads.
+
+    Raises:
+        ConfigError: There is none, or it does not say how many heads it has.
+    """
+    if model in KV_HEADS:
+        return KV_HEADS[model]
+    path = Path(model) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        hint = "no such model; give smollm2, tiny, or a directory with config.json"
+        raise ConfigError(hint, model=model) from error
+    except ValueError as error:
+        raise ConfigError("model has an unreadable config.json", path=str(path), detail=str(error)) from error
+    fields = ("num_key_value_heads", "num_attention_heads")
+    heads = next((config[field] for field in fields if field in config), None) if isinstance(config, dict) else None
+    if not isinstance(heads, int) or heads < 1:
+        raise ConfigError("model does not say how many heads it has", path=str(path), field="num_key_value_heads")
+    return heads
+
+
+def check_tp(option: str, num_ranks: int, kv_heads: int) -> None:
+    """Make sure that the KV heads can be spread evenly over the ranks of one side.
+
+    Raises:
+        ConfigError: They cannot; says which numbers of ranks are possible.
+    """
+    if kv_heads % num_ranks and num_ranks % kv_heads:
+        divisors = [str(count) for count in range(1, kv_heads + 1) if kv_heads % count == 0]
+        raise ConfigError(
+            "KV heads cannot be spread evenly over the ranks",
+            option=option,
+            value=num_ranks,
+            kv_heads=kv_heads,
+            possible=f"{', '.join(divisors)} or a multiple of {kv_heads}",
+        )

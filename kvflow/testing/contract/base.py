@@ -1,7 +1,7 @@
 """What a suite says about its transport, and how its tests get endpoints."""
 
 import itertools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import MappingProxyType
 
@@ -11,11 +11,12 @@ import pytest
 
 from kvflow.backends import create_backend
 from kvflow.backends.base import Backend
+from kvflow.errors import BackendError
 from kvflow.geometry.layout import MemoryKind
 from kvflow.testing.buffers import Buffer, Bytes, HostBuffer
 from kvflow.testing.endpoints import Endpoint, copies, open_endpoint, random_bytes, same
 
-__all__ = ["ContractBase", "check_one_post", "check_only_this_arrives", "write"]
+__all__ = ["ContractBase", "check_one_post", "check_only_this_arrives", "is_refused", "write"]
 
 
 class ContractBase:
@@ -92,6 +93,15 @@ class ContractBase:
             for one, other in itertools.permutations(endpoints, 2):
                 await one.connect(other)
             yield endpoints
+
+
+def is_refused(call: Callable[[], object]) -> bool:
+    """Say whether a call raises `BackendError`; any other error is raised."""
+    try:
+        call()
+    except BackendError:
+        return True
+    return False
 
 
 async def write(source: Endpoint, target: Endpoint, post_id: int) -> None:

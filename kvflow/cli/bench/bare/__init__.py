@@ -1,1 +1,1 @@
-"""The transports without kvflow: the straightest loops that move the same bytes, to hold kvflow against."""
+"""Transports without kvflow, as good as they can be made: what kvflow is compared with."""

@@ -1,11 +1,12 @@
-"""What the bare loops need of a transport."""
+"""What the bare loops need of a transport, and which ones there are."""
 
 import abc
 from typing import Any
 
-from kvflow.cli.bench.pair.pool import Tables
+from kvflow.cli.bench.loads import PairOptions, Tables
+from kvflow.cli.pools import PagePool
 
-__all__ = ["BareEndpoint"]
+__all__ = ["BareEndpoint", "open_endpoint"]
 
 
 class BareEndpoint(abc.ABC):
@@ -16,7 +17,7 @@ class BareEndpoint(abc.ABC):
 
     @abc.abstractmethod
     def address(self) -> bytes:
-        """What the other side needs to write here."""
+        """Give what the other side needs to write here."""
 
     @abc.abstractmethod
     def connect(self, address: bytes) -> None:
@@ -25,10 +26,6 @@ class BareEndpoint(abc.ABC):
     @abc.abstractmethod
     def prepare(self, tables: Tables) -> Any:
         """Work out as much of a request as can be known before it starts."""
-
-    @abc.abstractmethod
-    def prepare_whole(self, start: int, num_bytes: int) -> Any:
-        """The same for some bytes of the pool in one piece, `start` bytes after its beginning."""
 
     @abc.abstractmethod
     def start(self, work: Any, room: int) -> Any:
@@ -49,3 +46,18 @@ class BareEndpoint(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """End it; nothing is under way any more."""
+
+
+def open_endpoint(options: PairOptions, pool: PagePool) -> BareEndpoint:
+    """Open an endpoint on a transport, "nixl" or "mooncake", over a pool to write from or to.
+
+    Raises:
+        BackendUnavailable: The transport's library is missing or broken.
+    """
+    if options.backend == "mooncake":
+        from kvflow.cli.bench.bare.mooncake import BareMooncake  # noqa: PLC0415 - only what is used is loaded
+
+        return BareMooncake(pool)
+    from kvflow.cli.bench.bare.nixl import BareNixl  # noqa: PLC0415 - as above
+
+    return BareNixl(f"bare-{options.side}", pool)

@@ -9,18 +9,16 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvflow.backends.mooncake.engine import PEER_TO_PEER, EngineSettings, start_native
-from kvflow.backends.mooncake.environment import environment_for
-from kvflow.backends.mooncake.library import ENVIRONMENT, Library
 from kvflow.cli.bench.bare.endpoint import BareEndpoint
-from kvflow.cli.bench.pair.pool import Pages, PairPool, Tables
-from kvflow.errors import BackendError, BackendUnavailable
+from kvflow.cli.bench.bare.natives import HOST, NativeMooncake
+from kvflow.cli.bench.loads import Tables
+from kvflow.cli.pools import PagePool
+from kvflow.errors import BackendError, RegistrationError
 
 __all__ = ["BareMooncake"]
-
-HOST: Final = "127.0.0.1"
 
 WINDOW: Final = 64
 """Descriptors of one request under way at once, as many as kvflow has."""
@@ -53,31 +51,28 @@ class BareMooncake(BareEndpoint):
     """A TransferEngine over TCP, set up as kvflow sets up its own.
 
     Args:
-        name: Ignored: the library calls itself by its address.
         pool: Memory to write from or to.
 
     Raises:
         BackendUnavailable: The library is missing, or no engine could be started.
     """
 
-    def __init__(self, name: str, pool: PairPool) -> None:
-        del name
-        settings = EngineSettings(HOST, "tcp", (), PEER_TO_PEER)
+    def __init__(self, pool: PagePool) -> None:
         self._pool = pool
-        self._library = Library(environment_for(settings, ENVIRONMENT))
-        self._native: Any = start_native(self._library, HOST, settings)
+        self._mooncake = NativeMooncake()
+        self._native: Any = self._mooncake.engine
         self._session = f"{HOST}:{int(self._native.get_rpc_port())}"
         self._cells, self._out, self._seen = (np.zeros(CELLS, np.uint64) for _ in range(3))
-        rows = [(pool.address, pool.bytes.nbytes)]
+        rows = [(pool.range.address, pool.range.length)]
         rows += [(int(cells.ctypes.data), cells.nbytes) for cells in (self._cells, self._out)]
         code = self._native.batch_register_memory(*(list(column) for column in zip(*rows, strict=True)))
         if code != 0:
-            raise BackendUnavailable("Mooncake refused to register memory", code=code)
+            raise RegistrationError("Mooncake refused to register memory", code=code)
         self._addresses = [address for address, _ in rows]
 
     @override
     def address(self) -> bytes:
-        return msgspec.msgpack.encode(_Address(self._session, self._pool.address, int(self._cells.ctypes.data)))
+        return msgspec.msgpack.encode(_Address(self._session, self._pool.range.address, int(self._cells.ctypes.data)))
 
     @override
     def connect(self, address: bytes) -> None:
@@ -87,15 +82,12 @@ class BareMooncake(BareEndpoint):
     def prepare(self, tables: Tables) -> list[Row]:
         starts, counts = _runs(tables)
         size = self._pool.shape.page_bytes
+        here, there = self._pool.range.address, self._peer.pool
         return [
-            (base + int(tables.src[at]) * size, offset + int(tables.dst[at]) * size, int(count) * size)
-            for base, offset in self._tensors()
+            (here + first + int(tables.src[at]) * size, there + first + int(tables.dst[at]) * size, int(count) * size)
+            for first in range(0, self._pool.range.length, self._pool.tensor_bytes)
             for at, count in zip(starts, counts, strict=True)
         ]
-
-    @override
-    def prepare_whole(self, start: int, num_bytes: int) -> list[Row]:
-        return [(self._pool.address + start, self._peer.pool + start, num_bytes)]
 
     @override
     def start(self, work: Sequence[Row], room: int) -> _Write:
@@ -134,14 +126,9 @@ class BareMooncake(BareEndpoint):
 
     @override
     def close(self) -> None:
-        native, self._native = self._native, None
-        with self._library.silence():
-            native.batch_unregister_memory(self._addresses)
-            del native
-
-    def _tensors(self) -> list[tuple[int, int]]:
-        """Where each tensor begins, here and there."""
-        return [(item.address, self._peer.pool + item.address - self._pool.address) for item in self._pool.ranges]
+        with self._mooncake.silence():
+            self._native.batch_unregister_memory(self._addresses)
+            del self._native, self._mooncake.engine
 
     def _notice(self, room: int) -> Row:
         self._out[room % CELLS] = room
@@ -162,7 +149,7 @@ class BareMooncake(BareEndpoint):
         return transfer_id
 
 
-def _runs(tables: Tables) -> tuple[Pages, Pages]:
+def _runs(tables: Tables) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Where pages begin that follow each other on both sides, and how many there are."""
     joins = (np.diff(tables.src) == 1) & (np.diff(tables.dst) == 1)
     starts = np.append(0, np.flatnonzero(~joins) + 1)

@@ -92,13 +92,15 @@ class ClosingContract(ContractBase):
             await source.backend.disconnect("nobody")
             with pytest.raises(BackendError):
                 source.post(2, target, copies(source, target))
-            assert list(await source.backend.aclose()) == []
+            num_events = len(source.events)
+            await source.close()
+            assert len(source.events) == num_events
 
     async def test_closing_without_opening_is_harmless(self) -> None:
         backend = self.new_backend()
         backend.watch(active=True)
         await backend.disconnect("nobody")
-        assert list(await backend.aclose()) == []
+        await backend.aclose()
         async with backend:
-            await backend.open(fresh_name())
-        assert list(await backend.aclose()) == []
+            await Endpoint(fresh_name(), backend, self.new_buffer(64)).open()
+        await backend.aclose()

@@ -1,5 +1,6 @@
 """Registration, kinds of memory, high addresses, and memory that is looked at."""
 
+import functools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -9,7 +10,7 @@ import pytest
 from kvflow.errors import BackendError, RegistrationError
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region
 from kvflow.testing.buffers import Buffer, HostBuffer
-from kvflow.testing.contract.base import ContractBase, write
+from kvflow.testing.contract.base import ContractBase, is_refused, write
 from kvflow.testing.endpoints import Endpoint, copies, fresh_name, open_endpoint, same
 
 __all__ = ["MemoryContract"]
@@ -37,7 +38,7 @@ class MemoryContract(ContractBase):
     @pytest.mark.parametrize("kind", KINDS)
     async def test_memory_of_another_kind_is_refused(self, kind: str) -> None:
         async with self.new_backend() as backend:
-            await backend.open(fresh_name())
+            await Endpoint(fresh_name(), backend, self.new_buffer(64)).open()
             if kind in backend.capabilities.memory_kinds:
                 pytest.skip(f"registers {kind}")
             region = Region("kv", 0, SIZE, 1, 0, 1, 0, (0, 1), 0, 64, "uint8")
@@ -60,10 +61,10 @@ class MemoryContract(ContractBase):
     async def test_memory_of_an_endpoint_that_was_closed_can_be_registered_again(self) -> None:
         """An engine restarts its ranks on the pools that it has."""
         buffers = [self.new_buffer(SIZE) for _ in range(2)]
-        for life in range(3):
-            async with self._opened(buffers, seed=life) as (source, target):
+        for incarnation in range(3):
+            async with self._opened(buffers, seed=incarnation) as (source, target):
                 await source.connect(target)
-                await write(source, target, life)
+                await write(source, target, incarnation)
 
     async def test_two_endpoints_can_register_the_same_memory(self) -> None:
         """One pool serves a prefill rank and a decode rank."""
@@ -91,7 +92,7 @@ class MemoryContract(ContractBase):
         )
         async with self.open_one(64 * SIZE) as source, self.new_backend() as backend:
             target = Endpoint(fresh_name(), backend, buffer)
-            await backend.open(target.name)
+            await target.open()
             await backend.register(layout)
             await source.connect(target)
             with pytest.raises(BackendError):
@@ -140,11 +141,11 @@ class MemoryContract(ContractBase):
             with pytest.raises(BackendError):
                 endpoint.backend.view(MemoryRange(endpoint.address, 64))
 
-    @pytest.mark.parametrize(("start", "length"), [(-1, 8), (SIZE - 7, 8), (SIZE, 1), (0, 0), (8, 2**64 - 8)])
-    async def test_memory_that_is_not_registered_cannot_be_seen(self, start: int, length: int) -> None:
+    async def test_memory_that_is_not_registered_cannot_be_seen(self) -> None:
+        outside = [(-1, 8), (SIZE - 7, 8), (SIZE, 1), (0, 0), (8, 2**64 - 8)]
         async with self.open_one(SIZE) as endpoint:
-            with pytest.raises(BackendError):
-                endpoint.backend.view(MemoryRange(endpoint.address + start, length))
+            ranges = [MemoryRange(endpoint.address + start, length) for start, length in outside]
+            assert [one for one in ranges if not is_refused(functools.partial(endpoint.backend.view, one))] == []
 
     async def test_memory_cannot_be_seen_before_it_is_registered(self) -> None:
         with pytest.raises(BackendError):

@@ -71,7 +71,7 @@ class PeerContract(ContractBase):
             assert {end.error for end in source.ends()} == {None}
             assert same(source, target)
 
-    async def test_a_new_life_of_a_peer_can_be_written_to(self) -> None:
+    async def test_a_new_incarnation_of_a_peer_can_be_written_to(self) -> None:
         """It has another agent name; the old one is disconnected late or never."""
         async with self.open_one() as source:
             async with self.open_one(seed=1) as first:
@@ -86,7 +86,7 @@ class PeerContract(ContractBase):
                 await source.connect(third)
                 await write(source, third, 4)
 
-    async def test_the_living_do_not_hold_up_what_waits_for_the_last_bytes_of_the_dead(self) -> None:
+    async def test_live_peers_do_not_hold_up_the_wait_for_last_bytes_of_ended_ones(self) -> None:
         async with self.open_some() as (source, target):
             await write(source, target, 1)
             is_quiet = await target.backend.outlast()
@@ -94,13 +94,13 @@ class PeerContract(ContractBase):
             await write(source, target, 2)
 
     async def test_a_peer_that_restarts_under_its_old_name_is_reached_once_it_is_connected_anew(self) -> None:
-        """The pages of its first life are nobody's: they must not change any more."""
+        """The pages of its first incarnation are nobody's: they must not change any more."""
         name, earlier = fresh_name("restarted"), list[Endpoint]()  # keeps their memory allocated
         async with self.open_one() as source:
-            for life in range(3):
-                async with self.open_one(seed=life + 1, name=name) as target:
+            for incarnation in range(3):
+                async with self.open_one(seed=incarnation + 1, name=name) as target:
                     await source.connect(target)
-                    await write(source, target, life)
+                    await write(source, target, incarnation)
                     await target.close()
                     await source.backend.disconnect(name)
                     assert not any(same(source, other, 0, 64) for other in earlier)

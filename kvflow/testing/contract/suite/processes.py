@@ -3,8 +3,9 @@
 import functools
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Final
 
 import anyio
 import anyio.abc
@@ -14,15 +15,17 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from kvflow.geometry.plan import Descriptors
 from kvflow.testing.contract.base import ContractBase, write
-from kvflow.testing.endpoints import Endpoint, fresh_name, rows
+from kvflow.testing.endpoints import Endpoint, descriptors_of, fresh_name
 
-__all__ = ["PIECE", "ProcessContract", "Target"]
+__all__ = ["PIECE", "ProcessContract", "Target", "target_process"]
 
 PIECE = 2**20
 NUM_PIECES = 32
 SIZE = NUM_PIECES * PIECE
 
 FILL = 7
+
+NO_OPTIONS: Final[Mapping[str, object]] = {}
 
 
 class Target:
@@ -54,8 +57,8 @@ class Target:
         await self.process.wait()
 
     def pieces(self, source: Endpoint, *numbers: int) -> Descriptors:
-        """Copies of some pieces of the source to the same place there."""
-        src = rows(source, [number * PIECE for number in numbers], PIECE)
+        """Describe copies of some pieces of the source to the same place there."""
+        src = descriptors_of(source, [number * PIECE for number in numbers], PIECE)
         dst = src.copy()
         dst[:, 0] += np.uint64((self.address - source.address) % 2**64)
         dst[:, 2] = 0
@@ -63,6 +66,25 @@ class Target:
 
     async def _line(self) -> str:
         return (await self._stdout.receive_until(b"\n", SIZE)).decode()
+
+
+@asynccontextmanager
+async def target_process(
+    backend: str, num_bytes: int, *, name: str | None = None, options: Mapping[str, object] = NO_OPTIONS
+) -> AsyncIterator[Target]:
+    """Start a process with so much memory to write to; it is killed at the end."""
+    name = name or fresh_name("process")
+    words = [backend, json.dumps(dict(options)), name, str(num_bytes)]
+    async with await anyio.open_process(
+        [sys.executable, "-m", "kvflow.testing.target", *words], stderr=None
+    ) as process:
+        target = Target(name, process)
+        try:
+            await target.start()
+            yield target
+        finally:
+            if process.returncode is None:
+                await target.kill()
 
 
 class ProcessContract(ContractBase):
@@ -75,17 +97,8 @@ class ProcessContract(ContractBase):
             pytest.skip("works inside one process")
         if "DRAM" not in self.new_backend().capabilities.memory_kinds:
             pytest.skip("registers no host memory")
-        name = name or fresh_name("process")
-        words = [self.backend, json.dumps(dict(self.options)), name, str(SIZE)]
-        command = [sys.executable, "-m", "kvflow.testing.target", *words]
-        async with await anyio.open_process(command, stderr=None) as process:
-            target = Target(name, process)
-            try:
-                await target.start()
-                yield target
-            finally:
-                if process.returncode is None:
-                    await target.kill()
+        async with target_process(self.backend, SIZE, name=name, options=self.options) as target:
+            yield target
 
     async def test_bytes_go_to_another_process(self) -> None:
         async with self.open_target() as target, self.open_one(SIZE) as source:
@@ -94,9 +107,9 @@ class ProcessContract(ContractBase):
     async def test_a_process_that_comes_back_under_its_old_name_is_reached(self) -> None:
         name = fresh_name("process")
         async with self.open_one(SIZE) as source:
-            for life in range(2):
+            for incarnation in range(2):
                 async with self.open_target(name) as target:
-                    await self._write_everything(source, target, life)
+                    await self._write_everything(source, target, incarnation)
                     await source.backend.disconnect(target.name)
 
     async def test_posts_to_a_process_that_is_killed_end_once_and_hold_up_nobody(self) -> None:

@@ -1,15 +1,17 @@
 """Writes, their ends, and their notices."""
 
 import functools
+from collections.abc import Sequence
+from typing import Final
 
 import anyio
 import numpy as np
 import pytest
 
-from kvflow.backends.base import NoticeArrived
+from kvflow.backends.base import BackendEvent, NoticeArrived, PostEnded
 from kvflow.geometry.plan import Descriptors
-from kvflow.testing.contract.base import ContractBase, check_one_post
-from kvflow.testing.endpoints import Endpoint, copies, random_bytes, rows, same
+from kvflow.testing.contract.base import ContractBase
+from kvflow.testing.endpoints import Endpoint, copies, descriptors_of, random_bytes, same
 
 __all__ = ["WriteContract"]
 
@@ -18,30 +20,43 @@ MIB = 2**20
 SLOT = 64 * 1024
 NUM_SLOTS = 48
 
+SMALL: Final = ((1, 1), (1, 4096), (100, 1), (100, 777), (5000, 16), (100_000, 24))
+LARGE: Final = ((3, 16 * MIB), (1, 64 * MIB))
+"""How many pieces one post has, and their length in bytes."""
+
+GAP: Final = 3
+"""Bytes between pieces."""
+
 LONGEST_NOTICE = 128 * 1024
 """A notice brings the engine's metadata, 64 KiB by default, and some hundred bytes more."""
 
 
 class WriteContract(ContractBase):
-    """`post`, `take_events`, and what they promise to each other."""
+    """`post`, its events, and what they promise to each other."""
 
-    @pytest.mark.parametrize(
-        ("count", "length"),
-        [(1, 1), (1, 4096), (3, 16 * MIB), (1, 64 * MIB), (100, 1), (100, 777), (5000, 16), (100_000, 24)],
-        ids=str,
-    )
-    async def test_every_byte_arrives_and_no_other_changes(self, count: int, length: int) -> None:
-        step = length + 3  # leaves gaps between the pieces
-        async with self.open_some(count * step + 5) as (source, target):
-            self.skip_if_longer_than_a_descriptor(source, length)
-            rng = np.random.default_rng(count)
-            offsets, to = ((1 + step * rng.permutation(count)).tolist() for _ in range(2))
-            before, expected = source.buffer.read(), target.buffer.read()
-            for start, place in zip(offsets, to, strict=True):
-                expected[place : place + length] = before[start : start + length]
-            source.post(7, target, copies(source, target, offsets, length, to=to), b"done")
-            await check_one_post(source, target, expected, post_id=7, notice=b"done")
-            assert np.array_equal(source.buffer.read(), before)
+    @pytest.mark.parametrize("shapes", [SMALL, LARGE], ids=["small", "large"])
+    async def test_every_byte_arrives_and_no_other_changes(self, shapes: Sequence[tuple[int, int]]) -> None:
+        async with self.open_some(max(count * (length + GAP) for count, length in shapes) + 5) as (source, target):
+            most = source.backend.capabilities.max_descriptor_bytes
+            allowed = [(count, length) for count, length in shapes if most is None or length <= most]
+            for number, (count, length) in enumerate(allowed):
+                rng = np.random.default_rng(count)
+                offsets, to = ((1 + (length + GAP) * rng.permutation(count)).tolist() for _ in range(2))
+                before, expected = source.buffer.read(), target.buffer.read()
+                for start, place in zip(offsets, to, strict=True):
+                    expected[place : place + length] = before[start : start + length]
+                source.post(number, target, copies(source, target, offsets, length, to=to), b"done %d" % number)
+                await source.take_ends(number + 1)
+                await target.take_notices(number + 1)
+                assert source.ends()[-1].error is None, (count, length)
+                assert target.notices()[-1] == b"done %d" % number
+                assert np.array_equal(target.buffer.read(), expected), (count, length)
+                assert np.array_equal(source.buffer.read(), before), (count, length)
+            arrived = target.buffer.read()
+            await source.close()
+            await target.close()
+            assert np.array_equal(target.buffer.read(), arrived)
+            assert len(target.notices()) == len(allowed)
 
     async def test_descriptors_of_one_post_may_have_any_lengths(self) -> None:
         lengths = [1, MIB, 2, 65_537, 3, 300_001, 5, 4096, 1, 77]
@@ -59,8 +74,8 @@ class WriteContract(ContractBase):
     async def test_one_piece_can_be_written_to_many_places(self) -> None:
         async with self.open_some() as (source, target):
             places = list(range(0, 4096, 64))
-            src = np.repeat(rows(source, (128,), 64), len(places), axis=0)
-            source.post(1, target, Descriptors(src, rows(target, places, 64)))
+            src = np.repeat(descriptors_of(source, (128,), 64), len(places), axis=0)
+            source.post(1, target, Descriptors(src, descriptors_of(target, places, 64)))
             await source.take_ends()
             assert np.array_equal(target.buffer.read(), np.tile(source.buffer.read(128, 192), len(places)))
 
@@ -143,22 +158,30 @@ class WriteContract(ContractBase):
             for target in targets:
                 assert same(source, target, 0, MIB)
 
-    async def test_waiting_for_events_can_be_cancelled_and_loses_none(self) -> None:
+    async def test_the_next_write_can_be_posted_when_the_last_one_is_reported(self) -> None:
+        """From inside the callback, which is not called again before it has returned."""
         async with self.open_some(NUM_SLOTS * SLOT) as (source, target):
-            for slot in range(NUM_SLOTS):
+            depths: list[int] = []
+            depth = 0
+
+            def post(slot: int) -> None:
                 source.post(slot, target, copies(source, target, (slot * SLOT,), SLOT), b"%d" % slot)
-                with anyio.CancelScope() as scope:
-                    scope.cancel()
-                    await source.take_until(lambda: False)
+
+            def post_next(event: BackendEvent) -> None:
+                nonlocal depth
+                depth += 1
+                depths.append(depth)
+                if isinstance(event, PostEnded) and event.post_id + 1 < NUM_SLOTS:
+                    post(event.post_id + 1)
+                depth -= 1
+
+            source.reactions.append(post_next)
+            post(0)
             await source.take_ends(NUM_SLOTS)
             await target.take_notices(NUM_SLOTS)
+            assert depths == [1] * NUM_SLOTS
+            assert same(source, target)
             assert sorted(int(notice) for notice in target.notices()) == list(range(NUM_SLOTS))
-
-    def skip_if_longer_than_a_descriptor(self, endpoint: Endpoint, length: int) -> None:
-        """Skip the test if the transport says that it takes no such descriptor."""
-        most = endpoint.backend.capabilities.max_descriptor_bytes
-        if most is not None and length > most:
-            pytest.skip(f"takes descriptors of up to {most} bytes")
 
     def skip_without_in_band_notices(self, endpoint: Endpoint) -> None:
         """Skip the test if notices go over the control channel."""
@@ -170,12 +193,10 @@ async def receive_and_check(target: Endpoint, source: Endpoint) -> None:
     """Take notices, each with the number of a slot that must already be filled."""
     target.backend.watch(active=True)
     while len(target.notices()) < NUM_SLOTS or len(target.ends()) < NUM_SLOTS:
-        taken = await target.take()
-        for event in taken:
+        for event in await target.take():
             if isinstance(event, NoticeArrived):
                 start = int(event.payload) * SLOT
                 assert same(source, target, start, start + SLOT)
-        target.events += taken
 
 
 def has_both(endpoint: Endpoint) -> bool:

@@ -1,0 +1,1 @@
+"""What the developers of kvflow measure: `python -m benchmarks NAME`. It is not part of the wheel."""

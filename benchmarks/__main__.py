@@ -1,0 +1,52 @@
+"""`python -m benchmarks NAME OPTIONS`."""
+
+import sys
+from collections.abc import Callable
+from typing import Final
+
+from kvflow.cli.main import run_quietly
+
+NAMES: Final = {
+    "hetero": "sides that keep the cache differently: direct, packed, and what is chosen",
+    "scale": "cost and memory of a transfer among many, and with many peers",
+    "idle": "CPU of connected ranks with nothing to do",
+    "failures": "processes that die, freeze or give up in the middle of a transfer",
+    "plan": "time and memory of planning, and of compiling routes",
+    "digest": "what digests cost a transfer",
+    "path": "functions that a chunk and a notice run through",
+    "shape": "lines, files, and lengths of functions and classes",
+    "plot": "draw rows that were printed with --json",
+}
+"""Modules, each with `add_arguments(parser)` and `prepare(arguments)`, which gives what runs the benchmark."""
+
+
+def main(words: list[str]) -> int:
+    """Run a benchmark; gives the exit code."""
+    return run_quietly(" ".join(["benchmarks", *words[:1]]), lambda: _prepare(words))
+
+
+def _prepare(words: list[str]) -> Callable[[], int]:
+    import argparse  # noqa: PLC0415 - from here on, being interrupted is no traceback
+    from importlib import import_module  # noqa: PLC0415
+
+    name = words[0] if words and words[0] in NAMES else ""
+    if not name:
+        parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+        commands = parser.add_subparsers(required=True, metavar="NAME")
+        for other, text in NAMES.items():
+            commands.add_parser(other, help=text)
+        parser.parse_args(words)  # prints what there is, and ends
+    module = import_module(f"benchmarks.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}",
+        description=module.__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    module.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, one object a line, and nothing else")
+    work: Callable[[], int] = module.prepare(parser.parse_args(words[1:]))
+    return work
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

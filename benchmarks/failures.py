@@ -1,0 +1,402 @@
+"""What the death, the freeze or the change of mind of one process does to another in the middle of a transfer.
+
+Two engines in processes of their own move pages that carry the name of their round. After each disturbance the other
+side must have learned of it, every page must be accounted for, and the next transfer must pass, byte for byte.
+"""
+
+import argparse
+import math
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup
+from msgspec import structs
+
+import kvflow
+from kvflow.cli.bench.rows import percentile
+from kvflow.cli.bench.sides import DECODE, PREFILL, SideName, SideOptions
+from kvflow.cli.options import add_backend_option, cases_of, check_backend, check_positive, names
+from kvflow.cli.processes import ChildFailed, ChildProcess, Report, open_tasks
+
+__all__ = [
+    "CASES",
+    "Engine",
+    "EngineOptions",
+    "FailureRow",
+    "FailureSettings",
+    "add_arguments",
+    "measure_failures",
+    "prepare",
+]
+
+MODULE: Final = "benchmarks.failures_worker"
+
+OTHER: Final[dict[SideName, SideName]] = {PREFILL: DECODE, DECODE: PREFILL}
+
+ANY_PORT: Final = "tcp://127.0.0.1:0"
+FIRST_CHUNKS: Final = 3
+"""Chunks that are offered before the disturbance; the rest is computed and sent meanwhile."""
+
+SPREAD_S: Final = 0.02
+"""The disturbance comes at a random moment within this time after those chunks."""
+
+STOPPED_LEASES: Final = 1.5
+"""How many leases a process is stopped for."""
+
+MAX_MISSES: Final = 10
+"""Disturbances in a row that come after the end of their transfer, and do not count."""
+
+
+class EngineOptions(SideOptions, frozen=True, kw_only=True):
+    """One incarnation of an engine.
+
+    Attributes:
+        bind: Address of the prefill rank's control socket.
+        same_host: Tell the transport that both processes are on one host and write to each other's memory themselves.
+        lease_s: Silence after which the other side is taken for lost.
+        layers: Tensors, of which each page has a cell.
+        cell_bytes: Bytes of a cell, which is one descriptor.
+        tokens: Pages of one transfer; a page holds one token.
+        chunks: Chunks of one transfer.
+        num_pages: Of the pool.
+    """
+
+    bind: str = "tcp://127.0.0.1:0"
+    same_host: bool = True
+    lease_s: float = 3.0
+    layers: int = 4
+    cell_bytes: int = 4096
+    tokens: int = 3072
+    chunks: int = 16
+    num_pages: int = 12288
+
+
+class Engine(ChildProcess):
+    """One incarnation of an engine as the one who disturbs it sees it."""
+
+    def __init__(self, options: EngineOptions, tasks: TaskGroup) -> None:
+        super().__init__(options.side, MODULE, options, tasks)
+        self.options = options
+        self.endpoint = ""
+
+    async def expect_ready(self) -> None:
+        """Wait until the rank is open."""
+        self.endpoint = (await self.expect("ready"))["endpoint"]
+
+
+class FailureRow(msgspec.Struct, kw_only=True):
+    """One case.
+
+    Attributes:
+        rounds: Disturbances in the middle of a transfer.
+        ok: Rounds after which everything was as it should be.
+        known_ms_p50: Time from the disturbance until the other engine knew: its `done` or `chunk` raised.
+        quarantined_pages: Pages of the surviving rank that were still held back at the end of the case.
+        next_transfer_ok: Rounds whose next transfer passed and brought the right bytes.
+        rss_start_mb: Resident memory of the surviving process after the first transfer.
+        fds: Files that the surviving process has open at the end, beyond what it had after the first transfer.
+        fds_max: The same after the round after which there were most.
+        threads: Threads, likewise.
+        faults: What was not as it should be, and in how many rounds.
+    """
+
+    case: str
+    backend: str
+    rounds: int
+    ok: int
+    known_ms_p50: float
+    known_ms_p99: float
+    known_ms_max: float
+    quarantined_pages: int
+    next_transfer_ok: int
+    rss_start_mb: float
+    rss_end_mb: float
+    fds: int
+    fds_max: int
+    threads: int
+    faults: dict[str, int]
+
+
+class FailureSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run.
+
+    Attributes:
+        cases: Of `CASES`.
+        rounds: Of each.
+        engine: How the engines are; side, registry and address are filled in.
+        seed: Of the moments of the disturbances.
+    """
+
+    cases: tuple[str, ...]
+    rounds: int = 50
+    engine: EngineOptions = EngineOptions()
+    seed: int = 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_backend_option(parser)
+    parser.add_argument("--rounds", type=int, default=50, metavar="N", help="of each case")
+    parser.add_argument("--cases", type=names, default="all", metavar="NAME,...", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--lease", type=float, default=3.0, metavar="S", help="of the ranks")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments")
+
+
+def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Give what measures and prints.
+
+    Raises:
+        ConfigError: An option is unusable.
+    """
+    check_positive(arguments, "rounds", "lease")
+    backend = check_backend(arguments.backend, between_processes=True)
+    settings = FailureSettings(
+        cases=cases_of(arguments.cases, CASES),
+        rounds=arguments.rounds,
+        engine=EngineOptions(backend=backend, lease_s=arguments.lease),
+        seed=arguments.seed,
+    )
+    return partial(_print, settings, is_json=arguments.json)
+
+
+def _print(settings: "FailureSettings", *, is_json: bool) -> int:
+    def show(case: str, number: int) -> None:
+        if not is_json:
+            print(f"\r{case}: {number} of {settings.rounds}", end="", file=sys.stderr, flush=True)
+
+    rows = anyio.run(measure_failures, settings, show)
+    if is_json:
+        print("\n".join(msgspec.json.encode(row).decode() for row in rows))
+        return 0
+    heads = f"{'case':16} {'rounds':>6} {'ok':>4} {'next':>5} {'p50 ms':>9} {'p99 ms':>9} {'max ms':>9}"
+    print(f"\r{heads} {'quarantined':>11} {'MB':>13} {'fds':>4} {'most':>4} {'threads':>7}")
+    for row in rows:
+        print(
+            f"{row.case:16} {row.rounds:6} {row.ok:4} {row.next_transfer_ok:5} {row.known_ms_p50:9.2f} "
+            f"{row.known_ms_p99:9.2f} {row.known_ms_max:9.2f} {row.quarantined_pages:11} "
+            f"{row.rss_start_mb:6.1f}-{row.rss_end_mb:6.1f} {row.fds:+4} {row.fds_max:+4} {row.threads:+7}"
+        )
+        for fault, count in row.faults.items():
+            print(f"  {count} x {fault}")
+    return 0
+
+
+@dataclass
+class _Pair:
+    """Both workers of a case. The survivor runs until the end."""
+
+    survivor: Engine
+    victim: Engine
+    victims: AsyncExitStack
+    tasks: TaskGroup
+    rng: random.Random
+    room: int = 0
+    known_ms: list[float] = field(default_factory=list)
+    faults: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def prefill(self) -> Engine:
+        return self.survivor if self.survivor.options.side == PREFILL else self.victim
+
+    async def begin(self) -> int:
+        """Start a transfer of a new room on both sides."""
+        self.room += 1
+        for worker in (self.survivor, self.victim):
+            await worker.tell("transfer", room=self.room)
+        return self.room
+
+    async def begin_and_wait_for_the_middle(self) -> int:
+        """Start a transfer, and come back at a random moment while it runs."""
+        room = await self.begin()
+        if await self.prefill.wait_for(room, f"chunk {FIRST_CHUNKS}", "ended") == "ended":
+            self.fault("failed before it was disturbed")
+        await anyio.sleep(self.rng.uniform(0, SPREAD_S))
+        return room
+
+    async def replace_victim(self, bind: str) -> None:
+        """Start another incarnation of the victim, at an address of its own or that of the one before."""
+        await self.victims.aclose()
+        options = structs.replace(self.victim.options, bind=bind)
+        self.victim = await self.victims.enter_async_context(Engine(options, self.tasks))
+        await self.victim.expect_ready()
+
+    def fault(self, kind: str) -> None:
+        self.faults[kind] = self.faults.get(kind, 0) + 1
+
+
+Disturb = Callable[[_Pair, int], Awaitable[bool]]
+
+
+async def measure_failures(
+    settings: FailureSettings, on_round: Callable[[str, int], None] = lambda _case, _number: None
+) -> list[FailureRow]:
+    """Run the cases one after another, each with processes and a registry of its own.
+
+    Args:
+        settings: What to run.
+        on_round: Told when a round has ended, as (case, number).
+
+    Raises:
+        ChildFailed: A process hangs, or ended with an error or with something on its standard error.
+    """
+    return [await _measure(case, settings, on_round) for case in settings.cases]
+
+
+async def _measure(case: str, settings: FailureSettings, on_round: Callable[[str, int], None]) -> FailureRow:
+    disturb, victim = CASES[case]
+    async with _open_pair(victim, settings) as pair:
+        await _transfer_next(pair)
+        first = last = await _settle(pair.survivor)
+        num_ok = num_next_ok = most_fds = 0
+        for number in range(settings.rounds):
+            faults_before = sum(pair.faults.values())
+            await _disturb_in_the_middle(pair, disturb, number)
+            is_next_ok = await _transfer_next(pair)
+            last = await _settle(pair.survivor)
+            _check_account(pair, last)
+            most_fds = max(most_fds, last["fds"])
+            num_next_ok += is_next_ok
+            num_ok += is_next_ok and sum(pair.faults.values()) == faults_before
+            on_round(case, number + 1)
+    return FailureRow(
+        case=case,
+        backend=settings.engine.backend,
+        rounds=settings.rounds,
+        ok=num_ok,
+        known_ms_p50=_percentile(pair.known_ms, 0.5),
+        known_ms_p99=_percentile(pair.known_ms, 0.99),
+        known_ms_max=_percentile(pair.known_ms, 1.0),
+        quarantined_pages=last["quarantined_pages"],
+        next_transfer_ok=num_next_ok,
+        rss_start_mb=round(first["rss_mb"], 1),
+        rss_end_mb=round(last["rss_mb"], 1),
+        fds=last["fds"] - first["fds"],
+        fds_max=most_fds - first["fds"],
+        threads=last["threads"] - first["threads"],
+        faults=pair.faults,
+    )
+
+
+@asynccontextmanager
+async def _open_pair(victim: SideName, settings: FailureSettings) -> AsyncIterator[_Pair]:
+    async with (
+        kvflow.Registry() as registry,
+        open_tasks() as tasks,
+        AsyncExitStack() as survivors,
+        AsyncExitStack() as victims,
+    ):
+        workers = {}
+        for side, stack in ((OTHER[victim], survivors), (victim, victims)):
+            options = structs.replace(settings.engine, side=side, registry=registry.endpoint, bind=ANY_PORT)
+            workers[side] = await stack.enter_async_context(Engine(options, tasks))
+        for worker in workers.values():
+            await worker.expect_ready()
+        rng = random.Random(settings.seed)  # noqa: S311 - moments need no secret
+        yield _Pair(workers[OTHER[victim]], workers[victim], victims, tasks, rng)
+
+
+async def _disturb_in_the_middle(pair: _Pair, disturb: Disturb, number: int) -> None:
+    """Disturb transfers until one was hit before its end."""
+    for _ in range(MAX_MISSES):
+        if await disturb(pair, number):
+            return
+    raise ChildFailed("transfers end before they can be disturbed", tries=MAX_MISSES)
+
+
+async def _kill(pair: _Pair, number: int) -> bool:
+    """Kill the victim; the next incarnation starts at once or once the survivor knows, at the same address or not."""
+    room = await pair.begin_and_wait_for_the_middle()
+    killed_s = pair.victim.send_signal(signal.SIGKILL)
+    bind = pair.victim.endpoint if pair.victim.endpoint and number % 2 else ANY_PORT
+    is_at_once = number // 2 % 2 == 1
+    if is_at_once:
+        await pair.replace_victim(bind)
+    ended = await pair.survivor.expect("ended", room)
+    if not is_at_once:
+        await pair.replace_victim(bind)
+    return _note(pair, ended, killed_s)
+
+
+async def _stop(pair: _Pair, _: int) -> bool:
+    """Stop the victim for longer than its lease."""
+    room = await pair.begin_and_wait_for_the_middle()
+    stopped_s = pair.victim.send_signal(signal.SIGSTOP)
+    await anyio.sleep(STOPPED_LEASES * pair.victim.options.lease_s)
+    pair.victim.send_signal(signal.SIGCONT)
+    ended = await pair.survivor.expect("ended", room)
+    _check_bytes(pair, await pair.victim.expect("ended", room))
+    return _note(pair, ended, stopped_s)
+
+
+async def _abort(pair: _Pair, _: int) -> bool:
+    """Let the victim's engine leave its block."""
+    room = await pair.begin_and_wait_for_the_middle()
+    await pair.victim.tell("abort", room=room)
+    aborted = await pair.victim.expect("aborted", room)
+    ended = await pair.survivor.expect("ended", room)
+    _check_bytes(pair, await pair.victim.expect("ended", room))
+    return _note(pair, ended, aborted["at_s"])
+
+
+CASES: Final[dict[str, tuple[Disturb, SideName]]] = {
+    "sigkill-prefill": (_kill, PREFILL),
+    "sigkill-decode": (_kill, DECODE),
+    "sigstop-prefill": (_stop, PREFILL),
+    "sigstop-decode": (_stop, DECODE),
+    "abort-prefill": (_abort, PREFILL),
+    "abort-decode": (_abort, DECODE),
+}
+"""What is done, and to whom."""
+
+
+def _note(pair: _Pair, ended: Report, disturbed_s: float) -> bool:
+    """Note how long the survivor took to know; False if its transfer had ended before."""
+    _check_bytes(pair, ended)
+    if not ended["reason"] or ended["at_s"] < disturbed_s:
+        return False
+    pair.known_ms.append((ended["at_s"] - disturbed_s) * 1e3)
+    return True
+
+
+async def _transfer_next(pair: _Pair) -> bool:
+    """Run an undisturbed transfer; say whether it passed on both sides."""
+    room = await pair.begin()
+    reports = [await worker.expect("ended", room) for worker in (pair.survivor, pair.victim)]
+    for report in reports:
+        _check_bytes(pair, report)
+        if report["outcome"] != "success":
+            pair.fault(f"next transfer: {report['reason']}")
+    return all(report["outcome"] == "success" for report in reports)
+
+
+def _check_bytes(pair: _Pair, ended: Report) -> None:
+    if ended["is_intact"] is False:
+        pair.fault("wrong bytes")
+
+
+async def _settle(worker: Engine) -> Report:
+    await worker.tell("settle")
+    return await worker.expect("account")
+
+
+def _check_account(pair: _Pair, account: Report) -> None:
+    """Every page is somewhere, nothing is open or held back, and nobody wrote to a free page."""
+    pages = account["pages"]
+    if pages["free"] + pages["held"] + pages["quarantined"] != pages["all"]:
+        pair.fault("pages lost")
+    if not account["is_settled"]:
+        pair.fault("quarantined" if pages["quarantined"] else "left open")
+    if not account["is_untouched"]:
+        pair.fault("free page written")
+
+
+def _percentile(values: list[float], share: float) -> float:
+    return round(percentile(values, share), 2) if values else math.nan

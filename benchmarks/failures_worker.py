@@ -1,0 +1,301 @@
+"""An engine that can be disturbed: `python -m benchmarks.failures_worker OPTIONS`.
+
+It is told rooms to send or to receive, to give one up, to say how it is, and to leave; what happens it reports with
+times on the machine's monotonic clock, which all processes of a machine share.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import anyio
+import anyio.to_thread
+import numpy as np
+from anyio.abc import TaskGroup
+
+import kvflow
+from benchmarks.failures import EngineOptions
+from benchmarks.resources import num_files, num_threads, resident_bytes
+from kvflow import Stage
+from kvflow.cli.bench.sides import PREFILL
+from kvflow.cli.pools import PagePool, PoolShape
+from kvflow.cli.processes import Line, next_order, run_child
+
+__all__ = ["main"]
+
+SETTLE_S = 20.0
+"""How long to wait until nothing is open before the account is given as it is."""
+
+LOOK_S = 0.001
+
+COMPUTE_S = 0.002
+"""What a model would take for a chunk; without it all chunks are written before the disturbance comes."""
+
+ROOM_TOKENS = 65_536
+"""Rooms have tokens of their own, so that the pages of one are not taken for those of another."""
+
+SAME_HOST = {"nixl": {"ends_with_process": True}}
+"""How a transport is told that all processes are on one host."""
+
+Result = TypeVar("Result")
+
+
+AnyTransfer = kvflow.RoomSender | kvflow.RoomReceiver
+
+
+class _Account(NamedTuple):
+    """Where all pages of a pool are. Their sum is the pool."""
+
+    free: int
+    held: int
+    quarantined: int
+    all: int
+
+
+class _Pool(PagePool):
+    """Pages of one token each, and an allocator that gives a page back only when `memory` is SAFE.
+
+    Free pages are wiped.
+    """
+
+    def __init__(self, options: EngineOptions, seed: int) -> None:
+        tensor = PoolShape(layers=options.layers, tensors=("kv",), head_bytes=options.cell_bytes, page_size=1)
+        super().__init__(tensor, options.num_pages)
+        self.wipe()
+        self._free: list[int] = np.random.default_rng(seed).permutation(options.num_pages).tolist()
+        self._held: list[list[int]] = []
+        self._ended: list[tuple[AnyTransfer, list[int]]] = []
+
+    def take(self, count: int) -> list[int]:
+        """Take pages, scattered over the pool."""
+        pages, self._free = self._free[:count], self._free[count:]
+        if len(pages) < count:
+            raise kvflow.CapacityExceeded("pool is empty", free=len(pages), wanted=count)
+        self._held.append(pages)
+        return pages
+
+    def give_back(self, transfer: AnyTransfer, pages: list[int]) -> None:
+        """Give the pages of an ended transfer back; `take_back` says when they are safe."""
+        self._held.remove(pages)
+        self._ended.append((transfer, pages))
+
+    def take_back(self) -> list[list[int]]:
+        """Give the pages that have become safe; they are held until they have been wiped and freed."""
+        safe = [entry for entry in self._ended if entry[0].memory is kvflow.Memory.SAFE]
+        self._ended = [entry for entry in self._ended if entry not in safe]
+        self._held += [pages for _, pages in safe]
+        return [pages for _, pages in safe]
+
+    def free(self, pages: list[int]) -> None:
+        """Let others have pages that were wiped."""
+        self._held.remove(pages)
+        self._free += pages
+
+    def account(self) -> _Account:
+        """Where all pages are."""
+        held = sum(len(pages) for pages in self._held)
+        return _Account(len(self._free), held, sum(len(pages) for _, pages in self._ended), self.num_pages)
+
+    def is_free_untouched(self) -> bool:
+        """Say whether nobody has written to a free page. Takes long."""
+        return self.is_wiped(self._free)
+
+
+class _Known(NamedTuple):
+    """When the engine knew how a transfer ended, and on decode whether every byte is the one that was sent."""
+
+    at_s: float
+    is_intact: bool | None
+
+
+class Worker:
+    """One engine with one rank."""
+
+    def __init__(self, options: EngineOptions, line: Line) -> None:
+        self._options = options
+        self._line = line
+        self._pool = _Pool(options, seed=os.getpid())
+        self._scopes: dict[int, anyio.CancelScope] = {}
+        self._limiter = anyio.CapacityLimiter(1)
+        timeouts = kvflow.Timeouts(lease_s=options.lease_s)
+        backend_options = SAME_HOST.get(options.backend, {}) if options.same_host else {}
+        common: dict[str, Any] = {
+            "instance": options.side,
+            "registry": options.registry,
+            "backend": options.backend,
+            "backend_options": backend_options,
+            "timeouts": timeouts,
+        }
+        self._rank: kvflow.PrefillRank | kvflow.DecodeRank
+        if options.side == PREFILL:
+            self._rank = kvflow.PrefillRank(kvflow.PrefillConfig(bind=options.bind, **common), self._pool.layout)
+        else:
+            self._rank = kvflow.DecodeRank(kvflow.DecodeConfig(**common), self._pool.layout)
+
+    async def serve(self) -> None:
+        """Do what is said until it is to leave."""
+        async with self._rank as rank, anyio.create_task_group() as tasks:
+            endpoint = rank.endpoint if isinstance(rank, kvflow.PrefillRank) else ""
+            self._line.report("ready", endpoint=endpoint)
+            while await self._obey(tasks):
+                pass
+
+    async def _obey(self, tasks: TaskGroup) -> bool:
+        match await next_order(self._line):
+            case {"do": "transfer", "room": room}:
+                tasks.start_soon(self._transfer, room)
+            case {"do": "abort", "room": room}:
+                self._line.report("aborted", room=room, at_s=time.monotonic())
+                if room in self._scopes:  # else it has ended meanwhile, and the round does not count
+                    self._scopes[room].cancel()
+            case {"do": "settle"}:
+                tasks.start_soon(self._settle)
+            case _:
+                return False
+        return True
+
+    async def _transfer(self, room: int) -> None:
+        """Run one transfer, whatever becomes of it."""
+        rank, reason = self._rank, ""
+        try:
+            pages = self._pool.take(self._options.tokens)
+        except kvflow.CapacityExceeded as error:  # if it ended this process, that would have to wait for the next order
+            self._line.report("refused", room=room, detail=str(error))
+            return
+        transfer: kvflow.RoomSender | kvflow.RoomReceiver
+        run: Coroutine[Any, Any, _Known]
+        if isinstance(rank, kvflow.PrefillRank):
+            transfer = rank.send(room)
+            run = self._send(transfer, room, pages)
+        else:
+            tokens = (0, self._options.tokens)
+            transfer = rank.receive(room, prefill=PREFILL, tokens=tokens, pages={"kv": pages})
+            run = self._receive(transfer, room, pages)
+        known = _Known(0.0, None)
+        with anyio.CancelScope() as self._scopes[room]:
+            try:
+                known = await run
+            except kvflow.TransferFailed as error:
+                reason, known = error.reason.value, _Known(_known_at(error), None)
+        del self._scopes[room]
+        left_at_s = time.monotonic()
+        self._pool.give_back(transfer, pages)
+        await self._sweep()
+        self._line.report(
+            "ended",
+            room=room,
+            outcome=transfer.outcome.value,
+            reason=reason,
+            memory=transfer.memory.value,
+            at_s=known.at_s,
+            left_at_s=left_at_s,
+            is_intact=known.is_intact,
+        )
+
+    async def _send(self, sender: kvflow.RoomSender, room: int, pages: list[int]) -> _Known:
+        """Compute and send a room chunk by chunk."""
+        step = self._options.tokens // self._options.chunks
+        num_writes = self._num_writes()
+        async with sender:
+            with _stamped():
+                for start in range(0, self._options.tokens, step):
+                    stop = min(start + step, self._options.tokens)
+                    await self._beside(self._pool.write, pages[start:stop], room * ROOM_TOKENS + start)
+                    await anyio.sleep(COMPUTE_S)
+                    chunk = {"kv": pages[start:stop]}
+                    if stop == self._options.tokens:
+                        await sender.finish((start, stop), chunk)
+                    else:
+                        await sender.chunk((start, stop), chunk)
+                    if start == 0:
+                        await self._wait_for_writes(sender, num_writes)
+                    self._line.report(f"chunk {start // step + 1}", room=room)
+                await sender.delivered()
+            return _Known(time.monotonic(), None)
+
+    async def _wait_for_writes(self, sender: kvflow.RoomSender, num_writes: int) -> None:
+        """Compute no more before the first write has begun, so that what comes now comes in the middle."""
+        while sender.outcome is kvflow.Outcome.PENDING:
+            if self._num_writes() > num_writes:
+                return
+            await anyio.sleep(LOOK_S)
+
+    def _num_writes(self) -> int:
+        """Count the writes that have begun so far."""
+        statistics = self._rank.statistics()
+        return statistics.posted + statistics.times.stages[Stage.SUBMIT].count
+
+    async def _receive(self, receiver: kvflow.RoomReceiver, room: int, pages: list[int]) -> _Known:
+        """Receive a room, and look at every byte of it."""
+        async with receiver:
+            with _stamped():
+                await receiver.done()
+            at_s = time.monotonic()
+        return _Known(at_s, await self._beside(self._pool.holds, pages, room * ROOM_TOKENS))
+
+    async def _settle(self) -> None:
+        """Wait until nothing is open, held back or under way, and say how this worker is."""
+        with anyio.move_on_after(SETTLE_S):
+            while not self._is_settled():
+                await self._sweep()
+                await anyio.sleep(LOOK_S)
+        is_untouched = await self._beside(self._pool.is_free_untouched)
+        self._line.report("account", is_untouched=is_untouched, **self._account())
+
+    async def _sweep(self) -> None:
+        """Take back what has become safe."""
+        for pages in self._pool.take_back():
+            await self._beside(self._pool.wipe, pages)
+            self._pool.free(pages)
+
+    async def _beside(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Do what takes long beside the event loop: a rank whose loop is blocked is taken for dead."""
+        return await anyio.to_thread.run_sync(work, *arguments, limiter=self._limiter)
+
+    def _is_settled(self) -> bool:
+        statistics = self._rank.statistics()
+        account = self._pool.account()
+        is_open = statistics.rooms or statistics.queued_chunks or statistics.posted or statistics.waiting_grants
+        return not (is_open or account.held or account.quarantined)
+
+    def _account(self) -> dict[str, Any]:
+        statistics = self._rank.statistics()
+        account = self._pool.account()
+        return {
+            "pages": account._asdict(),
+            "is_settled": self._is_settled(),
+            "peers": statistics.peers,
+            "quarantined_pages": account.quarantined,
+            "anomalies": statistics.anomalies,
+            "fds": num_files(),
+            "threads": num_threads(),
+            "rss_mb": resident_bytes() / 1e6,
+        }
+
+
+@contextmanager
+def _stamped() -> Iterator[None]:
+    """Note in a failure when the engine knew of it."""
+    try:
+        yield
+    except kvflow.TransferFailed as error:
+        error.values["known_at_s"] = time.monotonic()
+        raise
+
+
+def _known_at(error: kvflow.TransferFailed) -> float:
+    """When the engine knew of a failure that went through `_stamped`; now if it did not."""
+    at_s = error.values.get("known_at_s")
+    return at_s if isinstance(at_s, float) else time.monotonic()
+
+
+def main() -> int:
+    """Run one engine to its end; gives the exit code."""
+    return run_child(lambda options, line: anyio.run(Worker(options, line).serve), EngineOptions)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

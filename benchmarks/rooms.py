@@ -1,0 +1,145 @@
+"""Instances of one rank each in one process, and rooms that wait between them for as long as the bench wants."""
+
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Final, NamedTuple
+
+import anyio
+import numpy as np
+
+import kvflow
+from kvflow import Timeouts
+from kvflow.cli.pools import PagePool, PoolShape
+
+__all__ = ["BATCH", "PATIENT", "TOKENS", "Pair", "Rooms", "deploy", "enter_receiver", "enter_sender", "make_pool"]
+
+NUM_PAGES: Final = 32
+"""Pages of a room."""
+
+PAGE_SIZE: Final = 16
+TOKENS: Final = (0, NUM_PAGES * PAGE_SIZE)
+TOKEN_BYTES: Final = 16
+PAGES: Final = {"kv": np.arange(NUM_PAGES)}
+"""All rooms share them: what is measured is what kvflow does about a room, not the copying."""
+
+BATCH: Final = 10
+"""Rooms that move at the same time."""
+
+PATIENT: Final = Timeouts(
+    handshake_s=60, transfer_s=7200, open_s=7200, grant_s=7200, first_bytes_s=7200, progress_s=7200
+)
+"""Rooms wait on purpose here, so nothing but silence may end one. Repetitions and pings are as by default."""
+
+
+class Pair(NamedTuple):
+    """Two ranks between which rooms go."""
+
+    prefill: kvflow.PrefillRank
+    decode: kvflow.DecodeRank
+
+
+class _Room(NamedTuple):
+    pair: Pair
+    receiver: kvflow.RoomReceiver
+    sender: kvflow.RoomSender | None
+
+
+async def enter_sender(pair: Pair, number: int) -> kvflow.RoomSender:
+    """Open a room on prefill; it has to be left in the end."""
+    return await pair.prefill.send(number).__aenter__()
+
+
+async def enter_receiver(pair: Pair, number: int) -> kvflow.RoomReceiver:
+    """Ask for a room on decode; it has to be left in the end."""
+    name = pair.prefill.config.instance
+    return await pair.decode.receive(number, prefill=name, tokens=TOKENS, pages=PAGES).__aenter__()
+
+
+class Rooms:
+    """Rooms in flight, the oldest first, between pairs of ranks that take turns."""
+
+    def __init__(self, pairs: list[Pair]) -> None:
+        self._pairs = itertools.cycle(pairs)
+        self._numbers = itertools.count()
+        self._waiting: deque[_Room] = deque()
+
+    async def open(self, count: int) -> None:
+        """Ask for rooms; prefill knows every other one of them already, but has not computed anything."""
+        for _ in range(count):
+            number, pair = next(self._numbers), next(self._pairs)
+            sender = await enter_sender(pair, number) if number % 2 else None
+            self._waiting.append(_Room(pair, await enter_receiver(pair, number), sender))
+
+    async def fill(self, count: int) -> None:
+        """Open rooms until so many are in flight, and let their grants arrive."""
+        while len(self._waiting) < count:
+            await self.open(min(BATCH, count - len(self._waiting)))
+            await anyio.sleep(0.001)
+
+    async def turn_over(self, count: int) -> None:
+        """Finish the oldest rooms and open as many new ones, a batch at a time."""
+        for _ in range(-(-count // BATCH)):
+            done = await self._finish_batch()
+            await self.open(done)
+
+    async def finish_all(self) -> None:
+        """Finish every room."""
+        while self._waiting:
+            await self._finish_batch()
+
+    async def _finish_batch(self) -> int:
+        batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+        async with anyio.create_task_group() as tasks:
+            for room in batch:
+                tasks.start_soon(self._finish, room)
+        return len(batch)
+
+    async def _finish(self, room: _Room) -> None:
+        sender = room.sender or await enter_sender(room.pair, room.receiver.room)
+        await sender.finish(TOKENS, PAGES)
+        await room.receiver.done()
+        await room.receiver.__aexit__(None, None, None)
+        await sender.__aexit__(None, None, None)
+
+
+def make_pool() -> PagePool:
+    """Give the memory of a rank, which must outlive it."""
+    return PagePool(PoolShape(layers=1, tensors=("kv",), head_bytes=TOKEN_BYTES, page_size=PAGE_SIZE), NUM_PAGES)
+
+
+@asynccontextmanager
+async def deploy(
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    *,
+    pools: tuple[PagePool, PagePool] | None = None,
+    backend: str = "memory",
+    timeouts: Timeouts = PATIENT,
+) -> AsyncIterator[list[Pair]]:
+    """Open instances of one rank each in this process, control messages over ZMQ, and pair each with each.
+
+    Args:
+        num_prefill: Prefill instances.
+        num_decode: Decode instances.
+        pools: That of all prefill and that of all decode instances; as `make_pool` gives them by default.
+        backend: Transport of all.
+        timeouts: Of all.
+    """
+    source, target = pools or (make_pool(), make_pool())
+    async with kvflow.Registry() as registry, AsyncExitStack() as stack:
+        common: dict[str, Any] = {"registry": registry.endpoint, "backend": backend, "timeouts": timeouts}
+        prefill = [
+            kvflow.PrefillRank(kvflow.PrefillConfig(instance=f"prefill-{index}", **common), source.layout)
+            for index in range(num_prefill)
+        ]
+        decode = [
+            kvflow.DecodeRank(kvflow.DecodeConfig(instance=f"decode-{index}", **common), target.layout)
+            for index in range(num_decode)
+        ]
+        for sender in prefill:
+            await stack.enter_async_context(sender)
+        for receiver in decode:
+            await stack.enter_async_context(receiver)
+        yield [Pair(left, right) for left in prefill for right in decode]

@@ -1,0 +1,56 @@
+"""A call at the earliest of changing deadlines."""
+
+import asyncio
+from collections.abc import Callable
+
+__all__ = ["Alarm"]
+
+
+class Alarm:
+    """Calls a function whenever the next deadline is reached, whatever it is by then. Create it on the event loop.
+
+    A deadline that is put off costs one early wake-up and no call; setting one that is not the earliest costs nothing.
+
+    Args:
+        next_deadline: Gives the earliest deadline, in seconds of `now`, or None.
+        on_due: Called on the event loop when it is reached; it may change the deadlines. If it raises, the alarm
+            stops until the next `check`.
+        now: Gives monotonic seconds; they need not be the event loop's own.
+    """
+
+    def __init__(
+        self, next_deadline: Callable[[], float | None], on_due: Callable[[], None], now: Callable[[], float]
+    ) -> None:
+        self._next_deadline = next_deadline
+        self._on_due = on_due
+        self._now = now
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._wakes_at = 0.0
+        self._is_closed = False
+
+    def check(self) -> None:
+        """Take new deadlines in. Call it after they may have changed."""
+        deadline = self._next_deadline()
+        if deadline is None or self._is_closed:
+            return
+        if self._timer is not None:
+            if self._wakes_at <= deadline:
+                return
+            self._timer.cancel()
+        self._wakes_at = deadline
+        self._timer = self._loop.call_later(max(0.0, deadline - self._now()), self._wake)
+
+    def close(self) -> None:
+        """Call nothing any more. May be called twice, and by `on_due`."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wake(self) -> None:
+        self._timer = None
+        deadline = self._next_deadline()
+        if deadline is not None and self._now() >= deadline:
+            self._on_due()
+        self.check()

@@ -1,0 +1,51 @@
+"""Work that arrives in bursts, done a little at a time."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+__all__ = ["Turns"]
+
+Item = TypeVar("Item")
+
+
+class Turns(Generic[Item]):
+    """Takes items in the order in which they arrive, a few in each turn of the event loop.
+
+    Args:
+        take: Called for each item, from `put` for the first ones.
+        on_error: Called with what `take` raises; the next items are taken all the same.
+        at_once: Items taken before other callbacks of the event loop have their turn.
+    """
+
+    def __init__(self, take: Callable[[Item], None], on_error: Callable[[Exception], None], at_once: int) -> None:
+        self._take = take
+        self._on_error = on_error
+        self._at_once = at_once
+        self._waiting: deque[Item] = deque()
+        self._is_scheduled = False
+
+    def put(self, items: Iterable[Item]) -> None:
+        """Take items, at once as far as none wait. Only on the event loop."""
+        self._waiting.extend(items)
+        if not self._is_scheduled:
+            self._take_some()
+
+    def take_all(self) -> None:
+        """Take what still waits."""
+        while self._waiting:
+            self._take_one()
+
+    def _take_some(self) -> None:
+        for _ in range(min(self._at_once, len(self._waiting))):
+            self._take_one()
+        self._is_scheduled = bool(self._waiting)
+        if self._is_scheduled:
+            asyncio.get_running_loop().call_soon(self._take_some)
+
+    def _take_one(self) -> None:
+        try:
+            self._take(self._waiting.popleft())
+        except Exception as error:  # noqa: BLE001 - passed on
+            self._on_error(error)

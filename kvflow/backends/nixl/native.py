@@ -1,0 +1,121 @@
+"""The agents of NIXL that make up one endpoint. Used on the owner thread."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from kvflow.backends.metadata import RegisteredMemory
+from kvflow.backends.nixl.library import error_text
+from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
+
+__all__ = ["MAX_AGENTS", "NativeAgents"]
+
+MAX_AGENTS: Final = 4
+"""So that posts over former endpoints to a peer can end. Agents stay until the endpoint is closed."""
+
+
+class NativeAgents:
+    """One agent at first, to which peers write. More are started to write from, with the same memory.
+
+    Args:
+        api: The library.
+        name: Of the first agent; the others have numbers behind it.
+        plugin: NIXL plugin to use.
+        plugin_options: Its parameters.
+
+    Attributes:
+        kind: Of the memory that is registered.
+
+    Raises:
+        BackendUnavailable: The plugin does not start.
+    """
+
+    def __init__(self, api: Any, name: str, plugin: str, plugin_options: dict[str, str]) -> None:
+        self.kind = "DRAM"
+        self._name = name
+        self._start = functools.partial(_start, api, plugin=plugin, plugin_options=plugin_options)
+        self._rows: list[tuple[int, int, int, str]] = []
+        self._registered: list[tuple[Any, Any]] = []
+        self._agents: list[Any] = [self._start(name)]
+
+    def __len__(self) -> int:
+        return len(self._agents)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._agents)
+
+    @property
+    def first(self) -> Any:
+        """The one that peers write to."""
+        return self._agents[0]
+
+    def register(self, memory: RegisteredMemory) -> bytes:
+        """Register memory, and give the metadata that peers need.
+
+        Raises:
+            RegistrationError: NIXL does not take it.
+        """
+        self._rows = [(item.address, item.length, memory.device_id, "") for item in memory.ranges]
+        self.kind = memory.memory_kind
+        self._register_with(self.first)
+        return bytes(self.first.get_agent_metadata())
+
+    def other_than(self, taken: Sequence[Any]) -> Any:
+        """Give an agent that is none of these; one is started if need be.
+
+        Raises:
+            BackendError: There are too many, or no other one could be started.
+        """
+        for agent in self._agents:
+            if not any(agent is other for other in taken):
+                return agent
+        if len(self._agents) >= MAX_AGENTS:
+            raise BackendError("posts over the former endpoints of a peer have not ended", endpoints=len(taken))
+        agent = self._start(f"{self._name}#{len(self._agents) + 1}")
+        self._register_with(agent)
+        self._agents.append(agent)
+        return agent
+
+    def progress(self) -> list[bytes]:
+        """Let the library make progress, and give the notices that have arrived."""
+        payloads: list[bytes] = []
+        for agent in self._agents:
+            for received in agent.get_new_notifs().values():
+                payloads += received
+        return payloads
+
+    def close(self, clean_up: Callable[..., object]) -> None:
+        """Deregister the memory, and drop the agents, which destroys those that nothing else refers to.
+
+        Args:
+            clean_up: Makes the calls.
+        """
+        for agent, registered in self._registered:
+            clean_up(agent.deregister_memory, registered)
+        self._registered.clear()
+        self._agents.clear()
+
+    def _register_with(self, agent: Any) -> None:
+        try:
+            registered = agent.register_memory(self._rows, self.kind)
+        except Exception as error:
+            raise RegistrationError(
+                "NIXL refused to register memory",
+                memory_kind=self.kind,
+                ranges=len(self._rows),
+                detail=error_text(error),
+            ) from error
+        if registered is None:  # how NIXL reports arguments that it does not understand
+            raise RegistrationError("NIXL did not accept the memory ranges", ranges=self._rows[:4])
+        self._registered.append((agent, registered))
+
+
+def _start(api: Any, name: str, *, plugin: str, plugin_options: dict[str, str]) -> Any:
+    try:
+        agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+        agent.create_backend(plugin, plugin_options)
+    except Exception as error:
+        raise BackendUnavailable(
+            "NIXL could not start its plugin", plugin=plugin, options=plugin_options, detail=error_text(error)
+        ) from error
+    return agent

@@ -1,0 +1,238 @@
+"""The one thread that owns a native agent.
+
+Native calls block, completions can only be polled, and the libraries are not safe for several threads. So each agent
+has one thread that makes every call: it runs the commands that the event loop sends, and polls in between, often while
+something is expected and rarely otherwise.
+
+What is expected may be long in coming: a decode rank waits for the prefill of its request. So the longer nothing has
+happened, the longer are the pauses, in proportion: polling adds a few hundredths to whatever is waited for. And when
+something has just happened, the next thing is not looked for before most of the shortest recent gap has passed.
+
+A process that is forked has no such thread, and must not touch the agent, whose locks, sockets and memory are its
+parent's. There, calls raise `BackendError`, stopping does nothing, and the agent is never destroyed.
+"""
+
+import asyncio
+import concurrent.futures
+import ctypes
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+from kvflow.backends.threads import ExitBarrier, start_thread
+from kvflow.errors import BackendError, BackendUnavailable
+
+__all__ = ["OwnerThread", "PollIntervals", "Polled"]
+
+Result = TypeVar("Result")
+
+COMMANDS_PER_ROUND = 32
+"""Commands run before polling is due again, so that a burst of posts does not hold up completions."""
+
+PAUSE_PER_WAIT: Final = 0.015
+"""A pause between polls, as a part of the time for which nothing has happened."""
+
+LULL: Final = 0.8
+"""No poll for this part of the shortest recent gap after something was found."""
+
+GAPS: Final = 8
+"""Recent gaps between polls that found something; the shortest of them predicts how soon the next one may."""
+
+PR_SET_TIMERSLACK: Final = 29
+TIMER_SLACK_NS: Final = 1_000
+
+
+@dataclass(frozen=True)
+class PollIntervals:
+    """How often an agent is polled, in seconds between polls.
+
+    Attributes:
+        busy_s: While the agent is busy.
+        quiet_s: While it is busy, but nothing has happened for long; in between, pauses grow from `busy_s` to this.
+        idle_s: While it is not busy; None for no polls.
+    """
+
+    busy_s: float
+    quiet_s: float
+    idle_s: float | None
+
+
+class Polled(Protocol):
+    """An agent as its owner thread sees it."""
+
+    def poll(self) -> bool:
+        """Let the library make progress, and deliver what has happened; say whether anything has."""
+
+    def is_busy(self) -> bool:
+        """Say whether something is expected soon."""
+
+
+class OwnerThread:
+    """Runs commands for one agent and polls it.
+
+    Args:
+        name: Of the thread.
+        on_crash: Called on the thread when polling or a command fails; the agent is not polled again.
+        intervals: How often the agent is polled.
+
+    Attributes:
+        is_abandoned: This process is a fork of the one that has the thread.
+
+    Raises:
+        BackendUnavailable: The system allows no more threads.
+    """
+
+    def __init__(self, name: str, on_crash: Callable[[Exception], None], intervals: PollIntervals) -> None:
+        self.is_abandoned = False
+        self._on_crash = on_crash
+        self._intervals = intervals
+        self._happened_at = 0.0
+        self._found_at = 0.0
+        self._gaps: deque[float] = deque([0.0], maxlen=GAPS)
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._agent: Polled | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._barrier = ExitBarrier(self._thread, lambda: self._commands.put(_nothing))
+        try:
+            start_thread(self._thread)
+        except BackendUnavailable:
+            self._barrier.cancel()
+            raise
+        _owners.add(self)
+
+    def adopt(self, agent: Polled | None) -> None:
+        """Poll this agent from now on, or none. Call it on the owner thread."""
+        self._agent = agent
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Run a command on the thread, in order. If it raises, that is a crash like one of polling.
+
+        Does nothing in a fork.
+        """
+        if not self.is_abandoned:
+            self._commands.put(command)
+
+    async def call(self, function: Callable[[], Result]) -> Result:
+        """Run a function on the thread, in order, and give its result or raise its exception.
+
+        Cancelling the wait does not stop a function that has begun.
+
+        Raises:
+            BackendError: This process is a fork of the one that has the thread.
+        """
+        self.check()
+        future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                _resolve(future, function)
+
+        self._commands.put(run)
+        self._barrier.lift()
+        return await asyncio.wrap_future(future)
+
+    async def stop(self) -> None:
+        """Run what is queued, then end the thread."""
+        if self.is_abandoned:
+            return
+        self._barrier.cancel()
+        ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._commands.put(lambda: ended.set_result(None))
+        self._commands.put(None)
+        await asyncio.wrap_future(ended)
+        self._thread.join()
+
+    def check(self) -> None:
+        """See that the thread is here.
+
+        Raises:
+            BackendError: This process is a fork of the one that has the thread.
+        """
+        if self.is_abandoned:
+            raise BackendError("endpoint was opened before this process was forked; open another one here")
+
+    def abandon(self) -> None:
+        """Leave the agent alone for ever: it is the parent's. Call it in a process that was just forked."""
+        self.is_abandoned = True
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # so that nothing destroys the agent
+
+    def _run(self) -> None:
+        _pause_precisely()
+        while self._run_commands():
+            if self._agent is not None:
+                self._guard(self._poll)
+
+    def _poll(self) -> None:
+        if self._agent is not None and self._agent.poll():
+            now = time.monotonic()
+            self._gaps.append(now - self._found_at)
+            self._found_at = self._happened_at = now
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - the event loop raises it again; commands still have to be served
+            self._agent = None
+            self._on_crash(error)
+
+    def _run_commands(self) -> bool:
+        """Wait for commands until polling is due, and run a few; False once the thread should end."""
+        wait_s = self._interval_s()
+        for _ in range(COMMANDS_PER_ROUND):
+            if self._barrier.is_due:
+                self._barrier.wait()
+            try:
+                command = self._commands.get(timeout=wait_s)
+            except queue.Empty:
+                break
+            if command is None:
+                return False
+            self._guard(command)
+            self._happened_at = time.monotonic()
+            wait_s = 0.0
+        return True
+
+    def _interval_s(self) -> float | None:
+        if self._agent is None:
+            return None
+        if not self._agent.is_busy():
+            return self._intervals.idle_s
+        now = time.monotonic()
+        lull_s = LULL * min(self._gaps) - (now - self._found_at)
+        pause_s = max(lull_s, PAUSE_PER_WAIT * (now - self._happened_at))
+        return max(self._intervals.busy_s, min(pause_s, self._intervals.quiet_s))
+
+
+def _pause_precisely() -> None:
+    """Make the pauses of this thread as short as asked for; by default Linux adds 50 us to each."""
+    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
+
+
+def _nothing() -> None:
+    """Do nothing: the command only wakes the thread."""
+
+
+def _resolve(future: "concurrent.futures.Future[Any]", function: Callable[[], Any]) -> None:
+    try:
+        result = function()
+    except Exception as error:  # noqa: BLE001 - it is raised again, where the result is awaited
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+_owners: "weakref.WeakSet[OwnerThread]" = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for owner in list(_owners):
+        owner.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

@@ -1,0 +1,108 @@
+"""Threads of a transport: how they start, and how the process ends while they run."""
+
+import atexit
+import threading
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from kvflow.errors import BackendError, BackendUnavailable
+
+__all__ = ["ExitBarrier", "run_in_thread", "start_thread"]
+
+Result = TypeVar("Result")
+
+TIMEOUT_S: Final = 5.0
+"""How long the end of the process waits for a native call to return: longer than any call that does not hang."""
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        BackendUnavailable: The system allows no more threads.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise BackendUnavailable(
+            "no thread can be started; raise the limit on processes (ulimit -u, or pids of the container)",
+            thread=thread.name,
+        ) from error
+
+
+async def run_in_thread(
+    function: Callable[[], Result], *, limiter: anyio.CapacityLimiter | None = None, abandon_on_cancel: bool = False
+) -> Result:
+    """Run a blocking function in a worker thread, as `anyio.to_thread.run_sync` does.
+
+    Args:
+        function: Its result is returned, and its exception is raised.
+        limiter: Bounds how many run at once; anyio's own by default.
+        abandon_on_cancel: Do not wait for the function when the caller is cancelled.
+
+    Raises:
+        BackendError: The system allows no more threads; the function was not called.
+    """
+    has_begun = False
+
+    def run() -> Result:
+        nonlocal has_begun
+        has_begun = True
+        return function()
+
+    try:
+        return await anyio.to_thread.run_sync(run, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
+    except RuntimeError as error:
+        if has_begun:
+            raise
+        raise BackendError("no thread can be started", detail=str(error)) from error
+
+
+class ExitBarrier:
+    """Where a daemon thread waits when the interpreter ends.
+
+    Nobody has to close a transport before the process ends. But an interpreter that is being torn down unwinds every
+    thread that returns to it, and that ends the process with SIGABRT if the thread returns from a native call. So
+    before anything is torn down, the thread is brought to a wait outside of any call. It must not end either: what it
+    refers to would be destroyed, and native libraries abort over that too.
+
+    Args:
+        thread: The thread.
+        interrupt: Makes the thread look at `is_due` soon.
+
+    Attributes:
+        is_due: The thread has to call `wait` now.
+    """
+
+    def __init__(self, thread: threading.Thread, interrupt: Callable[[], object]) -> None:
+        self.is_due = False
+        self._thread = thread
+        self._interrupt = interrupt
+        self._is_reached = threading.Event()
+        self._is_lifted = threading.Event()
+        atexit.register(self._at_exit)
+
+    def wait(self) -> None:
+        """Wait until `lift`, which may never come. Call it on the thread."""
+        self._is_reached.set()
+        self._is_lifted.wait()
+
+    def lift(self) -> None:
+        """Let the thread go on if it waits: a function that runs at exit may still have work for it."""
+        if self.is_due:
+            self.is_due = False
+            self._is_lifted.set()
+
+    def cancel(self) -> None:
+        """Forget the thread, which ends by itself or was never started."""
+        self.lift()
+        atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        if self._thread.is_alive():  # a fork has none of its parent's threads
+            self.is_due = True
+            self._interrupt()
+            self._is_reached.wait(TIMEOUT_S)

@@ -1,0 +1,88 @@
+"""What the two processes are told: how they are, and what to move."""
+
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.cli.bench.sides import SideOptions
+from kvflow.cli.pools import PoolShape, page_tables
+
+__all__ = ["BARE_WAYS", "MAX_TABLES", "SHAPES", "WAYS", "Load", "PairOptions", "Table", "Tables", "Way", "tables_of"]
+
+Table = Literal["contiguous", "random"]
+
+MAX_TABLES: Final = 128
+"""Page tables of one load: enough that no cache keeps the pages of requests that are worth moving."""
+
+Way = Literal["kvflow", "bare", "bare-napping"]
+"""Who moves the bytes: kvflow; the bare transport in a straight loop; or the same with a nap whenever there is nothing
+to do, which is cheaper, and faster where cores are few."""
+
+BARE_WAYS: Final[tuple[Way, ...]] = ("bare", "bare-napping")
+WAYS: Final[tuple[Way, ...]] = ("kvflow", *BARE_WAYS)
+
+SHAPES: Final = {
+    "llama3-8b": PoolShape(layers=32, heads=(0, 8), head_bytes=256),
+    "mla": PoolShape(layers=61, tensors=("latent",), head_bytes=1152),
+    "tiny": PoolShape(layers=2, heads=(0, 2), head_bytes=64),
+}
+"""A model's cache on one rank, by name; `tiny` is for tests."""
+
+
+class PairOptions(SideOptions, frozen=True, kw_only=True):
+    """One process of a pair; its transport is "nixl" or "mooncake".
+
+    Attributes:
+        shape: Of `SHAPES`.
+        num_pages: Of its pool.
+    """
+
+    shape: str = "llama3-8b"
+    num_pages: int = 1
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """One round.
+
+    Attributes:
+        way: Who moves the bytes.
+        tokens: Of each request, whole pages.
+        table: Order of the pages on both sides.
+        count: Requests.
+        tables: Page tables that the requests have in turn, a multiple of `lanes`.
+        lanes: Requests under way at once; each lane takes its next request when its last one has ended.
+        is_announced: The sender begins a request when the receiver has said that it waits, with one lane only.
+        first_room: Room of the first request; the others follow.
+    """
+
+    way: Way
+    tokens: int
+    table: Table
+    count: int = 1
+    tables: int = 1
+    lanes: int = 1
+    is_announced: bool = True
+    first_room: int = 1
+
+    @property
+    def rooms(self) -> range:
+        """Rooms of the requests, in order."""
+        return range(self.first_room, self.first_room + self.count)
+
+
+class Tables(NamedTuple):
+    """Pages of one request on both sides, int64[num_pages] each."""
+
+    src: NDArray[np.int64]
+    dst: NDArray[np.int64]
+
+
+def tables_of(load: Load, options: PairOptions) -> list[Tables]:
+    """Give the page tables of a load; both sides work out the same ones."""
+    size = load.tokens // SHAPES[options.shape].page_size
+    src, dst = (
+        page_tables(options.num_pages, load.tables, size, side if load.table == "random" else None) for side in range(2)
+    )
+    return [Tables(*pair) for pair in zip(src, dst, strict=True)]

@@ -1,1 +1,0 @@
-"""Two processes that move the same pages in turn: through kvflow, and through the bare transport below it."""

@@ -1,1 +1,0 @@
-"""What kvflow's own work costs when there is much of it: many transfers in flight, many peers."""

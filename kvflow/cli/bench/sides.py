@@ -1,0 +1,73 @@
+"""A prefill and a decode process with a registry between them."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Final, Literal, TypeVar
+
+import msgspec
+from msgspec import structs
+
+import kvflow
+from kvflow.cli.processes import ANSWER_S, ChildProcess, open_tasks
+
+__all__ = ["DECODE", "PREFILL", "SideName", "SideOptions", "WrongBytes", "open_sides"]
+
+SideName = Literal["prefill", "decode"]
+
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+"""Names of the two instances."""
+
+
+class SideOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What both processes are told when they start.
+
+    Attributes:
+        side: Which instance it is.
+        registry: Address of the registry.
+        backend: Transport between the processes.
+    """
+
+    side: SideName = PREFILL
+    registry: str = ""
+    backend: str = "nixl"
+
+
+AnySideOptions = TypeVar("AnySideOptions", bound=SideOptions)
+
+
+class WrongBytes(kvflow.KvflowError):
+    """What has arrived is not what was sent, so no figure of this run is worth anything."""
+
+
+@asynccontextmanager
+async def open_sides(
+    options: AnySideOptions, module: str, answer_s: float = ANSWER_S
+) -> AsyncIterator[tuple[ChildProcess, ChildProcess]]:
+    """Start a registry and both processes, and end them on exit.
+
+    Args:
+        options: Of both; side and registry are filled in.
+        module: What the processes run.
+        answer_s: How long they may take to report what is expected of them.
+
+    Yields:
+        Prefill and decode. Each reports `ready` when its ranks are open.
+
+    Raises:
+        ChildFailed: A process hangs, or ended with an error or with something on its standard error.
+    """
+    async with kvflow.Registry() as registry, open_tasks() as tasks, AsyncExitStack() as stack:
+        prefill, decode = [
+            await stack.enter_async_context(
+                ChildProcess(
+                    side,
+                    module,
+                    structs.replace(options, side=side, registry=registry.endpoint),
+                    tasks,
+                    answer_s=answer_s,
+                )
+            )
+            for side in (PREFILL, DECODE)
+        ]
+        yield prefill, decode

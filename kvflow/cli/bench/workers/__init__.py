@@ -1,1 +1,0 @@
-"""A prefill and a decode engine in processes of their own, small enough to be killed and checked."""

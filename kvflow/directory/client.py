@@ -1,0 +1,194 @@
+"""A rank's connection to the registry."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final
+
+from kvflow.errors import RemoteProtocolError, Unreachable
+from kvflow.observe.logs import BoundLogger
+from kvflow.observe.trace import AnomalyLog
+from kvflow.ports import Ports
+from kvflow.wire.codec import decode_frames, encode
+from kvflow.wire.messages import (
+    Lookup,
+    Message,
+    PeerId,
+    RankRecord,
+    Records,
+    Register,
+    Registered,
+    RegistrationConflict,
+    Unregister,
+)
+
+__all__ = ["RegistryClient"]
+
+LEASE_S: Final = 9.0
+"""How long a record stays after its rank fell silent."""
+
+RENEWALS_PER_LEASE: Final = 3
+
+LOOKUP_S: Final = 0.8
+"""How long the registry may wait for an instance to be complete before it answers with the ranks that it knows."""
+
+
+class RegistryClient:
+    """Registers one rank and looks up instances, with callbacks on the event loop and no task.
+
+    Args:
+        endpoint: Address of the registry; it need not be up yet.
+        ports: Sockets and clock.
+        log: Where to say that it is silent, or that two processes claim to be this rank.
+        on_records: Takes the name of an instance and its records, by engine rank, whenever the registry sends them.
+
+    Raises:
+        ConfigError: The address is malformed.
+        Unreachable: This process has no sockets left.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        ports: Ports,
+        log: BoundLogger,
+        on_records: Callable[[str, tuple[RankRecord, ...]], None],
+    ) -> None:
+        self._log = log.bind(registry=endpoint)
+        self._anomalies = AnomalyLog(self._log, ports.now)
+        self._on_records = on_records
+        self._loop = asyncio.get_running_loop()
+        self._registration: _Registration | None = None
+        self._connection = ports.control.connect(endpoint, self._on_message, self._on_lost)
+
+    def look_up(self, instance: str) -> None:
+        """Ask for the ranks of an instance, once.
+
+        The registry answers when they are complete, or with those that it knows after 0.8 s. If it is silent, nothing
+        follows: ask again.
+
+        Args:
+            instance: A name that `kvflow.config.is_instance_name` takes.
+        """
+        self._send(Lookup(instance=instance, timeout_s=LOOKUP_S))
+
+    def publish(self, record: RankRecord) -> None:
+        """Keep a rank registered until it is withdrawn; a registry that is silent is logged and tried again."""
+        if self._registration is not None:
+            self._registration.stop()
+        self._registration = _Registration(record, self._send, self._log, self._loop)
+        self._registration.renew()
+
+    def withdraw(self, peer: PeerId) -> None:
+        """Tell the registry to forget a rank, and do not register it again."""
+        if self._registration is not None:
+            self._registration.stop()
+            self._registration = None
+        self._send(Unregister(peer=peer))
+
+    def close(self) -> None:
+        """Close the connection; no callback follows. May be called twice."""
+        if self._registration is not None:
+            self._registration.stop()
+            self._registration = None
+        self._connection.close()
+
+    def _send(self, message: Message) -> None:
+        with suppress(Unreachable):  # its silence is noticed where the answer is missed
+            self._connection.send(encode(message))
+
+    def _on_lost(self) -> None:
+        """Be there at once when a registry that was restarted comes back."""
+        if self._registration is not None:
+            self._registration.send()
+
+    def _on_message(self, frames: Sequence[bytes]) -> None:
+        try:
+            message = decode_frames(frames)
+        except RemoteProtocolError as error:
+            self._anomalies.count("message_rejected", detail=str(error))
+            return
+        match message:
+            case Records(instance=instance, records=records):
+                self._on_records(instance, records)
+            case Registered(peer=peer) if self._registration is not None:
+                self._registration.confirm(peer)
+            case RegistrationConflict() if self._registration is not None:
+                self._registration.dispute(message)
+            case Registered() | RegistrationConflict():  # late: the rank was withdrawn
+                pass
+            case _:
+                self._anomalies.count("message_rejected", detail=f"unexpected {type(message).__name__}")
+
+
+class _Registration:
+    """One record that is kept registered, and what was logged about that."""
+
+    def __init__(
+        self,
+        record: RankRecord,
+        send: Callable[[Message], None],
+        log: BoundLogger,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._record = record
+        self._send = send
+        self._log = log
+        self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+        self._was_registered = False
+        self._is_answered = True
+        self._is_silent = False
+        self._dispute: tuple[PeerId, bool] | None = None
+
+    def send(self) -> None:
+        """Register, or renew the lease."""
+        self._send(Register(record=self._record, lease_s=LEASE_S))
+
+    def renew(self) -> None:
+        """Register now and then."""
+        if not self._is_answered and not self._is_silent:
+            self._is_silent = True
+            self._log.warning("registry_silent", was_registered=self._was_registered)
+        self._is_answered = False
+        self.send()
+        self._timer = self._loop.call_later(LEASE_S / RENEWALS_PER_LEASE, self.renew)
+
+    def stop(self) -> None:
+        """Register no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def confirm(self, peer: PeerId) -> None:
+        """Take in that the registry has noted a rank."""
+        if peer != self._record.peer:
+            return
+        self._note_answer()
+        if not self._was_registered:
+            self._was_registered = True
+            self._log.info("registered")
+        if self._dispute is not None and self._dispute[1]:  # the other process has ended, or was withdrawn
+            self._dispute = None
+            self._log.info("registered_after_conflict")
+
+    def dispute(self, conflict: RegistrationConflict) -> None:
+        """Log that another living process claims to be the same rank; once for each."""
+        if conflict.peer != self._record.peer:
+            return
+        self._note_answer()
+        dispute = (conflict.other, conflict.refused)
+        if dispute != self._dispute:
+            self._dispute = dispute
+            self._log.error(
+                "registration_conflict",
+                other=str(conflict.other),
+                other_endpoint=conflict.other_endpoint,
+                refused=conflict.refused,
+            )
+
+    def _note_answer(self) -> None:
+        self._is_answered = True
+        if self._is_silent:
+            self._is_silent = False
+            if self._was_registered:
+                self._log.info("registry_back")

@@ -1,0 +1,227 @@
+"""Who is registered, for how long, and who waits for whom. Pure.
+
+Two processes with the same rank name are told apart by their incarnations. A new one replaces the one before it, which
+is what a restart looks like. If the one before it then registers twice again, it has not ended: the name is in
+conflict. It gets its place back, and the newcomer is refused for as long as the other one renews its lease. Once is not
+enough, because the last registration of a process that was killed may arrive after the first of its successor.
+"""
+
+from dataclasses import dataclass, field
+
+from kvflow.state.timers import Timers
+from kvflow.wire.messages import Message, PeerId, RankRecord, Records, Registered, RegistrationConflict
+
+__all__ = ["Answer", "RegistryTable", "is_complete"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Send `message` over `connection`."""
+
+    connection: bytes
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    instance: str
+    connection: bytes
+
+
+@dataclass(slots=True)
+class _Claim:
+    """One incarnation that registers a rank.
+
+    Attributes:
+        connection: Over which it last did.
+    """
+
+    record: RankRecord
+    connection: bytes
+
+    @property
+    def peer(self) -> PeerId:
+        return self.record.peer
+
+
+@dataclass(slots=True)
+class _Place:
+    """Who claims to be one rank.
+
+    Attributes:
+        holder: To whom decode ranks are sent.
+        replaced: Had the place before the holder, and its lease goes on; it has ended unless it registers again, twice.
+        was_heard_again: `replaced` has registered once more.
+        refused: Registers as well, while the holder lives. There is no `replaced` then.
+    """
+
+    holder: _Claim
+    replaced: _Claim | None = None
+    was_heard_again: bool = False
+    refused: _Claim | None = None
+
+
+@dataclass(slots=True)
+class _Instance:
+    places: dict[int, _Place] = field(default_factory=dict)
+    waiting: dict[bytes, None] = field(default_factory=dict)
+
+
+class RegistryTable:
+    """Ranks by instance, each under a lease; lookups wait until their instance is complete or their time is up.
+
+    Attributes:
+        timers: When `expire` is to be called.
+        num_ranks: Ranks that are registered.
+        num_waiting: Lookups that wait.
+    """
+
+    def __init__(self) -> None:
+        self.timers: Timers[_Lease | _Wait] = Timers()
+        self.num_ranks = 0
+        self.num_waiting = 0
+        self._instances: dict[str, _Instance] = {}
+
+    def register(self, record: RankRecord, lease_s: float, connection: bytes, now: float) -> list[Answer]:
+        """Note a rank, or renew its lease.
+
+        Returns:
+            What to say to it, to whoever claims to be the same rank, and to those who waited for its instance.
+        """
+        peer = record.peer
+        instance = self._instances.setdefault(peer.rank.instance, _Instance())
+        place = instance.places.get(peer.rank.engine_rank)
+        claim = _Claim(record, connection)
+        self.timers.set(_Lease(peer), now + lease_s)
+        if place is None:
+            instance.places[peer.rank.engine_rank] = _Place(claim)
+            self.num_ranks += 1
+        else:
+            self._claim(place, claim)
+            if place.refused is not None and place.refused.peer == peer:
+                return _conflict(place)
+        answers = [Answer(connection, Registered(peer=peer))]
+        if place is not None and place.refused is not None:
+            answers += _conflict(place)
+        return answers + self._answer_if_complete(peer.rank.instance, instance)
+
+    def unregister(self, peer: PeerId) -> None:
+        """Forget an incarnation of a rank; any other one stays."""
+        if self.timers.clear(_Lease(peer)):
+            self._forget(peer)
+
+    def lookup(self, instance: str, timeout_s: float, connection: bytes, now: float) -> list[Answer]:
+        """Answer now if the instance is complete, else when it is, or when the time is up."""
+        entry = self._instances.setdefault(instance, _Instance())
+        self.num_waiting += connection not in entry.waiting
+        entry.waiting[connection] = None
+        self.timers.set_once(_Wait(instance, connection), now + timeout_s)  # a repeated question waits no longer
+        records = _complete_records(entry)
+        return [] if records is None else [self._answer(instance, connection, records)]
+
+    def expire(self, now: float) -> list[Answer]:
+        """Forget ranks whose lease is over, and answer lookups whose time is up with what there is."""
+        answers = []
+        while (key := self.timers.pop_due(now)) is not None:
+            match key:
+                case _Lease(peer):
+                    self._forget(peer)
+                case _Wait(instance, connection):
+                    answers.append(self._answer(instance, connection, _records(self._instances[instance])))
+        return answers
+
+    def _claim(self, place: _Place, claim: _Claim) -> None:
+        """Decide whether a claim to a taken place is a renewal, a restart or a conflict."""
+        peer = claim.peer
+        if peer == place.holder.peer:
+            place.holder = claim
+        elif place.replaced is not None and peer == place.replaced.peer and not place.was_heard_again:
+            place.replaced, place.was_heard_again = claim, True
+        elif place.replaced is not None and peer == place.replaced.peer:
+            place.holder, place.replaced, place.refused = claim, None, place.holder
+        elif place.refused is not None:
+            if peer != place.refused.peer:
+                self._drop_lease(place.refused)
+            place.refused = claim
+        else:
+            self._drop_lease(place.replaced)
+            place.holder, place.replaced, place.was_heard_again = claim, place.holder, False
+
+    def _drop_lease(self, claim: _Claim | None) -> None:
+        if claim is not None:
+            self.timers.clear(_Lease(claim.peer))
+
+    def _forget(self, peer: PeerId) -> None:
+        """Take an incarnation whose lease has ended out of its place, which goes to whoever was refused it."""
+        instance = self._instances[peer.rank.instance]
+        place = instance.places[peer.rank.engine_rank]
+        if place.replaced is not None and place.replaced.peer == peer:
+            place.replaced = None
+        elif place.refused is not None and place.refused.peer == peer:
+            place.refused = None
+        elif place.refused is not None:
+            place.holder, place.refused = place.refused, None
+        else:
+            self._drop_lease(place.replaced)
+            del instance.places[peer.rank.engine_rank]
+            self.num_ranks -= 1
+            self._tidy(peer.rank.instance)
+
+    def _tidy(self, instance: str) -> None:
+        entry = self._instances[instance]
+        if not entry.places and not entry.waiting:
+            del self._instances[instance]
+
+    def _answer_if_complete(self, instance: str, entry: _Instance) -> list[Answer]:
+        records = _complete_records(entry) if entry.waiting else None
+        if records is None:
+            return []
+        return [self._answer(instance, connection, records) for connection in list(entry.waiting)]
+
+    def _answer(self, instance: str, connection: bytes, records: tuple[RankRecord, ...]) -> Answer:
+        entry = self._instances[instance]
+        self.timers.clear(_Wait(instance, connection))
+        del entry.waiting[connection]
+        self.num_waiting -= 1
+        self._tidy(instance)
+        return Answer(connection, Records(instance=instance, records=records))
+
+
+def _conflict(place: _Place) -> list[Answer]:
+    """Tell both sides that they claim to be the same rank."""
+    holder, refused = place.holder, place.refused
+    if refused is None:
+        return []
+    return [
+        Answer(
+            mine.connection,
+            RegistrationConflict(
+                peer=mine.peer, other=other.peer, other_endpoint=other.record.endpoint, refused=mine is refused
+            ),
+        )
+        for mine, other in ((holder, refused), (refused, holder))
+    ]
+
+
+def _records(entry: _Instance) -> tuple[RankRecord, ...]:
+    return tuple(entry.places[rank].holder.record for rank in sorted(entry.places))
+
+
+def _complete_records(entry: _Instance) -> tuple[RankRecord, ...] | None:
+    """Give the ranks of a complete instance. Looks at all of them only if their number is right."""
+    first = entry.places.get(0)
+    if first is None or len(entry.places) != first.holder.record.num_ranks:
+        return None
+    records = _records(entry)
+    return records if is_complete(records) else None
+
+
+def is_complete(records: tuple[RankRecord, ...]) -> bool:
+    """Every rank of an instance is there, in order; `num_ranks` is a claim, so nothing of that size is made."""
+    is_whole = bool(records) and len(records) == records[0].num_ranks
+    return is_whole and all(record.peer.rank.engine_rank == rank for rank, record in enumerate(records))

@@ -1,0 +1,321 @@
+"""Helpers that only engines call: which heads a rank holds, and how its own lists map to pages and token ranges.
+
+kvflow itself does not use these formulas: it intersects regions (`compile_routes`), and the tests compare the two.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.errors import LayoutError, PlanError
+from kvflow.geometry.layout import MAX_SLOTS
+from kvflow.geometry.pages import PageIndices
+from kvflow.geometry.ranges import MAX_TOKENS, TokenRange
+
+__all__ = [
+    "HeadSlice",
+    "group_concurrent_contiguous",
+    "head_range",
+    "head_slice",
+    "kv_to_page_indices",
+    "prompt_tokens",
+    "stage_slices",
+    "total_heads",
+    "window_tokens",
+]
+
+IndexGroups = list[list[int]]
+"""Runs of consecutive indices."""
+
+
+def head_range(total_kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
+    """Return the global KV heads that one tensor-parallel rank holds.
+
+    With more heads than ranks each rank holds `total_kv_heads // tp_size` of them. With more ranks than heads each head
+    is held by `tp_size // total_kv_heads` neighbouring ranks (grouped-query attention replicates heads).
+
+    Args:
+        total_kv_heads: KV heads of the whole model, not of one rank: the rank's own count cannot tell a split head from
+            a replicated one.
+        tp_size: Number of tensor-parallel ranks.
+        tp_rank: This rank, `0 <= tp_rank < tp_size`.
+
+    Returns:
+        `(start, stop)`, never empty.
+
+    Raises:
+        LayoutError: A count is not positive, the rank is out of range, or neither count divides the other.
+
+    Source: head distribution of SGLang and vLLM (Megatron-style); SGLang #22145 shows the errors that the per-rank
+    count causes.
+    """
+    if total_kv_heads <= 0 or tp_size <= 0:
+        raise LayoutError("head and rank counts must be positive", total_kv_heads=total_kv_heads, tp_size=tp_size)
+    if not 0 <= tp_rank < tp_size:
+        raise LayoutError("tensor-parallel rank is out of range", tp_rank=tp_rank, tp_size=tp_size)
+    if total_kv_heads % tp_size and tp_size % total_kv_heads:
+        raise LayoutError(
+            "KV heads cannot be spread evenly over the ranks", total_kv_heads=total_kv_heads, tp_size=tp_size
+        )
+    heads_per_rank = max(1, total_kv_heads // tp_size)
+    replication = max(1, tp_size // total_kv_heads)
+    start = (tp_rank // replication) * heads_per_rank
+    return start, start + heads_per_rank
+
+
+def total_heads(total_kv_heads: int | None, *, heads_per_rank: int, tp_size: int) -> int:
+    """Return the KV heads of the whole model, also where an engine knows only those of a rank.
+
+    Args:
+        total_kv_heads: The model's own count, or None if unknown. 0 is refused.
+        heads_per_rank: KV heads that each rank holds.
+        tp_size: Number of tensor-parallel ranks.
+
+    Returns:
+        `total_kv_heads`, or `heads_per_rank * tp_size`, which is right only if no head is replicated.
+
+    Raises:
+        LayoutError: A count is not positive.
+
+    Source: SGLang #22145.
+    """
+    if heads_per_rank <= 0 or tp_size <= 0 or (total_kv_heads is not None and total_kv_heads <= 0):
+        raise LayoutError(
+            "head and rank counts must be positive",
+            total_kv_heads=total_kv_heads,
+            heads_per_rank=heads_per_rank,
+            tp_size=tp_size,
+        )
+    return heads_per_rank * tp_size if total_kv_heads is None else total_kv_heads
+
+
+class HeadSlice(NamedTuple):
+    """The heads that two ranks both hold.
+
+    Attributes:
+        heads: Global KV heads `(start, stop)`.
+        src_first: Index of the first of them among the prefill rank's heads.
+        dst_first: Index of the first of them among the decode rank's heads.
+    """
+
+    heads: tuple[int, int]
+    src_first: int
+    dst_first: int
+
+    def token_bytes(self, head_bytes: int) -> tuple[int, int, int]:
+        """Locate the slice within one token of an NHD item.
+
+        Returns:
+            Offset in the prefill rank's token, offset in the decode rank's token, and length; all in bytes.
+        """
+        return self.src_first * head_bytes, self.dst_first * head_bytes, (self.heads[1] - self.heads[0]) * head_bytes
+
+
+def head_slice(total_kv_heads: int, *, src: tuple[int, int], dst: tuple[int, int]) -> HeadSlice | None:
+    """Return the heads that a prefill rank and a decode rank both hold.
+
+    Where heads are replicated on the prefill side, several ranks have the same slice for a decode rank. One of them
+    sends it; `compile_routes` chooses.
+
+    Args:
+        total_kv_heads: KV heads of the whole model.
+        src: The prefill rank, as `(tp_size, tp_rank)`.
+        dst: The decode rank, as `(tp_size, tp_rank)`.
+
+    Returns:
+        None if they have no head in common.
+
+    Raises:
+        LayoutError: A count or rank is impossible, see `head_range`.
+
+    Source: SGLang #22145, whose offsets are remainders of head counts. Intersecting the ranges also covers TP sizes of
+    which neither divides the other.
+    """
+    src_heads, dst_heads = head_range(total_kv_heads, *src), head_range(total_kv_heads, *dst)
+    start, stop = max(src_heads[0], dst_heads[0]), min(src_heads[1], dst_heads[1])
+    if start >= stop:
+        return None
+    return HeadSlice((start, stop), start - src_heads[0], start - dst_heads[0])
+
+
+def stage_slices(
+    num_src: int, num_dst: int, *, groups: int, start_layer: int, total_kv_layers: int = 0
+) -> tuple[slice, ...]:
+    """Find the buffers of one pipeline stage in the pointer list of a rank that holds the whole model.
+
+    Lists are `[group 0 layer 0, ..., group 1 layer 0, ..., draft...]`. Draft pointers come after all groups, so groups
+    are as far apart as the model has layers.
+
+    Args:
+        num_src: Pointers of the prefill stage.
+        num_dst: Pointers of the decode rank.
+        groups: Buffer groups: 1 for a latent, 2 for K and V, 3 with an index-k.
+        start_layer: First layer of the stage, in the model's numbers.
+        total_kv_layers: Layers of the whole model without draft layers; 0 if unknown. Draft layers are then not
+            possible, because nothing tells them from ordinary layers.
+
+    Returns:
+        Slices of the decode list whose concatenation pairs with the prefill list: one for each group, or a single one
+        of everything where both lists are equally long (same stages on both sides, draft layers included).
+
+    Raises:
+        LayoutError: The lists fit no arrangement.
+
+    Source: SGLang #23893.
+    """
+    values = {
+        "num_src": num_src,
+        "num_dst": num_dst,
+        "groups": groups,
+        "start_layer": start_layer,
+        "total_kv_layers": total_kv_layers,
+    }
+    if min(num_src, num_dst, groups) < 1 or start_layer < 0 or total_kv_layers < 0:
+        raise LayoutError("counts of pointers and groups must be positive", **values)
+    if num_src == num_dst:
+        return (slice(0, num_dst),)
+    if num_src % groups:
+        raise LayoutError("pointers of the stage cannot be spread over the groups", **values)
+    if num_dst < groups * total_kv_layers:
+        raise LayoutError("decode list does not hold the whole model", **values)
+    if not total_kv_layers and num_dst % groups:
+        raise LayoutError("pointers of decode cannot be spread over the groups", **values)
+    src_layers, dst_layers = num_src // groups, total_kv_layers or num_dst // groups
+    if start_layer + src_layers > dst_layers:
+        raise LayoutError("stage reaches beyond the layers of decode", **values)
+    starts = (group * dst_layers + start_layer for group in range(groups))
+    return tuple(slice(start, start + src_layers) for start in starts)
+
+
+def group_concurrent_contiguous(src: PageIndices, dst: PageIndices) -> tuple[IndexGroups, IndexGroups]:
+    """Split two paired index lists wherever either of them is not consecutive.
+
+    Args:
+        src: Flat integers of any width.
+        dst: As many, paired with `src`.
+
+    Returns:
+        The groups of `src` and of `dst`, equal in number and lengths; `([], [])` if either list is empty.
+
+    Raises:
+        ValueError: Neither list is empty, and their lengths differ; the message has both.
+        PlanError: A list is not flat, or not of integers.
+
+    Source: SGLang #27004, where unequal lists crashed inside NumPy.
+    """
+    sources, targets = _indices(src, "src"), _indices(dst, "dst")
+    if sources.size == 0 or targets.size == 0:
+        return [], []
+    if sources.size != targets.size:
+        raise ValueError(f"paired indices differ in length: {sources.size} in src, {targets.size} in dst")
+    breaks = np.flatnonzero(~(_steps_by_one(sources) & _steps_by_one(targets))) + 1
+    groups = [[group.tolist() for group in np.split(indices, breaks)] for indices in (sources, targets)]
+    return groups[0], groups[1]
+
+
+def kv_to_page_indices(kv_indices: PageIndices, page_size: int) -> NDArray[np.uint32]:
+    """Convert the token slots of a request to the pages that hold them.
+
+    Args:
+        kv_indices: Index of each token in the pool, counted in tokens, in token order from a page boundary. The slots
+            of a page are consecutive and start at its first; only the last page may be partly used.
+        page_size: Tokens of a page.
+
+    Returns:
+        uint32[num_pages], including a partly used last page.
+
+    Raises:
+        PlanError: The page size is not positive, or a slot does not continue its page; names position and slot.
+
+    Source: the function of this name in SGLang, which takes every `page_size`-th slot and does not check the others.
+    """
+    if page_size < 1:
+        raise PlanError("page size must be positive", page_size=page_size)
+    slots = _indices(kv_indices, "kv_indices")
+    if slots.size == 0:
+        return np.empty(0, np.uint32)
+    outside = np.flatnonzero((slots < 0) | (slots // page_size >= MAX_SLOTS))
+    if outside.size:
+        position = int(outside[0])
+        raise PlanError("token slot is outside any pool", position=position, slot=int(slots[position]))
+    wide = slots.astype(np.uint64)
+    first_slots, size = wide[::page_size], np.uint64(page_size)
+    pages = first_slots // size
+    within = np.arange(slots.size, dtype=np.uint64) % size
+    expected = np.repeat(pages * size, page_size)[: slots.size] + within
+    wrong = np.flatnonzero(wide != expected)
+    if wrong.size:
+        position = int(wrong[0])
+        raise PlanError(
+            "token slots are not page-aligned runs",
+            position=position,
+            slot=int(wide[position]),
+            expected=int(expected[position]),
+            page_size=page_size,
+        )
+    indices: NDArray[np.uint32] = pages.astype(np.uint32)
+    return indices
+
+
+def prompt_tokens(num_with_sampled: int, num_prompt: int) -> TokenRange:
+    """Return the tokens whose state a transfer carries: the prompt, never the token sampled from it.
+
+    Args:
+        num_with_sampled: Length of the sequence as the engine holds it after sampling, in tokens.
+        num_prompt: Length of the prompt, in tokens.
+
+    Returns:
+        `(0, min(num_with_sampled, num_prompt))`.
+
+    Raises:
+        PlanError: A length is negative.
+
+    Source: SGLang #27004: the sampled token may start a page that decode never asked for.
+    """
+    _check_lengths(num_with_sampled=num_with_sampled, num_prompt=num_prompt)
+    return 0, min(num_with_sampled, num_prompt)
+
+
+def window_tokens(num_tokens: int, window: int, page_size: int) -> TokenRange:
+    """Return the tokens that sliding-window attention still sees, from a page boundary.
+
+    Args:
+        num_tokens: Length of the prompt, in tokens.
+        window: Size of the attention window, in tokens.
+        page_size: Tokens of a page of the sliding-window pool on the side that declares the range (decode).
+
+    Returns:
+        From `max(0, num_tokens - window)` rounded down to a page, to `num_tokens`.
+
+    Raises:
+        PlanError: The length is negative, or window or page size are not positive.
+
+    Source: SGLang #27004.
+    """
+    _check_lengths(num_tokens=num_tokens)
+    if window < 1 or page_size < 1:
+        raise PlanError("window and page size must be positive", window=window, page_size=page_size)
+    first = max(0, num_tokens - window)
+    return first - first % page_size, num_tokens
+
+
+def _indices(indices: PageIndices, name: str) -> NDArray[Any]:
+    array = np.asarray(indices)
+    if array.size == 0:
+        return np.empty(0, np.uint64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise PlanError("indices must be a flat list of integers", name=name, dtype=str(array.dtype), ndim=array.ndim)
+    return array
+
+
+def _steps_by_one(indices: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether each index is one more than the one before; a difference that wraps around is not."""
+    steps: NDArray[np.bool_] = (indices[1:] > indices[:-1]) & (np.diff(indices) == 1)
+    return steps
+
+
+def _check_lengths(**lengths: int) -> None:
+    for name, value in lengths.items():
+        if not 0 <= value <= MAX_TOKENS:
+            raise PlanError("length is out of range", field=name, value=value, limit=MAX_TOKENS)

@@ -1,0 +1,110 @@
+"""Where the elements of a torch tensor or a numpy array lie: all that a layout needs to know of it.
+
+Of a tensor only methods are called, so torch is imported for type checking only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.errors import LayoutError
+from kvflow.geometry.layout import MemoryRange
+
+if TYPE_CHECKING:
+    import torch
+
+    Pool = torch.Tensor | NDArray[Any]
+
+__all__ = ["Strided", "strided"]
+
+
+class Strided(NamedTuple):
+    """A view of memory with a shape. It does not keep the memory alive.
+
+    Attributes:
+        address: Of the first element; 0 if there is no memory (no elements, or torch's device "meta").
+        shape: Entries along each dimension.
+        strides: Bytes from one entry to the next along each dimension; numpy's may be negative.
+        item_bytes: Bytes of an element.
+        dtype: Name of the element type as in torch ("bfloat16").
+        device: Type and number, ("cuda", 1); ("cpu", 0) is host memory.
+        storage: All memory of what this is a view of.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+    dtype: str
+    device: tuple[str, int]
+    storage: MemoryRange
+
+    def unbind(self, dimension: int) -> list[Strided]:
+        """Give one view for each entry of a dimension, without that dimension."""
+        shape = self.shape[:dimension] + self.shape[dimension + 1 :]
+        strides = self.strides[:dimension] + self.strides[dimension + 1 :]
+        starts = [self.address + entry * self.strides[dimension] for entry in range(self.shape[dimension])]
+        return [self._replace(address=start, shape=shape, strides=strides) for start in starts]
+
+    def split(self, dimension: int, sizes: Sequence[int]) -> Strided:
+        """Give the view in which one dimension has become several, outermost first; `sizes` multiply to its size."""
+        inner = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
+        strides = [self.strides[dimension] * count for count in inner]
+        return self._replace(
+            shape=(*self.shape[:dimension], *sizes, *self.shape[dimension + 1 :]),
+            strides=(*self.strides[:dimension], *strides, *self.strides[dimension + 1 :]),
+        )
+
+
+def strided(pool: Pool) -> Strided:
+    """Look at a tensor or an array.
+
+    Raises:
+        LayoutError: It is neither, or an array that is read-only, or whose elements are objects or not in this
+            machine's byte order.
+    """
+    if isinstance(pool, np.ndarray):
+        return _of_array(pool)
+    if not hasattr(pool, "data_ptr"):
+        raise LayoutError("pools are torch tensors or numpy arrays", field="tensors", found=type(pool).__name__)
+    item_bytes, storage = pool.element_size(), pool.untyped_storage()
+    return Strided(
+        address=pool.data_ptr(),
+        shape=tuple(pool.shape),
+        strides=tuple(step * item_bytes for step in pool.stride()),
+        item_bytes=item_bytes,
+        dtype=str(pool.dtype).removeprefix("torch."),
+        device=(pool.device.type, pool.device.index or 0),
+        storage=MemoryRange(storage.data_ptr(), storage.nbytes()),
+    )
+
+
+def _of_array(array: NDArray[Any]) -> Strided:
+    if not array.flags.writeable:  # the other side would write to it, and where it is a mapped file that is a crash
+        raise LayoutError("array is read-only", field="tensors", found=tuple(array.shape))
+    if array.dtype.hasobject or not array.dtype.isnative:
+        raise LayoutError("elements are no numbers of this machine", field="dtype", found=str(array.dtype))
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    return Strided(
+        address=array.ctypes.data if array.size else 0,
+        shape=array.shape,
+        strides=array.strides,
+        item_bytes=array.itemsize,
+        dtype=array.dtype.name,
+        device=("cpu", 0),
+        storage=_extent(owner),
+    )
+
+
+def _extent(array: NDArray[Any]) -> MemoryRange:
+    """From the first to the last byte of an array."""
+    reaches = [(count - 1) * step for count, step in zip(array.shape, array.strides, strict=True)]
+    below, above = sum(min(reach, 0) for reach in reaches), sum(max(reach, 0) for reach in reaches)
+    return MemoryRange(array.ctypes.data + below, above - below + array.itemsize)

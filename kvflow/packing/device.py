@@ -1,0 +1,220 @@
+"""Copies the runs of a packed payload in the memory of a device, by torch. Loaded only where a layout has such memory.
+
+It does what `copier` does in host memory, at the same addresses. A device copies rows of a table quickly and starts
+slowly, so the runs of one length are copied at once: memory is seen as a table whose rows are as long as the runs and
+their distances allow, in words as wide as their addresses allow. Where runs lie on a grid of their own length, each of
+them is a row; elsewhere it is a few rows that follow each other.
+
+Nothing here runs beside the engine's kernels by accident: a chunk's event was waited for before its pages are gathered,
+copies run on a stream of their own, and whoever has called waits for that. So what was scattered is there for every
+stream that is told of it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from kvflow.errors import ConfigError, PlanError
+from kvflow.geometry.digest import View
+from kvflow.geometry.layout import KVLayout, MemoryRange, RegionKey
+from kvflow.geometry.pack import PackedRuns
+from kvflow.packing.copier import Allocation, Copier
+
+__all__ = ["DeviceCopier", "Rows", "bytes_at", "copy_runs", "find_device", "word_bytes"]
+
+BLOCK_WORDS: Final = 2**20
+"""Copied at once: 8 MiB of words, and as much for each of the two lists of rows. A slot is as much."""
+
+WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+WIDEST: Final = max(WORDS)
+
+Addresses = NDArray[np.uint64]
+
+
+class _Raw:
+    """Memory from an address on, for libraries that take memory of others."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        described = {"version": 3, "data": (address, False), "shape": (num_bytes,), "typestr": "|u1"}
+        self.__array_interface__ = described
+        self.__cuda_array_interface__ = described
+
+
+def bytes_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """See raw memory as a tensor, without a copy and without owning it. Only what is indexed has to exist.
+
+    Args:
+        address: Of the first byte.
+        num_bytes: How many.
+        device: Where it is; with an index unless it is the CPU.
+
+    Returns:
+        uint8[num_bytes] on the device; of use for as long as the memory is allocated.
+
+    Raises:
+        PlanError: The memory is not on that device.
+    """
+    raw = _Raw(address, num_bytes)
+    if device.type == "cpu":
+        return torch.from_numpy(np.asarray(raw))
+    seen = torch.as_tensor(raw, device=device)
+    if seen.data_ptr() != address:  # torch copies what is elsewhere
+        raise PlanError("memory is not on the device of the layout", address=hex(address), device=str(device))
+    return seen
+
+
+def word_bytes(length: int, *addresses: Addresses) -> int:
+    """Find the widest word that divides a length and all addresses: 8, 4, 2 or 1 bytes."""
+    bits = length | WIDEST
+    for array in addresses:
+        bits |= int(np.bitwise_or.reduce(array))
+    return bits & -bits
+
+
+class Rows(NamedTuple):
+    """Runs of one length as rows of a table.
+
+    Attributes:
+        table: Words [num_rows, words_per_row]: a view of all memory from the first run to the last.
+        firsts: int64[num_runs], the row that each run begins with.
+        steps: int64[rows_per_run], 0, 1, ...: only 0 if the runs lie on a grid of their own length.
+    """
+
+    table: torch.Tensor
+    firsts: torch.Tensor
+    steps: torch.Tensor
+
+    @classmethod
+    def of(cls, addresses: Addresses, length: int, word: int, device: torch.device) -> Self:
+        """See runs as rows.
+
+        Args:
+            addresses: uint64[num_runs], of each run; at least one.
+            length: Bytes of each.
+            word: Bytes of a word; divides the length and all addresses.
+            device: Where they are.
+
+        Raises:
+            PlanError: The memory is not on that device.
+        """
+        start = addresses.min()
+        offsets = addresses - start
+        row = int(np.gcd.reduce(offsets, initial=np.uint64(length)))
+        memory = bytes_at(int(start), int(offsets.max()) + length, device)
+        firsts = torch.from_numpy((offsets // np.uint64(row)).astype(np.int64))
+        return cls(
+            memory.view(WORDS[word]).view(-1, row // word),
+            firsts.to(device),
+            torch.arange(length // row, device=device),
+        )
+
+    def fetch(self, block: slice) -> torch.Tensor:
+        """Words of some runs, one run after another."""
+        return self.table.index_select(0, self._numbers(block)).view(-1)
+
+    def store(self, block: slice, words: torch.Tensor) -> None:
+        """Write some runs."""
+        self.table.index_copy_(0, self._numbers(block), words.view(-1, self.table.shape[1]))
+
+    def _numbers(self, block: slice) -> torch.Tensor:
+        return (self.firsts[block, None] + self.steps).view(-1)
+
+
+def copy_runs(
+    runs: Sequence[PackedRuns],
+    slot: MemoryRange,
+    device: torch.device,
+    *,
+    gather: bool,
+    block_words: int = BLOCK_WORDS,
+) -> None:
+    """Copy runs between the memory that they name and a staging slot, all of it on one device.
+
+    It may have only begun when this returns: it is done when the current stream of the device is. May be called in any
+    thread; temporary memory comes from that stream.
+
+    Args:
+        runs: At real addresses, from `pack`.
+        slot: Real memory; the payload begins at its first byte and fits.
+        device: Where memory and slot are.
+        gather: From memory into the slot, else from the slot into memory.
+        block_words: Most words that are copied at once; a longer run is copied alone, without temporary memory.
+
+    Raises:
+        PlanError: The memory is not on that device.
+    """
+    for group in runs:
+        payload = group.payload + np.uint64(slot.address)
+        ends = (group.memory, payload) if gather else (payload, group.memory)
+        word = word_bytes(group.length, *ends)
+        if group.length // word > block_words:
+            _copy_each(ends, group.length, device)
+            continue
+        source, target = (Rows.of(addresses, group.length, word, device) for addresses in ends)
+        step = block_words // (group.length // word)
+        for start in range(0, len(payload), step):
+            block = slice(start, start + step)
+            target.store(block, source.fetch(block))
+
+
+def _copy_each(ends: tuple[Addresses, Addresses], length: int, device: torch.device) -> None:
+    for source, target in zip(*(addresses.tolist() for addresses in ends), strict=True):
+        bytes_at(target, length, device).copy_(bytes_at(source, length, device))
+
+
+def find_device(device_id: int) -> torch.device | None:
+    """Find the device that a layout names, if torch can copy in its memory: a GPU of CUDA."""
+    is_there = torch.cuda.is_available() and device_id < torch.cuda.device_count()
+    return torch.device("cuda", device_id) if is_there else None
+
+
+class DeviceCopier(Copier):
+    """Memory of one device, by torch. Temporary memory, a few times a block, comes from torch, which keeps it.
+
+    Args:
+        device: With an index unless it is the CPU.
+    """
+
+    waits_for_device = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @override
+    def allocate(self, num_bytes: int) -> Allocation:
+        try:
+            with self._own_stream():  # torch gives memory again that the stream may still be using
+                memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise ConfigError(
+                "device has no memory left for staging_bytes", device=str(self._device), num_bytes=num_bytes
+            ) from error
+        return Allocation(memory.data_ptr(), memory)
+
+    @override
+    def bases(self, layout: KVLayout, view: View) -> Mapping[RegionKey, int]:
+        return {key: region.address for key, region in layout.regions().items()}
+
+    @override
+    def copy(self, runs: Sequence[PackedRuns], slot: MemoryRange, *, gather: bool) -> None:
+        try:
+            with self._own_stream():
+                copy_runs(runs, slot, self._device, gather=gather)
+        except torch.cuda.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """See to it that what is begun within is done when it is left, by any way."""
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            if self._stream is not None:
+                self._stream.synchronize()

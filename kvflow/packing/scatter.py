@@ -1,0 +1,74 @@
+"""How a decode rank scatters what was packed for it from staging slots into its pages."""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Final
+
+from kvflow.errors import PlanError
+from kvflow.geometry.digest import View
+from kvflow.geometry.layout import KVLayout, MemoryRange
+from kvflow.geometry.pack import PackedSlices, Payload
+from kvflow.geometry.pages import PageTable, read_page_tables
+from kvflow.geometry.routes import RegionSlice
+from kvflow.packing.copier import PackWork, PageMemory
+from kvflow.packing.staging import StagingMemory
+from kvflow.state.effects import ScatterStaged
+from kvflow.state.events import ConnectedRank, ReceiveOpened
+from kvflow.wire.messages import PeerId
+
+__all__ = ["Scattering"]
+
+MAX_KEPT: Final = 256
+"""Ranks whose slices are kept for their next notices."""
+
+
+class Scattering:
+    """Knows this rank's pages, and whose notices bring what.
+
+    Args:
+        memory: What peers write into.
+        layout: Of this rank.
+        view: Lets its memory be written, if it is host memory.
+    """
+
+    def __init__(self, memory: StagingMemory, layout: KVLayout, view: View) -> None:
+        self._layout = layout
+        self._copier = memory.copier
+        self._pages = functools.cache(lambda: PageMemory(layout, view, memory.copier))
+        self._tables: dict[int, Mapping[str, PageTable]] = {}
+        self._slices: OrderedDict[PeerId, tuple[tuple[RegionSlice, ...], Mapping[str, PackedSlices]]] = OrderedDict()
+
+    def work(self, effect: ScatterStaged) -> PackWork:
+        """Bring together what scattering a notice needs.
+
+        Raises:
+            PlanError: The notice is not staged, or what it brings is not here.
+        """
+        window, notice, opened = effect.rank.staging, effect.notice, effect.opened
+        if window is None or notice.staged is None:
+            raise PlanError("notice is not staged", seq=notice.seq)
+        head_major = notice.staged.head_major
+        payload = Payload(effect.rank.expected, notice.ranges, opened.ranges, head_major, notice.layer_range)
+        slot = MemoryRange(window.slot_address(notice.staged.slot), window.slot_bytes)
+        return PackWork(payload, self._slices_of(effect.rank), self._tables_of(opened), slot, self._copier)
+
+    def drop(self, generation: int) -> None:
+        """Forget what is kept for a transfer that is over."""
+        self._tables.pop(generation, None)
+
+    def _slices_of(self, rank: ConnectedRank) -> Mapping[str, PackedSlices]:
+        known = self._slices.get(rank.peer)
+        if known is not None and known[0] == rank.slices:  # others of its instance may have changed, and its route too
+            return known[1]
+        found = self._pages().find(rank.slices)
+        self._slices[rank.peer] = rank.slices, found
+        while len(self._slices) > MAX_KEPT:
+            self._slices.popitem(last=False)
+        return found
+
+    def _tables_of(self, opened: ReceiveOpened) -> Mapping[str, PageTable]:
+        tables = self._tables.get(opened.generation)
+        if tables is None:
+            tables = self._tables[opened.generation] = read_page_tables(opened.ranges, opened.pages, self._layout)
+        return tables

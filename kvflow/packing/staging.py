@@ -1,0 +1,176 @@
+"""Staging memory of a rank, and how a prefill rank gathers pieces into it."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kvflow.config import PrefillConfig, RankConfig
+from kvflow.geometry.binding import BoundRoute
+from kvflow.geometry.digest import View
+from kvflow.geometry.layout import KVLayout, MemoryRange, merge_ranges
+from kvflow.geometry.pack import PackedSlices, Payload
+from kvflow.geometry.plan import Descriptors
+from kvflow.geometry.routes import RegionSlice
+from kvflow.packing.copier import Copier, PackWork, PageMemory
+from kvflow.packing.host import HostCopier
+from kvflow.state.effects import Piece
+from kvflow.state.settings import LocalStagingSettings, WindowSettings
+from kvflow.wire.messages import Staged
+
+__all__ = ["Gathering", "LocalStaging", "StagingMemory", "staging_memory"]
+
+PAGE_BYTES: Final = 4096
+
+
+class StagingMemory:
+    """Memory for packed pieces; it has to live as long as the transport knows it.
+
+    Args:
+        num_bytes: Size.
+        copier: Of the kind of memory that it is to be, which is that of the pages.
+
+    Attributes:
+        range: Where it is.
+        copier: As above.
+
+    Raises:
+        ConfigError: There is not so much of it.
+    """
+
+    def __init__(self, num_bytes: int, copier: Copier) -> None:
+        self.copier = copier
+        self._memory = copier.allocate(num_bytes + PAGE_BYTES)
+        start = self._memory.address
+        self.range = MemoryRange(start + -start % PAGE_BYTES, num_bytes)
+
+    def added_to(self, layout: KVLayout) -> KVLayout:
+        """Give the layout with this memory among what is to be registered."""
+        return msgspec.structs.replace(layout, allocations=merge_ranges([*layout.allocations, self.range]))
+
+    def windows(self, *, slot_bytes: int, num_slots: int) -> WindowSettings:
+        """Say how a decode rank divides it into windows; arguments as in `WindowSettings`."""
+        return WindowSettings(self.range.address, self.range.length, slot_bytes, num_slots)
+
+
+def staging_memory(config: RankConfig, layout: KVLayout) -> StagingMemory | None:
+    """Make the staging memory of a rank; None if it wants none, or nothing here can copy its kind of memory.
+
+    Raises:
+        ConfigError: There is not so much of it.
+    """
+    never_packs = isinstance(config, PrefillConfig) and config.packing == "never"
+    num_bytes = 0 if never_packs else config.staging_bytes_for(is_on_host=layout.memory_kind == "DRAM")
+    copier = _copier_for(layout) if num_bytes else None
+    return None if copier is None else StagingMemory(num_bytes, copier)
+
+
+def _copier_for(layout: KVLayout) -> Copier | None:
+    if layout.memory_kind == "DRAM":
+        return HostCopier()
+    try:
+        from kvflow.packing.device import DeviceCopier, find_device  # noqa: PLC0415 - torch is slow to import
+    except ImportError:
+        return None
+    device = find_device(layout.device_id)
+    return None if device is None else DeviceCopier(device)
+
+
+class Gathering(msgspec.Struct, frozen=True):
+    """How a piece is packed; it may be gathered in any thread.
+
+    Attributes:
+        work: Copies its cells into a slot of this rank.
+        num_bytes: Of the piece.
+        target: Address of its slot at the decode rank.
+        staged: The same slot, as the notice says it.
+    """
+
+    work: PackWork
+    num_bytes: int
+    target: int
+    staged: Staged
+
+    def gather(self, route: BoundRoute, max_bytes: int | None) -> Descriptors:
+        """Copy it into the slot.
+
+        Args:
+            route: To the decode rank.
+            max_bytes: Longest descriptor that the transport takes; no limit if None.
+
+        Returns:
+            How it is moved from there.
+
+        Raises:
+            PlanError, MemoryError: As in `PackWork.gather`.
+        """
+        self.work.gather(self.num_bytes)
+        step = max_bytes or self.num_bytes
+        offsets = np.arange(0, self.num_bytes, step, dtype=np.uint64)
+        lengths = np.minimum(np.uint64(step), np.uint64(self.num_bytes) - offsets)
+        ends = ((self.work.slot.address, route.src_device), (self.target, route.dst_device))
+        columns = [(offsets + np.uint64(start), lengths, np.full_like(lengths, device)) for start, device in ends]
+        return Descriptors(*(np.stack(column, axis=1) for column in columns))
+
+
+class LocalStaging:
+    """Staging memory of a prefill rank: what is packed is gathered here.
+
+    Args:
+        memory: All of it.
+        layout: Of this rank, of the same kind of memory.
+        view: Lets its memory be read, if it is host memory.
+        config: Size of a slot, and when to pack.
+        descriptor_overhead_s: What each descriptor costs the transport besides its bytes, in seconds.
+
+    Attributes:
+        settings: What the core needs to know of it.
+    """
+
+    def __init__(
+        self,
+        memory: StagingMemory,
+        layout: KVLayout,
+        view: View,
+        config: PrefillConfig,
+        descriptor_overhead_s: float,
+    ) -> None:
+        self.settings = LocalStagingSettings(
+            num_slots=memory.range.length // config.staging_slot_bytes,
+            slot_bytes=config.staging_slot_bytes,
+            descriptor_overhead_s=descriptor_overhead_s,
+            packing=config.packing,
+            gathers_inline=not memory.copier.waits_for_device,
+        )
+        self._start = memory.range.address
+        self._copier = memory.copier
+        self._pages = functools.cache(lambda: PageMemory(layout, view, memory.copier))
+
+    def find(self, slices: Sequence[RegionSlice]) -> Mapping[str, PackedSlices]:
+        """Find the slices of a route in this rank's pages.
+
+        Raises:
+            PlanError: The route has a slice that this rank does not have.
+        """
+        return self._pages().find(slices)
+
+    def gathering(self, piece: Piece, slices: Mapping[str, PackedSlices], *, head_major: bool) -> Gathering | None:
+        """Say how a piece is packed; None if it has no slots.
+
+        Args:
+            piece: To be packed.
+            slices: Of its route, from `find`.
+            head_major: Order of the cells along that route.
+        """
+        slots, window = piece.slots, piece.link.staging
+        if slots is None or window is None:
+            return None
+        payload = Payload(piece.link.route.expected, piece.ranges, piece.grant.ranges, head_major, piece.layers)
+        slot_bytes = self.settings.slot_bytes
+        slot = MemoryRange(self._start + slots.local * slot_bytes, slot_bytes)
+        work = PackWork(payload, slices, piece.pages, slot, self._copier)
+        return Gathering(
+            work, piece.cost.num_bytes, window.slot_address(slots.remote), Staged(slots.remote, head_major)
+        )

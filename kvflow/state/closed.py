@@ -1,0 +1,43 @@
+"""Generations that are over, so that late messages of them are recognised. Pure."""
+
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+__all__ = ["ClosedGenerations"]
+
+Result = TypeVar("Result")
+
+
+class ClosedGenerations(Generic[Result]):
+    """A bounded memory of closed generations that never mistakes an old one for a new one.
+
+    The oldest entries are dropped when there are too many; every generation up to the highest dropped one counts as
+    closed from then on.
+
+    Args:
+        limit: Generations whose end is remembered.
+        floor: Every generation below it counts as closed from the start.
+    """
+
+    def __init__(self, limit: int, floor: int = 0) -> None:
+        self._limit = limit
+        self._results: OrderedDict[int, Result] = OrderedDict()
+        self._floor = floor
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def __contains__(self, generation: int) -> bool:
+        """Say whether a generation is closed, or so old that it must be."""
+        return generation in self._results or generation < self._floor
+
+    def close(self, generation: int, result: Result) -> None:
+        """Note how a generation ended; the first report counts."""
+        self._results.setdefault(generation, result)
+        while len(self._results) > self._limit:
+            oldest, _ = self._results.popitem(last=False)  # a plain dict would look for its first entry ever longer
+            self._floor = max(self._floor, oldest + 1)
+
+    def result(self, generation: int) -> Result | None:
+        """How a generation ended, if that is remembered."""
+        return self._results.get(generation)

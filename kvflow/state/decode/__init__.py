@@ -1,0 +1,1 @@
+"""What a decode rank decides. Pure."""

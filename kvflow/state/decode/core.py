@@ -1,0 +1,338 @@
+"""The core of a decode rank: the only place where its protocol state changes.
+
+It does no I/O, reads no clock and draws no random number. The shell tells it what happened and when; it answers with
+what to do, in order. Equal events at equal times give equal effects, so any run can be replayed.
+"""
+
+from collections.abc import Hashable
+from typing import assert_never
+
+from kvflow.errors import FailureReason, Stage
+from kvflow.state import events as ev
+from kvflow.state.decode.handshake import Instances
+from kvflow.state.decode.peers import PeerForgotten, PingDue, PrefillPeers, ProbeDue
+from kvflow.state.decode.room import ReceiveContext
+from kvflow.state.decode.rooms import Rooms
+from kvflow.state.decode.windows import StagingWindows
+from kvflow.state.effects import CountAnomaly, DecodeEffect, WatchNotices
+from kvflow.state.leaving import Leaving
+from kvflow.state.peers import LeaseCheck, is_genuine, log_loss
+from kvflow.state.quarantine import Quarantine
+from kvflow.state.settings import DecodeSettings
+from kvflow.state.timers import Timers
+from kvflow.wire.messages import (
+    AnyMessage,
+    Drained,
+    Failed,
+    Failure,
+    Goodbye,
+    Notice,
+    PeerId,
+    Ping,
+    Pong,
+    Refuse,
+    SlotQuery,
+    Welcome,
+)
+
+__all__ = ["DecodeCore"]
+
+
+class DecodeCore:
+    """State of one decode rank: prefill instances, their ranks, and its rooms.
+
+    Args:
+        me: This incarnation of this rank.
+        settings: Of this rank.
+
+    Attributes:
+        quarantine: What is held back.
+        timers: When something is due.
+    """
+
+    def __init__(self, me: PeerId, settings: DecodeSettings) -> None:
+        self.me = me
+        self.timers: Timers[Hashable] = Timers()
+        self.quarantine = Quarantine(settings.limits)
+        self.peers = PrefillPeers(me, settings, self.timers)
+        context = ReceiveContext(me, settings.timeouts.progress_s, self.peers.probe, self._decline, self._reconnect)
+        self.rooms = Rooms(context, settings, self.timers, self.quarantine)
+        self.instances = Instances(me, settings, self.peers, self.rooms, self.timers)
+        self._leaving = Leaving()
+        self._is_watching = False
+
+    def handle(self, event: ev.DecodeEvent, now: float) -> list[DecodeEffect]:
+        """Take one event in and say what follows from it.
+
+        Args:
+            event: What happened.
+            now: When, in seconds on a monotonic clock.
+
+        Returns:
+            Effects, to be carried out in this order.
+
+        Raises:
+            LocalProtocolError, CapacityExceeded, RankDraining: The engine asked for something that is not allowed
+                now; nothing has changed. No event that comes from a peer raises.
+        """
+        effects = self._handle(event, now)
+        is_watching = bool(self.rooms.generations)
+        if is_watching is not self._is_watching:
+            self._is_watching = is_watching
+            effects.append(WatchNotices(is_watching))
+        return effects
+
+    def next_deadline(self) -> float | None:
+        """When `TimePassed` is due, or None while no timer is set."""
+        return self.timers.next()
+
+    @property
+    def windows(self) -> StagingWindows:
+        """Staging windows, and whose they are."""
+        return self.peers.windows
+
+    @property
+    def is_idle(self) -> bool:
+        """No room is open and no page is held."""
+        return not self.rooms.rooms
+
+    @property
+    def num_rooms(self) -> int:
+        """Rooms that are open, without those whose pages are in quarantine."""
+        return len(self.rooms.generations)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Transfers that have ended and whose pages are in quarantine."""
+        return len(self.quarantine)
+
+    @property
+    def num_peers(self) -> int:
+        """Prefill ranks that are known."""
+        return len(self.peers)
+
+    def peers_reachable(self) -> list[PeerId]:
+        """Prefill ranks that can be sent messages, during the handshake too."""
+        return self.peers.all_open
+
+    @property
+    def windows_taken(self) -> int:
+        """Staging windows that belong to an incarnation of a prefill rank."""
+        return self.windows.num_taken
+
+    @property
+    def windows_free(self) -> int:
+        """Staging windows that are left."""
+        return self.windows.num_windows - self.windows.num_taken
+
+    def _handle(self, event: ev.DecodeEvent, now: float) -> list[DecodeEffect]:  # noqa: C901, PLR0912 - one arm an event
+        match event:
+            case ev.MessageReceived():
+                return self._message_received(event.peer, event.message, now)
+            case ev.NoticeDelivered():
+                effects = self.rooms.notice(event.notice, None, now)
+                self._reclaim_windows()
+                return effects
+            case ev.ReceiveOpened():
+                self._leaving.check_open(event.room)
+                return self.instances.want(self.rooms.open(event, now), now)
+            case ev.TimePassed():
+                return [effect for key, late_s in self.timers.expire(now) for effect in self._expired(key, now, late_s)]
+            case ev.ReceiveAborted():
+                return self.rooms.abort(event.room, event.failure, now)
+            case ev.InstanceFound():
+                return self.instances.found(event, now)
+            case ev.RoutesCompiled():
+                return self.instances.compiled(event, now)
+            case ev.ConnectFailed():
+                self.peers.open_failed(event.peer)
+                return [CountAnomaly("connect_failed", event.peer)]
+            case ev.ConnectionLost():
+                return self._connection_lost(event.peer, now)
+            case ev.ProbeFinished():
+                effects = self.peers.probe_finished(event.peer, now, is_gone=event.is_gone)
+                return self._process_ended(event.peer, now) if event.is_gone else effects
+            case ev.PeerFenced():
+                return self._fenced(event.peer, now)
+            case ev.DigestsVerified():
+                return self.rooms.verified(event.generation, event.failure, now)
+            case ev.Scattered():
+                effects = self.rooms.scattered(event, now)
+                self._reclaim_windows()
+                return effects
+            case ev.QuarantineReleased():
+                return self.rooms.release(event.key, now)
+            case ev.DrainStarted():
+                self._leaving.drain(event.failure)
+                return []
+            case ev.CloseStarted():
+                self._leaving.close(event.failure)
+                return self.rooms.close(event.failure, now)
+            case ev.TransportClosed():
+                goodbye = Goodbye(peer=self.me)
+                return [effect for peer in self.peers.all_open for effect in self.peers.send(peer, goodbye)]
+            case _:
+                assert_never(event)
+
+    def _decline(self, opened: ev.ReceiveOpened, failure: Failure, now: float) -> list[DecodeEffect]:
+        return self.instances.decline(opened, failure, now)
+
+    def _reconnect(self, instance: str, now: float) -> list[DecodeEffect]:
+        return self.instances.reconnect(instance, now)
+
+    # Messages --------------------------------------------------------------------------------------------------------
+
+    def _message_received(self, peer: PeerId, message: AnyMessage, now: float) -> list[DecodeEffect]:
+        if isinstance(message, Refuse):
+            return self._refused(peer, message, now)
+        if not is_genuine(peer, message):
+            return [CountAnomaly("message_in_the_name_of_another", peer)]
+        effects: list[DecodeEffect] = []
+        if self.peers.heard(peer, now):
+            effects = [*self.rooms.peer_back(peer), *self.instances.back(peer, now)]
+        return [*effects, *self._obey(peer, message, now)]
+
+    def _obey(self, peer: PeerId, message: AnyMessage, now: float) -> list[DecodeEffect]:
+        """Handle a message of a rank. Proofs count in every state of the handshake with it."""
+        match message:
+            case Notice():
+                return self.rooms.notice(message, peer, now)
+            case Drained():
+                self.instances.decline_answered(peer, message)
+                return self.rooms.drained(peer, message, now)
+            case Failed():
+                return self.rooms.failed(peer, message, now)
+            case Pong():
+                return []
+            case Ping():
+                return self.peers.send(peer, Pong(peer=self.me))
+            case Welcome():
+                if not self.instances.expects_answer(peer, message.attempt):
+                    return []
+                effects = self._replace_others(peer, now)
+                return [*effects, *self.instances.welcomed(peer, message, now)]
+            case SlotQuery():
+                return self.rooms.slot_query(peer, message)
+            case Goodbye():
+                return self._said_goodbye(peer, message, now)
+            case _:
+                return [CountAnomaly(f"unexpected_{type(message).__name__.lower()}", peer)]
+
+    def _replace_others(self, peer: PeerId, now: float) -> list[DecodeEffect]:
+        """Give up earlier incarnations of a rank that has accepted a Hello, and whoever had its port before."""
+        effects: list[DecodeEffect] = []
+        for other in self.peers.at_endpoint(peer):
+            effects += self._process_ended(other, now)
+        for other in self.peers.of_rank(peer):
+            failure = self._failure(FailureReason.PEER_LOST, f"{other.rank} has restarted")
+            effects += [*self._left(other, failure, now), *self.peers.probe(other)]
+        return effects
+
+    def _refused(self, peer: PeerId, refuse: Refuse, now: float) -> list[DecodeEffect]:
+        if refuse.peer != peer:  # somebody else answers at its port
+            return self._process_ended(peer, now)
+        if refuse.attempt is not None:
+            return self.instances.refused(peer, refuse, now)
+        if refuse.to not in (None, self.me) or peer not in self.peers:
+            return []
+        if self.instances.is_handshaking(peer):  # it is about something that was sent before the Hello
+            return []
+        detail = f"{peer.rank} does not know this rank any more: {refuse.detail}"
+        return self._left(peer, self._failure(FailureReason.PEER_LOST, detail), now)
+
+    def _said_goodbye(self, peer: PeerId, goodbye: Goodbye, now: float) -> list[DecodeEffect]:
+        failure = goodbye.failure or self._failure(FailureReason.PEER_CLOSED, f"{peer.rank} is closing")
+        self.peers.said_goodbye(peer)
+        effects = self._fenced(peer, now, failure) if goodbye.fenced else []
+        effects += self._over(peer, failure, now)
+        if not goodbye.fenced:  # its process may end soon, which is a proof where the transport says so
+            effects += self.peers.probe(peer)
+        return [*effects, *self.peers.close(peer)]
+
+    # Peers -----------------------------------------------------------------------------------------------------------
+
+    def _connection_lost(self, peer: PeerId, now: float) -> list[DecodeEffect]:
+        """Ask at once whether the process still exists, and send nothing new until it is heard from."""
+        known = self.peers.find(peer)
+        if known is None:
+            return self.instances.suspect(peer, now) if self.instances.is_handshaking(peer) else []
+        known.disconnected()
+        return [
+            *self.peers.probe(peer),
+            *self.peers.ping(peer, now),
+            *self.instances.suspect(peer, now),
+        ]
+
+    def _process_ended(self, peer: PeerId, now: float) -> list[DecodeEffect]:
+        """Take the proof that the process of a rank has ended."""
+        failure = self._failure(FailureReason.PEER_LOST, f"the process of {peer.rank} has ended")
+        is_fenced, effects = self.peers.ended(peer)
+        if is_fenced:
+            effects += self._fenced(peer, now, failure)
+        return [*effects, *self._over(peer, failure, now), *self.peers.close(peer)]
+
+    def _over(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
+        """Give up an incarnation that is over, connected or in the middle of a handshake."""
+        if peer in self.peers:
+            return self._left(peer, failure, now)
+        return self.instances.lost(peer, now) if self.instances.is_handshaking(peer) else []
+
+    def _fenced(self, peer: PeerId, now: float, failure: Failure | None = None) -> list[DecodeEffect]:
+        """Take the proof that nothing of an incarnation lands any more."""
+        failure = failure or self._failure(FailureReason.PEER_LOST, f"the process of {peer.rank} has ended")
+        effects = self.rooms.peer_fenced(peer, failure, now)
+        self.peers.fenced(peer)
+        self._reclaim_windows()
+        return effects
+
+    def _left(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
+        if not self.peers.left(peer):
+            return []
+        return [
+            log_loss("peer_disconnected", peer, failure),
+            *self.rooms.peer_lost(peer, failure, now),
+            *self.instances.lost(peer, now),
+        ]
+
+    def _reclaim_windows(self) -> None:
+        if self.windows.has_fenced:
+            self.windows.reclaim(self.rooms.scattered_peers())
+
+    # Timers ----------------------------------------------------------------------------------------------------------
+
+    def _expired(self, key: Hashable, now: float, late_s: float) -> list[DecodeEffect]:
+        match key:
+            case LeaseCheck(peer):
+                return self._check_lease(peer, now, late_s)
+            case PingDue(peer):
+                return self.peers.ping(peer, now)
+            case ProbeDue(peer):
+                return self.peers.probe_suspect(peer)
+            case PeerForgotten(peer):
+                return self._forget_if_unused(peer, now)
+            case _:
+                return [*self.rooms.expired(key, now), *self.instances.expired(key, now)]
+
+    def _check_lease(self, peer: PeerId, now: float, late_s: float) -> list[DecodeEffect]:
+        """Take a rank for lost once it was silent for a whole lease."""
+        known = self.peers.find(peer)
+        if known is None or not known.check(now, late_s):
+            return []
+        self.peers.lost(peer, now)
+        failure = self._failure(FailureReason.PEER_LOST, f"{peer.rank} was silent for {known.lease_s} s")
+        return [
+            log_loss("peer_lost", peer, failure),
+            *self.rooms.peer_lost(peer, failure, now),
+            *self.instances.lost(peer, now),
+        ]
+
+    def _forget_if_unused(self, peer: PeerId, now: float) -> list[DecodeEffect]:
+        """Drop a rank that stayed silent, unless some transfer still waits for its proof."""
+        if self.rooms.involve(peer):
+            self.peers.lost(peer, now)
+            return []
+        failure = self._failure(FailureReason.PEER_LOST, f"{peer.rank} stayed silent")
+        return [*self._left(peer, failure, now), *self.peers.close(peer)]
+
+    def _failure(self, reason: FailureReason, detail: str) -> Failure:
+        return Failure(reason, Stage.BOOTSTRAP, str(self.me.rank), detail)

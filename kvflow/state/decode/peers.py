@@ -1,0 +1,245 @@
+"""Prefill ranks that a decode rank knows: connections, liveness, proofs of their end, staging windows. Pure."""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+import msgspec
+
+from kvflow.state.decode.windows import StagingWindows
+from kvflow.state.effects import AwaitFence, Connect, DecodeEffect, Disconnect, LogEvent, ProbePeer, SendMessage
+from kvflow.state.peers import Peer
+from kvflow.state.settings import DecodeSettings
+from kvflow.state.tables import PeerState
+from kvflow.state.timers import Timers
+from kvflow.wire.messages import Message, PeerId, Ping, StagingWindow
+
+__all__ = ["PeerForgotten", "PingDue", "PrefillPeers", "ProbeDue"]
+
+MAX_ENDPOINTS = 1_024
+"""Incarnations whose address is remembered after they have left."""
+
+PROBE_AGAIN_S = 0.2
+"""After a probe that found a suspect peer's port open: a process that is killed closes its sockets one by one."""
+
+LEASES_TO_FORGET = 10
+"""Further leases of silence after which a lost peer is forgotten; until then it may only have been cut off."""
+
+
+class PingDue(msgspec.Struct, frozen=True):
+    """Timer: tell a peer that this rank lives."""
+
+    peer: PeerId
+
+
+class PeerForgotten(msgspec.Struct, frozen=True):
+    """Timer: a peer that is lost has been silent for long enough to be forgotten."""
+
+    peer: PeerId
+
+
+class ProbeDue(msgspec.Struct, frozen=True):
+    """Timer: look again whether the process of a suspect peer still exists."""
+
+    peer: PeerId
+
+
+class PrefillPeers:
+    """Every prefill rank that is connected, or was.
+
+    Attributes:
+        windows: Staging windows, and whose they are.
+    """
+
+    def __init__(self, me: PeerId, settings: DecodeSettings, timers: Timers[Hashable]) -> None:
+        self.windows = StagingWindows(settings.staging)
+        self._me = me
+        self._timeouts = settings.timeouts
+        self._ends_with_process = settings.ends_with_process
+        self._timers = timers
+        self._peers: dict[PeerId, Peer] = {}
+        self._open: dict[PeerId, None] = {}
+        self._endpoints: OrderedDict[PeerId, str] = OrderedDict()
+        self._probing: dict[PeerId, bool] = {}
+        self._ended: OrderedDict[PeerId, None] = OrderedDict()
+        self._fencing: dict[PeerId, None] = {}
+        self._is_short_of_windows = False
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def __contains__(self, peer: PeerId) -> bool:
+        return peer in self._peers
+
+    def find(self, peer: PeerId) -> Peer | None:
+        """Find a prefill rank after the handshake; None if it is not known, or has left."""
+        return self._peers.get(peer)
+
+    def is_connected(self, peer: PeerId) -> bool:
+        """Say whether a rank can be sent something new."""
+        known = self._peers.get(peer)
+        return known is not None and known.is_connected
+
+    def connected(self) -> list[PeerId]:
+        """Ranks that can be sent something new."""
+        return [peer.id for peer in self._peers.values() if peer.is_connected]
+
+    def of_rank(self, peer: PeerId) -> list[PeerId]:
+        """Known incarnations of the same rank but this one."""
+        return [other for other in self._peers if other.rank == peer.rank and other != peer]
+
+    # Connections -----------------------------------------------------------------------------------------------------
+
+    def open(self, peer: PeerId, endpoint: str) -> list[DecodeEffect]:
+        """Open a connection, unless there is one."""
+        self._endpoints[peer] = endpoint
+        self._endpoints.move_to_end(peer)
+        while len(self._endpoints) > MAX_ENDPOINTS:
+            self._endpoints.popitem(last=False)
+        if peer in self._open:
+            return []
+        self._open[peer] = None
+        return [Connect(peer, endpoint)]
+
+    @property
+    def all_open(self) -> list[PeerId]:
+        """Ranks to which there is a connection, broken or not, also during the handshake."""
+        return list(self._open)
+
+    def open_failed(self, peer: PeerId) -> None:
+        """Note that no connection could be made."""
+        self._open.pop(peer, None)
+
+    def close(self, peer: PeerId) -> list[DecodeEffect]:
+        """Close a connection, if there is one."""
+        return [Disconnect(peer)] if self._open.pop(peer, peer) is None else []
+
+    def send(self, peer: PeerId, message: Message) -> list[DecodeEffect]:
+        """Send over a connection; what is for a rank without one is lost, and retransmitted if it matters."""
+        return [SendMessage(peer, message)] if peer in self._open else []
+
+    def at_endpoint(self, peer: PeerId) -> list[PeerId]:
+        """Who listened where this incarnation listens now: their processes have ended."""
+        endpoint = self._endpoints.get(peer)
+        return [other for other, where in self._endpoints.items() if where == endpoint and other != peer]
+
+    # Liveness --------------------------------------------------------------------------------------------------------
+
+    def handshake_done(self, peer: PeerId, now: float) -> bool:
+        """Note that a rank takes grants; say whether it was not known before."""
+        known = self._peers.get(peer)
+        is_new = known is None
+        if known is None:
+            known = self._peers[peer] = Peer(peer, self._timers)
+        self._timers.clear(PeerForgotten(peer))
+        self.windows.use(peer)
+        known.connected(self._timeouts.lease_s, now)
+        self._timers.set(PingDue(peer), now + self._timeouts.ping_s)
+        return is_new
+
+    def heard(self, peer: PeerId, now: float) -> bool:
+        """Note that a message came; say whether the rank is back from silence or a break."""
+        known = self._peers.get(peer)
+        if known is None or not known.heard(now):
+            return False
+        self._timers.clear(PeerForgotten(peer))
+        return True
+
+    def ping(self, peer: PeerId, now: float) -> list[DecodeEffect]:
+        """Also a silent rank: if it was only cut off, its answer brings it back."""
+        self._timers.set(PingDue(peer), now + self._timeouts.ping_s)
+        return self.send(peer, Ping(peer=self._me))
+
+    def lost(self, peer: PeerId, now: float) -> None:
+        """Note that a rank is silent: it is forgotten unless it is heard again."""
+        self._timers.set(PeerForgotten(peer), now + LEASES_TO_FORGET * self._timeouts.lease_s)
+
+    def left(self, peer: PeerId) -> bool:
+        """Drop a rank; say whether it was known."""
+        known = self._peers.pop(peer, None)
+        if known is None:
+            return False
+        known.left()
+        self._timers.clear(PingDue(peer))
+        self._timers.clear(ProbeDue(peer))
+        self._timers.clear(PeerForgotten(peer))
+        return True
+
+    # Proofs ----------------------------------------------------------------------------------------------------------
+
+    def probe(self, peer: PeerId) -> list[DecodeEffect]:
+        """Find out whether the process of a rank still exists; if that is going on, perhaps once more after it."""
+        endpoint = self._endpoints.get(peer)
+        if endpoint is None:
+            return []
+        if peer in self._probing:
+            self._probing[peer] = True
+            return []
+        self._probing[peer] = False
+        return [ProbePeer(peer, endpoint)]
+
+    def probe_finished(self, peer: PeerId, now: float, *, is_gone: bool) -> list[DecodeEffect]:
+        """Note that a probe has ended. If it found nothing, what has happened since it began may show by another.
+
+        So one that was asked for meanwhile is made now, and a suspect peer is probed again soon.
+        """
+        was_asked_again = self._probing.pop(peer, False)
+        if is_gone:
+            return []
+        if self._is_suspect(peer):
+            self._timers.set(ProbeDue(peer), now + PROBE_AGAIN_S)
+        return self.probe(peer) if was_asked_again else []
+
+    def probe_suspect(self, peer: PeerId) -> list[DecodeEffect]:
+        """Probe a peer if it is still suspect."""
+        return self.probe(peer) if self._is_suspect(peer) else []
+
+    def _is_suspect(self, peer: PeerId) -> bool:
+        known = self._peers.get(peer)
+        return known is not None and known.state is PeerState.SUSPECT
+
+    def ended(self, peer: PeerId) -> tuple[bool, list[DecodeEffect]]:
+        """Note the proof that a process has ended.
+
+        Returns:
+            Whether that alone proves that nothing of it lands any more; and what is to be done to find out if not.
+        """
+        self._endpoints.pop(peer, None)
+        self.said_goodbye(peer)
+        if self._ends_with_process:
+            return True, []
+        if peer in self._fencing:
+            return False, []
+        self._fencing[peer] = None
+        return False, [AwaitFence(peer)]
+
+    def said_goodbye(self, peer: PeerId) -> None:
+        """Note that a rank serves nobody any more."""
+        self._ended[peer] = None
+        while len(self._ended) > MAX_ENDPOINTS:
+            self._ended.popitem(last=False)
+
+    def has_ended(self, peer: PeerId) -> bool:
+        """Say whether a rank has said goodbye, or its process has ended; its record may outlive it."""
+        return peer in self._ended
+
+    def fenced(self, peer: PeerId) -> None:
+        """Note the proof that nothing of an incarnation lands any more: it is not probed after that."""
+        self._endpoints.pop(peer, None)
+        self._fencing.pop(peer, None)
+        self.windows.fenced(peer)
+
+    def assign_window(self, peer: PeerId) -> tuple[StagingWindow | None, list[DecodeEffect]]:
+        """Give a rank a staging window; if none is left, look for owners that have ended, and say so once."""
+        window = self.windows.assign(peer)
+        if window is not None or not self.windows.num_windows:
+            self._is_short_of_windows &= window is None
+            return window, []
+        effects: list[DecodeEffect] = []
+        for owner in self.windows.owners:
+            if owner not in self._peers:
+                effects += self.probe(owner)
+        if not self._is_short_of_windows:
+            self._is_short_of_windows = True
+            values = {"peer": str(peer), "windows": str(self.windows.num_windows)}
+            effects.append(LogEvent("staging_windows_exhausted", values, is_warning=True))
+        return None, effects

@@ -1,0 +1,201 @@
+"""What is expected of one prefill rank in one transfer, and what of it has arrived. Pure."""
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from kvflow.geometry.expected import expected_bytes
+from kvflow.geometry.ranges import TokenRange
+from kvflow.state.effects import WrittenBy
+from kvflow.state.events import ConnectedRank
+from kvflow.state.tables import RANK, RankSignal, RankState
+from kvflow.wire.messages import Notice
+
+__all__ = ["RankProgress", "Tally"]
+
+
+class Tally:
+    """Counts over the prefill ranks of one transfer, so that a notice of one rank looks at no other.
+
+    Attributes:
+        num_complete: Ranks that have accounted for every byte.
+        num_quiet: Ranks that can write nothing more.
+        num_notices: Notices counted.
+        num_scattering: Notices of which something is on its way from a staging slot to the pages.
+    """
+
+    __slots__ = ("num_complete", "num_notices", "num_quiet", "num_scattering")
+
+    def __init__(self) -> None:
+        self.num_complete = 0
+        self.num_quiet = 0
+        self.num_notices = 0
+        self.num_scattering = 0
+
+
+class RankProgress:
+    """What is expected of one prefill rank in one transfer, and what of it has arrived.
+
+    Args:
+        rank: The rank.
+        token: What its notices repeat.
+        ranges: Tokens that are wanted, by component.
+        tally: Of the transfer; kept up to date.
+    """
+
+    def __init__(self, rank: ConnectedRank, token: int, ranges: Mapping[str, TokenRange], tally: Tally) -> None:
+        self.rank = rank
+        self.peer = rank.peer
+        self.token = token
+        self.state = RankState.WRITING
+        self.num_bytes = 0
+        self.metadata = b""
+        self._expected = rank.expected
+        self._wanted = {name: tokens for name, tokens in ranges.items() if name in rank.expected}
+        self._max_notices = sum(
+            (stop - start) * rank.expected[name].max_layers for name, (start, stop) in self._wanted.items()
+        )
+        self._notices: dict[int, Notice] = {}
+        self._scattering: dict[int, Notice] = {}
+        self._num_expected: int | None = None
+        self._tally = tally
+
+    @property
+    def num_notices(self) -> int:
+        """Notices counted."""
+        return len(self._notices)
+
+    @property
+    def num_scattering(self) -> int:
+        """Notices that will be counted when what they brought has been scattered."""
+        return len(self._scattering)
+
+    def apply(self, signal: RankSignal) -> None:
+        """Change state as the table says."""
+        before, self.state = self.state, RANK[self.state, signal]
+        if self.state is not before:
+            self._tally.num_complete += (self.state is RankState.COMPLETE) - (before is RankState.COMPLETE)
+            self._tally.num_quiet += self.state.is_quiet - before.is_quiet
+
+    @property
+    def is_scattering(self) -> bool:
+        """Something of it is on its way from a staging slot to the pages."""
+        return bool(self._scattering)
+
+    def has(self, seq: int) -> bool:
+        """Say whether a notice was counted."""
+        return seq in self._notices
+
+    def scatters(self, seq: int) -> bool:
+        """Say whether what a notice brought is on its way to the pages."""
+        return seq in self._scattering
+
+    def count(self, notice: Notice) -> str | None:
+        """Count a notice once, however often it comes; say what is wrong with it if it does not count."""
+        if notice.seq in self._notices:
+            return None if self._notices[notice.seq] == notice else "notice_contradicts_itself"
+        anomaly = self._anomaly(notice)
+        if anomaly is not None:
+            return anomaly
+        if notice.last:
+            self._num_expected = notice.seq + 1
+            self.metadata = notice.metadata
+        self._notices[notice.seq] = notice
+        self._tally.num_notices += 1
+        self.num_bytes += notice.num_bytes
+        whole = len(self._notices) == self._num_expected and self.shortfall() is None
+        self.apply(RankSignal.COMPLETED if whole else RankSignal.NOTICED)
+        return None
+
+    def stage(self, notice: Notice) -> str | None:
+        """Note that what a notice brought has to be scattered before it counts; say what is wrong with it."""
+        if notice.seq in self._scattering:
+            return None if self._scattering[notice.seq] == notice else "notice_contradicts_itself"
+        window, staged = self.rank.staging, notice.staged
+        if window is None or staged is None or staged.slot >= window.num_slots or notice.num_bytes > window.slot_bytes:
+            return "notice_staged_nowhere"
+        for name, (start, stop) in notice.ranges.items():
+            if name not in self._wanted or not self._wanted[name][0] <= start <= stop <= self._wanted[name][1]:
+                return "notice_of_other_tokens"
+        if any(other.staged is not None and other.staged.slot == staged.slot for other in self._scattering.values()):
+            return "notice_of_taken_slot"
+        anomaly = self._anomaly(notice)
+        if anomaly is None:
+            self._scattering[notice.seq] = notice
+            self._tally.num_scattering += 1
+        return anomaly
+
+    def reconnected(self, rank: ConnectedRank) -> None:
+        """Take in that the same incarnation has connected again: it may have been given a window only then."""
+        if self.rank.staging is None:
+            self.rank = replace(self.rank, staging=rank.staging)
+
+    def scattered(self, seq: int) -> None:
+        """Note that nothing is scattered for a notice any more."""
+        del self._scattering[seq]
+        self._tally.num_scattering -= 1
+
+    def _anomaly(self, notice: Notice) -> str | None:
+        if notice.seq > self._max_notices:
+            return "notice_seq_impossible"  # every notice but the last carries at least a layer of a token
+        if self._num_expected is not None and (notice.last or notice.seq >= self._num_expected):
+            return "notice_after_last"
+        if notice.last and any(seq > notice.seq for seq in self._notices):
+            return "notice_after_last"
+        return None
+
+    @property
+    def written(self) -> WrittenBy:
+        """What the rank says it has written, once all notices are there."""
+        return WrittenBy(self.rank, tuple(self._notices[seq] for seq in range(len(self._notices))))
+
+    @property
+    def has_all_notices(self) -> bool:
+        """Every notice up to the last one is there."""
+        return len(self._notices) == self._num_expected
+
+    def shortfall(self) -> str | None:
+        """Say what is wrong once all notices are there: tokens out of line, or not the expected number of bytes."""
+        positions = {name: start for name, (start, _) in self._wanted.items()}
+        chunk: Notice | None = None
+        for seq in range(len(self._notices)):
+            notice = self._notices.get(seq)
+            if notice is None:
+                return f"notice {seq} is missing"
+            anomaly = _layers_anomaly(notice, chunk) or self._tokens_anomaly(notice, positions)
+            if anomaly is not None:
+                return anomaly
+            chunk = notice if _goes_on(notice) else None
+            if chunk is None:
+                positions.update({name: stop for name, (_, stop) in notice.ranges.items()})
+        if chunk is not None:
+            return f"layers of notice {chunk.seq} and those before it were written, the others were not"
+        for name, (_, stop) in self._wanted.items():
+            if positions[name] != stop:
+                return f"tokens {positions[name]}:{stop} of component {name} were not written"
+        return None
+
+    def _tokens_anomaly(self, notice: Notice, positions: Mapping[str, int]) -> str | None:
+        for name, (start, stop) in notice.ranges.items():
+            if start != positions.get(name) or stop < start:
+                return f"tokens {start}:{stop} of component {name} do not continue what was written"
+        expected = expected_bytes(self._expected, notice.ranges, self._wanted, notice.layer_range)
+        if notice.num_bytes == expected:
+            return None
+        return f"{notice.num_bytes} bytes were written, {expected} were expected"
+
+
+def _layers_anomaly(notice: Notice, before: Notice | None) -> str | None:
+    """Say what is wrong with the layers of a notice; `before` is the one that it continues, if there is one."""
+    start, stop = notice.layer_range
+    expected = 0 if before is None or before.layers is None else before.layers[1]
+    if start != expected or (stop is not None and stop <= start):
+        return f"layers {start}:{stop or ''} of notice {notice.seq} do not continue what was written"
+    if before is not None and notice.ranges != before.ranges:
+        return f"notice {notice.seq} has other tokens than the layers before it"
+    return None
+
+
+def _goes_on(notice: Notice) -> bool:
+    """Say whether layers of the same tokens follow."""
+    return notice.layers is not None and notice.layers[1] is not None

@@ -1,0 +1,355 @@
+"""One room on one decode rank.
+
+It grants its pages to every rank of the prefill instance, counts notices by `engine_rank`, and ends in success only
+when each rank that it expects bytes of has accounted for all of them and, if that was asked for, what arrived has the
+digests of what was sent. Any other end drains: every rank that could still write is told to stop, and the pages are
+given back when each has said that it did.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvflow.errors import FailureReason, Stage
+from kvflow.state.decode.progress import RankProgress, Tally
+from kvflow.state.effects import (
+    CountAnomaly,
+    DecodeEffect,
+    ReceivedRoom,
+    ReportReceiver,
+    ScatterStaged,
+    SendMessage,
+    VerifyDigests,
+)
+from kvflow.state.events import ConnectedRank, ReceiveOpened
+from kvflow.state.tables import Memory, Outcome, RankSignal, RankState, Signal, TransferState
+from kvflow.wire.messages import Ack, Cancel, Failure, Grant, Notice, PeerId, SlotReleased
+
+__all__ = ["ReceiveContext", "Room", "grant_token"]
+
+
+class ReceiveContext(NamedTuple):
+    """What every room of a rank uses.
+
+    Attributes:
+        progress_s: How long nothing may arrive, once something has, in seconds.
+        probe: Finds out whether the process of a rank still exists.
+        decline: Tells an instance that a room which it was not granted will not be taken.
+        reconnect: Sees to it that an instance is connected, so that it can be asked for proofs.
+    """
+
+    me: PeerId
+    progress_s: float
+    probe: Callable[[PeerId], list[DecodeEffect]]
+    decline: Callable[[ReceiveOpened, Failure, float], list[DecodeEffect]]
+    reconnect: Callable[[str, float], list[DecodeEffect]]
+
+
+class Room:
+    """One room, from the engine's request to the last proof that its pages are quiet.
+
+    Attributes:
+        opened: What the engine asked for.
+        deadline: When it gives up.
+        ranks: Prefill ranks that it expects bytes of, by engine rank.
+        tally: Counts over them.
+        num_retransmits: How often grants or cancels were sent again.
+        is_verifying: What has arrived is being compared with its digests.
+        is_closing: Its outcome is decided, and what follows from that was seen to.
+    """
+
+    def __init__(self, context: ReceiveContext, opened: ReceiveOpened, deadline: float) -> None:
+        self.opened = opened
+        self.deadline = deadline
+        self.state = TransferState()
+        self.failure: Failure | None = None
+        self.ranks: dict[int, RankProgress] = {}
+        self.tally = Tally()
+        self.num_retransmits = 0
+        self.is_closing = False
+        self._context = context
+        self._first_notice_at = 0.0
+        self.is_verifying = False
+        self._is_verified = False
+        self._granted: tuple[PeerId, ...] = ()
+
+    @property
+    def room(self) -> int:
+        """The router's id of the request."""
+        return self.opened.room
+
+    @property
+    def generation(self) -> int:
+        """The number of this transfer, never used again by this incarnation."""
+        return self.opened.generation
+
+    @property
+    def granted(self) -> tuple[PeerId, ...]:
+        """Every rank of the instance, once they may write."""
+        return self._granted
+
+    @property
+    def num_arrived(self) -> int:
+        """Notices of all ranks: those that count, and those of which something is being scattered."""
+        return self.tally.num_notices + self.tally.num_scattering
+
+    def involves(self, peer: PeerId) -> bool:
+        """Say whether a peer was granted these pages."""
+        return peer in self._granted
+
+    def grant(self, ranks: Sequence[ConnectedRank], timeout_s: float) -> list[DecodeEffect]:
+        """Let every rank of the instance write; those that send nothing only learn that they are done."""
+        self._granted = tuple(rank.peer for rank in ranks)
+        effects: list[DecodeEffect] = []
+        for rank in ranks:
+            engine_rank = rank.peer.rank.engine_rank
+            if not rank.expected.keys().isdisjoint(self.opened.ranges):
+                token = grant_token(self.opened.secret, engine_rank)
+                self.ranks[engine_rank] = RankProgress(rank, token, self.opened.ranges, self.tally)
+            effects.append(SendMessage(rank.peer, self._grant(rank.peer, timeout_s)))
+        return [*effects, *self._review()]
+
+    def retransmit(self, timeout_s: float) -> list[DecodeEffect]:
+        """Send again to each rank what it seems to have missed, and ask after those that are silent."""
+        self.num_retransmits += 1
+        effects: list[DecodeEffect] = []
+        for peer in self._granted:
+            progress = self.ranks.get(peer.rank.engine_rank)
+            if progress is not None and not progress.state.is_quiet:
+                effects += self._retransmit_to(progress, timeout_s)
+            elif progress is None and self.state.is_pending:
+                effects.append(SendMessage(peer, self._grant(peer, timeout_s)))
+        return effects
+
+    def remind(self, peer: PeerId) -> list[DecodeEffect]:
+        """Ask a rank that can be reached again for its proof."""
+        progress = self._progress_of(peer)
+        if self.failure is None or progress is None or progress.state.is_quiet:
+            return []
+        return [SendMessage(peer, self._cancel(self.failure))]
+
+    def reconnected(self, rank: ConnectedRank) -> list[DecodeEffect]:
+        """Note that a rank has connected again, and ask it for its proof."""
+        progress = self._progress_of(rank.peer)
+        if progress is not None:
+            progress.reconnected(rank)
+        return self.remind(rank.peer)
+
+    def _retransmit_to(self, progress: RankProgress, timeout_s: float) -> list[DecodeEffect]:
+        if self.failure is None:
+            return [SendMessage(progress.peer, self._grant(progress.peer, timeout_s))]
+        probe = self._context.probe(progress.peer) if progress.state is RankState.LOST else []
+        return [*probe, SendMessage(progress.peer, self._cancel(self.failure))]
+
+    def _grant(self, peer: PeerId, timeout_s: float) -> Grant:
+        progress = self.ranks.get(peer.rank.engine_rank)
+        return Grant(
+            room=self.room,
+            generation=self.generation,
+            token=progress.token if progress else 0,
+            ranges=dict(self.opened.ranges),
+            pages=dict(self.opened.pages) if progress else {},
+            num_decode_ranks=self.opened.num_decode_ranks,
+            timeout_s=timeout_s,
+            progress_s=self._context.progress_s,
+            priority=self.opened.priority,
+            digest=self.opened.digest,
+        )
+
+    def _cancel(self, failure: Failure) -> Cancel:
+        return Cancel(room=self.room, generation=self.generation, failure=failure)
+
+    def notice(self, notice: Notice, sender: PeerId | None, now: float) -> list[DecodeEffect]:
+        """Count what a rank says it has written; `sender` is None if the notice came in band."""
+        progress = self.ranks.get(notice.engine_rank)
+        if progress is None or sender not in (None, progress.peer):
+            return [self._anomaly("notice_from_unknown_rank", sender)]
+        if notice.token != progress.token:
+            return [self._anomaly("notice_with_wrong_token", progress.peer)]
+        self._first_notice_at = self._first_notice_at or now
+        is_late = progress.state is RankState.DRAINED
+        if notice.staged is not None and not progress.has(notice.seq):
+            return self._stage(progress, notice)
+        anomaly = "notice_after_drained" if is_late else progress.count(notice)
+        if anomaly is not None:
+            return [self._anomaly(anomaly, progress.peer)]
+        again = [self._slot_released(progress.peer, notice.seq)] if notice.staged is not None else []
+        return [*again, *self._judge(progress)]
+
+    def _stage(self, progress: RankProgress, notice: Notice) -> list[DecodeEffect]:
+        """Have what a notice brought scattered, once, and only while somebody wants it."""
+        if not self.state.is_pending:
+            return []
+        if progress.scatters(notice.seq):
+            return []
+        anomaly = progress.stage(notice)
+        if anomaly is not None:
+            return [self._anomaly(anomaly, progress.peer)]
+        return [ScatterStaged(self.opened, progress.rank, notice)]
+
+    def scattered(self, notice: Notice, failure: Failure | None) -> list[DecodeEffect]:
+        """Take in what came of scattering: only now the notice counts, and its slot may be written again."""
+        progress = self.ranks[notice.engine_rank]
+        progress.scattered(notice.seq)
+        released = self._slot_released(progress.peer, notice.seq)
+        if failure is not None:
+            return [released, *self.stop(Signal.FAILED, failure)]
+        anomaly = progress.count(notice)
+        if anomaly is not None:
+            return [released, self._anomaly(anomaly, progress.peer), *self._review()]
+        return [released, *self._judge(progress)]
+
+    def slot_query(self, peer: PeerId, seq: int) -> list[DecodeEffect]:
+        """Say that the slot of a notice is not read any more, if that is so."""
+        progress = self._progress_of(peer)
+        if progress is None or progress.scatters(seq) or (self.state.is_pending and not progress.has(seq)):
+            return []
+        return [self._slot_released(peer, seq)]
+
+    @property
+    def is_scattering(self) -> bool:
+        """Something is written to the pages from here."""
+        return self.tally.num_scattering > 0
+
+    def scattered_peers(self) -> list[PeerId]:
+        """Ranks whose slots are being read."""
+        return [progress.peer for progress in self.ranks.values() if progress.is_scattering]
+
+    def _slot_released(self, peer: PeerId, seq: int) -> DecodeEffect:
+        engine_rank = peer.rank.engine_rank
+        message = SlotReleased(room=self.room, generation=self.generation, engine_rank=engine_rank, seq=seq)
+        return SendMessage(peer, message)
+
+    def _judge(self, progress: RankProgress) -> list[DecodeEffect]:
+        """See whether a rank has accounted for everything, or never will."""
+        if progress.has_all_notices and progress.state is RankState.WRITING:
+            detail = progress.shortfall() or "nothing is missing"
+            return self.stop(Signal.FAILED, self._error(FailureReason.INCOMPLETE, progress.peer, detail))
+        return self._review()
+
+    def verified(self, failure: Failure | None) -> list[DecodeEffect]:
+        """Take in whether what arrived has the digests of what was sent."""
+        self.is_verifying = False
+        if failure is not None:
+            return self.stop(Signal.FAILED, failure)
+        self._is_verified = True
+        return self._review()
+
+    def drained(self, peer: PeerId, failure: Failure | None) -> list[DecodeEffect]:
+        """Note that a rank says that it can write nothing more."""
+        progress = self._progress_of(peer)
+        if progress is None:
+            return []
+        was_writing = progress.state is not RankState.COMPLETE
+        progress.apply(RankSignal.DRAINED)
+        if not (self.state.is_pending and was_writing):
+            return self._review()
+        detail = "the rank drained without being asked to"
+        return self.stop(Signal.FAILED, failure or self._error(FailureReason.PROTOCOL, peer, detail), spare=peer)
+
+    def failed(self, peer: PeerId, failure: Failure, *, is_drained: bool) -> list[DecodeEffect]:
+        """End it because a prefill rank said so."""
+        progress = self._progress_of(peer)
+        if progress is not None and is_drained:
+            progress.apply(RankSignal.DRAINED)
+        return self.stop(Signal.FAILED, failure, spare=peer)
+
+    def lost(self, peer: PeerId, failure: Failure) -> list[DecodeEffect]:
+        """End it because a rank that has not sent everything is gone."""
+        progress = self._progress_of(peer)
+        if progress is None or progress.state.is_quiet:
+            return []
+        progress.apply(RankSignal.LOST)
+        return [*self.stop(Signal.FAILED, failure), *self._context.probe(peer)]
+
+    def fenced(self, peer: PeerId, failure: Failure) -> list[DecodeEffect]:
+        """Note that nothing of a rank's incarnation can land any more, because it is over."""
+        progress = self._progress_of(peer)
+        if progress is None or progress.state.is_quiet:
+            return []
+        progress.apply(RankSignal.FENCED)
+        return self.stop(Signal.FAILED, failure, spare=peer)
+
+    def release(self) -> list[DecodeEffect]:
+        """Take the pages back without a proof, as an operator says."""
+        return self._review(Signal.RELEASED)
+
+    def stop(self, signal: Signal, failure: Failure, *, spare: PeerId | None = None) -> list[DecodeEffect]:
+        """End it without success: tell every granted rank to stop, but for `spare`, which said so itself."""
+        if not self.state.is_pending:
+            return self._review()
+        self.failure = failure
+        self.state.apply(signal)
+        cancels = [SendMessage(peer, self._cancel(failure)) for peer in self._granted if peer != spare]
+        return [self._report(), *cancels, *self._review()]
+
+    def in_doubt(self) -> list[DecodeEffect]:
+        """Give up waiting for ranks that do not say Drained."""
+        return self._review(Signal.IN_DOUBT)
+
+    def _review(self, extra: Signal | None = None) -> list[DecodeEffect]:
+        """Draw the transfer's conclusion from its ranks; report when a fact has changed."""
+        if self._must_verify():
+            self.is_verifying = True
+            return [VerifyDigests(self.opened, tuple(progress.written for progress in self.ranks.values()))]
+        before = (self.state.outcome, self.state.memory)
+        if not self.is_verifying and not self.is_scattering:  # meanwhile the pages are read, or written from here
+            self._conclude()
+        if extra is not None:
+            self.state.apply(extra)
+        after = (self.state.outcome, self.state.memory)
+        if after == before:
+            return []
+        is_success = self.state.outcome is Outcome.SUCCESS
+        return [self._report(), *(self._acks() if is_success else [])]
+
+    def _must_verify(self) -> bool:
+        if not self.opened.digest or self._is_verified or self.is_verifying or not self.state.is_pending:
+            return False
+        if self.is_scattering:  # what is compared must stay as it is
+            return False
+        return bool(self.ranks) and self.tally.num_complete == len(self.ranks)
+
+    def _conclude(self) -> None:
+        if self._granted and self.tally.num_complete == len(self.ranks):
+            self.state.apply(Signal.COMPLETED)
+        elif not self.state.is_pending and self.tally.num_quiet == len(self.ranks):
+            self.state.apply(Signal.QUIET)
+
+    def _acks(self) -> list[DecodeEffect]:
+        ack = Ack(room=self.room, generation=self.generation)
+        return [SendMessage(peer, ack) for peer in self._granted]
+
+    def _report(self) -> DecodeEffect:
+        return ReportReceiver(
+            room=self.room,
+            generation=self.generation,
+            outcome=self.state.outcome,
+            memory=self.state.memory,
+            failure=self.failure,
+            received=self._received() if self.state.memory is Memory.SAFE and self.failure is None else None,
+        )
+
+    def _received(self) -> ReceivedRoom:
+        return ReceivedRoom(
+            metadata={rank: progress.metadata for rank, progress in self.ranks.items() if progress.metadata},
+            num_bytes=sum(progress.num_bytes for progress in self.ranks.values()),
+            num_notices=self.tally.num_notices,
+            first_notice_at=self._first_notice_at,
+        )
+
+    def _progress_of(self, peer: PeerId) -> RankProgress | None:
+        progress = self.ranks.get(peer.rank.engine_rank)
+        return progress if progress is not None and progress.peer == peer else None
+
+    def _anomaly(self, kind: str, peer: PeerId | None) -> DecodeEffect:
+        return CountAnomaly(kind, peer, self.room)
+
+    def _error(self, reason: FailureReason, peer: PeerId, detail: str) -> Failure:
+        return Failure(reason, Stage.AGGREGATE, str(self._context.me.rank), f"{peer.rank}: {detail}")
+
+
+def grant_token(secret: bytes, engine_rank: int) -> int:
+    """Work out the number that notices of one rank must repeat; no rank can work out another's."""
+    digest = hashlib.blake2b(engine_rank.to_bytes(8, "little"), key=secret, digest_size=8).digest()
+    return int.from_bytes(digest, "little")

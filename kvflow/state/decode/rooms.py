@@ -1,0 +1,336 @@
+"""All rooms of one decode rank. Pure."""
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import msgspec
+
+from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
+from kvflow.state.closed import ClosedGenerations
+from kvflow.state.decode.room import ReceiveContext, Room
+from kvflow.state.effects import CountAnomaly, DecodeEffect, SendMessage
+from kvflow.state.events import ConnectedRank, ReceiveOpened, Scattered
+from kvflow.state.quarantine import Quarantine
+from kvflow.state.settings import DecodeSettings
+from kvflow.state.tables import Memory, Signal
+from kvflow.state.timers import Timers
+from kvflow.wire.messages import Ack, Cancel, Drained, Failed, Failure, Notice, PeerId, SlotQuery, SlotReleased
+
+__all__ = ["Rooms"]
+
+MIN_TIMEOUT_S = 1e-3
+"""What a grant says when its time is already up; the receiver's own deadline follows at once."""
+
+MAX_CLOSED = 16_384
+"""Ended transfers that are remembered, so that a prefill rank that missed the end is told."""
+
+MAX_BACKOFF = 8
+"""Messages are retransmitted less and less often, down to this many times the first pause."""
+
+GRANTS_PER_PAUSE = 500
+"""Where more rooms than this are open, each retransmits its grant later than after the first pause. Grants are rarely
+lost, and retransmitting thousands of them for as long as prefill lets them wait costs more than moving them."""
+
+
+class ReceiveDeadline(msgspec.Struct, frozen=True):
+    """Timer: the whole transfer."""
+
+    generation: int
+
+
+class ReceiveStalled(msgspec.Struct, frozen=True):
+    """Timer: something must have arrived."""
+
+    generation: int
+
+
+class ReceiveUnanswered(msgspec.Struct, frozen=True):
+    """Timer: every granted rank should have sent everything, or have given its proof."""
+
+    generation: int
+
+
+class ReceiveUndrained(msgspec.Struct, frozen=True):
+    """Timer: granted ranks must have said Drained after the transfer has failed."""
+
+    generation: int
+
+
+class _Ended(NamedTuple):
+    """How a transfer ended; no failure for a success."""
+
+    room: int
+    granted: tuple[PeerId, ...]
+    failure: Failure | None
+
+
+class Rooms:
+    """The table of rooms by generation; every method returns what is to be done.
+
+    A room in quarantine gives its number free but stays in the table under its generation, so that a late Drained
+    still finds it.
+    """
+
+    def __init__(
+        self, context: ReceiveContext, settings: DecodeSettings, timers: Timers[Hashable], quarantine: Quarantine
+    ) -> None:
+        self.rooms: dict[int, Room] = {}
+        self.generations: dict[int, int] = {}
+        self._context = context
+        self._timeouts = settings.timeouts
+        self._limits = settings.limits
+        self._timers = timers
+        self._quarantine = quarantine
+        self._last_generation = 0
+        self._closed: ClosedGenerations[_Ended] = ClosedGenerations(MAX_CLOSED)
+
+    # What the engine wants -------------------------------------------------------------------------------------------
+
+    def open(self, opened: ReceiveOpened, now: float) -> Room:
+        """Put a room on record; it is granted or failed next.
+
+        Raises:
+            LocalProtocolError: The room is being received already, or its generation is not new.
+            CapacityExceeded: Too many rooms are open, or too much is in quarantine.
+        """
+        if opened.room in self.generations:
+            raise LocalProtocolError(
+                "room is being received already", room=opened.room, generation=self.generations[opened.room]
+            )
+        if len(self.rooms) >= self._limits.transfers:
+            raise CapacityExceeded("too many rooms are open", limit=self._limits.transfers)
+        self._quarantine.check_admission()
+        if opened.generation <= self._last_generation:
+            raise LocalProtocolError("generation was used before", generation=opened.generation)
+        self._last_generation = opened.generation
+        room = Room(self._context, opened, now + opened.timeout_s)
+        self.rooms[room.generation] = room
+        self.generations[opened.room] = room.generation
+        self._timers.set(ReceiveDeadline(room.generation), room.deadline)
+        return room
+
+    def grant(self, room: Room, ranks: tuple[ConnectedRank, ...], now: float) -> list[DecodeEffect]:
+        """Let every rank of the instance write."""
+        self._timers.set(ReceiveStalled(room.generation), now + self._timeouts.first_bytes_s)
+        self._timers.set(ReceiveUnanswered(room.generation), now + self._pause_s(room))
+        return self._follow(room, room.grant(ranks, self._time_left(room, now)), now)
+
+    def fail(self, room: Room, failure: Failure, now: float) -> list[DecodeEffect]:
+        """End a room without success."""
+        return self._follow(room, room.stop(Signal.FAILED, failure), now)
+
+    def abort(self, number: int, failure: Failure, now: float) -> list[DecodeEffect]:
+        """End a room because its engine gave it up."""
+        room = self.rooms.get(self.generations.get(number, 0))
+        return self._follow(room, room.stop(Signal.ABORTED, failure), now) if room else []
+
+    def release(self, generation: int, now: float) -> list[DecodeEffect]:
+        """Take the pages of a transfer in quarantine back without a proof.
+
+        Raises:
+            LocalProtocolError: The transfer is not in quarantine, or its pages are still being written from here.
+        """
+        room = self.rooms.get(generation)
+        if room is None or room.state.memory is not Memory.QUARANTINED:
+            raise LocalProtocolError("transfer is not in quarantine", generation=generation)
+        if room.is_scattering:
+            raise LocalProtocolError("pages are being written from staging memory", generation=generation)
+        return self._follow(room, room.release(), now)
+
+    def close(self, failure: Failure, now: float) -> list[DecodeEffect]:
+        """End every room."""
+        effects: list[DecodeEffect] = []
+        for room in list(self.rooms.values()):
+            effects += self._follow(room, room.stop(Signal.ABORTED, failure), now)
+        return effects
+
+    # What prefill ranks say ------------------------------------------------------------------------------------------
+
+    def notice(self, notice: Notice, sender: PeerId | None, now: float) -> list[DecodeEffect]:
+        """Count a notice for the transfer it names; `sender` is None if it came in band."""
+        room = self._find(notice.room, notice.generation)
+        if room is None:
+            return self._answer_closed(notice.room, notice.generation, sender, "notice_of_unknown_transfer")
+        before = room.num_arrived
+        effects = room.notice(notice, sender, now)
+        is_waiting = room.state.is_pending and not room.is_verifying
+        if is_waiting and room.num_arrived != before:
+            self._timers.set(ReceiveStalled(room.generation), now + self._timeouts.progress_s)
+        return self._follow(room, effects, now)
+
+    def drained(self, peer: PeerId, drained: Drained, now: float) -> list[DecodeEffect]:
+        """Note that a rank says that it can write nothing more."""
+        room = self._find(drained.room, drained.generation)
+        if room is None:
+            is_late = drained.generation in self._closed
+            return [] if is_late else [CountAnomaly("drained_of_unknown_transfer", peer, drained.room)]
+        return self._follow(room, room.drained(peer, drained.failure), now)
+
+    def failed(self, peer: PeerId, failed: Failed, now: float) -> list[DecodeEffect]:
+        """End a room because a prefill rank said so."""
+        room = self._find(failed.room, failed.generation)
+        if room is None or not room.involves(peer):
+            return self._answer_closed(failed.room, failed.generation, peer, "failed_of_unknown_transfer")
+        return self._follow(room, room.failed(peer, failed.failure, is_drained=failed.drained), now)
+
+    def slot_query(self, peer: PeerId, query: SlotQuery) -> list[DecodeEffect]:
+        """Say that a slot is not read any more, if that is so; nothing of a transfer that is over ever is."""
+        room = self._find(query.room, query.generation)
+        if room is not None:
+            return room.slot_query(peer, query.seq)
+        if query.generation > self._last_generation:
+            return [CountAnomaly("slot_query_of_unknown_transfer", peer, query.room)]
+        released = SlotReleased(
+            room=query.room, generation=query.generation, engine_rank=query.engine_rank, seq=query.seq
+        )
+        return [SendMessage(peer, released)]
+
+    # What becomes of prefill ranks -----------------------------------------------------------------------------------
+
+    def peer_connected(self, rank: ConnectedRank) -> list[DecodeEffect]:
+        """Ask a rank that has connected, perhaps again, for the proofs that rooms wait for."""
+        effects: list[DecodeEffect] = []
+        for room in self.rooms.values():
+            effects += room.reconnected(rank)
+        return effects
+
+    def peer_back(self, peer: PeerId) -> list[DecodeEffect]:
+        """Ask a rank that is heard again for the proofs that rooms wait for."""
+        effects: list[DecodeEffect] = []
+        for room in self.rooms.values():
+            effects += room.remind(peer)
+        return effects
+
+    def peer_lost(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
+        """Fail every room that still expects something of a lost rank."""
+        effects: list[DecodeEffect] = []
+        for room in list(self.rooms.values()):
+            if room.involves(peer):
+                effects += self._follow(room, room.lost(peer, failure), now)
+        return effects
+
+    def peer_fenced(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
+        """Take the proof that nothing of a prefill rank's incarnation can land any more."""
+        effects: list[DecodeEffect] = []
+        for room in list(self.rooms.values()):
+            if room.involves(peer):
+                effects += self._follow(room, room.fenced(peer, failure), now)
+        return effects
+
+    def involve(self, peer: PeerId) -> bool:
+        """Say whether a room, in quarantine or not, was granted to a prefill rank."""
+        return any(room.involves(peer) for room in self.rooms.values())
+
+    def scattered_peers(self) -> dict[PeerId, None]:
+        """Ranks whose staging slots are being read."""
+        return {peer: None for room in self.rooms.values() for peer in room.scattered_peers()}
+
+    # What the stages say ---------------------------------------------------------------------------------------------
+
+    def verified(self, generation: int, failure: Failure | None, now: float) -> list[DecodeEffect]:
+        """Take in what came of comparing digests; the transfer may be over by now."""
+        room = self.rooms.get(generation)
+        return self._follow(room, room.verified(failure), now) if room else []
+
+    def scattered(self, event: Scattered, now: float) -> list[DecodeEffect]:
+        """Take in what came of scattering; its transfer is on record until then."""
+        room = self.rooms.get(event.generation)
+        if room is None:
+            return [CountAnomaly("scattered_unknown_transfer", None, event.notice.room)]
+        if room.state.is_pending:
+            self._timers.set(ReceiveStalled(room.generation), now + self._timeouts.progress_s)
+        return self._follow(room, room.scattered(event.notice, event.failure), now)
+
+    # Timers ----------------------------------------------------------------------------------------------------------
+
+    def expired(self, key: Hashable, now: float) -> list[DecodeEffect]:
+        """Do what a timer that is due is for."""
+        match key:
+            case ReceiveDeadline(generation):
+                room = self.rooms[generation]
+                detail = f"no success within {room.opened.timeout_s} s"
+                return self.fail(room, self._error(FailureReason.DEADLINE, detail), now)
+            case ReceiveStalled(generation):
+                room = self.rooms[generation]
+                return self.fail(room, self._error(FailureReason.STALLED, self._stall(room)), now)
+            case ReceiveUnanswered(generation):
+                return self._retransmit(self.rooms[generation], now)
+            case ReceiveUndrained(generation):
+                room = self.rooms[generation]
+                return self._follow(room, room.in_doubt(), now)
+        return []
+
+    def _retransmit(self, room: Room, now: float) -> list[DecodeEffect]:
+        effects = room.retransmit(self._time_left(room, now))
+        if room.failure is not None and room.granted:  # with nobody to ask, a quarantine would last for ever
+            effects += self._context.reconnect(room.opened.instance, now)
+        self._timers.set(ReceiveUnanswered(room.generation), now + self._pause_s(room))
+        return effects
+
+    def _pause_s(self, room: Room) -> float:
+        """Time until messages are retransmitted: longer each time, and where many wait, so that those cost no more.
+
+        A room that has failed asks for the proof that its pages are quiet, and does not wait for others with that.
+        """
+        times: float = min(2**room.num_retransmits, MAX_BACKOFF)
+        if room.failure is None:
+            times = max(times, len(self.rooms) / GRANTS_PER_PAUSE)
+        return self._timeouts.retransmit_s * times
+
+    def _time_left(self, room: Room, now: float) -> float:
+        return max(room.deadline - now, MIN_TIMEOUT_S)
+
+    def _stall(self, room: Room) -> str:
+        if room.num_arrived:
+            return f"nothing arrived for {self._timeouts.progress_s} s"
+        return f"nothing arrived within {self._timeouts.first_bytes_s} s"
+
+    # Rooms -----------------------------------------------------------------------------------------------------------
+
+    def _answer_closed(self, room: int, generation: int, peer: PeerId | None, anomaly: str) -> list[DecodeEffect]:
+        """Tell a rank how a transfer has ended that it still talks about."""
+        ended = self._closed.result(generation)
+        if ended is None or ended.room != room or (peer is not None and peer not in ended.granted):
+            return [CountAnomaly(anomaly, peer, room)]
+        if peer is None:  # in band; what is missed is retransmitted over the control channel
+            return []
+        if ended.failure is None:
+            return [SendMessage(peer, Ack(room=room, generation=generation))]
+        return [SendMessage(peer, Cancel(room=room, generation=generation, failure=ended.failure))]
+
+    def _follow(self, room: Room, effects: list[DecodeEffect], now: float) -> list[DecodeEffect]:
+        """Set and clear timers after a step of a room; drop it when it is over."""
+        if room.state.is_going_on and not room.is_verifying:
+            return effects
+        generation = room.generation
+        if not room.state.is_pending and not room.is_closing:
+            room.is_closing = True
+            room.num_retransmits = 0
+            self._timers.clear(ReceiveDeadline(generation))
+            if not room.state.is_safe:
+                self._timers.set(ReceiveUnanswered(generation), now + self._timeouts.retransmit_s)
+            if room.failure is not None and not room.granted:
+                effects = [*effects, *self._context.decline(room.opened, room.failure, now)]
+        if not room.state.is_pending or room.is_verifying:
+            self._timers.clear(ReceiveStalled(generation))
+        if room.state.memory is Memory.DRAINING:
+            self._timers.set_once(ReceiveUndrained(generation), now + self._timeouts.drain_s)
+        else:
+            self._timers.clear(ReceiveUndrained(generation))
+        if room.state.memory in (Memory.SAFE, Memory.QUARANTINED) and self.generations.get(room.room) == generation:
+            del self.generations[room.room]
+        if room.state.memory is Memory.QUARANTINED:
+            self._quarantine.put(generation, room.opened.footprint)
+        if room.state.is_safe:
+            self._quarantine.remove(generation)
+            self._timers.clear(ReceiveUnanswered(generation))
+            self._closed.close(generation, _Ended(room.room, room.granted, room.failure))
+            self.rooms.pop(generation, None)
+        return effects
+
+    def _find(self, number: int, generation: int) -> Room | None:
+        room = self.rooms.get(generation)
+        return room if room is not None and room.room == number else None
+
+    def _error(self, reason: FailureReason, detail: str) -> Failure:
+        return Failure(reason, Stage.AGGREGATE, str(self._context.me.rank), detail)

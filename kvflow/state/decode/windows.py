@@ -1,0 +1,86 @@
+"""Staging memory of a decode rank: which window belongs to which incarnation of a prefill rank. Pure.
+
+A window belongs to one incarnation, so whatever that one writes late lands in a window of its own, and never in pages.
+It is given to another one only when it is proved that nothing of the first can land any more; until then it is out of
+use, and whoever comes when all are gets none and writes to pages directly.
+"""
+
+from collections import deque
+from collections.abc import Container
+
+from kvflow.state.settings import WindowSettings
+from kvflow.wire.messages import PeerId, StagingWindow
+
+__all__ = ["StagingWindows"]
+
+
+class StagingWindows:
+    """Staging memory, divided into windows of equal size.
+
+    Args:
+        settings: Where it is and how it is divided; there are no windows if None.
+    """
+
+    def __init__(self, settings: WindowSettings | None) -> None:
+        self._settings = settings or WindowSettings(0, 0, 1, 1)
+        self.num_windows = self._settings.num_bytes // self._window_bytes
+        self._free = deque(range(self.num_windows))
+        self._owners: dict[PeerId, int] = {}
+        self._fenced: dict[PeerId, None] = {}
+        self._used: dict[PeerId, None] = {}
+
+    @property
+    def num_taken(self) -> int:
+        """Windows that belong to somebody."""
+        return len(self._owners)
+
+    @property
+    def owners(self) -> list[PeerId]:
+        """Who has a window."""
+        return list(self._owners)
+
+    def assign(self, peer: PeerId) -> StagingWindow | None:
+        """Give an incarnation of a prefill rank its window, or one of those that are left, if there are any."""
+        if peer not in self._owners:
+            if not self._free:
+                return None
+            self._owners[peer] = self._free.popleft()
+        start = self._settings.address + self._owners[peer] * self._window_bytes
+        return StagingWindow(start, self._settings.slot_bytes, self._settings.num_slots)
+
+    def owner(self, address: int) -> PeerId | None:
+        """Whose window an address is in."""
+        window = (address - self._settings.address) // self._window_bytes
+        return next((peer for peer, number in self._owners.items() if number == window), None)
+
+    def use(self, peer: PeerId) -> None:
+        """Note that an incarnation has accepted its Hello: from now on it may be granted pages, and write."""
+        if peer in self._owners:
+            self._used[peer] = None
+
+    def take_back_unused(self, peer: PeerId) -> None:
+        """Take a window back from an incarnation that has never accepted a Hello, so that it was granted nothing."""
+        if peer in self._owners and peer not in self._used:
+            self._fenced.pop(peer, None)
+            self._free.append(self._owners.pop(peer))
+
+    def fenced(self, peer: PeerId) -> None:
+        """Note the proof that nothing of an incarnation can land any more."""
+        if peer in self._owners:
+            self._fenced[peer] = None
+
+    @property
+    def has_fenced(self) -> bool:
+        """There is something to `reclaim`."""
+        return bool(self._fenced)
+
+    def reclaim(self, busy: Container[PeerId]) -> None:
+        """Take windows back that are fenced, but for those that are still being read."""
+        for peer in [peer for peer in self._fenced if peer not in busy]:
+            del self._fenced[peer]
+            self._used.pop(peer, None)
+            self._free.append(self._owners.pop(peer))
+
+    @property
+    def _window_bytes(self) -> int:
+        return self._settings.slot_bytes * self._settings.num_slots

@@ -1,0 +1,126 @@
+"""Whether a peer lives: what both roles keep of one incarnation of a rank at the other end. Pure."""
+
+from collections.abc import Hashable
+
+import msgspec
+
+from kvflow.config import PINGS_PER_LEASE
+from kvflow.errors import FailureReason
+from kvflow.state.effects import LogEvent
+from kvflow.state.tables import PEER, PeerSignal, PeerState
+from kvflow.state.timers import Timers
+from kvflow.wire.messages import Drained, Failed, Failure, Goodbye, Message, Notice, PeerId, Ping, Pong, SlotQuery
+
+__all__ = ["LeaseCheck", "Peer", "is_genuine", "log_loss"]
+
+MIN_LEASE_S = 1e-3
+"""However short a lease a peer asks for, there is time between two checks."""
+
+
+class LeaseCheck(msgspec.Struct, frozen=True):
+    """Timer: see whether something was heard from a peer."""
+
+    peer: PeerId
+
+
+class Peer:
+    """One incarnation of a rank at the other end.
+
+    Args:
+        peer: Which one.
+        timers: Where its checks are noted.
+
+    Attributes:
+        lease_s: Silence after which it must be taken for dead.
+        heard_at: When something was last heard, in seconds of the clock of events.
+    """
+
+    def __init__(self, peer: PeerId, timers: Timers[Hashable]) -> None:
+        self.id = peer
+        self.state = PeerState.LOST  # until `connected`, which follows at once
+        self.lease_s = 0.0
+        self.heard_at = 0.0
+        self._timers = timers
+        self._silent_thirds = 0
+        self._is_spared = False
+
+    @property
+    def is_connected(self) -> bool:
+        """The handshake is done, its connection stands, and it is not silent."""
+        return self.state is PeerState.CONNECTED
+
+    def connected(self, lease_s: float, now: float) -> None:
+        """Note that the handshake succeeded: the lease begins."""
+        self.lease_s = max(lease_s, MIN_LEASE_S)
+        self._apply(PeerSignal.CONNECTED)
+        self._heard(now)
+        self._timers.set(LeaseCheck(self.id), now + self._third_s)
+
+    def heard(self, now: float) -> bool:
+        """Note that a message came: the lease begins anew. Say whether the peer is back from silence or a break."""
+        is_back = not self.is_connected
+        if self.state is PeerState.LOST:
+            self._timers.set(LeaseCheck(self.id), now + self._third_s)
+        if is_back:
+            self._apply(PeerSignal.HEARD)
+        self._heard(now)
+        return is_back
+
+    def disconnected(self) -> None:
+        """Note that the connection broke."""
+        self._apply(PeerSignal.DISCONNECTED)
+
+    def check(self, now: float, late_s: float) -> bool:
+        """Count a third of the lease that was silent; say whether the whole lease was, and the peer is lost.
+
+        A third of which this process slept through a half is not counted, except after another such one in the same
+        silence: what the peer said meanwhile may lie unread, and a peer in the same process could say nothing.
+
+        Args:
+            now: The time.
+            late_s: By how much this check comes too late.
+        """
+        next_check = self.heard_at + self._third_s
+        if next_check <= now:
+            self._is_spared = late_s > self._third_s / 2 and not self._is_spared
+            if not self._is_spared:
+                self._silent_thirds += 1
+            next_check = now + self._third_s
+        if self._silent_thirds >= PINGS_PER_LEASE:
+            self._apply(PeerSignal.EXPIRED)
+            return True
+        self._timers.set(LeaseCheck(self.id), next_check)
+        return False
+
+    def left(self) -> None:
+        """Note that this incarnation is over."""
+        self._timers.clear(LeaseCheck(self.id))
+        self._apply(PeerSignal.LEFT)
+
+    @property
+    def _third_s(self) -> float:
+        return self.lease_s / PINGS_PER_LEASE
+
+    def _heard(self, now: float) -> None:
+        self.heard_at = now
+        self._silent_thirds = 0
+        self._is_spared = False
+
+    def _apply(self, signal: PeerSignal) -> None:
+        self.state = PEER[self.state, signal]
+
+
+def is_genuine(peer: PeerId, message: Message) -> bool:
+    """Say whether a message names the incarnation, or the engine rank, that its connection belongs to."""
+    match message:
+        case Ping() | Pong() | Goodbye():
+            return message.peer == peer
+        case Notice() | Drained() | Failed() | SlotQuery():
+            return message.engine_rank == peer.rank.engine_rank
+    return True
+
+
+def log_loss(event: str, peer: PeerId, failure: Failure) -> LogEvent:
+    """Log that a peer is gone, as a warning unless it is closing."""
+    values = {"peer": str(peer), "reason": failure.reason.value, "detail": failure.detail}
+    return LogEvent(event, values, is_warning=failure.reason is not FailureReason.PEER_CLOSED)

@@ -1,0 +1,1 @@
+"""What a prefill rank decides. Pure."""

@@ -1,0 +1,520 @@
+"""The core of a prefill rank: the only place where its protocol state changes.
+
+It does no I/O, reads no clock and draws no random number. The shell tells it what happened and when; it answers with
+what to do, in order. Equal events at equal times give equal effects, so any run can be replayed.
+"""
+
+from collections.abc import Hashable
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from kvflow.errors import FailureReason, LocalProtocolError, Stage
+from kvflow.geometry.pack import is_head_major
+from kvflow.state import events as ev
+from kvflow.state.effects import (
+    AdmitChunks,
+    CheckHello,
+    ContinueSoon,
+    CountAnomaly,
+    DisconnectTransport,
+    LogEvent,
+    Piece,
+    PlanPiece,
+    PostPiece,
+    PrefillEffect,
+    Reply,
+)
+from kvflow.state.leaving import Leaving
+from kvflow.state.peers import LeaseCheck, is_genuine, log_loss
+from kvflow.state.prefill.peers import DecodePeer, DecodePeers
+from kvflow.state.prefill.queue import PieceQueue
+from kvflow.state.prefill.room import SendContext
+from kvflow.state.prefill.rooms import PostStalled, Rooms
+from kvflow.state.prefill.slots import RemoteSlots, SlotPool, SlotUnreturned
+from kvflow.state.quarantine import Quarantine
+from kvflow.state.settings import PrefillSettings
+from kvflow.state.timers import Timers
+from kvflow.wire.messages import (
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    Ack,
+    AnyMessage,
+    Cancel,
+    Decline,
+    Failure,
+    Goodbye,
+    Grant,
+    Hello,
+    PeerId,
+    Ping,
+    Pong,
+    Refuse,
+    SlotReleased,
+    Staged,
+    Welcome,
+)
+
+__all__ = ["PrefillCore"]
+
+PIECES_PER_TURN = 4
+"""Pieces that are planned and posted before the event loop gets its turn."""
+
+BYTES_GATHERED_INLINE = 2**18
+"""More than this of host memory is gathered beside the event loop."""
+
+SLOW_PLANS_AT_ONCE = 1
+"""Large plans that are made beside the event loop at the same time."""
+
+
+class PrefillCore:
+    """State of one prefill rank: its decode ranks, its rooms, and whose turn it is.
+
+    Args:
+        me: This incarnation of this rank.
+        settings: Of this rank.
+
+    Attributes:
+        quarantine: What is held back.
+        timers: When something is due.
+    """
+
+    def __init__(self, me: PeerId, settings: PrefillSettings) -> None:
+        self.me = me
+        self.timers: Timers[Hashable] = Timers()
+        self.quarantine = Quarantine(settings.limits)
+        self.peers = DecodePeers(self.timers)
+        self.slots = RemoteSlots(self.peers, settings.timeouts, self.timers, self._look_again)
+        self.local_slots = SlotPool(settings.staging.num_slots if settings.staging else 0)
+        self.queue = PieceQueue(settings.limits, settings.timeouts.ageing_s, self.local_slots, self.slots)
+        self.rooms = Rooms(SendContext(me, settings, self.peers, self.queue, self.slots), self.timers, self.quarantine)
+        self._settings = settings
+        self._leaving = Leaving()
+        self._continues = False
+        self._slow_plans: dict[tuple[ev.DeliveryId, int], None] = {}
+
+    def handle(self, event: ev.PrefillEvent, now: float) -> list[PrefillEffect]:
+        """Take one event in and say what follows from it.
+
+        Args:
+            event: What happened.
+            now: When, in seconds on a monotonic clock.
+
+        Returns:
+            Effects, to be carried out in this order.
+
+        Raises:
+            LocalProtocolError, CapacityExceeded, RankDraining: The engine asked for something that is not allowed
+                now; nothing has changed. No event that comes from a peer raises.
+        """
+        effects = self._handle(event, now)
+        effects += self._take_turn(now)
+        if self.queue.take_freed_capacity():
+            effects.append(AdmitChunks())
+        return effects
+
+    def next_deadline(self) -> float | None:
+        """When `TimePassed` is due, or None while no timer is set."""
+        return self.timers.next()
+
+    def has_capacity(self, room: int) -> bool:
+        """Say whether a chunk of this room may be offered now: no decode rank that asked has too much in line."""
+        known = self.rooms.rooms.get(room)
+        return known is None or self.queue.has_capacity(known.peers)
+
+    def peers_of(self, room: int) -> list[PeerId]:
+        """Decode ranks that have asked for a room."""
+        known = self.rooms.rooms.get(room)
+        return [] if known is None else known.peers
+
+    def connections(self) -> list[bytes]:
+        """Name the connections over which decode ranks can be sent messages, during their handshake too."""
+        return [connection for connection, _ in self.peers.connections()]
+
+    @property
+    def is_idle(self) -> bool:
+        """No room is open and no page is held."""
+        return not self.rooms.rooms
+
+    @property
+    def num_rooms(self) -> int:
+        """Rooms that are open, without those whose pages are in quarantine."""
+        return len(self.rooms.rooms) - len(self.quarantine)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Rooms that have ended and whose pages are in quarantine."""
+        return len(self.quarantine)
+
+    @property
+    def num_waiting_grants(self) -> int:
+        """Grants for rooms that are not open."""
+        return self.rooms.num_waiting
+
+    @property
+    def num_queued(self) -> int:
+        """Pieces that wait for their data, turn or credit."""
+        return len(self.queue)
+
+    @property
+    def num_peers(self) -> int:
+        """Decode ranks that are connected."""
+        return len(self.peers)
+
+    @property
+    def slots_taken(self) -> int:
+        """Own staging slots that are in use."""
+        return self.local_slots.num_slots - self.local_slots.num_free - self.local_slots.num_lost
+
+    @property
+    def slots_lost(self) -> int:
+        """Staging slots, own ones and those of decode ranks, that are out of use."""
+        return self.local_slots.num_lost + self.slots.num_lost
+
+    def _handle(self, event: ev.PrefillEvent, now: float) -> list[PrefillEffect]:  # noqa: C901, PLR0912 - one arm an event
+        match event:
+            case ev.MessageArrived():
+                return self._message_arrived(event.connection, event.message, now)
+            case ev.ChunkOffered():
+                return self.rooms.offer(event.room, event.chunk, event.footprint, now)
+            case ev.PostEnded():
+                return self._post_ended(event, now)
+            case ev.SendOpened():
+                self._leaving.check_open(event.room)
+                return self.rooms.open(event.room, now)
+            case ev.TimePassed():
+                return [effect for key, late_s in self.timers.expire(now) for effect in self._expired(key, now, late_s)]
+            case ev.TurnContinued():
+                self._continues = False
+                return []
+            case ev.DataReady():
+                return self.rooms.data_ready(event, now)
+            case ev.PlanFinished():
+                self._slow_plans.pop((event.delivery, event.seq), None)
+                return self.rooms.plan_finished(event, now)
+            case ev.PieceWentDirect():
+                return self.rooms.piece_went_direct(event)
+            case ev.PlanFailed():
+                self._slow_plans.pop((event.delivery, event.seq), None)
+                return self.rooms.plan_failed(event, now)
+            case ev.PostInDoubt():
+                effects = self.rooms.post_in_doubt(event, now)
+                return [*effects, *self._write_failed(event.delivery.peer, event.failure, now)]
+            case ev.SendAborted():
+                return self.rooms.abort(event.room, event.failure, now)
+            case ev.HelloChecked():
+                return self._hello_checked(event, now)
+            case ev.ReplyLost():
+                return self._reply_lost(event.connection, now)
+            case ev.QuarantineReleased():
+                return self.rooms.release(event.key, now)
+            case ev.DrainStarted():
+                self._leaving.drain(event.failure)
+                return self.rooms.refuse_waiting(event.failure)
+            case ev.CloseStarted():
+                self._leaving.close(event.failure)
+                return self.rooms.close(event.failure, now)
+            case ev.TransportClosed():
+                return [
+                    Reply(connection, Goodbye(peer=self.me, fenced=self.rooms.is_fenced(peer)))
+                    for connection, peer in self.peers.connections()
+                ]
+            case _:
+                assert_never(event)
+
+    # Turns -----------------------------------------------------------------------------------------------------------
+
+    def _take_turn(self, now: float) -> list[PrefillEffect]:
+        """Take pieces whose turn it is, as far as that is quick; the event loop has its turn before the next ones."""
+        if self._continues or not self.queue.has_candidates:
+            return []
+        effects: list[PrefillEffect] = []
+        limit = self._settings.limits.descriptors_planned_inline
+        effort_left = limit
+
+        def may_take(piece: Piece, is_packed: bool) -> bool:
+            nonlocal effort_left
+            effort = self._effort(piece, is_packed)
+            if effort > limit:
+                return len(self._slow_plans) < SLOW_PLANS_AT_ONCE
+            effort_left -= effort
+            self._continues = effort_left < 0
+            return not self._continues
+
+        for _ in range(PIECES_PER_TURN):
+            piece = self.queue.pop(now, may_take)
+            if piece is None:
+                break
+            effects += self._send_piece(piece, now)
+        else:
+            self._continues = True
+        if self._continues:
+            effects.append(ContinueSoon())
+        return effects
+
+    def _send_piece(self, piece: Piece, now: float) -> list[PrefillEffect]:
+        """Let a piece be posted at once, or be planned beside the event loop first."""
+        delivery = self.rooms.delivery(piece.delivery)
+        if delivery is None:
+            raise LocalProtocolError("piece of an unknown delivery", delivery=piece.delivery)
+        if piece.slots is not None:
+            staged = Staged(piece.slots.remote, is_head_major(piece.link.route))
+            piece = replace(piece, notice=replace(piece.notice, staged=staged))
+        is_slow = self._effort(piece, piece.slots is not None) > self._settings.limits.descriptors_planned_inline
+        if is_slow or piece.grant.digest:
+            if is_slow:
+                self._slow_plans[piece.delivery, piece.seq] = None
+            return [PlanPiece(piece)]
+        delivery.taken(piece)
+        if piece.slots is not None:
+            self.slots.posted(piece.delivery, piece.seq, piece.notice)
+        self.rooms.follow_posts(piece.delivery, now)
+        return [PostPiece(piece)]
+
+    def _effort(self, piece: Piece, is_packed: bool) -> int:
+        """Estimate the work of planning a piece: its descriptors, or as many as can be planned while it is gathered."""
+        if not is_packed or self._settings.staging is None:
+            return piece.cost.num_descriptors
+        most = self._settings.limits.descriptors_planned_inline
+        if not self._settings.staging.gathers_inline:
+            return most + 1
+        return piece.cost.num_bytes * most // BYTES_GATHERED_INLINE
+
+    def _look_again(self, peer: PeerId) -> None:
+        self.queue.look_again(peer)
+
+    # Handshake -------------------------------------------------------------------------------------------------------
+
+    def _message_arrived(self, connection: bytes, message: AnyMessage, now: float) -> list[PrefillEffect]:
+        if isinstance(message, Hello):
+            return self._hello(connection, message, now)
+        peer = self.peers.at(connection)
+        if peer is not None:
+            return self._message_received(peer, message, now)
+        if isinstance(message, Goodbye) and message.peer == self.peers.claimant(connection):
+            return self._said_goodbye(message.peer, message, now)  # while its hello was being checked
+        if isinstance(message, Goodbye):
+            self.peers.forget_newcomer(connection, message.peer)
+            return []
+        if isinstance(message, Refuse):
+            return []
+        return [Reply(connection, Refuse(peer=self.me, to=None, detail="handshake required"))]
+
+    def _hello(self, connection: bytes, hello: Hello, now: float) -> list[PrefillEffect]:
+        detail = self._mismatch(connection, hello)
+        if detail is not None:
+            return self._refuse_hello(connection, hello, detail)
+        known = self.peers.find(hello.peer)
+        if known is not None and (known.attempt, known.connection) == (hello.attempt, connection):
+            return self._welcome(connection, hello)  # the first answer was lost
+        if self.peers.is_outdated(connection, hello):
+            return []
+        other = self.peers.other_incarnation(hello.peer)
+        if other is not None:
+            return self._ask_whether_it_lives(other, connection, hello, now)
+        effects: list[PrefillEffect] = []
+        if self.peers.wants_other_cells(hello):
+            detail = f"{hello.peer.rank} wants other cells than before"
+            effects = self._left(hello.peer, self._failure(FailureReason.PEER_LOST, detail), now)
+        self.peers.begin_check(connection, hello)
+        return [*effects, CheckHello(connection, hello)]
+
+    def _mismatch(self, connection: bytes, hello: Hello) -> str | None:
+        """Say why a hello cannot be accepted, whatever its route is."""
+        lowest, highest = hello.versions
+        claimant = self.peers.claimant(connection)
+        layout = self._settings.layout
+        if hello.to != self.me:
+            return f"hello is for {hello.to}, this is {self.me}"
+        if self._leaving.is_closing:
+            return f"{self.me.rank} is closing"
+        if claimant not in (None, hello.peer):
+            return f"the connection belongs to {claimant}"
+        if (over := self.peers.why_over(hello.peer)) is not None:
+            return over
+        if lowest > PROTOCOL_VERSION or highest < OLDEST_VERSION or lowest > highest:
+            return f"no protocol version in common: {lowest} to {highest}, {OLDEST_VERSION} to {PROTOCOL_VERSION} here"
+        if hello.backend != self._settings.backend:
+            return f"transports differ: {hello.backend!r}, {self._settings.backend!r} here"
+        if hello.layout.fingerprint != layout.fingerprint:
+            return f"model fingerprints differ: {hello.layout.fingerprint!r}, {layout.fingerprint!r} here"
+        return None
+
+    def _hello_checked(self, event: ev.HelloChecked, now: float) -> list[PrefillEffect]:
+        hello = event.hello
+        if self._leaving.is_closing:
+            return []
+        if not self.peers.end_check(event.connection, hello):
+            return self._forget_transport(hello.peer)
+        if event.link is None:
+            refused = self._refuse_hello(event.connection, hello, event.failure)
+            return [*self._forget_transport(hello.peer), *refused]
+        other = self.peers.other_incarnation(hello.peer)
+        if other is not None:  # it was connected while this one was checked
+            return [DisconnectTransport(hello.peer), *self._ask_whether_it_lives(other, event.connection, hello, now)]
+        is_new = hello.peer not in self.peers
+        self.peers.admit(event.connection, hello, event.link, now)
+        self.slots.connected(hello.peer, event.link.staging, now)
+        self.rooms.peer_restarted(hello.peer)
+        news = [LogEvent("peer_connected", {"peer": str(hello.peer)})] if is_new else []
+        return [*news, *self._welcome(event.connection, hello)]
+
+    def _forget_transport(self, peer: PeerId) -> list[PrefillEffect]:
+        """Disconnect the transport again that a check has connected for nobody."""
+        is_used = peer in self.peers or self.peers.is_checking(peer)
+        return [] if is_used else [DisconnectTransport(peer)]
+
+    def _welcome(self, connection: bytes, hello: Hello) -> list[PrefillEffect]:
+        version = min(PROTOCOL_VERSION, hello.versions[1])
+        return [Reply(connection, Welcome(peer=self.me, attempt=hello.attempt, version=version))]
+
+    def _refuse_hello(self, connection: bytes, hello: Hello, detail: str) -> list[PrefillEffect]:
+        refusal = Refuse(peer=self.me, to=hello.peer, detail=detail, attempt=hello.attempt)
+        return [CountAnomaly("hello_refused", hello.peer), Reply(connection, refusal)]
+
+    # Two processes with one rank name --------------------------------------------------------------------------------
+
+    def _ask_whether_it_lives(
+        self, former: DecodePeer, connection: bytes, hello: Hello, now: float
+    ) -> list[PrefillEffect]:
+        """Ping the incarnation that is connected before another one of the same rank takes its place.
+
+        The connection of a process that has ended is gone, which shows when the Ping is sent. A living one answers. If
+        its host is off, neither comes, and its lease ends. The newcomer repeats its hello meanwhile.
+        """
+        former.newcomer, former.asked_at = (connection, hello), now
+        return [Reply(former.connection, Ping(peer=self.me))]
+
+    def _reply_lost(self, connection: bytes, now: float) -> list[PrefillEffect]:
+        """Let a newcomer take the place of a decode rank whose connection is gone."""
+        former = self.peers.at(connection)
+        if former is None or former.newcomer is None:
+            return []
+        if now > former.asked_at + former.newcomer[1].lease_s:  # it has not repeated its hello for so long
+            former.newcomer = None
+            return []
+        failure = self._failure(FailureReason.PEER_LOST, f"{former.id.rank} has restarted")
+        return [*self._left(former.id, failure, now), *self._hello(*former.newcomer, now)]
+
+    def _is_alive(self, former: DecodePeer) -> list[PrefillEffect]:
+        """Refuse a newcomer: the rank that it claims to be has answered. Logged once for each."""
+        if former.newcomer is None:
+            return []
+        (connection, hello), former.newcomer = former.newcomer, None
+        detail = f"another living process is {former.id.rank}: {former.id}"
+        effects = self._refuse_hello(connection, hello, detail)
+        if former.refused != hello.peer:
+            former.refused = hello.peer
+            values = {"peer": str(former.id), "refused": str(hello.peer)}
+            effects.append(LogEvent("rank_name_conflict", values, is_warning=True))
+        return effects
+
+    # Messages --------------------------------------------------------------------------------------------------------
+
+    def _message_received(self, peer: DecodePeer, message: AnyMessage, now: float) -> list[PrefillEffect]:
+        peer.liveness.heard(now)
+        if not is_genuine(peer.id, message):
+            return [CountAnomaly("message_in_the_name_of_another", peer.id)]
+        match message:
+            case Grant():
+                return self.rooms.grant(peer, message, now, leaving=self._leaving.failure)
+            case Ack():
+                effects = self.rooms.acknowledged(peer, message, now)
+                self.slots.closed(ev.DeliveryId(message.room, peer.id, message.generation))
+                return effects
+            case SlotReleased():
+                self.slots.released(peer.id, message)
+                return []
+            case Ping():
+                return [Reply(peer.connection, Pong(peer=self.me))]
+            case Pong():
+                return self._is_alive(peer)
+            case Cancel():
+                effects = self.rooms.cancel(peer.id, message, now)
+                self.slots.closed(ev.DeliveryId(message.room, peer.id, message.generation))
+                return effects
+            case Decline():
+                return self.rooms.decline(peer, message, now)
+            case Goodbye():
+                return self._said_goodbye(peer.id, message, now)
+            case _:
+                return [CountAnomaly(f"unexpected_{type(message).__name__.lower()}", peer.id)]
+
+    def _said_goodbye(self, peer: PeerId, goodbye: Goodbye, now: float) -> list[PrefillEffect]:
+        failure = goodbye.failure or self._failure(FailureReason.PEER_CLOSED, f"{peer.rank} is closing")
+        self.rooms.peer_ended(peer)
+        self.slots.left(peer)
+        effects = self._left(peer, failure, now)
+        self.peers.end(peer, f"{peer} has said goodbye")
+        return effects
+
+    def _post_ended(self, event: ev.PostEnded, now: float) -> list[PrefillEffect]:
+        is_news = event.failure is not None and not self.queue.is_in_doubt(event.delivery, event.seq)
+        effects = self.rooms.post_ended(event, now)
+        if event.failure is None:
+            peer = self.peers.find(event.delivery.peer)
+            if peer is not None:
+                peer.write_succeeded(now)
+        elif is_news:
+            effects += self._write_failed(event.delivery.peer, event.failure, now)
+        return effects
+
+    def _write_failed(self, peer_id: PeerId, failure: Failure, now: float) -> list[PrefillEffect]:
+        """Disconnect a peer to which writes fail again and again."""
+        peer = self.peers.find(peer_id)
+        return self._connect_anew(peer, failure, now) if peer is not None and peer.write_failed(now) else []
+
+    def _post_stalled(self, key: PostStalled, now: float) -> list[PrefillEffect]:
+        """Disconnect a peer to which no write at all has ended for long, although it is heard from.
+
+        Its data connection may be swallowed, say, and whatever is posted next would wait behind the others.
+        """
+        effects = self.rooms.expired(key, now)
+        peer = self.peers.find(key.delivery.peer)
+        if peer is None or not peer.is_stuck(now, self._settings.timeouts.progress_s):
+            return effects
+        detail = f"no write to {peer.id.rank} has ended for too long"
+        failure = Failure(FailureReason.STALLED, Stage.SUBMIT, str(self.me.rank), detail)
+        return [*effects, *self._connect_anew(peer, failure, now)]
+
+    def _connect_anew(self, peer: DecodePeer, failure: Failure, now: float) -> list[PrefillEffect]:
+        """Disconnect a peer that must connect again, with fresh native state.
+
+        A rank that leaves serves nothing new, so it stays connected to say when its writes have ended.
+        """
+        if self._leaving.failure is not None:
+            return []
+        refusal = Refuse(peer=self.me, to=peer.id, detail=f"writes to you fail, connect again: {failure.detail}")
+        effects = self.rooms.peer_lost(peer.id, failure, now)
+        return [*effects, Reply(peer.connection, refusal), *self._left(peer.id, failure, now)]
+
+    def _left(self, peer: PeerId, failure: Failure, now: float) -> list[PrefillEffect]:
+        """Note that a peer is not connected any more. What it waits for fails while it can still be told."""
+        if peer not in self.peers:
+            return []
+        effects = self.rooms.peer_lost(peer, failure, now)
+        self.rooms.peer_disconnected(peer)
+        self.peers.remove(peer, failure)
+        self.slots.disconnected(peer)
+        return [*effects, DisconnectTransport(peer), log_loss("peer_disconnected", peer, failure)]
+
+    # Timers ----------------------------------------------------------------------------------------------------------
+
+    def _expired(self, key: Hashable, now: float, late_s: float) -> list[PrefillEffect]:
+        match key:
+            case LeaseCheck(peer):
+                liveness = self.peers[peer].liveness
+                if not liveness.check(now, late_s):
+                    return []
+                # A decode rank can prove nothing here; if it lives, it connects anew.
+                detail = f"{peer.rank} was silent for {liveness.lease_s} s"
+                return self._left(peer, self._failure(FailureReason.PEER_LOST, detail), now)
+            case PostStalled():
+                return self._post_stalled(key, now)
+            case SlotUnreturned():
+                return self.slots.expired(key, now)
+            case _:
+                return self.rooms.expired(key, now)
+
+    def _failure(self, reason: FailureReason, detail: str) -> Failure:
+        return Failure(reason, Stage.BOOTSTRAP, str(self.me.rank), detail)

@@ -1,0 +1,250 @@
+"""Decode ranks that a prefill rank is connected to, their handshakes, and which of their grants are over. Pure."""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from kvflow.state.closed import ClosedGenerations
+from kvflow.state.effects import PrefillEffect, Reply
+from kvflow.state.events import DeliveryId, PeerRoute
+from kvflow.state.peers import Peer
+from kvflow.state.timers import Timers
+from kvflow.wire.messages import Failure, Hello, Message, PeerId, RankId
+
+__all__ = ["ClosedGeneration", "DecodePeer", "DecodePeers"]
+
+MAX_CLOSED = 4_096
+"""Closed generations that are remembered for each decode rank, so that late messages of them are recognised."""
+
+MAX_DISCONNECTED = 4_096
+"""Decode ranks that are gone and remembered, one number each, in case the same incarnation connects again."""
+
+MAX_WRITE_FAILURES = 3
+"""Failed writes in a row after which a decode rank has to connect anew. One is no reason."""
+
+SAME_CAUSE_S = 0.5
+"""Writes that fail within this time of one that counted have its cause, however many there are."""
+
+
+class ClosedGeneration(NamedTuple):
+    """How a delivery ended; None for a success."""
+
+    failure: Failure | None
+
+
+class _Disconnected(NamedTuple):
+    """What is remembered of an incarnation that is gone: everything below `floor` was over then, for this reason."""
+
+    peer: PeerId
+    floor: int
+    failure: Failure
+
+
+class DecodePeer:
+    """One incarnation of a decode rank, as this rank knows it.
+
+    Attributes:
+        connection: Over which it speaks.
+        attempt: Of its last handshake.
+        link: What it wants from here.
+        closed: Its generations that are over.
+        floor: No generation from here on was ever used.
+        newcomer: The last hello of another incarnation of the same rank, and its connection, while it is not known
+            whether this one lives.
+        asked_at: When this one was pinged for the newcomer.
+        refused: The incarnation that was refused last because this one lives.
+    """
+
+    def __init__(self, peer: PeerId, timers: Timers[Hashable], before: _Disconnected | None) -> None:
+        self.liveness = Peer(peer, timers)
+        self.connection = b""
+        self.attempt = -1
+        self.link: PeerRoute
+        self.floor = before.floor if before else 0
+        self.closed: ClosedGenerations[ClosedGeneration] = ClosedGenerations(MAX_CLOSED, self.floor)
+        self.before = before
+        self.newcomer: tuple[bytes, Hello] | None = None
+        self.asked_at = 0.0
+        self.refused: PeerId | None = None
+        self._num_write_failures = 0
+        self._write_failed_at = float("-inf")
+        self._written_at = float("-inf")
+
+    @property
+    def id(self) -> PeerId:
+        """Which incarnation it is."""
+        return self.liveness.id
+
+    def used(self, generation: int) -> None:
+        """Note that it has used a generation."""
+        self.floor = max(self.floor, generation + 1)
+
+    def failure_before(self, generation: int) -> Failure | None:
+        """Why it was disconnected after it had used a generation, if it was and has returned."""
+        before = self.before
+        return before.failure if before is not None and generation < before.floor else None
+
+    def write_succeeded(self, now: float) -> None:
+        """Note that a write to it has ended well."""
+        self._num_write_failures = 0
+        self._written_at = now
+
+    def is_stuck(self, now: float, progress_s: float) -> bool:
+        """Say whether no write to it has ended well for so long."""
+        return now >= self._written_at + progress_s
+
+    def write_failed(self, now: float) -> bool:
+        """Note that a write to it failed; say whether it has to connect anew, with fresh native state."""
+        if now < self._write_failed_at + SAME_CAUSE_S:
+            return False
+        self._write_failed_at = now
+        self._num_write_failures += 1
+        return self._num_write_failures >= MAX_WRITE_FAILURES
+
+
+class DecodePeers:
+    """Every decode rank that is connected, by incarnation and by connection."""
+
+    def __init__(self, timers: Timers[Hashable]) -> None:
+        self._timers = timers
+        self._peers: dict[PeerId, DecodePeer] = {}
+        self._by_connection: dict[bytes, PeerId] = {}
+        self._checking: dict[PeerId, tuple[int, bytes]] = {}
+        self._disconnected: OrderedDict[RankId, _Disconnected] = OrderedDict()
+        self._over: OrderedDict[PeerId, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def __contains__(self, peer: PeerId) -> bool:
+        return peer in self._peers
+
+    def __getitem__(self, peer: PeerId) -> DecodePeer:
+        return self._peers[peer]
+
+    def find(self, peer: PeerId) -> DecodePeer | None:
+        """Find a connected decode rank; None if it is not."""
+        return self._peers.get(peer)
+
+    def at(self, connection: bytes) -> DecodePeer | None:
+        """Whose connection this is; None if no handshake was done over it."""
+        peer = self._by_connection.get(connection)
+        return None if peer is None else self._peers[peer]
+
+    def all(self) -> list[DecodePeer]:
+        """Every connected decode rank."""
+        return list(self._peers.values())
+
+    def other_incarnation(self, peer: PeerId) -> DecodePeer | None:
+        """Find the connected incarnation of the same rank, if that is another one; there is never more than one."""
+        others = (known for other, known in self._peers.items() if other.rank == peer.rank and other != peer)
+        return next(others, None)
+
+    def send(self, peer: PeerId, message: Message) -> list[PrefillEffect]:
+        """Send to a decode rank; what is for one that is not connected is lost, and retransmitted if it matters."""
+        known = self._peers.get(peer)
+        return [] if known is None else [Reply(known.connection, message)]
+
+    def is_outdated(self, connection: bytes, hello: Hello) -> bool:
+        """Say whether a later hello is known, or this one is being checked already."""
+        known = self._peers.get(hello.peer)
+        latest = known.attempt if known is not None else -1
+        checking = self._checking.get(hello.peer)
+        if hello.attempt < latest or (checking is not None and hello.attempt < checking[0]):
+            return True
+        return checking == (hello.attempt, connection)
+
+    def why_over(self, peer: PeerId) -> str | None:
+        """Say why an incarnation must not connect again: it has said goodbye, or a later one has connected; else None.
+
+        What was written to it is not followed any more: its slots are forgotten, its pages stay in quarantine.
+        """
+        return self._over.get(peer)
+
+    def end(self, peer: PeerId, why: str) -> None:
+        """Note that an incarnation is over: it must not connect again."""
+        self._checking.pop(peer, None)
+        self._over[peer] = why
+        while len(self._over) > MAX_DISCONNECTED:
+            self._over.popitem(last=False)
+
+    def claimant(self, connection: bytes) -> PeerId | None:
+        """Who said hello over a connection that is open: it is connected, or its hello is being checked."""
+        connected = self._by_connection.get(connection)
+        if connected is not None:
+            return connected
+        return next((peer for peer, (_, over) in self._checking.items() if over == connection), None)
+
+    def forget_newcomer(self, connection: bytes, peer: PeerId) -> None:
+        """Note that a newcomer has said goodbye before it was known whether the rank that it claims to be lives."""
+        for known in self._peers.values():
+            if known.newcomer is not None and (known.newcomer[0], known.newcomer[1].peer) == (connection, peer):
+                known.newcomer = None
+                self.end(peer, f"{peer} has said goodbye")
+                return
+
+    def connections(self) -> list[tuple[bytes, PeerId]]:
+        """Every connection over which a decode rank can be sent messages, also one whose hello is being checked."""
+        checking = [(connection, peer) for peer, (_, connection) in self._checking.items()]
+        return list(dict.fromkeys([*self._by_connection.items(), *checking]))
+
+    def is_checking(self, peer: PeerId) -> bool:
+        """Say whether a hello of it is being checked."""
+        return peer in self._checking
+
+    def begin_check(self, connection: bytes, hello: Hello) -> None:
+        """Note that a hello is being checked."""
+        self._checking[hello.peer] = (hello.attempt, connection)
+
+    def end_check(self, connection: bytes, hello: Hello) -> bool:
+        """Note that a hello was checked; False if another one has taken its place, or its sender was dropped."""
+        if self._checking.get(hello.peer) != (hello.attempt, connection):
+            return False
+        del self._checking[hello.peer]
+        return True
+
+    def wants_other_cells(self, hello: Hello) -> bool:
+        """Say whether a connected decode rank asks for something else than before."""
+        known = self._peers.get(hello.peer)
+        return known is not None and (known.link.slices != hello.route.slices or known.link.layout != hello.layout)
+
+    def admit(self, connection: bytes, hello: Hello, link: PeerRoute, now: float) -> None:
+        """Take a decode rank on. What it asked for before stays known.
+
+        That holds also for an incarnation that was disconnected and returns: it grants nothing anew under a generation
+        that it has used.
+        """
+        known = self._peers.get(hello.peer)
+        if known is None:
+            before = self._disconnected.pop(hello.peer.rank, None)
+            if before is not None and before.peer != hello.peer:
+                self.end(before.peer, f"a later incarnation of {before.peer.rank} has connected")
+                before = None
+            known = self._peers[hello.peer] = DecodePeer(hello.peer, self._timers, before)
+        self._by_connection.pop(known.connection, None)
+        known.connection, known.attempt, known.link = connection, hello.attempt, link
+        self._by_connection[connection] = hello.peer
+        known.liveness.connected(hello.lease_s, now)
+
+    def remove(self, peer: PeerId, failure: Failure) -> bool:
+        """Drop a decode rank; whatever it asked for is over, for this reason. Say whether it was connected.
+
+        A hello of it that is being checked counts no more: the transport, connected for it, is disconnected afterwards.
+        """
+        known = self._peers.pop(peer, None)
+        if known is None:
+            return False
+        self._checking.pop(peer, None)
+        known.liveness.left()
+        self._by_connection.pop(known.connection, None)
+        self._disconnected[peer.rank] = _Disconnected(peer, known.floor, failure)
+        while len(self._disconnected) > MAX_DISCONNECTED:
+            self._disconnected.popitem(last=False)
+        return True
+
+    def close(self, delivery: DeliveryId, failure: Failure | None) -> None:
+        """Note how a delivery ended; the first report counts."""
+        known = self._peers.get(delivery.peer)
+        if known is not None:
+            known.used(delivery.generation)
+            known.closed.close(delivery.generation, ClosedGeneration(failure))

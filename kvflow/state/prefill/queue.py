@@ -1,0 +1,346 @@
+"""Whose turn it is among the pieces that wait for credit. Pure.
+
+Pieces wait by peer, and within a peer by delivery. Peers take turns, and a peer whose next piece does not fit its
+window sits out until credit comes back: nobody else waits for it, and nothing smaller of its class overtakes it.
+
+Among the deliveries to one peer there is a rotation for each class of priority, and each delivery has a time at which
+it is due: when waiting will have lifted its next piece from class `c` to class 0, `c * ageing_s` after the piece came,
+but never before the delivery got in line, so that lifted ones take turns with each other. Next is whoever is due first
+among the first of each rotation; finding it takes the same work however many wait. It follows that
+
+- between two turns of a delivery every other one of its class that waits has one;
+- a class is worth a head start of `ageing_s` over the next one, no more;
+- once a delivery of class `c` has waited for its turn for `c * ageing_s`, only those that are in line already can have
+  a turn before it, one each.
+"""
+
+import enum
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from kvflow.config import Limits
+from kvflow.state.effects import Cost, Piece, PieceSlots
+from kvflow.state.events import DeliveryId
+from kvflow.state.prefill.slots import RemoteSlots, SlotPool
+from kvflow.wire.messages import PeerId
+
+__all__ = ["PieceEnd", "PieceQueue", "Window"]
+
+
+class PieceEnd(enum.Enum):
+    """How a piece leaves its peer's window."""
+
+    DROPPED = "dropped"
+    """It was never posted."""
+    ENDED = "ended"
+    """Its post has ended."""
+    IN_DOUBT = "in doubt"
+    """Nobody can tell whether its post has ended."""
+
+
+@dataclass
+class Window:
+    """A bound on posts, bytes and descriptors that have begun and not yet ended.
+
+    Attributes:
+        max_posts: Posts at once.
+        max_bytes: Bytes at once; a larger post is admitted when it is alone.
+        max_descriptors: Descriptors at once; as above.
+    """
+
+    max_posts: int
+    max_bytes: int
+    max_descriptors: int
+    num_posts: int = field(default=0, init=False)
+    num_bytes: int = field(default=0, init=False)
+    num_descriptors: int = field(default=0, init=False)
+
+    def admits(self, cost: Cost) -> bool:
+        """Say whether a post of this cost may begin now."""
+        if self.num_posts == 0:
+            return True
+        return (
+            self.num_posts < self.max_posts
+            and self.num_bytes + cost.num_bytes <= self.max_bytes
+            and self.num_descriptors + cost.num_descriptors <= self.max_descriptors
+        )
+
+    def begin(self, cost: Cost) -> None:
+        """Count a post that begins."""
+        self.num_posts += 1
+        self.num_bytes += cost.num_bytes
+        self.num_descriptors += cost.num_descriptors
+
+    def end(self, cost: Cost) -> None:
+        """Count a post that has ended; `cost` is what it began with."""
+        self.num_posts -= 1
+        self.num_bytes -= cost.num_bytes
+        self.num_descriptors -= cost.num_descriptors
+
+
+class _Entry(NamedTuple):
+    """A piece in line, since when, and whether it is to be packed if there are slots."""
+
+    piece: Piece
+    enqueued_at: float
+    wants_slot: bool
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A piece that was taken; no `charge` any more once its credit was given back."""
+
+    charge: Cost | None
+    slots: PieceSlots | None
+
+
+class PieceQueue:
+    """Pieces that wait for their turn and their credit, and those that are under way.
+
+    It reads no clock: times come in as numbers and never decrease from call to call.
+
+    Args:
+        limits: Bounds of each peer's window, and of what waits for it.
+        ageing_s: How much waiting lifts a piece by one class, in seconds.
+        local: Staging slots of this rank.
+        remote: Staging slots of its peers.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        ageing_s: float,
+        local: SlotPool | None = None,
+        remote: RemoteSlots | None = None,
+    ) -> None:
+        self._local = local or SlotPool(0)
+        self._remote = remote
+        self._under_way: dict[tuple[DeliveryId, int], _UnderWay] = {}
+        self._limits = limits
+        self._ageing_s = ageing_s
+        self._lanes: dict[PeerId, _Lane] = {}
+        self._windows: dict[PeerId, Window] = {}
+        self._candidates: OrderedDict[PeerId, None] = OrderedDict()
+        self._num_waiting: dict[PeerId, int] = {}
+        self._has_freed_capacity = False
+
+    def __len__(self) -> int:
+        """Pieces that wait, for whatever reason."""
+        return sum(self._num_waiting.values())
+
+    @property
+    def num_under_way(self) -> int:
+        """Pieces that were taken and have not ended."""
+        return len(self._under_way)
+
+    @property
+    def has_candidates(self) -> bool:
+        """A piece waits that may fit its peer's window: whether `pop` is worth a call."""
+        return bool(self._candidates)
+
+    def has_capacity(self, peers: Iterable[PeerId]) -> bool:
+        """Say whether fewer pieces than allowed wait for each of these peers."""
+        return not any(self._num_waiting.get(peer, 0) >= self._limits.queued_chunks for peer in peers)
+
+    def take_freed_capacity(self) -> bool:
+        """Say whether some peer that was full is not full any more, since this was asked last."""
+        has_freed, self._has_freed_capacity = self._has_freed_capacity, False
+        return has_freed
+
+    def expect(self, peer: PeerId) -> None:
+        """Count a piece that will be pushed when its data is ready."""
+        self._num_waiting[peer] = self._num_waiting.get(peer, 0) + 1
+
+    def stop_expecting(self, peer: PeerId, count: int) -> None:
+        """Note that so many pieces do not wait any more."""
+        if not count:
+            return
+        before = self._num_waiting[peer]
+        self._num_waiting[peer] = before - count
+        if before == count:
+            del self._num_waiting[peer]
+        self._has_freed_capacity |= before >= self._limits.queued_chunks > before - count
+
+    def push(self, piece: Piece, now: float, *, wants_slot: bool) -> None:
+        """Put an expected piece at the end of its delivery's line."""
+        peer = piece.delivery.peer
+        if peer not in self._lanes:
+            self._lanes[peer] = _Lane(self._ageing_s)
+        self._lanes[peer].push(_Entry(piece, now, wants_slot))
+        self._candidates.setdefault(peer)
+
+    def pop(self, now: float, may_take: Callable[[Piece, bool], bool] = lambda _, __: True) -> Piece | None:
+        """Take the piece whose turn it is and open its credit.
+
+        Args:
+            now: The time.
+            may_take: Told the piece, and whether it is packed; if it says no, the piece keeps its turn.
+
+        Returns:
+            None if no peer's next piece fits its window, or it may not be taken now.
+        """
+        while self._candidates:
+            peer = next(iter(self._candidates))
+            line, window = self._lanes[peer].next_line(), self._windows.get(peer)
+            entry = line.entries[0]
+            pools = self._pools(entry)
+            cost = entry.piece.cost.packed if pools else entry.piece.cost
+            if (window is None or window.admits(cost)) and all(pool.num_free for pool in pools):
+                if not may_take(entry.piece, bool(pools)):
+                    return None
+                return self._take(peer, line, pools, cost, now)
+            del self._candidates[peer]
+        return None
+
+    def end(self, delivery: DeliveryId, seq: int, how: PieceEnd) -> None:
+        """Close the credit of a piece that `pop` gave; the peer returns the remote slot of one that was posted."""
+        taken = self._under_way[delivery, seq] if how is PieceEnd.IN_DOUBT else self._under_way.pop((delivery, seq))
+        if taken.charge is not None:
+            self._end_post(delivery.peer, taken.charge)
+            taken.charge = None
+        if taken.slots is not None:
+            self._end_slots(delivery.peer, taken.slots, how)
+
+    def is_in_doubt(self, delivery: DeliveryId, seq: int) -> bool:
+        """Say whether a piece under way has given its credit back already."""
+        return self._under_way[delivery, seq].charge is None
+
+    def release_slots(self, delivery: DeliveryId, seq: int) -> None:
+        """Give the slots of a piece back that goes directly after all."""
+        taken = self._under_way[delivery, seq]
+        if taken.slots is not None:
+            self._end_slots(delivery.peer, taken.slots, PieceEnd.DROPPED)
+            taken.slots = None
+
+    def look_again(self, peer: PeerId) -> None:
+        """Look at a peer's pieces again, because a slot of it is free, or there is one less to wait for."""
+        if peer in self._lanes:
+            self._candidates.setdefault(peer)
+
+    def drop(self, delivery: DeliveryId) -> None:
+        """Forget the pieces of a delivery that have not been taken."""
+        lane = self._lanes.get(delivery.peer)
+        if lane is None:
+            return
+        self.stop_expecting(delivery.peer, lane.drop(delivery))
+        self._candidates.setdefault(delivery.peer)
+        self._forget_if_empty(delivery.peer)
+
+    def _take(self, peer: PeerId, line: "_Line", pools: tuple[SlotPool, ...], cost: Cost, now: float) -> Piece:
+        piece = self._lanes[peer].take(line, now).piece
+        if pools:
+            piece = replace(piece, slots=PieceSlots(*(pool.take() for pool in pools)))
+        self._under_way[piece.delivery, piece.seq] = _UnderWay(cost, piece.slots)
+        self._window(peer).begin(cost)
+        self.stop_expecting(peer, 1)
+        self._candidates.move_to_end(peer)
+        self._forget_if_empty(peer)
+        return piece
+
+    def _end_post(self, peer: PeerId, charge: Cost) -> None:
+        window = self._windows[peer]
+        window.end(charge)
+        if window.num_posts == 0:
+            del self._windows[peer]
+        self.look_again(peer)
+
+    def _end_slots(self, peer: PeerId, slots: PieceSlots, how: PieceEnd) -> None:
+        for waiting in self._lanes:  # whoever waits for a local slot: one is free, or there is one less to wait for
+            self._candidates.setdefault(waiting)
+        if how is PieceEnd.IN_DOUBT:
+            self._local.lose(slots.local)
+            return
+        self._local.give_back(slots.local)
+        if how is PieceEnd.DROPPED and self._remote is not None:
+            self._remote.give_back(peer, slots.remote)
+
+    def _pools(self, entry: _Entry) -> tuple[SlotPool, ...]:
+        """Where a piece gets its slots; nowhere if it goes without, because none is left and none will come."""
+        if not entry.wants_slot or self._remote is None:
+            return ()
+        remote = self._remote.pool(entry.piece.delivery.peer)
+        if remote is None:
+            return ()
+        pools = (self._local, remote)
+        return pools if all(pool.num_free or pool.may_come for pool in pools) else ()
+
+    def _forget_if_empty(self, peer: PeerId) -> None:
+        if self._lanes[peer].is_empty:
+            del self._lanes[peer]
+            del self._candidates[peer]
+
+    def _window(self, peer: PeerId) -> Window:
+        if peer not in self._windows:
+            limits = self._limits
+            self._windows[peer] = Window(limits.posts_per_peer, limits.bytes_per_peer, limits.descriptors_per_peer)
+        return self._windows[peer]
+
+
+class _Line(msgspec.Struct):
+    """Pieces of one delivery, in order; `place` is when it is due and, among equals, who was first."""
+
+    delivery: DeliveryId
+    entries: deque[_Entry]
+    place: tuple[float, int] = (0.0, 0)
+
+
+class _Lane:
+    """What waits for one peer: a line for each delivery, in the rotation of its class."""
+
+    def __init__(self, ageing_s: float) -> None:
+        self._ageing_s = ageing_s
+        self._lines: dict[DeliveryId, _Line] = {}
+        self._rotations: dict[int, OrderedDict[DeliveryId, _Line]] = {}
+        self._num_joined = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._lines
+
+    def push(self, entry: _Entry) -> None:
+        line = self._lines.get(entry.piece.delivery)
+        if line is not None:
+            line.entries.append(entry)
+            return
+        delivery = entry.piece.delivery
+        self._lines[delivery] = line = _Line(delivery, deque([entry]))
+        self._join(line, entry.enqueued_at)
+
+    def take(self, line: _Line, now: float) -> _Entry:
+        self._leave(line)
+        entry = line.entries.popleft()
+        if line.entries:
+            self._join(line, now)
+        else:
+            del self._lines[line.delivery]
+        return entry
+
+    def drop(self, delivery: DeliveryId) -> int:
+        line = self._lines.pop(delivery, None)
+        if line is None:
+            return 0
+        self._leave(line)
+        return len(line.entries)
+
+    def next_line(self) -> _Line:
+        firsts = [next(iter(rotation.values())) for rotation in self._rotations.values()]
+        return firsts[0] if len(firsts) == 1 else min(firsts, key=lambda line: line.place)
+
+    def _join(self, line: _Line, now: float) -> None:
+        piece, enqueued_at, _ = line.entries[0]
+        due = max(now, enqueued_at + piece.grant.priority * self._ageing_s)
+        line.place = (due, self._num_joined)
+        self._num_joined += 1
+        self._rotations.setdefault(piece.grant.priority, OrderedDict())[line.delivery] = line
+
+    def _leave(self, line: _Line) -> None:
+        priority = line.entries[0].piece.grant.priority
+        rotation = self._rotations[priority]
+        del rotation[line.delivery]
+        if not rotation:
+            del self._rotations[priority]

@@ -1,0 +1,589 @@
+"""One room on one prefill rank.
+
+A `Room` holds the chunks that the engine offered. Each decode rank that grants its pages gets a `Delivery`, which takes
+from the chunks the tokens that were asked for, splits large ones into pieces, numbers these, and follows them until
+every write has ended. Whatever ends one delivery badly ends the whole room: decode ranks of one request are of no use
+without each other.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from kvflow.errors import FailureReason, LocalProtocolError, Stage
+from kvflow.geometry.ranges import ALL_LAYERS, TokenRange
+from kvflow.state.effects import AwaitData, DropPlan, Piece, PostPlan, PrefillEffect, ReportSender
+from kvflow.state.events import Chunk, DeliveryId, PeerRoute, PlanFinished, ReadyEvent
+from kvflow.state.packing import wants_slot
+from kvflow.state.prefill.peers import DecodePeers
+from kvflow.state.prefill.pieces import ChunkPart, cost_of, split_chunk
+from kvflow.state.prefill.queue import PieceQueue
+from kvflow.state.prefill.slots import RemoteSlots
+from kvflow.state.quarantine import NO_MEMORY, Footprint
+from kvflow.state.settings import PrefillSettings
+from kvflow.state.tables import Memory, Outcome, Signal, TransferState
+from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, PeerId, RankId
+
+__all__ = ["Delivery", "DeliveryWait", "Room", "RoomWait", "SendContext", "Standing", "standing_of"]
+
+
+class SendContext(NamedTuple):
+    """What every room of a rank uses."""
+
+    me: PeerId
+    settings: PrefillSettings
+    peers: DecodePeers
+    queue: PieceQueue
+    slots: RemoteSlots
+
+    def drained(self, delivery: DeliveryId, failure: Failure | None) -> list[PrefillEffect]:
+        """Promise that nothing of a delivery can be written any more."""
+        engine_rank = self.me.rank.engine_rank
+        message = Drained(room=delivery.room, generation=delivery.generation, engine_rank=engine_rank, failure=failure)
+        return self.peers.send(delivery.peer, message)
+
+    def failed(self, delivery: DeliveryId, failure: Failure, *, drained: bool) -> list[PrefillEffect]:
+        """Say that a delivery will not succeed."""
+        message = Failed(
+            room=delivery.room,
+            generation=delivery.generation,
+            engine_rank=self.me.rank.engine_rank,
+            failure=failure,
+            drained=drained,
+        )
+        return self.peers.send(delivery.peer, message)
+
+
+class DeliveryWait(NamedTuple):
+    """What a delivery waits for; each has a timer.
+
+    Attributes:
+        outcome: To be decided.
+        post: To end.
+        answer: That the decode rank knows that everything is written.
+    """
+
+    outcome: bool = True
+    post: bool = False
+    answer: bool = False
+
+
+class RoomWait(NamedTuple):
+    """What a room waits for; each has a timer.
+
+    Attributes:
+        grants: Of every decode rank, after the last chunk.
+        drain: That posts end, after the room has.
+    """
+
+    grants: bool = False
+    drain: bool = False
+
+
+class Standing(NamedTuple):
+    """How a delivery counts for its room.
+
+    Attributes:
+        is_delivered: The decode rank has everything.
+        is_safe: None of its writes reads the source pages any more.
+        is_quarantined: That could not be proved in time.
+    """
+
+    is_delivered: bool = False
+    is_safe: bool = False
+    is_quarantined: bool = False
+
+
+def standing_of(state: TransferState) -> Standing:
+    """Say how a delivery counts for its room."""
+    return Standing(state.outcome is Outcome.SUCCESS, state.is_safe, state.memory is Memory.QUARANTINED)
+
+
+class Delivery:
+    """What this rank sends to one decode rank for one grant.
+
+    Attributes:
+        standing: How its room counts it.
+        waits: What it was seen to wait for last.
+        num_retransmits: How often something was sent again.
+    """
+
+    def __init__(
+        self,
+        context: SendContext,
+        peer: PeerId,
+        grant: Grant,
+        link: PeerRoute,
+        on_change: "Callable[[Delivery], None]",
+    ) -> None:
+        self.id = DeliveryId(grant.room, peer, grant.generation)
+        self.grant = grant
+        self.state = TransferState()
+        self.failure: Failure | None = None
+        self.num_retransmits = 0
+        self.standing = Standing()
+        self.waits = DeliveryWait()
+        self._context = context
+        self._link = link
+        self._on_change = on_change
+        self._wanted = {name: tokens for name, tokens in grant.ranges.items() if name in link.route.expected}
+        self._positions = {name: start for name, (start, _) in self._wanted.items()}
+        self._next_seq = 0
+        self._has_last_chunk = False
+        self._is_acknowledged = False
+        self._drained_is_due = False
+        self._lingers = False
+        self._not_ready: deque[tuple[Piece, ReadyEvent | None]] = deque()
+        self._unposted: dict[int, Notice] = {}
+        self._posted: dict[int, Notice] = {}
+        self._written: list[Notice] = []
+
+    @property
+    def now_waits(self) -> DeliveryWait:
+        """What it waits for now."""
+        is_pending = self.state.is_pending
+        return DeliveryWait(is_pending, is_pending and bool(self._posted), self.is_unanswered)
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Everything is written, and the decode rank has not said that it knows."""
+        return self.state.is_pending and self.state.is_safe
+
+    @property
+    def is_fenced(self) -> bool:
+        """Nothing can land in the decode rank's pages any more: what Drained says."""
+        return not self._posted and not self._lingers
+
+    @property
+    def has_posts(self) -> bool:
+        """A write is posted and not known to have ended."""
+        return bool(self._posted)
+
+    @property
+    def posted(self) -> tuple[int, ...]:
+        """Pieces whose writes are posted and not known to have ended."""
+        return tuple(self._posted)
+
+    def missing(self, chunk: Chunk) -> str | None:
+        """Say which wanted tokens can never be served any more if this chunk comes next."""
+        for name, (start, stop) in self._wanted.items():
+            at = self._positions[name]
+            first, last = chunk.ranges.get(name, (at, at))
+            is_gap = at < first < last and at < stop
+            if is_gap or (chunk.last and max(at, last) < stop):
+                lacking = f"{at}:{min(first, stop)}" if is_gap else f"{max(at, last)}:{stop}"
+                return f"decode wants tokens {start}:{stop} of component {name}, prefill does not serve {lacking}"
+        return None
+
+    def offer(self, chunk: Chunk, now: float) -> list[PrefillEffect]:
+        """Take from a chunk what this decode rank wants, in as many pieces as it takes."""
+        effects: list[PrefillEffect] = []
+        ranges = self._wanted_of(chunk)
+        if ranges or (chunk.last and self._wanted):
+            self._positions.update({name: stop for name, (_, stop) in ranges.items()})
+            for part in split_chunk(chunk, ranges, self.grant, self._wanted, self._link):
+                effects += self._send(part, chunk, now)
+        self._has_last_chunk = chunk.last  # only now: a part without bytes is no end while others follow
+        return [*effects, *self._settle()]
+
+    def data_ready(self, seq: int, now: float) -> list[PrefillEffect]:
+        """Put a piece in line whose data is there, and those behind it that need not wait."""
+        if not self._not_ready or self._not_ready[0][0].seq != seq:
+            return []
+        self._push(replace(self._not_ready.popleft()[0], queued_at=now), now)
+        while self._not_ready:
+            piece, ready = self._not_ready[0]
+            if ready is not None:
+                return [AwaitData(self.id, piece.seq, ready)]
+            self._push(replace(self._not_ready.popleft()[0], queued_at=now), now)
+        return []
+
+    def taken(self, piece: Piece) -> Notice:
+        """Count a piece as posted: the shell posts it at once. Return what it says when it is written."""
+        del self._unposted[piece.seq]
+        self._note_post(piece.seq, piece.notice)
+        return piece.notice
+
+    def went_direct(self, seq: int) -> None:
+        """Note that a posted piece was written to its pages, although it had a slot."""
+        notice = self._posted.get(seq)
+        if notice is not None:
+            self._posted[seq] = replace(notice, staged=None)
+
+    def plan_finished(self, plan: PlanFinished) -> list[PrefillEffect]:
+        """Post what was planned beside the event loop, unless the delivery has ended."""
+        notice = self._unposted.pop(plan.seq, None)
+        if notice is None:
+            return [DropPlan(self.id, plan.seq)]
+        notice = replace(notice, digests=dict(plan.digests), staged=plan.staged)
+        self._note_post(plan.seq, notice)
+        return [PostPlan(self.id, plan.seq, notice)]
+
+    def not_posted(self, seq: int) -> None:
+        """Note that a piece could not be planned, so that nothing was posted for it."""
+        self._unposted.pop(seq, None)
+        self._forget_post(seq)
+
+    def post_ended(self, seq: int, *, is_written: bool, lingers: bool = False) -> list[PrefillEffect]:
+        """Note that a post has ended here; if it `lingers`, its bytes may still land there."""
+        notice = self._forget_post(seq)
+        self._lingers |= lingers
+        effects: list[PrefillEffect] = []
+        if notice is not None and is_written:
+            self._written.append(notice)
+            if not self._context.settings.in_band_notices:
+                effects = self._context.peers.send(self.id.peer, notice)
+        return [*effects, *self._settle()]
+
+    def retransmit(self) -> list[PrefillEffect]:
+        """Send again what the decode rank seems to have missed, over the control channel."""
+        self.num_retransmits += 1
+        if self.failure is not None:
+            return self._context.failed(self.id, self.failure, drained=self.is_fenced)
+        effects: list[PrefillEffect] = []
+        if self.is_unanswered:
+            for notice in self._written:
+                effects += self._context.peers.send(self.id.peer, notice)
+        return effects
+
+    def acknowledged(self) -> list[PrefillEffect]:
+        """Note that the decode rank has everything, which it can know before the last post is seen to have ended."""
+        self._is_acknowledged = True
+        return self._settle()
+
+    def in_doubt(self) -> None:
+        """Give up waiting for the proof that a post has ended."""
+        self._apply(Signal.IN_DOUBT)
+
+    def stop(self, signal: Signal, failure: Failure) -> list[PrefillEffect]:
+        """End it without success and tell the decode rank why."""
+        if not self.state.is_pending:
+            return []
+        self._stop(signal, failure)
+        self._drained_is_due = not self.is_fenced
+        return self._context.failed(self.id, failure, drained=self.is_fenced)
+
+    def cancel(self, failure: Failure) -> list[PrefillEffect]:
+        """End it because the decode rank said so: it only wants to hear Drained."""
+        if self.state.is_pending:
+            self._stop(Signal.FAILED, failure)
+        self._drained_is_due = True
+        return self._settle()
+
+    def forget_pages(self) -> None:
+        """Drop what only writing needs."""
+        self.grant = replace(self.grant, pages={})
+
+    def release(self) -> None:
+        """Take the pages back without a proof, as an operator says."""
+        self._apply(Signal.RELEASED)
+
+    def _apply(self, signal: Signal) -> None:
+        self.state.apply(signal)
+        self._on_change(self)
+
+    def _note_post(self, seq: int, notice: Notice) -> None:
+        if not self._posted:
+            self._on_change(self)
+        self._posted[seq] = notice
+
+    def _forget_post(self, seq: int) -> Notice | None:
+        notice = self._posted.pop(seq, None)
+        if not self._posted:
+            self._on_change(self)
+        return notice
+
+    def _wanted_of(self, chunk: Chunk) -> dict[str, TokenRange]:
+        """Find what of a chunk this decode rank wants and has not been sent."""
+        ranges = {}
+        for name, (_, stop) in self._wanted.items():
+            at = self._positions[name]
+            end = min(chunk.ranges.get(name, (at, at))[1], stop)
+            if at < end:
+                ranges[name] = (at, end)
+        return ranges
+
+    def _send(self, part: ChunkPart, chunk: Chunk, now: float) -> list[PrefillEffect]:
+        """Give a part its number and put it on its way."""
+        seq = self._next_seq
+        self._next_seq += 1
+        cost = cost_of(part, self._wanted, self._link, self._context.settings.max_descriptor_bytes)
+        notice = Notice(
+            room=self.id.room,
+            generation=self.id.generation,
+            token=self.grant.token,
+            engine_rank=self._context.me.rank.engine_rank,
+            seq=seq,
+            ranges=dict(part.ranges),
+            num_bytes=cost.num_bytes,
+            last=part.last,
+            metadata=part.metadata,
+            layers=None if part.layers == ALL_LAYERS else part.layers,
+        )
+        if not cost.num_bytes:  # nothing is left to send, or tokens of which this rank holds none
+            self._written.append(notice)
+            return self._context.peers.send(self.id.peer, notice)
+        self._unposted[seq] = notice
+        staging = self._context.settings.staging
+        piece = Piece(
+            self.id,
+            seq,
+            part.ranges,
+            chunk.pages,
+            self.grant,
+            self._link,
+            notice,
+            cost,
+            part.layers,
+            now,
+            must_pack=staging is not None and staging.packing == "always",
+        )
+        self._context.queue.expect(self.id.peer)
+        if part.ready is None and not self._not_ready:
+            self._push(piece, now)
+            return []
+        self._not_ready.append((piece, part.ready))
+        if len(self._not_ready) == 1 and part.ready is not None:
+            return [AwaitData(self.id, seq, part.ready)]
+        return []
+
+    def _push(self, piece: Piece, now: float) -> None:
+        window, staging = self._context.slots.window(self.id.peer), self._context.settings.staging
+        is_packed = False
+        if window is not None and staging is not None:
+            slot_bytes = min(window.slot_bytes, staging.slot_bytes)
+            num_bytes, num_descriptors = piece.cost
+            is_packed = wants_slot(
+                num_bytes, num_descriptors, slot_bytes, staging.descriptor_overhead_s, staging.packing
+            )
+        self._context.queue.push(piece, now, wants_slot=is_packed)
+
+    def _stop(self, signal: Signal, failure: Failure) -> None:
+        self.failure = failure
+        self._unposted.clear()
+        self._context.queue.stop_expecting(self.id.peer, len(self._not_ready))
+        self._not_ready.clear()
+        self._context.queue.drop(self.id)
+        self._apply(signal)
+        if not self._posted:
+            self._apply(Signal.QUIET)
+
+    def _settle(self) -> list[PrefillEffect]:
+        """See whether the last write has ended."""
+        if not self._posted and not self._unposted:
+            if self.state.is_pending and self._has_last_chunk:
+                is_known = self._is_acknowledged or not self._wanted
+                self._apply(Signal.COMPLETED if is_known else Signal.WRITTEN)
+            if not self.state.is_pending:
+                self._apply(Signal.QUIET)
+        if not self._drained_is_due or not self.is_fenced:  # safe pages here are no proof for those of the peer
+            return []
+        self._drained_is_due = False
+        return self._context.drained(self.id, self.failure)
+
+
+class Room:
+    """One room, from the moment it is opened until its last write has ended.
+
+    An event of one delivery takes the same work however many decode ranks there are, so the room counts how its
+    deliveries stand.
+
+    Attributes:
+        deliveries: By the decode rank that is sent to; its other incarnations are refused.
+        num_delivered: Deliveries of which the decode rank has everything.
+        num_safe: Deliveries of which no write reads the source pages any more.
+        num_quarantined: Deliveries of which that could not be proved in time.
+        waits: What it was seen to wait for last.
+        changed: Deliveries that may wait for something else than before.
+        told: Decode ranks that know that it has failed, besides those that it has deliveries to.
+    """
+
+    def __init__(self, context: SendContext, room: int) -> None:
+        self.room = room
+        self.state = TransferState()
+        self.failure: Failure | None = None
+        self.deliveries: dict[RankId, Delivery] = {}
+        self.footprint = NO_MEMORY
+        self.waits = RoomWait()
+        self.changed: dict[RankId, Delivery] = {}
+        self.told: dict[RankId, None] = {}
+        self.num_delivered = 0
+        self.num_safe = 0
+        self.num_quarantined = 0
+        self._needs_review = False
+        self._context = context
+        self._chunks: list[Chunk] = []
+        self._num_decode_ranks: int | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """The engine has offered the last chunk."""
+        return bool(self._chunks) and self._chunks[-1].last
+
+    @property
+    def peers(self) -> list[PeerId]:
+        """Decode ranks that have asked for it."""
+        return [delivery.id.peer for delivery in self.deliveries.values()]
+
+    def delivery_to(self, peer: PeerId) -> Delivery | None:
+        """Find what is sent to this incarnation of a decode rank."""
+        delivery = self.deliveries.get(peer.rank)
+        return delivery if delivery is not None and delivery.id.peer == peer else None
+
+    @property
+    def now_waits(self) -> RoomWait:
+        """What it waits for now."""
+        lacks_grants = len(self.deliveries) != self._num_decode_ranks and self.is_finished
+        return RoomWait(self.state.is_pending and lacks_grants, self.state.memory is Memory.DRAINING)
+
+    def offer(self, chunk: Chunk, footprint: Footprint, now: float) -> list[PrefillEffect]:
+        """Take a chunk from the engine.
+
+        Raises:
+            LocalProtocolError: It does not continue the one before, or the last chunk was offered already.
+        """
+        self._check_continues(chunk)
+        if not self.state.is_pending:
+            return []
+        self._chunks.append(chunk)
+        self._needs_review |= chunk.last
+        self.footprint = self.footprint.plus(footprint)
+        effects: list[PrefillEffect] = []
+        for delivery in list(self.deliveries.values()):
+            effects += self._feed(delivery, [chunk], now)
+        return [*effects, *self.review()]
+
+    def grant(self, peer: PeerId, grant: Grant, link: PeerRoute, now: float) -> list[PrefillEffect]:
+        """Start a delivery, which nothing speaks against, and give it every chunk there is so far."""
+        delivery = Delivery(self._context, peer, grant, link, self._on_change)
+        self._on_change(delivery)
+        self._num_decode_ranks = grant.num_decode_ranks
+        self.deliveries[peer.rank] = delivery
+        return [*self._feed(delivery, self._chunks, now), *self.review()]
+
+    def post_ended(
+        self, delivery: Delivery, seq: int, failure: Failure | None, *, lingers: bool = False
+    ) -> list[PrefillEffect]:
+        """Note that a post has ended; one that failed ends the room."""
+        stopped = self.stop(Signal.FAILED, failure) if failure else []
+        return [*stopped, *delivery.post_ended(seq, is_written=failure is None, lingers=lingers), *self.review()]
+
+    def post_in_doubt(self, delivery: Delivery, failure: Failure) -> list[PrefillEffect]:
+        """Note that it cannot be told whether a post has ended; that ends the room."""
+        stopped = self.stop(Signal.FAILED, failure)
+        delivery.in_doubt()
+        return [*stopped, *self.review()]
+
+    def acknowledged(self, delivery: Delivery) -> list[PrefillEffect]:
+        """Note that one decode rank has everything."""
+        return [*delivery.acknowledged(), *self.review()]
+
+    def cancel(self, delivery: Delivery, failure: Failure) -> list[PrefillEffect]:
+        """End the room because one decode rank gave it up."""
+        effects = delivery.cancel(failure)
+        return [*effects, *self.stop(Signal.FAILED, failure)]
+
+    def stop(self, signal: Signal, failure: Failure) -> list[PrefillEffect]:
+        """End the room without success; every decode rank is told the same reason."""
+        if not self.state.is_pending:
+            return self.review()
+        self.failure = failure
+        self.state.apply(signal)
+        self._needs_review = True
+        effects: list[PrefillEffect] = [self._report()]
+        for delivery in self.deliveries.values():
+            effects += delivery.stop(signal, failure)
+        return [*effects, *self.review()]
+
+    def in_doubt(self) -> list[PrefillEffect]:
+        """Give up waiting for posts that do not end."""
+        for delivery in self.deliveries.values():
+            if delivery.has_posts:
+                delivery.in_doubt()
+        return self.review()
+
+    def release(self) -> list[PrefillEffect]:
+        """Take the pages back without a proof, as an operator says."""
+        for delivery in self.deliveries.values():
+            if delivery.has_posts:
+                delivery.in_doubt()
+            delivery.release()
+        self.state.apply(Signal.RELEASED)
+        return [self._report()]
+
+    def refusal(self, peer: PeerId, grant: Grant) -> Failure | None:
+        """Why a grant cannot be served, although the room is open."""
+        if self.failure is not None:
+            return self.failure
+        if peer.rank in self.deliveries:  # also of an earlier incarnation of it
+            return self._error(FailureReason.ROOM_IN_USE, "an earlier grant of this rank for this room is open")
+        if self._num_decode_ranks not in (None, grant.num_decode_ranks):
+            detail = f"decode ranks disagree on their number: {self._num_decode_ranks} and {grant.num_decode_ranks}"
+            return self._error(FailureReason.PROTOCOL, detail)
+        if len(self.deliveries) == self._num_decode_ranks:
+            detail = f"all {self._num_decode_ranks} decode ranks have granted already"
+            return self._error(FailureReason.PROTOCOL, detail)
+        return None
+
+    def review(self) -> list[PrefillEffect]:
+        """Draw the room's conclusion from its deliveries; report when a fact has changed."""
+        if not self._needs_review:
+            return []
+        self._needs_review = False
+        before = (self.state.outcome, self.state.memory)
+        num_deliveries = len(self.deliveries)
+        has_all = num_deliveries == self._num_decode_ranks and self.is_finished
+        is_safe = self.num_safe == num_deliveries
+        if has_all and self.num_delivered == num_deliveries:
+            self.state.apply(Signal.COMPLETED)
+        elif has_all and is_safe:
+            self.state.apply(Signal.WRITTEN)
+        if is_safe and not self.state.is_pending:
+            self.state.apply(Signal.QUIET)
+        if self.num_quarantined:
+            self.state.apply(Signal.IN_DOUBT)
+        after = (self.state.outcome, self.state.memory)
+        return [self._report()] if after != before else []
+
+    def _on_change(self, delivery: Delivery) -> None:
+        self.changed[delivery.id.peer.rank] = delivery
+        self._needs_review = True
+        before, now = delivery.standing, standing_of(delivery.state)
+        if now != before:
+            delivery.standing = now
+            self.num_delivered += now.is_delivered - before.is_delivered
+            self.num_safe += now.is_safe - before.is_safe
+            self.num_quarantined += now.is_quarantined - before.is_quarantined
+
+    def _feed(self, delivery: Delivery, chunks: Iterable[Chunk], now: float) -> list[PrefillEffect]:
+        effects: list[PrefillEffect] = []
+        for chunk in chunks:
+            if not delivery.state.is_pending:  # another delivery has ended the room just now
+                break
+            missing = delivery.missing(chunk)
+            if missing is not None:
+                return [*effects, *self.stop(Signal.FAILED, self._error(FailureReason.TOKENS_NOT_SERVED, missing))]
+            effects += delivery.offer(chunk, now)
+        return effects
+
+    def _report(self) -> PrefillEffect:
+        return ReportSender(self.room, self.state.outcome, self.state.memory, self.failure)
+
+    def _check_continues(self, chunk: Chunk) -> None:
+        start, stop = chunk.tokens
+        if self.is_finished:
+            raise LocalProtocolError("chunk after the last one", room=self.room, tokens=chunk.tokens)
+        if not 0 <= start <= stop or (start == stop and not chunk.last):
+            raise LocalProtocolError("chunk has no tokens", room=self.room, tokens=chunk.tokens)
+        if self._chunks and start != self._chunks[-1].tokens[1]:
+            raise LocalProtocolError(
+                "chunk does not continue the one before",
+                room=self.room,
+                tokens=chunk.tokens,
+                before=self._chunks[-1].tokens,
+            )
+
+    def _error(self, reason: FailureReason, detail: str) -> Failure:
+        return Failure(reason, Stage.ENQUEUE, str(self._context.me.rank), detail)

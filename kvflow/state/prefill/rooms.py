@@ -1,0 +1,607 @@
+"""All rooms of one prefill rank: which exist, who asked for them, what they still wait for. Pure."""
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import msgspec
+
+from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
+from kvflow.state.effects import CountAnomaly, DropPlan, PostPlan, PrefillEffect
+from kvflow.state.events import (
+    Chunk,
+    DataReady,
+    DeliveryId,
+    PieceWentDirect,
+    PlanFailed,
+    PlanFinished,
+    PostEnded,
+    PostInDoubt,
+)
+from kvflow.state.prefill.peers import DecodePeer
+from kvflow.state.prefill.queue import PieceEnd
+from kvflow.state.prefill.room import Delivery, DeliveryWait, Room, RoomWait, SendContext
+from kvflow.state.quarantine import Footprint, Quarantine
+from kvflow.state.tables import Memory, Signal
+from kvflow.state.timers import Timers
+from kvflow.wire.messages import Ack, Cancel, Decline, Failure, Grant, PeerId, RankId
+
+__all__ = ["PostStalled", "Rooms"]
+
+MAX_FAILED = 4_096
+"""Failed rooms that are remembered, so that a grant that comes too late is answered at once."""
+
+MAX_DECLINED = 4_096
+"""Rooms that decode ranks gave up before they were opened, and that are remembered until the engine opens them."""
+
+MAX_BACKOFF = 8
+"""Messages are retransmitted less and less often, down to this many times the first pause."""
+
+
+class RoomUnopened(msgspec.Struct, frozen=True):
+    """Timer: the engine must open this room before the grant runs out."""
+
+    room: int
+    peer: PeerId
+
+
+class DeclineForgotten(msgspec.Struct, frozen=True):
+    """Timer: a room that was declined was not opened; it may be another request by now."""
+
+    room: int
+
+
+class RoomUngranted(msgspec.Struct, frozen=True):
+    """Timer: every decode rank must have granted after the last chunk."""
+
+    room: int
+
+
+class DeliveryDeadline(msgspec.Struct, frozen=True):
+    """Timer: the decode rank gives up."""
+
+    delivery: DeliveryId
+
+
+class PostStalled(msgspec.Struct, frozen=True):
+    """Timer: a post of this delivery must have ended."""
+
+    delivery: DeliveryId
+
+
+class DeliveryUnanswered(msgspec.Struct, frozen=True):
+    """Timer: the decode rank should have said that it knows how the delivery ended."""
+
+    delivery: DeliveryId
+
+
+class RoomUndrained(msgspec.Struct, frozen=True):
+    """Timer: posts must have ended after the room has."""
+
+    room: int
+
+
+class _FailedRoom(NamedTuple):
+    """A room that has failed.
+
+    Attributes:
+        told: Decode ranks that know, or whose former incarnation did; what they ask for next is another try.
+    """
+
+    failure: Failure
+    told: dict[RankId, None]
+
+
+class Rooms:
+    """The table of rooms; every method returns what is to be done.
+
+    A room that is over leaves the table. A delivery of which bytes may still land at the decode rank is kept as
+    *unfenced*, without its pages: the source pages are free, which proves nothing about the destination. Its decode
+    rank is told Drained when the last post has ended in a way that proves it, and never before; if there is no such
+    way, only the end of one of the two processes is a proof.
+    """
+
+    def __init__(self, context: SendContext, timers: Timers[Hashable], quarantine: Quarantine) -> None:
+        self.rooms: dict[int, Room] = {}
+        self.unfenced: dict[DeliveryId, Delivery] = {}
+        self._context = context
+        self._timeouts = context.settings.timeouts
+        self._limits = context.settings.limits
+        self._timers = timers
+        self._quarantine = quarantine
+        self._waiting: dict[int, dict[PeerId, Grant]] = {}
+        self.num_waiting = 0
+        self._failed: dict[int, _FailedRoom] = {}
+        self._declined: dict[int, dict[RankId, Failure]] = {}
+
+    # What the engine wants -------------------------------------------------------------------------------------------
+
+    def open(self, room: int, now: float) -> list[PrefillEffect]:
+        """Start a room; grants that came before are served now.
+
+        Raises:
+            LocalProtocolError: The room is open, or its pages are in quarantine.
+            CapacityExceeded: Too many rooms are open, or too much is in quarantine.
+        """
+        if room in self.rooms:
+            raise LocalProtocolError("room is in use", room=room, memory=self.rooms[room].state.memory.value)
+        if len(self.rooms) >= self._limits.transfers:
+            raise CapacityExceeded("too many rooms are open", limit=self._limits.transfers)
+        self._quarantine.check_admission()
+        self._failed.pop(room, None)
+        opened = self.rooms[room] = Room(self._context, room)
+        effects: list[PrefillEffect] = []
+        for peer in list(self._waiting.get(room, ())):
+            effects += self._serve(opened, peer, self._take_waiting(room, peer), now)
+        declined = self._declined.pop(room, None)
+        if declined is not None:
+            self._timers.clear(DeclineForgotten(room))
+            effects += self._follow(opened, opened.stop(Signal.FAILED, next(iter(declined.values()))), now)
+            self._tell(room, declined)
+        return effects
+
+    def offer(self, room: int, chunk: Chunk, footprint: Footprint, now: float) -> list[PrefillEffect]:
+        """Take a chunk from the engine.
+
+        Raises:
+            LocalProtocolError: The room is not open, or the chunk does not continue the one before.
+        """
+        known = self._known(room)
+        return self._follow(known, known.offer(chunk, footprint, now), now)
+
+    def abort(self, room: int, failure: Failure, now: float) -> list[PrefillEffect]:
+        """End a room because its engine gave it up."""
+        known = self.rooms.get(room)
+        return self._follow(known, known.stop(Signal.ABORTED, failure), now) if known else []
+
+    def release(self, room: int, now: float) -> list[PrefillEffect]:
+        """Take the pages of a room in quarantine back without a proof.
+
+        Raises:
+            LocalProtocolError: The room is not in quarantine.
+        """
+        known = self.rooms.get(room)
+        if known is None or known.state.memory is not Memory.QUARANTINED:
+            raise LocalProtocolError("room is not in quarantine", room=room)
+        return self._follow(known, known.release(), now)
+
+    def close(self, failure: Failure, now: float) -> list[PrefillEffect]:
+        """Fail everything."""
+        effects = self.refuse_waiting(failure)
+        for room in list(self.rooms.values()):
+            effects += self._follow(room, room.stop(Signal.ABORTED, failure), now)
+        return effects
+
+    # What decode ranks want ------------------------------------------------------------------------------------------
+
+    def grant(
+        self, peer: DecodePeer, grant: Grant, now: float, *, leaving: Failure | None = None
+    ) -> list[PrefillEffect]:
+        """Serve a grant, keep it until the engine opens the room, or refuse it; answer a repeated one again.
+
+        No room will be opened any more if there is a reason for `leaving`.
+        """
+        delivery_id = DeliveryId(grant.room, peer.id, grant.generation)
+        peer.used(grant.generation)
+        delivery = self._find(delivery_id)[1] or self.unfenced.get(delivery_id)
+        if delivery is not None:
+            return delivery.retransmit()
+        kept = self._waiting.get(grant.room, {}).get(peer.id)
+        if kept is not None and kept.generation == grant.generation:  # it may outlive the memory of later ones
+            return []
+        if grant.generation in peer.closed:
+            return self._answer_closed(peer, grant)
+        self._forget_declines(grant.room, peer.id.rank)
+        room = self.rooms.get(grant.room)
+        if room is not None:
+            return self._serve(room, peer.id, grant, now)
+        return self._refuse(peer.id, grant, leaving) if leaving else self._keep(peer.id, grant, now)
+
+    def cancel(self, peer: PeerId, cancel: Cancel, now: float) -> list[PrefillEffect]:
+        """Stop a delivery. Of one that is not known nothing is posted, which is all that Drained says."""
+        delivery_id = DeliveryId(cancel.room, peer, cancel.generation)
+        room, delivery = self._find(delivery_id)
+        if room is not None and delivery is not None:
+            return self._follow(room, room.cancel(delivery, cancel.failure), now)
+        unfenced = self.unfenced.get(delivery_id)
+        if unfenced is not None:
+            return unfenced.cancel(cancel.failure)
+        waiting = self._waiting.get(cancel.room, {}).get(peer)
+        if waiting is not None and waiting.generation == cancel.generation:
+            self._take_waiting(cancel.room, peer)
+            self._remember_decline(cancel.room, peer.rank, cancel.failure, now)
+        self._context.peers.close(delivery_id, cancel.failure)  # its grant may be on the way, and must find it over
+        return self._context.drained(delivery_id, cancel.failure)
+
+    def decline(self, peer: DecodePeer, decline: Decline, now: float) -> list[PrefillEffect]:
+        """End a room that a decode rank will not take, at once or when the engine opens it; once for each generation.
+
+        By the time it is retransmitted, the number of the room may stand for another try.
+        """
+        delivery_id = DeliveryId(decline.room, peer.id, decline.generation)
+        effects: list[PrefillEffect] = []
+        if decline.generation not in peer.closed:
+            self._context.peers.close(delivery_id, decline.failure)
+            effects = self._give_up(peer.id, decline, now)
+        return [*effects, *self._context.drained(delivery_id, decline.failure)]
+
+    def _give_up(self, peer: PeerId, decline: Decline, now: float) -> list[PrefillEffect]:
+        if peer in self._waiting.get(decline.room, ()):  # of an earlier try; it has asked anew since
+            return []
+        room = self.rooms.get(decline.room)
+        if room is None:
+            if decline.room not in self._failed:
+                self._remember_decline(decline.room, peer.rank, decline.failure, now)
+            self._tell(decline.room, {peer.rank: decline.failure})
+            return []
+        if peer.rank in room.deliveries:
+            return []
+        effects = self._follow(room, room.stop(Signal.FAILED, decline.failure), now) if room.state.is_pending else []
+        self._tell(decline.room, {peer.rank: decline.failure})
+        return effects
+
+    def acknowledged(self, peer: DecodePeer, ack: Ack, now: float) -> list[PrefillEffect]:
+        """Note that a decode rank has everything."""
+        room, delivery = self._find(DeliveryId(ack.room, peer.id, ack.generation))
+        if room is None or delivery is None:
+            return [] if ack.generation in peer.closed else [CountAnomaly("ack_of_unknown_transfer", peer.id, ack.room)]
+        return self._follow(room, room.acknowledged(delivery), now)
+
+    def peer_lost(self, peer: PeerId, failure: Failure, now: float) -> list[PrefillEffect]:
+        """Fail every room that a lost decode rank still waits for; one that is not open fails when it is opened.
+
+        The decode rank fails them, too. It may ask for them anew, as may its next incarnation.
+        """
+        for number in [number for number, grants in self._waiting.items() if peer in grants]:
+            self._take_waiting(number, peer)
+            self._remember_decline(number, peer.rank, failure, now)
+        effects: list[PrefillEffect] = []
+        for room in list(self.rooms.values()):
+            delivery = room.delivery_to(peer)
+            if delivery is not None and delivery.state.is_pending:
+                effects += self._follow(room, room.stop(Signal.FAILED, failure), now)
+        return effects
+
+    def peer_disconnected(self, peer: PeerId) -> None:
+        """Give back the credit of posts that run on to a rank that is disconnected.
+
+        Should it connect again, they must not hold up others: it may take minutes until they end.
+        """
+        unended = [*(room.delivery_to(peer) for room in self.rooms.values()), *self.unfenced.values()]
+        for delivery in unended:
+            if delivery is not None and delivery.id.peer == peer:
+                for seq in delivery.posted:
+                    self._release_credit(delivery.id, seq)
+
+    def peer_restarted(self, peer: PeerId) -> None:
+        """Forget unfenced deliveries to earlier incarnations of a decode rank: their pages are nobody's any more."""
+        self._forget_unfenced([key for key in self.unfenced if key.peer.rank == peer.rank and key.peer != peer])
+
+    def peer_ended(self, peer: PeerId) -> None:
+        """Forget unfenced deliveries to an incarnation of a decode rank that is over."""
+        self._forget_unfenced([key for key in self.unfenced if key.peer == peer])
+
+    def is_fenced(self, peer: PeerId) -> bool:
+        """Say whether nothing that was written to a decode rank can still land there."""
+        if any(key.peer == peer for key in self.unfenced):
+            return False
+        deliveries = (room.delivery_to(peer) for room in self.rooms.values())
+        return all(delivery.is_fenced for delivery in deliveries if delivery is not None)
+
+    def is_waited_for(self, room: int) -> bool:
+        """Say whether a grant waits for a room to be opened."""
+        return room in self._waiting
+
+    def refuse_waiting(self, failure: Failure) -> list[PrefillEffect]:
+        """Tell everybody who waits for a room that none will come."""
+        effects: list[PrefillEffect] = []
+        for room, peer in [(room, peer) for room, grants in self._waiting.items() for peer in grants]:
+            effects += self._refuse(peer, self._take_waiting(room, peer), failure)
+        return effects
+
+    # What the stages say ---------------------------------------------------------------------------------------------
+
+    def data_ready(self, event: DataReady, now: float) -> list[PrefillEffect]:
+        """Put what is computed in line; the room ends if the device has failed."""
+        room, delivery = self._find(event.delivery)
+        if room is None or delivery is None or not delivery.state.is_pending:
+            return []
+        if event.failure is not None:
+            return self._follow(room, room.stop(Signal.FAILED, event.failure), now)
+        return delivery.data_ready(event.seq, now)
+
+    def plan_finished(self, plan: PlanFinished, now: float) -> list[PrefillEffect]:
+        """Post what was planned, unless its delivery has ended."""
+        room, delivery = self._find(plan.delivery)
+        effects: list[PrefillEffect] = [DropPlan(plan.delivery, plan.seq)]
+        if delivery is not None:
+            effects = delivery.plan_finished(plan)
+        for effect in effects:
+            match effect:
+                case DropPlan():
+                    self._context.queue.end(plan.delivery, plan.seq, PieceEnd.DROPPED)
+                case PostPlan(notice=notice) if notice.staged is not None:
+                    self._context.slots.posted(plan.delivery, plan.seq, notice)
+                case PostPlan():
+                    self._context.queue.release_slots(plan.delivery, plan.seq)
+        return effects if room is None else self._follow(room, [*effects, *room.review()], now)
+
+    def piece_went_direct(self, event: PieceWentDirect) -> list[PrefillEffect]:
+        """Take back the slots of a piece that needed none."""
+        self._context.slots.not_posted(event.delivery, event.seq)
+        self._context.queue.release_slots(event.delivery, event.seq)
+        delivery = self.delivery(event.delivery)
+        if delivery is not None:
+            delivery.went_direct(event.seq)
+        return []
+
+    def plan_failed(self, event: PlanFailed, now: float) -> list[PrefillEffect]:
+        """End the room of a piece that cannot be planned."""
+        self._context.slots.not_posted(event.delivery, event.seq)
+        self._context.queue.end(event.delivery, event.seq, PieceEnd.DROPPED)
+        room, delivery = self._find(event.delivery)
+        if room is None or delivery is None:
+            unfenced = self.unfenced.get(event.delivery)
+            if unfenced is None:
+                return []
+            unfenced.not_posted(event.seq)
+            return self._settle_unfenced(unfenced, unfenced.post_ended(event.seq, is_written=False))
+        delivery.not_posted(event.seq)
+        stopped = room.stop(Signal.FAILED, event.failure)
+        settled = delivery.post_ended(event.seq, is_written=False)
+        return self._follow(room, [*stopped, *settled, *room.review()], now)
+
+    def post_ended(self, event: PostEnded, now: float) -> list[PrefillEffect]:
+        """Note that a post has ended."""
+        self._context.queue.end(event.delivery, event.seq, PieceEnd.ENDED)
+        self._context.slots.ended(event, now)
+        room, delivery = self._find(event.delivery)
+        if room is None or delivery is None:
+            unfenced = self.unfenced.get(event.delivery)
+            if unfenced is not None:
+                effects = unfenced.post_ended(event.seq, is_written=False, lingers=event.lingers)
+                return self._settle_unfenced(unfenced, effects)
+            return [CountAnomaly("end_of_unknown_post", event.delivery.peer, event.delivery.room)]
+        effects = room.post_ended(delivery, event.seq, event.failure, lingers=event.lingers)
+        if delivery.has_posts:  # the next one has all its time, from now on
+            self._timers.clear(PostStalled(event.delivery))
+            delivery.waits = delivery.waits._replace(post=False)
+            room.changed[delivery.id.peer.rank] = delivery
+        return self._follow(room, effects, now)
+
+    def post_in_doubt(self, event: PostInDoubt, now: float) -> list[PrefillEffect]:
+        """Note that it cannot be told whether a post has ended."""
+        self._release_credit(event.delivery, event.seq)  # it must not hold up others until it ends
+        room, delivery = self._find(event.delivery)
+        if room is None or delivery is None:
+            return [CountAnomaly("doubt_of_unknown_post", event.delivery.peer, event.delivery.room)]
+        return self._follow(room, room.post_in_doubt(delivery, event.failure), now)
+
+    # Timers ----------------------------------------------------------------------------------------------------------
+
+    def expired(self, key: Hashable, now: float) -> list[PrefillEffect]:
+        """Do what a timer that is due is for."""
+        match key:
+            case RoomUnopened(number, peer):
+                grant = self._take_waiting(number, peer)
+                detail = f"prefill did not open the room within {self._time_to_open(grant)} s"
+                return self._refuse(peer, grant, self._error(FailureReason.UNKNOWN_ROOM, detail))
+            case DeclineForgotten(number):
+                del self._declined[number]
+            case DeliveryUnanswered(delivery_id):
+                return self._retransmit(delivery_id, now)
+            case RoomUndrained(number):
+                room = self._known(number)
+                return self._follow(room, room.in_doubt(), now)
+            case RoomUngranted(number):
+                detail = f"not every decode rank asked for the pages within {self._timeouts.grant_s} s"
+                return self._fail(number, self._error(FailureReason.NOT_GRANTED, detail), now)
+            case DeliveryDeadline(delivery_id):
+                detail = f"decode rank {delivery_id.peer.rank} has given up by now"
+                return self._fail(delivery_id.room, self._error(FailureReason.DEADLINE, detail), now)
+            case PostStalled(delivery_id):
+                detail = f"a write to {delivery_id.peer.rank} has not ended for too long"
+                failure = Failure(FailureReason.STALLED, Stage.SUBMIT, str(self._context.me.rank), detail)
+                return self._fail(delivery_id.room, failure, now)
+        return []
+
+    def _release_credit(self, delivery: DeliveryId, seq: int) -> None:
+        if not self._context.queue.is_in_doubt(delivery, seq):
+            self._context.queue.end(delivery, seq, PieceEnd.IN_DOUBT)
+            self._context.slots.in_doubt(delivery, seq)
+
+    def _fail(self, number: int, failure: Failure, now: float) -> list[PrefillEffect]:
+        room = self._known(number)
+        return self._follow(room, room.stop(Signal.FAILED, failure), now)
+
+    def _retransmit(self, delivery_id: DeliveryId, now: float) -> list[PrefillEffect]:
+        delivery = self._find(delivery_id)[1]
+        if delivery is None:
+            return []
+        effects = delivery.retransmit()
+        pause_s = self._timeouts.retransmit_s * min(2**delivery.num_retransmits, MAX_BACKOFF)
+        self._timers.set(DeliveryUnanswered(delivery_id), now + pause_s)
+        return effects
+
+    # Grants ----------------------------------------------------------------------------------------------------------
+
+    def _keep(self, peer: PeerId, grant: Grant, now: float) -> list[PrefillEffect]:
+        """Keep a grant until the engine opens the room; an older one of the same decode rank is void."""
+        kept = self._waiting.get(grant.room, {}).get(peer)
+        if kept is not None and kept.generation >= grant.generation:
+            return []
+        failed = self._failed.get(grant.room)
+        if failed is not None and peer.rank not in failed.told:
+            failed.told[peer.rank] = None
+            return self._refuse(peer, grant, failed.failure)
+        if self.num_waiting >= self._limits.pending_grants:
+            detail = f"{self._limits.pending_grants} grants wait for their rooms"
+            return self._refuse(peer, grant, self._error(FailureReason.CAPACITY, detail))
+        if kept is not None:
+            voided = DeliveryId(grant.room, peer, kept.generation)
+            self._context.peers.close(voided, self._error(FailureReason.ABORTED, "replaced by a later grant"))
+        grants = self._waiting.setdefault(grant.room, {})
+        self.num_waiting += peer not in grants
+        grants[peer] = grant
+        self._timers.set(RoomUnopened(grant.room, peer), now + self._time_to_open(grant))
+        return []
+
+    def _refuse(self, peer: PeerId, grant: Grant, failure: Failure) -> list[PrefillEffect]:
+        """Answer a grant that will never be served, so that nothing was or will be written for it."""
+        delivery_id = DeliveryId(grant.room, peer, grant.generation)
+        self._context.peers.close(delivery_id, failure)
+        return self._context.failed(delivery_id, failure, drained=True)
+
+    def _serve(self, room: Room, peer: PeerId, grant: Grant, now: float) -> list[PrefillEffect]:
+        refusal = room.refusal(peer, grant)
+        if refusal is not None:
+            return self._refuse(peer, grant, refusal)
+        effects = room.grant(peer, grant, self._context.peers[peer].link, now)
+        delivery = room.deliveries[peer.rank]
+        if delivery.state.is_pending:
+            self._timers.set(DeliveryDeadline(delivery.id), now + grant.timeout_s)
+        return self._follow(room, effects, now)
+
+    def _answer_closed(self, peer: DecodePeer, grant: Grant) -> list[PrefillEffect]:
+        """Answer a late grant: it is never served, whatever its decode rank has missed."""
+        closed = peer.closed.result(grant.generation)
+        is_wanted = any(name in grant.ranges for name in peer.link.components)
+        if closed is None and is_wanted:
+            too_old = self._error(FailureReason.PROTOCOL, "the grant is older than what is remembered")
+            failure = peer.failure_before(grant.generation) or too_old
+        elif closed is None or closed.failure is None:  # a rank that sends nothing may be asked long after its part
+            return []
+        else:
+            failure = closed.failure
+        return self._refuse(peer.id, grant, failure)
+
+    def _take_waiting(self, room: int, peer: PeerId) -> Grant:
+        self._timers.clear(RoomUnopened(room, peer))
+        grant = self._waiting[room].pop(peer)
+        self.num_waiting -= 1
+        if not self._waiting[room]:
+            del self._waiting[room]
+        return grant
+
+    def _time_to_open(self, grant: Grant) -> float:
+        return min(grant.timeout_s, self._timeouts.open_s)
+
+    def _remember_decline(self, room: int, rank: RankId, failure: Failure, now: float) -> None:
+        self._declined.setdefault(room, {})[rank] = failure
+        self._timers.set(DeclineForgotten(room), now + self._timeouts.open_s)
+        while len(self._declined) > MAX_DECLINED:
+            oldest = next(iter(self._declined))
+            del self._declined[oldest]
+            self._timers.clear(DeclineForgotten(oldest))
+
+    def _forget_declines(self, room: int, rank: RankId) -> None:
+        """Note that a decode rank asks anew for a room, or that the request goes to another instance now."""
+        declined = self._declined.get(room)
+        if declined is None:
+            return
+        left = {it: failure for it, failure in declined.items() if it != rank and it.instance == rank.instance}
+        if left:
+            self._declined[room] = left
+            return
+        del self._declined[room]
+        self._timers.clear(DeclineForgotten(room))
+
+    def _tell(self, room: int, ranks: dict[RankId, Failure]) -> None:
+        """Note that decode ranks know of a room's failure: what they ask for next is another try."""
+        failed, known = self._failed.get(room), self.rooms.get(room)
+        if failed is not None:
+            failed.told.update(dict.fromkeys(ranks))
+        elif known is not None:  # its last write has not ended
+            known.told.update(dict.fromkeys(ranks))
+
+    # Rooms -----------------------------------------------------------------------------------------------------------
+
+    def _follow(self, room: Room, effects: list[PrefillEffect], now: float) -> list[PrefillEffect]:
+        """Set and clear timers after a step of a room; drop it when it is over."""
+        for delivery in room.changed.values():
+            waits = delivery.now_waits
+            if waits != delivery.waits:
+                self._watch_delivery(delivery, waits, now)
+        room.changed.clear()
+        waits_for = room.now_waits
+        if waits_for != room.waits:
+            self._watch_room(room, waits_for, now)
+        if room.state.memory is Memory.QUARANTINED:
+            self._quarantine.put(room.room, room.footprint)
+        if room.state.is_safe and not room.state.is_pending:
+            self._end(room)
+        return effects
+
+    def _watch_room(self, room: Room, waits: RoomWait, now: float) -> None:
+        """Set and clear the timers of what has begun or ended to be waited for."""
+        before, room.waits = room.waits, waits
+        if waits.grants and not before.grants:
+            self._timers.set_once(RoomUngranted(room.room), now + self._timeouts.grant_s)
+        elif before.grants and not waits.grants:
+            self._timers.clear(RoomUngranted(room.room))
+        if waits.drain and not before.drain:
+            self._timers.set_once(RoomUndrained(room.room), now + self._timeouts.drain_s)
+        elif before.drain and not waits.drain:
+            self._timers.clear(RoomUndrained(room.room))
+
+    def _watch_delivery(self, delivery: Delivery, waits: DeliveryWait, now: float) -> None:
+        """Set and clear the timers of what has begun or ended to be waited for."""
+        before, delivery.waits = delivery.waits, waits
+        if before.outcome and not waits.outcome:
+            self._timers.clear(DeliveryDeadline(delivery.id))
+        if waits.post and not before.post:
+            progress_s = min(self._timeouts.progress_s, delivery.grant.progress_s)
+            self._timers.set_once(PostStalled(delivery.id), now + progress_s)
+        elif before.post and not waits.post:
+            self._timers.clear(PostStalled(delivery.id))
+        if waits.answer and not before.answer:
+            self._timers.set_once(DeliveryUnanswered(delivery.id), now + self._timeouts.retransmit_s)
+        elif before.answer and not waits.answer:
+            self._timers.clear(DeliveryUnanswered(delivery.id))
+
+    def follow_posts(self, delivery_id: DeliveryId, now: float) -> None:
+        """Set the timers of a delivery of which a piece is posted now."""
+        room = self._find(delivery_id)[0]
+        if room is not None:
+            self._follow(room, [], now)
+
+    def delivery(self, delivery_id: DeliveryId) -> Delivery | None:
+        """Find a delivery of an open room."""
+        return self._find(delivery_id)[1]
+
+    def _end(self, room: Room) -> None:
+        del self.rooms[room.room]
+        self._quarantine.remove(room.room)
+        for delivery in room.deliveries.values():
+            self._context.peers.close(delivery.id, delivery.failure)
+            if not delivery.is_fenced and self._context.peers.why_over(delivery.id.peer) is None:
+                delivery.forget_pages()
+                self.unfenced[delivery.id] = delivery
+        if room.failure is not None:
+            self._failed[room.room] = _FailedRoom(room.failure, dict.fromkeys((*room.deliveries, *room.told)))
+        while len(self._failed) > MAX_FAILED:
+            del self._failed[next(iter(self._failed))]
+
+    def _settle_unfenced(self, delivery: Delivery, effects: list[PrefillEffect]) -> list[PrefillEffect]:
+        if delivery.is_fenced:
+            del self.unfenced[delivery.id]
+        return effects
+
+    def _forget_unfenced(self, keys: list[DeliveryId]) -> None:
+        for key in keys:
+            del self.unfenced[key]
+
+    def _find(self, delivery_id: DeliveryId) -> tuple[Room | None, Delivery | None]:
+        room = self.rooms.get(delivery_id.room)
+        delivery = room.deliveries.get(delivery_id.peer.rank) if room else None
+        if delivery is None or delivery.id != delivery_id:
+            return None, None
+        return room, delivery
+
+    def _known(self, number: int) -> Room:
+        room = self.rooms.get(number)
+        if room is None:
+            raise LocalProtocolError("room is not open", room=number)
+        return room
+
+    def _error(self, reason: FailureReason, detail: str) -> Failure:
+        return Failure(reason, Stage.ENQUEUE, str(self._context.me.rank), detail)

@@ -1,0 +1,267 @@
+"""Recordings of a core: every event with its time, and what followed from it. Pure, but for the file that is given.
+
+A recording is a sequence of frames, each a length of four bytes (little-endian) and so many bytes of MessagePack: first
+a `Header`, then an `Entry` for each event. An entry has the event whole and of each effect its name and a digest, so
+that a fresh core that is fed the same events can be compared with the one that was recorded.
+
+What the core does not look at is left out: device events, what was prepared for planning, and routes, which follow from
+a hello. Nothing secret is in a recording but what engines pass as metadata, and tokens of grants.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO, Final, NamedTuple, get_args
+
+import msgspec
+import numpy as np
+
+from kvflow.errors import ConfigError, KvflowError
+from kvflow.state import effects as ef
+from kvflow.state import events as ev
+from kvflow.state.decode.core import DecodeCore
+from kvflow.state.prefill.core import PrefillCore
+from kvflow.state.prefill.link import link_for
+from kvflow.state.settings import DecodeSettings, PrefillSettings
+from kvflow.wire.messages import PeerId
+
+__all__ = ["Difference", "Recorder", "Replay", "replay"]
+
+FORMAT: Final = 1
+LENGTH_BYTES: Final = 4
+DIGEST_BYTES: Final = 8
+
+Settings = PrefillSettings | DecodeSettings
+Event = ev.PrefillEvent | ev.DecodeEvent
+Effect = ef.PrefillEffect | ef.DecodeEffect
+
+EVENT_TYPES: Final[dict[str, type]] = {
+    kind.__name__: kind for union in (ev.PrefillEvent, ev.DecodeEvent) for kind in get_args(union)
+}
+
+
+class Header(msgspec.Struct, frozen=True):
+    """Whose recording it is.
+
+    Attributes:
+        format: Of the file.
+        role: "prefill" or "decode".
+        me: Which incarnation.
+        settings: MessagePack of its settings.
+    """
+
+    format: int
+    role: str
+    me: PeerId
+    settings: msgspec.Raw
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """An event and what followed.
+
+    Attributes:
+        now: When, in seconds of the clock of events.
+        kind: Name of the event's class.
+        event: MessagePack of the event.
+        effects: Name and digest of each effect, in order.
+        error: Name of the error's class if the core refused the event.
+    """
+
+    now: float
+    kind: str
+    event: msgspec.Raw
+    effects: tuple[tuple[str, bytes], ...]
+    error: str = ""
+
+
+class RecordedReady:
+    """Stands for a device event in a replay."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+def _enc_hook(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.tobytes()]
+    if isinstance(value, np.generic):
+        return value.item()
+    return True  # a device event
+
+
+def _dec_hook(kind: Any, value: Any) -> Any:
+    if kind is ev.ReadyEvent:
+        return RecordedReady()
+    dtype, data = value
+    return np.frombuffer(data, np.dtype(dtype))
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def _encode_event(event: Event) -> bytes:
+    if isinstance(event, ev.HelloChecked) and event.link is not None:
+        event = msgspec.structs.replace(event, link=None, failure="")
+    return _encoder.encode(event)
+
+
+def _decode_event(kind: str, data: msgspec.Raw) -> Event:
+    if kind not in _decoders:
+        if kind not in EVENT_TYPES:
+            raise ConfigError("recording has an event of an unknown kind", kind=kind)
+        _decoders[kind] = msgspec.msgpack.Decoder(EVENT_TYPES[kind], dec_hook=_dec_hook)
+    event: Event = _decoders[kind].decode(data)
+    return event
+
+
+def _digest(effect: Effect) -> bytes:
+    if isinstance(effect, (ef.PostPiece, ef.PlanPiece)):
+        piece = effect.piece
+        shown: object = (
+            piece.delivery, piece.seq, piece.ranges, piece.notice, piece.cost, piece.layers, piece.slots,
+            piece.must_pack, piece.grant,
+        )  # fmt: skip
+    elif isinstance(effect, ef.AwaitData):
+        shown = (effect.delivery, effect.seq)
+    else:
+        shown = effect
+    return hashlib.blake2b(_encoder.encode(shown), digest_size=DIGEST_BYTES).digest()
+
+
+def _summary(effects: Sequence[Effect]) -> tuple[tuple[str, bytes], ...]:
+    return tuple((type(effect).__name__, _digest(effect)) for effect in effects)
+
+
+class Recorder:
+    """Writes each event of a core, and the effects that follow.
+
+    Args:
+        file: Where to write; the caller opens and closes it. Unbuffered, so that the recording of a process that is
+            killed has everything that was decided.
+        me: Which incarnation.
+        settings: Of its core.
+    """
+
+    def __init__(self, file: BinaryIO, me: PeerId, settings: Settings) -> None:
+        self._file = file
+        role = "prefill" if isinstance(settings, PrefillSettings) else "decode"
+        self._write(Header(FORMAT, role, me, msgspec.Raw(_encoder.encode(settings))))
+
+    def record(self, event: Event, now: float, effects: Sequence[Effect], error: Exception | None = None) -> None:
+        """Note an event and what followed from it.
+
+        Args:
+            event: That the core was told.
+            now: When.
+            effects: What it answered.
+            error: What it raised instead.
+        """
+        name = type(error).__name__ if error is not None else ""
+        encoded = msgspec.Raw(_encode_event(event))
+        self._write(Entry(now, type(event).__name__, encoded, _summary(effects), name))
+
+    def _write(self, frame: Header | Entry) -> None:
+        data = _encoder.encode(frame)
+        left = len(data).to_bytes(LENGTH_BYTES, "little") + data
+        while left:  # an unbuffered file may take a part
+            left = left[self._file.write(left) :]
+
+
+class Difference(NamedTuple):
+    """Where a replay did not do what was recorded.
+
+    Attributes:
+        number: Of the event, from 0.
+        now: When it was recorded.
+        event: What the core was told.
+        recorded: Names of the effects that were recorded, or of the error.
+        replayed: Effects of the fresh core, or its error.
+    """
+
+    number: int
+    now: float
+    event: Event
+    recorded: tuple[str, ...]
+    replayed: tuple[object, ...]
+
+
+class Replay(NamedTuple):
+    """What became of a replay.
+
+    Attributes:
+        role: "prefill" or "decode".
+        me: Whose recording it is.
+        num_events: Events that were fed to the core.
+        num_effects: Effects that were compared.
+        difference: The first one; None if there is none.
+    """
+
+    role: str
+    me: PeerId
+    num_events: int
+    num_effects: int
+    difference: Difference | None
+
+
+def replay(file: BinaryIO) -> Replay:
+    """Feed a recording to a fresh core, and compare every effect until the first difference.
+
+    A recording whose end is cut off, as of a killed process, is replayed as far as it goes.
+
+    Raises:
+        ConfigError: It is not a recording, has another format, or is damaged.
+    """
+    frames = _frames(file)
+    try:
+        header = msgspec.msgpack.decode(next(frames), type=Header)
+    except (StopIteration, msgspec.DecodeError) as error:
+        raise ConfigError("file is not a recording") from error
+    if header.format != FORMAT:
+        raise ConfigError("recording has another format", format=header.format, spoken=FORMAT)
+    try:
+        return _replay(header, frames)
+    except msgspec.DecodeError as error:
+        raise ConfigError("recording is damaged", detail=str(error)) from error
+
+
+def _replay(header: Header, frames: Iterator[bytes]) -> Replay:
+    """Replay what follows a header; a frame that is none raises msgspec.DecodeError."""
+    core: PrefillCore | DecodeCore
+    prefill: PrefillSettings | None = None
+    if header.role == "prefill":
+        prefill = msgspec.msgpack.Decoder(PrefillSettings, dec_hook=_dec_hook).decode(header.settings)
+        core = PrefillCore(header.me, prefill)
+    else:
+        core = DecodeCore(
+            header.me, msgspec.msgpack.Decoder(DecodeSettings, dec_hook=_dec_hook).decode(header.settings)
+        )
+    num_events = num_effects = 0
+    for number, data in enumerate(frames):
+        entry = msgspec.msgpack.decode(data, type=Entry)
+        event = _decode_event(entry.kind, entry.event)
+        if isinstance(event, ev.HelloChecked) and not event.failure and prefill is not None:
+            event = msgspec.structs.replace(event, link=link_for(event.hello, prefill))
+        replayed, error_name = _handle(core, event, entry.now)
+        num_events, num_effects = number + 1, num_effects + len(replayed)
+        if _summary(replayed) != entry.effects or error_name != entry.error:
+            recorded = (entry.error,) if entry.error else tuple(name for name, _ in entry.effects)
+            found: tuple[object, ...] = (error_name,) if error_name else tuple(replayed)
+            difference = Difference(number, entry.now, event, recorded, found)
+            return Replay(header.role, header.me, num_events, num_effects, difference)
+    return Replay(header.role, header.me, num_events, num_effects, None)
+
+
+def _handle(core: PrefillCore | DecodeCore, event: Event, now: float) -> tuple[list[Effect], str]:
+    try:
+        return list(core.handle(event, now)), ""  # type: ignore[arg-type] # recorded by a core of the same role
+    except KvflowError as error:
+        return [], type(error).__name__
+
+
+def _frames(file: BinaryIO) -> Iterator[bytes]:
+    while len(length := file.read(LENGTH_BYTES)) == LENGTH_BYTES:
+        num_bytes = int.from_bytes(length, "little")
+        data = file.read(num_bytes)
+        if len(data) < num_bytes:
+            return
+        yield data

@@ -1,0 +1,90 @@
+"""Timers by key, the earliest first. Pure: time is a number that the caller brings."""
+
+import heapq
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+__all__ = ["Timers"]
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Timers(Generic[Key]):
+    """A heap of timers in which setting and clearing cost no search.
+
+    A replaced or cleared timer stays in the heap until it comes up, or until the stale entries outnumber the others.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[Key, tuple[float, int, Key]] = {}
+        self._heap: list[tuple[float, int, Key]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._due
+
+    def set(self, key: Key, when: float) -> None:
+        """Make `key` due at `when`, instead of whenever it was due before."""
+        self._count += 1
+        is_replaced = key in self._due
+        entry = self._due[key] = (when, self._count, key)
+        heapq.heappush(self._heap, entry)
+        if is_replaced:
+            self._prune()
+
+    def set_once(self, key: Key, when: float) -> None:
+        """Make `key` due at `when`, unless it is due already."""
+        if key not in self._due:
+            self.set(key, when)
+
+    def clear(self, key: Key) -> bool:
+        """Make `key` never due; say whether it was."""
+        if self._due.pop(key, None) is None:
+            return False
+        self._prune()
+        return True
+
+    def next(self) -> float | None:
+        """When the earliest timer is due, or None."""
+        entry = self._first()
+        return None if entry is None else entry[0]
+
+    def due(self) -> list[tuple[float, Key]]:
+        """All timers, the earliest first."""
+        return [(when, key) for when, _, key in sorted(self._due.values(), key=lambda entry: entry[:2])]
+
+    def pop_due(self, now: float) -> Key | None:
+        """Remove and return one key that is due not after `now`, earliest first, or None."""
+        entry = self._first()
+        if entry is None or entry[0] > now:
+            return None
+        heapq.heappop(self._heap)
+        del self._due[entry[2]]
+        return entry[2]
+
+    def expire(self, now: float) -> Iterator[tuple[Key, float]]:
+        """Take what is due, one after another; what is set meanwhile comes up, too, if it is due.
+
+        Yields:
+            The key, and by how many seconds it comes too late.
+        """
+        while (due := self.next()) is not None and (key := self.pop_due(now)) is not None:
+            yield key, now - due
+
+    def _first(self) -> tuple[float, int, Key] | None:
+        """Find the earliest live entry; stale ones before it are dropped."""
+        while self._heap:
+            entry = self._heap[0]
+            if self._due.get(entry[2]) is entry:
+                return entry
+            heapq.heappop(self._heap)
+        return None
+
+    def _prune(self) -> None:
+        """Bound the stale entries; to be called when there is one more of them."""
+        if len(self._heap) > 2 * len(self._due) + 64:
+            self._heap = list(self._due.values())
+            heapq.heapify(self._heap)

@@ -1,0 +1,324 @@
+"""Instances of several ranks, each a process with toy engines, and a supervisor that starts what has ended."""
+
+import logging
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from typing_extensions import override
+
+from kvflow.config import DecodeConfig, Limits, Packing, PrefillConfig, Timeouts
+from kvflow.errors import Unreachable
+from kvflow.observe.logs import LOGGER
+from kvflow.state.invariants import check_invariants
+from kvflow.state.tables import Memory
+from kvflow.testing.simulation.engines import POLL_S, DecodeWorker, PrefillWorker, Worker
+from kvflow.testing.simulation.loop import PROCESS, Process, Violation
+from kvflow.testing.simulation.memory import Pool
+from kvflow.testing.simulation.model import Model, layout_of
+from kvflow.testing.simulation.oracle import Instance, Oracle
+from kvflow.testing.simulation.requests import Receiving
+from kvflow.testing.simulation.world import REGISTRY, World
+from kvflow.wire.messages import RankId
+
+__all__ = ["Deployment", "StagingShape", "leftovers", "watch_logs"]
+
+FIRST_FIXED_PORT: Final = 10_000
+
+QUIET_S: Final = 0.5
+"""Within this time there is a moment in which nothing is being written, although requests go on."""
+
+LAST_WORDS_S: Final = 0.75
+"""Where messages are late, what a rank says when it leaves has arrived after this time."""
+
+
+@dataclass(frozen=True)
+class StagingShape:
+    """Staging memory of every rank.
+
+    Attributes:
+        slot_bytes: Size of a slot.
+        num_slots: Slots of a window.
+        num_windows: Windows of a decode rank.
+        num_local: Slots of a prefill rank.
+    """
+
+    slot_bytes: int
+    num_slots: int
+    num_windows: int
+    num_local: int
+
+    def num_bytes(self, *, is_decode: bool) -> int:
+        """Of one rank."""
+        return self.slot_bytes * (self.num_slots * self.num_windows if is_decode else self.num_local)
+
+
+class Deployment:
+    """Every worker of some instances.
+
+    Args:
+        world: Where they are.
+        model: What every rank holds a part of.
+        instances: Which.
+        timeouts: Of every rank.
+        limits: Of every rank.
+        staging: To pack pieces in; none are packed if None.
+        fixed_ports: A prefill rank that is started again has the port that it had before.
+        may_lose_messages: A rank that leaves in order may not be able to say so.
+
+    Attributes:
+        workers: The latest of each rank.
+        sabotaged: Processes that may fail.
+        restart_s: How long the supervisor takes at most to start what has ended; None if somebody else does it.
+    """
+
+    def __init__(  # noqa: PLR0913 - by name, each of them
+        self,
+        world: World,
+        model: Model,
+        instances: list[Instance],
+        *,
+        timeouts: Timeouts,
+        limits: Limits,
+        staging: StagingShape | None = None,
+        fixed_ports: bool = False,
+        may_lose_messages: bool = False,
+    ) -> None:
+        self.world = world
+        self.model = model
+        self.instances = {instance.name: instance for instance in instances}
+        self.timeouts = timeouts
+        self.limits = limits
+        self.oracle = Oracle(world, model, self.instances, timeouts, may_lose_messages=may_lose_messages)
+        self.workers: dict[RankId, Worker] = {}
+        self.sabotaged: dict[Process, None] = {}
+        self._said_last: dict[RankId, float] = {}
+        self._last_words_s = LAST_WORDS_S if world.faults.delay or world.faults.reorder else 0.0
+        self.restart_s: float | None = None
+        self._staging = staging
+        self._fixed_ports = fixed_ports
+        self._rng = random.Random(world.rng.getrandbits(64))  # noqa: S311 - chance must be repeatable here
+
+    @property
+    def ranks(self) -> list[RankId]:
+        """Every rank of every instance."""
+        return [rank for instance in self.instances.values() for rank in instance.ranks]
+
+    def start_all(self) -> None:
+        """Start the registry and every worker that does not run."""
+        self.start_registry()
+        for rank in self.ranks:
+            self.start(rank)
+
+    def start_registry(self) -> None:
+        """Start the registry, unless it runs."""
+        registry = self.world.processes.get("registry")
+        if registry is None or not registry.is_alive:
+            self.world.start_registry()
+
+    def start(self, rank: RankId) -> None:
+        """Start a worker, unless it runs."""
+        worker = self.workers.get(rank)
+        if worker is not None and worker.process.is_alive:
+            return
+        ended_at = self._said_last.pop(rank, None)
+        if ended_at is not None and self.world.now < ended_at + self._last_words_s:
+            self.oracle.overtaken(str(rank), ended_at)
+        instance = self.instances[rank.instance]
+        pool = Pool(layout_of(self.model, instance.shape, rank.engine_rank))
+        self.oracle.knows(str(rank), pool)
+        process = self.world.start(str(rank), lambda _: self._main(rank))
+        make = DecodeWorker if instance.is_decode else PrefillWorker
+        worker = self.workers[rank] = make(self, rank, process, pool)
+        process.when_dead(lambda: self._ended(worker))
+
+    async def _main(self, rank: RankId) -> None:
+        worker = self.workers[rank]
+        if isinstance(worker, DecodeWorker):
+            await worker.run(DecodeConfig(**self._settings(rank, is_decode=True)))
+        elif isinstance(worker, PrefillWorker):
+            port = FIRST_FIXED_PORT + self.ranks.index(rank) if self._fixed_ports else 0
+            packing: Packing = "never" if self._staging is None else "always"
+            settings = self._settings(rank, is_decode=False)
+            await worker.run(PrefillConfig(bind=f"tcp://127.0.0.1:{port}", packing=packing, **settings))
+
+    def _settings(self, rank: RankId, *, is_decode: bool) -> dict[str, Any]:
+        settings: dict[str, Any] = {
+            "instance": rank.instance,
+            "engine_rank": rank.engine_rank,
+            "num_ranks": self.instances[rank.instance].shape.num_ranks,
+            "registry": REGISTRY,
+            "timeouts": self.timeouts,
+            "limits": self.limits,
+            "staging_bytes": 0,
+        }
+        if self._staging is not None:
+            settings["staging_bytes"] = self._staging.num_bytes(is_decode=is_decode)
+            settings["staging_slot_bytes"] = self._staging.slot_bytes
+            if is_decode:
+                settings["staging_slots"] = self._staging.num_slots
+        return settings
+
+    def _ended(self, worker: Worker) -> None:
+        process = worker.process
+        is_sound = process.exit is None and process not in self.sabotaged
+        in_order = worker.is_leaving and is_sound and not process.was_killed
+        self.oracle.ended(str(worker.rank_id), in_order=in_order)
+        self._said_last[worker.rank_id] = self.world.now
+        if not worker.is_leaving and not process.has_vanished:
+            self.oracle.died(process)
+        worker.fail_requests()
+        if process.exit is not None and process not in self.sabotaged and not isinstance(process.exit, Unreachable):
+            violation = Violation(f"{process} ends with {process.exit!r}")
+            violation.__cause__ = process.exit
+            self.world.loop.fail(violation)
+        if self.restart_s is not None:
+            after_s = 0.05 + self.restart_s * self._rng.random()
+            if in_order:
+                after_s += self._last_words_s
+            self.world.loop.call_in(after_s, self._restart, worker.rank_id)
+
+    def _restart(self, rank: RankId) -> None:
+        if self.restart_s is not None:
+            self.start(rank)
+
+    def living(self) -> list[Worker]:
+        """Workers whose process runs or is paused."""
+        return [worker for worker in self.workers.values() if worker.process.is_alive]
+
+    # What must hold ------------------------------------------------------------------------------------------------
+
+    def check_now(self) -> None:
+        """See that no core contradicts itself, and that engines are told what is decided.
+
+        Raises:
+            InvariantBroken: A core does.
+            Violation: An engine is not told.
+        """
+        for worker in self.living():
+            if worker.is_ready and worker.process.is_running:
+                check_invariants(worker.rank._core)
+                for one in worker.transfers:
+                    if isinstance(one, Receiving):
+                        self.oracle.check_told(one)
+
+    def check_quarantine(self) -> None:
+        """What is still in quarantine must have a reason.
+
+        Raises:
+            Violation: It has none.
+        """
+        for worker in self.living():
+            for one in worker.transfers:
+                if one.memory is Memory.QUARANTINED and not self.oracle.is_excused(one):
+                    raise Violation(f"{one} is {one.outcome.value}, in quarantine for no reason")
+
+    def _check_windows(self, worker: Worker) -> None:
+        """Staging windows of ranks that are gone must have come back, and must be forgotten."""
+        if isinstance(worker, DecodeWorker):
+            taken = worker.rank.statistics().staging.windows_taken
+            self.oracle.check_windows(str(worker.rank_id), taken)
+        elif isinstance(worker, PrefillWorker):
+            num_decode = sum(len(one.ranks) for one in self.instances.values() if one.is_decode)
+            remembered = worker.rank._core.slots.num_windows
+            if remembered > num_decode:
+                raise Violation(f"{worker.process} remembers {remembered} windows of {num_decode} decode ranks")
+
+    def release_quarantine(self) -> None:
+        """Release as an operator what ended processes have left in quarantine, when nothing is being written.
+
+        Then none of what could write there remains. Under load that may take a few looks.
+        """
+        latest = self.world.now + QUIET_S
+        while self.world.plane.num_active:
+            if self.world.now >= latest:
+                return
+            self.world.run(POLL_S)
+        for worker in self.living():
+            for one in list(worker.transfers):
+                if one.memory is Memory.QUARANTINED:
+                    self.world.tell(f"operator releases {one}")
+                    worker.process.call(worker.rank.release, one.transfer)
+        self.world.run(2 * POLL_S)
+
+    def is_quiet(self) -> bool:
+        """Nothing is open, in any engine or rank."""
+        if self.world.plane.num_active:
+            return False
+        return all(not worker.transfers and not any(leftovers(worker).values()) for worker in self.living())
+
+    def check_nothing_is_left(self) -> None:
+        """Nothing may be kept of what is over, once nothing goes wrong any more.
+
+        Raises:
+            Violation: Something is.
+        """
+        for worker in self.living():
+            left = {name: count for name, count in leftovers(worker).items() if count}
+            if left:
+                raise Violation(f"{worker.process} still has {left}")
+            if worker.transfers or not worker.pool.is_whole:
+                raise Violation(f"{worker.process} holds pages of {list(map(str, worker.transfers))}")
+            worker.pool.check_free_pages()
+            if worker.is_ready:
+                self._check_windows(worker)
+        self.oracle.check_agreement()
+
+
+def leftovers(worker: Worker) -> Mapping[str, int]:
+    """What a rank counts that is zero when nothing is open."""
+    if not worker.is_ready:
+        return {}
+    counts = worker.rank.statistics()
+    return {
+        "rooms": counts.rooms,
+        "quarantined": counts.quarantined,
+        "quarantined_pages": counts.quarantined_pages,
+        "waiting_grants": counts.waiting_grants,
+        "queued_chunks": counts.queued_chunks,
+        "posted": counts.posted,
+        "slots_taken": counts.staging.slots_taken,
+    }
+
+
+class _LogWatch(logging.Handler):
+    """Takes an error that a rank logs for a violation, and lines of lower levels into the story."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        super().__init__()
+        self._deployment = deployment
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        process = PROCESS.get(None)
+        world = self._deployment.world
+        if world.story is not None:
+            world.tell(f"{process} logs {_line(record)}")
+        if record.levelno >= logging.ERROR and process not in self._deployment.sabotaged:
+            violation = Violation(f"{process} logs {_line(record)}")
+            world.loop.fail(violation)
+
+
+def _line(record: logging.LogRecord) -> str:
+    if not isinstance(record.msg, dict):
+        return record.getMessage()
+    hidden = ("exception", "event", "level", "timestamp", "instance", "engine_rank", "stage")
+    values = " ".join(f"{name}={value}" for name, value in record.msg.items() if name not in hidden)
+    return f"{record.msg.get('event')} {values}"
+
+
+@contextmanager
+def watch_logs(deployment: Deployment) -> Iterator[None]:
+    """Watch what ranks log, and let none of it out."""
+    watch = _LogWatch(deployment)
+    before = LOGGER.level, LOGGER.propagate, LOGGER.handlers[:]
+    LOGGER.setLevel(logging.INFO if deployment.world.story is not None else logging.ERROR)
+    LOGGER.propagate = False
+    LOGGER.handlers[:] = [watch]
+    try:
+        yield
+    finally:
+        level, LOGGER.propagate, LOGGER.handlers[:] = before
+        LOGGER.setLevel(level)

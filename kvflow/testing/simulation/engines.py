@@ -1,0 +1,447 @@
+"""Toy engines: schedulers that use kvflow through its public names, with pools that can run full.
+
+Each worker is a process with one rank. A request is a task of it, as in a real engine: it takes pages, lets kvflow
+move them, and gives the pages back when nobody can touch them any more.
+"""
+
+import asyncio
+import functools
+import itertools
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import anyio
+
+from kvflow.config import DecodeConfig, PrefillConfig
+from kvflow.decode import DecodeRank
+from kvflow.errors import (
+    CapacityExceeded,
+    LocalProtocolError,
+    RankBroken,
+    RankDraining,
+    TransferFailed,
+)
+from kvflow.geometry.pages import pages_spanned
+from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange
+from kvflow.prefill import PrefillRank
+from kvflow.state.events import LayersReady
+from kvflow.state.tables import Memory, Outcome
+from kvflow.testing.simulation.loop import NotYet, Process
+from kvflow.testing.simulation.memory import Lease, Pool
+from kvflow.testing.simulation.model import KV, STATE
+from kvflow.testing.simulation.requests import Receiving, Request, Sending
+from kvflow.wire.messages import RankId
+
+if TYPE_CHECKING:
+    from kvflow.testing.simulation.deployment import Deployment
+
+__all__ = ["POLL_S", "REFUSALS", "Course", "DecodeWorker", "DeviceEvent", "PrefillWorker", "Worker", "cancelled_at"]
+
+POLL_S: Final = 0.02
+"""How often a worker looks for free pages, and whether pages that it could not give back are safe by now."""
+
+REFUSALS: Final = (TransferFailed, LocalProtocolError, CapacityExceeded, RankDraining, RankBroken, TimeoutError)
+"""How kvflow says that a request does not go well, and how an engine gives one up."""
+
+OnEnd = Callable[[bool], None]
+
+AnyRoom = TypeVar("AnyRoom", Sending, Receiving)
+
+
+class DeviceEvent:
+    """Happens once, when a simulated device has computed something; `synchronize` waits for it as a thread would."""
+
+    def __init__(self) -> None:
+        self._has_happened = False
+        self._waiting: list[Callable[[], object]] = []
+
+    def happen(self) -> None:
+        """Let it happen."""
+        self._has_happened = True
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
+
+    def synchronize(self) -> None:
+        """Wait until it has happened."""
+        if not self._has_happened:
+            raise NotYet(self._waiting.append)
+
+
+class Course(NamedTuple):
+    """How a worker gets through a request.
+
+    Attributes:
+        cuts: Where the chunks of a prefill end; the last may be empty, and None means that it gets stuck there.
+        pauses: For each chunk, if it is offered before it is computed: where groups of layers end, and how long the
+            device takes for each.
+        pace_s: How long a chunk takes to compute.
+        wait_s: How long it tries to begin.
+        give_up_s: After which it gives a request up that it has begun.
+        abort_s: When it aborts the request, if it does.
+        cancel_at: At which of its await points the task is cancelled, if it is.
+    """
+
+    cuts: tuple[int | None, ...] = ()
+    pauses: tuple[tuple[tuple[int, float], ...], ...] = ()
+    pace_s: float = 0.0
+    wait_s: float = 1.0
+    give_up_s: float = 60.0
+    abort_s: float | None = None
+    cancel_at: int | None = None
+
+
+class Worker:
+    """One process with one rank.
+
+    Args:
+        deployment: What it is a part of.
+        rank: Which worker of which instance it is.
+        process: Where it runs.
+        pool: Its memory.
+
+    Attributes:
+        rank: kvflow's, once it is ready.
+        transfers: Requests whose pages it holds.
+        tasks: What serves each request.
+        is_ready: Its rank is open.
+    """
+
+    rank: PrefillRank | DecodeRank
+
+    def __init__(self, deployment: "Deployment", rank: RankId, process: Process, pool: Pool) -> None:
+        self.deployment = deployment
+        self.world = deployment.world
+        self.oracle = deployment.oracle
+        self.rank_id = rank
+        self.process = process
+        self.pool = pool
+        self.backend = self.world.backend(process, {pool.table.base: pool.memory})
+        self.transfers: dict[Sending | Receiving, None] = {}
+        self.tasks: dict[Request, asyncio.Task[None]] = {}
+        self.is_ready = False
+        self.is_leaving = False
+        self._parked: dict[Sending | Receiving, None] = {}
+        self._closing = anyio.Event()
+        self._drain_s = 0.0
+        self._on_ends: dict[OnEnd, None] = {}
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Leave in order, perhaps after a drain. Call it in the process."""
+        self.is_leaving = True
+        self._drain_s = drain_s
+        self._closing.set()
+
+    def submit(self, request: Request, course: Course, on_end: OnEnd, after_s: float) -> None:
+        """Begin with a request in a task of its own.
+
+        Args:
+            request: What to do.
+            course: How.
+            on_end: Told once whether it went well, also if the process ends before it begins.
+            after_s: When it gets here.
+        """
+        if not self.process.is_alive:
+            on_end(False)
+            return
+        self._on_ends[on_end] = None
+        self.world.loop.call_in(after_s, self.process.call, self._start, request, course, on_end)
+
+    def _start(self, request: Request, course: Course, on_end: OnEnd) -> None:
+        if not self.is_ready:
+            self._answer(on_end, has_succeeded=False)
+            return
+        task = self.tasks[request] = self.process.spawn(self._serve(request, course, on_end))
+        if course.abort_s is not None:
+            self.world.loop.call_in(course.abort_s, self.process.call, task.cancel)
+
+    def abort(self, request: Request) -> None:
+        """Give a request up, if it is being served."""
+        task = self.tasks.get(request)
+        if task is not None:
+            self.process.call(task.cancel)
+
+    def fail_requests(self) -> None:
+        """Tell the router that nobody will answer any more."""
+        for on_end in list(self._on_ends):
+            self._answer(on_end, has_succeeded=False)
+
+    def _answer(self, on_end: OnEnd, *, has_succeeded: bool) -> None:
+        if on_end in self._on_ends:
+            del self._on_ends[on_end]
+            on_end(has_succeeded)
+
+    async def _serve(self, request: Request, course: Course, on_end: OnEnd) -> None:
+        has_succeeded = False
+        serving = self.serve(request, course)
+        try:
+            if course.cancel_at is None:
+                has_succeeded = await serving
+            else:
+                has_succeeded = await cancelled_at(serving, course.cancel_at)
+        except asyncio.CancelledError:  # the end of a task, which nobody waits for
+            self.world.tell(f"{request} on {self.rank_id}: the engine's task was cancelled")
+        finally:
+            self.tasks.pop(request, None)
+            self._answer(on_end, has_succeeded=has_succeeded)
+
+    async def serve(self, request: Request, course: Course) -> bool:
+        """Carry a request out, and say whether it went well."""
+        raise NotImplementedError
+
+    async def _run(self, rank: PrefillRank | DecodeRank) -> None:
+        """Serve until told to close."""
+        async with rank:
+            self.rank = rank
+            self.is_ready = True
+            await self._closing.wait()
+            if self._drain_s:
+                await rank.drain(self._drain_s)
+
+    async def _carry_out(
+        self, prepare: Callable[[], AnyRoom | None], move: Callable[[AnyRoom], Awaitable[None]], wait_s: float
+    ) -> bool:
+        """Move the pages of a request, and say whether it went well.
+
+        Args:
+            prepare: Takes pages; None if there are not enough.
+            move: Sends or receives, once kvflow has begun with the room.
+            wait_s: How long to wait for pages: a pool that has run full empties when other requests end.
+        """
+        one = prepare()
+        with anyio.move_on_after(wait_s):
+            while one is None:
+                await anyio.sleep(POLL_S)
+                one = prepare()
+        if one is None:
+            return False
+        try:
+            async with one.transfer:
+                self.begin(one)
+                await move(one)
+        except REFUSALS as error:
+            self._refused(one, error)
+        finally:
+            self.end(one)
+        return one.outcome is Outcome.SUCCESS
+
+    def _take(self, request: Request, counts: Mapping[str, int]) -> Lease | None:
+        for one in list(self._parked):
+            self._give_back(one)
+        return self.pool.take(f"{request} on {self.rank_id}", request.room, counts)
+
+    def begin(self, one: Sending | Receiving) -> None:
+        """Note that kvflow has begun with a room."""
+        self.transfers[one] = None
+        self.oracle.opened(one)
+        if self.world.story is not None:
+            self.world.tell(f"{one} begins")
+
+    def _refused(self, one: Sending | Receiving, error: Exception) -> None:
+        """Note why a request did not go well; a rank that is broken is left."""
+        self.world.tell(f"{one}: {type(error).__name__}: {error}")
+        if isinstance(error, RankBroken):
+            self.close()
+
+    def end(self, one: Sending | Receiving) -> None:
+        """Give pages back that are safe; look again later at others."""
+        if one not in self.transfers:  # it was refused, so that nobody has ever known the pages
+            self.pool.give_back(one.lease)
+            return
+        if self.world.story is not None:
+            reason = "" if one.failure is None else f" ({one.failure.reason.value}: {one.failure.detail})"
+            self.world.tell(f"{one} ENDS {one.outcome.value}, memory {one.memory.value}{reason}")
+        if one.outcome is Outcome.SUCCESS:
+            if isinstance(one, Receiving):
+                self.oracle.check_success(one)
+            else:
+                self.oracle.check_delivered(one)
+        if not self._give_back(one) and self.process.is_alive:
+            self._parked[one] = None
+            self.process.spawn(self._give_back_later(one))
+
+    def _give_back(self, one: Sending | Receiving) -> bool:
+        if one.memory is not Memory.SAFE:
+            return False
+        if one in self.transfers:
+            del self.transfers[one]
+            self._parked.pop(one, None)
+            self.pool.give_back(one.lease)
+        return True
+
+    async def _give_back_later(self, one: Sending | Receiving) -> None:
+        while not self._give_back(one):  # noqa: ASYNC110 - a transfer does not tell when its memory changes
+            await anyio.sleep(POLL_S)
+
+
+class PrefillWorker(Worker):
+    """A worker of a prefill instance."""
+
+    rank: PrefillRank
+
+    async def run(self, config: PrefillConfig) -> None:
+        """Serve until told to close."""
+        layout = self.pool.table.layout
+        await self._run(PrefillRank(config, layout, self.backend, ports=self.world.ports(self.process)))
+
+    def prepare(self, request: Request) -> Sending | None:
+        """Take pages for a request; None if there are not enough."""
+        size = self.pool.table.layout.component(KV).tokens_per_slot
+        counts = {KV: pages_spanned((0, request.num_tokens), size)}
+        if STATE in self.pool.table.first_page:
+            counts[STATE] = 1
+        lease = self._take(request, counts)
+        if lease is None:
+            return None
+        sender = self.rank.send(request.room)
+        return Sending(request, self.process, self.rank_id, self.pool, lease, sender, self.world.now)
+
+    async def serve(self, request: Request, course: Course) -> bool:
+        """Compute a request chunk by chunk, and send it."""
+        return await self._carry_out(lambda: self.prepare(request), lambda one: self._send(one, course), course.wait_s)
+
+    async def _send(self, one: Sending, course: Course) -> None:
+        try:
+            with anyio.fail_after(course.give_up_s):
+                await self._send_chunks(one, course)
+        except BaseException:
+            self.oracle.left(one)
+            raise
+
+    async def _send_chunks(self, one: Sending, course: Course) -> None:
+        pauses: tuple[tuple[tuple[int, float], ...], ...] = course.pauses or ((),) * len(course.cuts)
+        for number, (stop, groups) in enumerate(zip(course.cuts, pauses, strict=True)):
+            await anyio.sleep(course.pace_s)
+            if stop is None:
+                await anyio.sleep_forever()
+            else:
+                await self.chunk(one, stop, is_last=number == len(course.cuts) - 1, pauses=groups)
+
+    async def chunk(self, one: Sending, stop: int, *, is_last: bool, pauses: Sequence[tuple[int, float]] = ()) -> None:
+        """Compute tokens up to `stop` and send them.
+
+        Args:
+            one: Whose.
+            stop: Where the chunk ends.
+            is_last: No chunk follows.
+            pauses: If the chunk is offered before it is computed: where groups of layers end, and how long the device
+                takes for each.
+        """
+        tokens = (one.position, stop)
+        size = self.pool.table.layout.component(KV).tokens_per_slot
+        slots = one.lease.pages[KV][tokens[0] // size : -(-stop // size)] if tokens[0] < stop else ()
+        pages: dict[str, Any] = {KV: list(slots)}
+        ranges = {KV: tokens}
+        if is_last and STATE in one.lease.pages:
+            pages[STATE] = list(one.lease.pages[STATE])
+            ranges[STATE] = (0, 1)
+        one.position = stop
+        layers = self._compute(one, ranges, pauses)
+        if is_last:
+            self.oracle.finished(one)
+            await one.transfer.finish(tokens, pages, metadata=one.request.metadata, layers=layers)
+        else:
+            await one.transfer.chunk(tokens, pages, layers=layers)
+
+    def _compute(
+        self, one: Sending, ranges: Mapping[str, TokenRange], pauses: Sequence[tuple[int, float]]
+    ) -> tuple[LayersReady, ...]:
+        """Compute now, or group after group if there are pauses; the last group has all layers that remain."""
+        if not pauses:
+            self._compute_layers(one, ranges, ALL_LAYERS)
+            return ()
+        groups = []
+        start, after_s = 0, 0.0
+        for number, (stop, pause_s) in enumerate(pauses):
+            layers = (start, stop if number < len(pauses) - 1 else None)
+            event = DeviceEvent()
+            groups.append(LayersReady(stop, event))
+            start, after_s = stop, after_s + pause_s
+            self.world.loop.call_in(after_s, self._finish_layers, one, dict(ranges), layers, event)
+        return tuple(groups)
+
+    def _finish_layers(
+        self, one: Sending, ranges: Mapping[str, TokenRange], layers: LayerRange, event: DeviceEvent
+    ) -> None:
+        if not one.lease.is_free and self.process.is_alive:
+            self._compute_layers(one, ranges, layers)
+        event.happen()
+
+    def _compute_layers(self, one: Sending, ranges: Mapping[str, TokenRange], layers: LayerRange) -> None:
+        for name, tokens in ranges.items():
+            self.pool.compute(one.lease, name, tokens, one.request.content, layers)
+
+
+class DecodeWorker(Worker):
+    """A worker of a decode instance."""
+
+    rank: DecodeRank
+
+    async def run(self, config: DecodeConfig) -> None:
+        """Serve until told to close."""
+        layout = self.pool.table.layout
+        await self._run(DecodeRank(config, layout, self.backend, ports=self.world.ports(self.process)))
+
+    def prepare(self, request: Request, timeout_s: float | None = None) -> Receiving | None:
+        """Take pages for a request; None if there are not enough."""
+        layout = self.pool.table.layout
+        tokens = (request.start, request.num_tokens)
+        ranges = {KV: tokens}
+        counts = {KV: pages_spanned(tokens, layout.component(KV).tokens_per_slot)}
+        if STATE in self.pool.table.first_page and request.wants_state:
+            ranges[STATE] = (0, 1)
+            counts[STATE] = 1
+        lease = self._take(request, counts)
+        if lease is None:
+            return None
+        timeout_s = self.deployment.timeouts.transfer_s if timeout_s is None else timeout_s
+        receiver = self.rank.receive(
+            request.room,
+            prefill=request.prefill,
+            tokens=tokens,
+            pages={name: list(lease.pages[name]) if name in ranges else None for name in self.pool.table.first_page},
+            num_ranks=request.num_decode_ranks,
+            timeout_s=timeout_s,
+            digest=request.digest,
+            priority=request.priority,
+        )
+        at = self.world.now
+        return Receiving(
+            request, self.process, self.rank_id, self.pool, lease, receiver, at, timeout_s=timeout_s, ranges=ranges
+        )
+
+    async def serve(self, request: Request, course: Course) -> bool:
+        """Receive a request."""
+        return await self._carry_out(lambda: self.prepare(request), self.receive, course.wait_s)
+
+    async def receive(self, one: Receiving) -> None:
+        """Wait until a room is there, and see that it is."""
+        try:
+            handover = await one.transfer.done()
+        finally:
+            one.is_told = True
+            self.oracle.left(one)
+        self.oracle.check_handover(one, handover)
+        self.oracle.check_success(one)
+
+
+@types.coroutine
+def cancelled_at(coroutine: Coroutine[Any, Any, bool], number: int) -> Generator[Any, Any, bool]:
+    """Drive a coroutine, and cancel the task that does when it waits for the `number`-th time, from 1 on."""
+    task = asyncio.current_task()
+    resume: Callable[[], Any] = lambda: coroutine.send(None)  # noqa: E731 - it is replaced at each step
+    for step in itertools.count(1):
+        try:
+            awaited = resume()
+        except StopIteration as stop:
+            return bool(stop.value)
+        if step == number and task is not None:
+            task.cancel()
+        try:
+            sent = yield awaited
+        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the coroutine
+            resume = functools.partial(coroutine.throw, error)
+        else:
+            resume = functools.partial(coroutine.send, sent)
+    raise AssertionError

@@ -1,0 +1,175 @@
+"""What goes wrong in a run: how often, how badly. Drawn from the seed."""
+
+import dataclasses
+import random
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["NO_FAULTS", "Faults", "draw_faults"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """Chances between 0 and 1, and numbers of events in a run; nothing goes wrong by default.
+
+    Attributes:
+        delay: Chance that a message takes up to half a second instead of a millisecond.
+        drop: Chance that a message is lost.
+        duplicate: Chance that a message comes twice.
+        reorder: Chance that a message may overtake others of its connection, or be overtaken.
+        full_queue: Chance that a message is refused because the queue is full.
+        handshake_reset: Chance that a connection is reset while a handshake is on its way.
+        connect_fails: Chance that a connection cannot be made because the process has no sockets left.
+        no_thread: Chance that no thread can be started.
+        breaks: Times that a connection breaks: what is on its way is lost, and the dialer connects again.
+        half_open: Times that a connection swallows everything until the heartbeats of both ends notice.
+        partitions: Times that a link carries nothing for a while, one way or both.
+        registry_restarts: Times that the registry dies and comes back, knowing nobody.
+        slow_write: Chance that a write takes up to two seconds, landing in pieces.
+        failed_write: Chance that a write fails after a part of it.
+        lingering_write: Chance that bytes of a write that has failed go on landing after its end.
+        write_in_doubt: Chance that a write is reported as in doubt while its bytes go on landing.
+        refused_write: Chance that the transport does not take a write.
+        refused_peer: Chance that the transport does not connect to a peer.
+        corrupt_write: Chance that a bit of a write changes on the way, if there are digests that can tell.
+        late_notice: Chance that an in-band notice comes long after its last byte.
+        lost_notice: Chance that an in-band notice never comes.
+        forged_notice: Chance that somebody who does not know the token of a grant sends a notice for it.
+        kills: Processes that die.
+        vanishes: Processes that die with their host, so that nobody closes their connections.
+        crashes: Ranks whose transport breaks down, or raises what it must not; their writes go on.
+        writes_of_dead: Chance that what a dead sender had under way goes on landing.
+        stops: Processes that stop and go on later; their posted writes and their sockets stop with them.
+        blocks: Event loops that are blocked while the transport goes on.
+        clock_stops: Processes that stop together with their clock.
+        closings: Ranks that are closed in order, half of them after a drain.
+        abort: Chance that an engine gives a room up, on either side.
+        cancel: Chance that the task of an engine is cancelled at any of its await points.
+        absence: Chance that an engine never opens a room that the router sent it.
+        retry: Chance that a failed request is tried again.
+    """
+
+    delay: float = 0.0
+    drop: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    full_queue: float = 0.0
+    handshake_reset: float = 0.0
+    connect_fails: float = 0.0
+    no_thread: float = 0.0
+    breaks: int = 0
+    half_open: int = 0
+    partitions: int = 0
+    registry_restarts: int = 0
+    slow_write: float = 0.0
+    failed_write: float = 0.0
+    lingering_write: float = 0.0
+    write_in_doubt: float = 0.0
+    refused_write: float = 0.0
+    refused_peer: float = 0.0
+    corrupt_write: float = 0.0
+    late_notice: float = 0.0
+    lost_notice: float = 0.0
+    forged_notice: float = 0.0
+    kills: int = 0
+    vanishes: int = 0
+    crashes: int = 0
+    writes_of_dead: float = 0.0
+    stops: int = 0
+    blocks: int = 0
+    clock_stops: int = 0
+    closings: int = 0
+    abort: float = 0.0
+    cancel: float = 0.0
+    absence: float = 0.0
+    retry: float = 0.0
+
+
+NO_FAULTS: Final = Faults()
+
+CHANCES: Final = {
+    "delay": 0.3,
+    "drop": 0.15,
+    "duplicate": 0.3,
+    "reorder": 0.3,
+    "full_queue": 0.1,
+    "handshake_reset": 0.5,
+    "connect_fails": 0.2,
+    "no_thread": 0.3,
+    "slow_write": 0.5,
+    "failed_write": 0.25,
+    "write_in_doubt": 0.15,
+    "refused_write": 0.05,
+    "refused_peer": 0.2,
+    "corrupt_write": 0.2,
+    "late_notice": 0.3,
+    "lost_notice": 0.1,
+    "forged_notice": 0.3,
+    "abort": 0.2,
+    "cancel": 0.2,
+    "absence": 0.1,
+    "retry": 0.7,
+}
+"""The most that is drawn for each chance."""
+
+COUNTS: Final = {
+    "partitions": 2,
+    "kills": 2,
+    "vanishes": 1,
+    "stops": 2,
+    "blocks": 2,
+    "clock_stops": 1,
+    "closings": 1,
+    "crashes": 1,
+    "breaks": 3,
+    "half_open": 2,
+    "registry_restarts": 1,
+}
+"""The most that is drawn for each number."""
+
+CHANCE_DRAWN: Final = 0.4
+COUNT_DRAWN: Final = 0.3
+"""How often a kind of fault is there at all, so that each is also seen without most others."""
+
+ORDERED: Final = 0.5
+"""Chance that connections are as TCP makes them: nothing is lost while one lives, and order is kept."""
+
+AFTER_THE_END: Final = ("lingering_write", "writes_of_dead")
+"""What goes on after it should have ended; it takes another fault to begin."""
+
+RACING: Final = 0.1
+RACES: Final = {"abort": 0.5, "delay": 0.3, "reorder": 0.3}
+"""Together, and often: messages of transfers that have ended meet those of new ones."""
+
+LONE: Final = 0.15
+LONE_STRIKES: Final = ("kills", "closings")
+HIDES_STRIKES: Final = (
+    "delay", "drop", "reorder", "full_queue", "handshake_reset", "connect_fails", "refused_peer",
+    "breaks", "half_open", "partitions", "stops", "blocks", "clock_stops", "vanishes",
+)  # fmt: skip
+"""A rank that dies or leaves while nothing hides it from the others, who must notice at once, or have its proofs."""
+
+LOSSY: Final = ("drop", "duplicate", "reorder")
+
+
+def draw_faults(rng: random.Random) -> Faults:
+    """Draw a mixture in which about every other kind of fault is absent.
+
+    Args:
+        rng: Of the seed.
+    """
+    drawn: dict[str, float | int] = {name: rng.choice((0.0, 0.5, 1.0)) for name in AFTER_THE_END}
+    for name, most in CHANCES.items():
+        drawn[name] = most * rng.random() if rng.random() < CHANCE_DRAWN else 0.0
+    for name, count in COUNTS.items():
+        drawn[name] = rng.randint(1, count) if rng.random() < COUNT_DRAWN else 0
+    if rng.random() < ORDERED:
+        drawn |= dict.fromkeys(LOSSY, 0.0)
+    mixture = rng.random()
+    if mixture < RACING:
+        drawn |= RACES
+    elif mixture > 1 - LONE:
+        number = int((1 - mixture) / LONE * len(LONE_STRIKES))
+        drawn |= dict.fromkeys(HIDES_STRIKES, 0)
+        drawn |= {LONE_STRIKES[number]: COUNTS["kills"], "slow_write": CHANCES["slow_write"]}
+    return dataclasses.replace(NO_FAULTS, **drawn)  # type: ignore[arg-type]

@@ -1,0 +1,159 @@
+"""What a scenario does to messages, writes and notices: hold them, lose them, repeat them, let them go."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvflow.backends.base import NoticeArrived
+from kvflow.testing.simulation.dataplane import SimulatedBackend, Write, cut
+from kvflow.testing.simulation.loop import Process
+from kvflow.testing.simulation.script import ScenarioError
+from kvflow.testing.simulation.world import World
+from kvflow.wire.codec import decode
+
+__all__ = ["Interference"]
+
+
+class _Rule(NamedTuple):
+    verb: str
+    kind: str
+    source: str
+    target: str
+
+
+class Interference:
+    """Stands between the processes of a world.
+
+    Args:
+        world: Where to interfere.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._rules: list[_Rule] = []
+        self._messages: list[Callable[[], None]] = []
+        self._latest: dict[tuple[str, str, str], Callable[[], None]] = {}
+        self._write_rules: list[tuple[str | None, str | None]] = []
+        self._writes: list[Write] = []
+        self._notice_rules: list[tuple[str, str]] = []
+        self._notices: list[Callable[[], None]] = []
+        world.plane.is_prompt = True
+        world.network.hold = self._take_message
+        world.plane.hold_write = self._take_write
+        world.plane.hold_notice = self._take_notice
+
+    def end(self) -> None:
+        """Let everything go and hold nothing any more."""
+        self.release_messages()
+        self.release_notices()
+        self.release_writes()
+
+    def message(self, verb: str, kind: str, source: str, target: str) -> None:
+        """Hold or drop messages of a kind from now on, or repeat the latest one.
+
+        Raises:
+            ScenarioError: There is none that could be repeated.
+        """
+        if verb != "repeat":
+            self._rules.append(_Rule(verb, kind, source, target))
+            return
+        found = [
+            deliver
+            for (name, one, other), deliver in self._latest.items()
+            if name == kind and is_meant(source, one) and is_meant(target, other)
+        ]
+        if not found:
+            raise ScenarioError("no such message was sent", kind=kind, source=source, target=target)
+        for deliver in found:
+            self._world.loop.call_in(0.0, deliver)
+
+    def release_messages(self) -> None:
+        """Deliver what is held, in order, and neither hold nor drop any more."""
+        self._rules.clear()
+        held, self._messages = self._messages, []
+        for deliver in held:
+            self._world.loop.call_in(0.0, deliver)
+
+    def hold_writes(self, source: str | None, target: str | None) -> None:
+        """Let no further byte of some writes land."""
+        self._write_rules.append((source, target))
+
+    def hold_no_more_writes(self) -> None:
+        """Hold what is held already, and nothing else."""
+        self._write_rules.clear()
+
+    def release_writes(self) -> None:
+        """Let writes land again."""
+        self._write_rules.clear()
+        held, self._writes = self._writes, []
+        for write in held:
+            self._world.loop.call_in(0.0, self._world.plane.step, write)
+
+    def held_writes(self, verb: str) -> None:
+        """Let held writes land in part, fail, be reported as in doubt, or fail and stay held, so that they land later.
+
+        Raises:
+            ScenarioError: None is held.
+        """
+        if not self._writes:
+            raise ScenarioError("no write is held")
+        for write in list(self._writes):
+            if verb == "are in doubt":
+                self._world.plane.doubt(write)
+                continue
+            if verb == "linger":
+                self._writes.remove(write)
+                self._world.plane.linger(write)
+                continue
+            if verb == "fail":
+                write.fails_at = 0
+            else:
+                write.pieces[:1] = cut(write.pieces[0], 0.5)
+            self._writes.remove(write)
+            rules, self._write_rules = self._write_rules, []
+            self._world.plane.step(write)
+            self._write_rules = rules
+
+    def notices(self, verb: str, target: str) -> None:
+        """Hold or drop in-band notices to some ranks from now on."""
+        self._notice_rules.append((verb, target))
+
+    def release_notices(self) -> None:
+        """Deliver held notices, and neither hold nor drop any more."""
+        self._notice_rules.clear()
+        held, self._notices = self._notices, []
+        for deliver in held:
+            self._world.loop.call_in(0.0, deliver)
+
+    def _take_message(self, source: Process, target: Process, payload: bytes, deliver: Callable[[], None]) -> bool:
+        kind = type(decode(payload)).__name__
+        self._latest[kind, source.name, target.name] = deliver
+        for rule in self._rules:
+            if rule.kind == kind and is_meant(rule.source, source.name) and is_meant(rule.target, target.name):
+                if rule.verb == "hold":
+                    self._messages.append(deliver)
+                self._world.tell(f"  {kind} from {source} to {target} is {'held' if rule.verb == 'hold' else 'lost'}")
+                return True
+        return False
+
+    def _take_write(self, write: Write) -> bool:
+        target = write.peer.partition("@")[0]
+        for source_rule, target_rule in self._write_rules:
+            if is_meant(source_rule, write.sender.process.name) and is_meant(target_rule, target):
+                self._writes.append(write)
+                return True
+        return False
+
+    def _take_notice(self, write: Write, target: SimulatedBackend) -> bool:
+        for verb, rule in self._notice_rules:
+            if is_meant(rule, target.process.name):
+                if verb == "hold":
+                    notice = NoticeArrived(write.notice)
+                    self._notices.append(functools.partial(target.process.call, target.deliver, notice))
+                return True
+        return False
+
+
+def is_meant(rule: str | None, name: str) -> bool:
+    """Say whether a rule is about a process; one that names an instance is about all of its ranks."""
+    return rule is None or rule in (name, name.partition("/")[0])

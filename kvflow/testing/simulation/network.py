@@ -1,0 +1,492 @@
+"""The control channel in virtual time: connections that behave as those of ZMQ over TCP do, and break as they do.
+
+A dialer connects in the background and again after a break; what it sends meanwhile waits. A listener knows a
+connection by the name that its dialer gave it, and refuses to send over one that is gone. A cut link delays what it
+carries, as TCP does, until the heartbeats of both ends notice. When a process ends, its operating system closes its
+connections, unless its host is gone too.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import anyio
+
+from kvflow.config import check_address
+from kvflow.errors import ConfigError, Unreachable
+from kvflow.testing.simulation.loop import Process
+from kvflow.testing.simulation.story import tell_message
+from kvflow.wire.codec import decode
+from kvflow.wire.messages import Hello, Welcome
+
+if TYPE_CHECKING:
+    from kvflow.testing.simulation.world import World
+
+__all__ = ["HEARTBEAT_S", "Network", "SimulatedChannel"]
+
+QUICK_S: Final = 0.001
+SLOW_S: Final = 0.5
+LATE_S: Final = 0.2
+RECONNECT_S: Final = 0.1
+HEARTBEAT_S: Final = 1.5
+"""After so long without a sign of the other end, a connection is given up."""
+
+QUEUE_MESSAGES: Final = 10_000
+LINGER: Final = 0.5
+"""Chance that what a process had sent before it died still arrives."""
+
+FIRST_PORT: Final = 20_000
+HANDSHAKE_TAGS: Final = (b"\xa5hello", b"\xa7welcome")
+"""How a message of a handshake begins, after its header and the name of its tag."""
+
+TAG_END: Final = 32
+
+Hold = Callable[[Process, Process, bytes, Callable[[], None]], bool]
+
+
+class Session:
+    """One connection that is up, between a dialer and a listener.
+
+    Attributes:
+        is_up: It is not broken.
+        is_ending: One end has closed it; what that end had sent still arrives, also if its process ends.
+        swallows: What goes towards the listener, and towards the dialer, is lost.
+        latest: When what was sent last arrives, each way.
+        stuck: What a cut link holds up, each way.
+    """
+
+    __slots__ = ("dialer", "is_ending", "is_up", "latest", "lingers", "listener", "stuck", "swallows")
+
+    def __init__(self, dialer: "Dialer", listener: "SimulatedListener") -> None:
+        self.dialer = dialer
+        self.listener = listener
+        self.is_up = True
+        self.is_ending = False
+        self.lingers = False
+        self.swallows = [False, False]
+        self.latest = [0.0, 0.0]
+        self.stuck: tuple[deque[bytes], deque[bytes]] = (deque(), deque())
+
+    def ends(self, way: int) -> tuple[Process, Process]:
+        """Source and target of what goes towards the listener (0) or the dialer (1)."""
+        if way == 0:
+            return self.dialer.process, self.listener.process
+        return self.listener.process, self.dialer.process
+
+
+class Dialer:
+    """The end that connects; keeps the contract of `kvflow.ports.Connection`."""
+
+    def __init__(
+        self,
+        network: "Network",
+        process: Process,
+        endpoint: str,
+        callbacks: tuple[Callable[[Sequence[bytes]], None], Callable[[], None]],
+        name: bytes,
+    ) -> None:
+        self.process = process
+        self.endpoint = endpoint
+        self.on_message, self.on_lost = callbacks
+        self.name = name
+        self.session: Session | None = None
+        self.is_closed = False
+        self.waiting: deque[bytes] = deque()
+        self._network = network
+
+    def send(self, payload: bytes) -> None:
+        """As the port says."""
+        if self.is_closed or not self.process.is_alive:
+            return
+        if self._network.is_queue_full() or len(self.waiting) >= QUEUE_MESSAGES:
+            raise Unreachable("peer does not take its messages", endpoint=self.endpoint)
+        if self.session is None:
+            self.waiting.append(payload)
+        else:
+            self._network.transmit(self.session, 0, payload)
+
+    def close(self) -> None:
+        """As the port says."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._network.dialer_closed(self)
+
+    def deliver(self, payload: bytes) -> None:
+        """Take a message in, in the process."""
+        if not self.is_closed:
+            self.on_message([payload])
+
+    def lost(self) -> None:
+        """Hear of a break, in the process."""
+        if not self.is_closed:
+            self.on_lost()
+
+
+class SimulatedListener:
+    """The end that is bound; keeps the contract of `kvflow.ports.Listener`."""
+
+    def __init__(
+        self,
+        network: "Network",
+        process: Process,
+        endpoint: str,
+        on_message: Callable[[bytes, Sequence[bytes]], None],
+    ) -> None:
+        self.process = process
+        self.endpoint = endpoint
+        self.on_message = on_message
+        self.sessions: dict[bytes, Session] = {}
+        self.is_closed = False
+        self._network = network
+
+    def send(self, connection: bytes, payload: bytes) -> None:
+        """As the port says."""
+        if self.is_closed or not self.process.is_alive:
+            return
+        session = self.sessions.get(connection)
+        if session is None:
+            raise Unreachable("peer is not connected", connection=connection.hex())
+        if self._network.is_queue_full():
+            raise Unreachable("peer does not take its messages", connection=connection.hex())
+        self._network.transmit(session, 1, payload)
+
+    def close(self) -> None:
+        """As the port says."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._network.listener_closed(self)
+
+    def deliver(self, name: bytes, payload: bytes) -> None:
+        """Take a message in, in the process."""
+        if not self.is_closed:
+            self.on_message(name, [payload])
+
+
+class Network:
+    """Carries messages between processes.
+
+    Args:
+        world: Where time, chance and faults come from.
+
+    Attributes:
+        hold: If set, is shown each message with its ends and what delivers it, and says whether it keeps it.
+        on_hello: If set, is shown each hello that is sent.
+        ordered: Endpoints whose connections lose, repeat and reorder nothing, whatever the faults.
+    """
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self._loop = world.loop
+        self._rng: random.Random = world.rng
+        self._listeners: dict[str, SimulatedListener] = {}
+        self._hosts: dict[str, str] = {}
+        self._absent_hosts: dict[str, None] = {}
+        self._dialers: list[Dialer] = []
+        self._sessions: list[Session] = []
+        self._cut: dict[tuple[str, str], float] = {}
+        self._num_names = 0
+        self._next_port = FIRST_PORT
+        self.hold: Hold | None = None
+        self.on_hello: Callable[[Hello], None] | None = None
+        self.ordered: dict[str, None] = {}
+
+    # What a channel asks for -------------------------------------------------------------------------------------
+
+    def listen(
+        self, process: Process, bind: str, advertise: str | None, on_message: Callable[[bytes, Sequence[bytes]], None]
+    ) -> SimulatedListener:
+        """Bind a socket of a process; arguments as in the port."""
+        check_address("bind", bind)
+        host, _, port = bind.removeprefix("tcp://").rpartition(":")
+        if port == "0":
+            self._next_port += 1
+            port = str(self._next_port)
+        endpoint = f"tcp://{advertise or host}:{port}"
+        if endpoint in self._listeners:
+            raise ConfigError("address cannot be bound", bind=bind, detail="address is in use")
+        listener = SimulatedListener(self, process, endpoint, on_message)
+        self._listeners[endpoint] = listener
+        self._hosts[endpoint] = process.host
+        self._absent_hosts.pop(process.host, None)
+        self._wake_dialers()
+        return listener
+
+    def connect(
+        self,
+        process: Process,
+        endpoint: str,
+        on_message: Callable[[Sequence[bytes]], None],
+        on_lost: Callable[[], None],
+    ) -> Dialer:
+        """Open a connection of a process; arguments as in the port."""
+        check_address("endpoint", endpoint)
+        if self._is_drawn(self._world.faults.connect_fails):
+            self._world.count("no sockets left")
+            raise Unreachable("this process has no sockets left", endpoint=endpoint)
+        self._num_names += 1
+        dialer = Dialer(self, process, endpoint, (on_message, on_lost), b"k%d" % self._num_names)
+        self._dialers.append(dialer)
+        self._connect_soon(dialer, QUICK_S * self._world.pace)
+        return dialer
+
+    async def is_refused(self, process: Process, endpoint: str, timeout_s: float) -> bool:
+        """As the port says: only the host itself can say that nobody listens."""
+        await anyio.sleep(min(timeout_s, QUICK_S * (1 + self._rng.random())))
+        host = self._hosts.get(endpoint)
+        if host is None or host in self._absent_hosts or self.is_cut(process.host, host):
+            await anyio.sleep(timeout_s)
+            return False
+        return endpoint not in self._listeners
+
+    def is_queue_full(self) -> bool:
+        """Draw whether a message finds its queue full."""
+        if not self._is_drawn(self._world.faults.full_queue):
+            return False
+        self._world.count("full queue")
+        return True
+
+    # What goes wrong ---------------------------------------------------------------------------------------------
+
+    def cut(self, source: str, target: str) -> None:
+        """Let nothing through from one host to another until `mend`."""
+        self._cut[source, target] = self._loop.now
+        for session in list(self._sessions):
+            if session.is_up and (source, target) in self._hosts_of(session):
+                self._watch_silence(session)
+
+    def mend(self, source: str, target: str) -> None:
+        """Let everything through again; what was held up goes on."""
+        self._cut.pop((source, target), None)
+        for session in list(self._sessions):
+            for way, ends in enumerate(self._hosts_of(session)):
+                if ends == (source, target):
+                    held = list(session.stuck[way])
+                    session.stuck[way].clear()
+                    for payload in held:
+                        self._send_on(session, way, payload, QUICK_S)
+        self._wake_dialers()
+
+    def heal(self) -> None:
+        """Mend every link. Half-open connections stay so until the heartbeats notice."""
+        for source, target in list(self._cut):
+            self.mend(source, target)
+
+    def is_cut(self, one: str, other: str) -> bool:
+        """Say whether something between two hosts does not get through, one way or the other."""
+        return (one, other) in self._cut or (other, one) in self._cut
+
+    def sessions(self) -> list[Session]:
+        """Connections that are up."""
+        return [session for session in self._sessions if session.is_up and not session.dialer.is_closed]
+
+    def swallow(self, session: Session) -> None:
+        """Lose everything that goes over a connection, without a word, until the heartbeats notice."""
+        session.swallows = [True, True]
+        self._watch_silence(session)
+
+    def break_session(self, session: Session, *, lingers: bool = False) -> None:
+        """Reset a connection; what is on its way is lost unless it lingers. The dialer connects again."""
+        if not session.is_up:
+            return
+        session.is_up = False
+        session.lingers = lingers
+        self._sessions.remove(session)
+        dialer, listener = session.dialer, session.listener
+        if listener.sessions.get(dialer.name) is session:
+            del listener.sessions[dialer.name]
+        if dialer.session is session:
+            dialer.session = None
+            if not dialer.is_closed and dialer.process.is_alive:
+                dialer.process.call(dialer.lost)
+                self._connect_soon(dialer, RECONNECT_S)
+
+    def process_ended(self, process: Process) -> None:
+        """Close what a dead process had open, as its operating system does, unless its host is gone too."""
+        for listener in [one for one in self._listeners.values() if one.process is process]:
+            del self._listeners[listener.endpoint]
+            listener.is_closed = True
+        for dialer in [one for one in self._dialers if one.process is process]:
+            dialer.is_closed = True
+            self._dialers.remove(dialer)
+        if process.has_vanished:
+            self._absent_hosts[process.host] = None
+        for session in list(self._sessions):
+            if process not in session.ends(0) or (session.is_ending and not process.has_vanished):
+                continue
+            if process.has_vanished:
+                self.swallow(session)
+            else:
+                self.break_session(session, lingers=self._rng.random() < LINGER)
+
+    def process_stopped(self, process: Process) -> None:
+        """Notice when a stopped process answers no heartbeats."""
+        if process.is_stalling:
+            for session in list(self._sessions):
+                if process in session.ends(0):
+                    self._watch_silence(session)
+
+    # How messages go ---------------------------------------------------------------------------------------------
+
+    def transmit(self, session: Session, way: int, payload: bytes) -> None:
+        """Send a message over a connection that is up."""
+        faults, rng, world = self._world.faults, self._rng, self._world
+        is_handshake = payload[:TAG_END].find(HANDSHAKE_TAGS[way]) >= 0
+        if is_handshake:
+            self._look_at_handshake(session, payload)
+        if self.hold is not None:
+            source, target = session.ends(way)
+            if self.hold(source, target, payload, lambda: self._send_on(session, way, payload, 0.0)):
+                return
+        if session.swallows[way]:
+            return
+        is_lossy = session.listener.endpoint not in self.ordered
+        if is_lossy and faults.drop and rng.random() < faults.drop:
+            world.count("lost message")
+            return
+        if is_lossy and faults.duplicate and rng.random() < faults.duplicate:
+            world.count("duplicate message")
+            self._send_on(session, way, payload, self._delay_s())
+        self._send_on(session, way, payload, self._delay_s())
+
+    def _look_at_handshake(self, session: Session, payload: bytes) -> None:
+        message = decode(payload)
+        if isinstance(message, Hello) and self.on_hello is not None:
+            self.on_hello(message)
+        if isinstance(message, (Hello, Welcome)) and self._is_drawn(self._world.faults.handshake_reset):
+            self._world.count("reset handshake")
+            self._loop.call_in(2 * QUICK_S * self._rng.random(), self.break_session, session)
+
+    def _delay_s(self) -> float:
+        faults, rng = self._world.faults, self._rng
+        if faults.delay and rng.random() < faults.delay:
+            self._world.count("delayed message")
+            return SLOW_S * rng.random()
+        return QUICK_S * self._world.pace * rng.random()
+
+    def _send_on(self, session: Session, way: int, payload: bytes, delay_s: float) -> None:
+        faults, rng, loop = self._world.faults, self._rng, self._loop
+        at = loop.now + delay_s
+        if session.listener.endpoint not in self.ordered and faults.reorder and rng.random() < faults.reorder:
+            self._world.count("reordered message")
+            at += LATE_S * rng.random()
+        else:
+            at = session.latest[way] = max(at, session.latest[way])
+        loop.call_in(at - loop.now, self._arrive, session, way, payload)
+
+    def _arrive(self, session: Session, way: int, payload: bytes) -> None:
+        if session.swallows[way] or not (session.is_up or session.lingers):
+            return
+        source, target = session.ends(way)
+        if self._cut and session.is_up and (source.host, target.host) in self._cut:
+            session.stuck[way].append(payload)
+            return
+        if self._world.story is not None:
+            words = tell_message(payload)
+            if words is not None:
+                self._world.tell(f"{target} hears {words} from {source}")
+        if way == 0:
+            target.call(session.listener.deliver, session.dialer.name, payload)
+        else:
+            target.call(session.dialer.deliver, payload)
+
+    # How connections come and go ---------------------------------------------------------------------------------
+
+    def _connect_soon(self, dialer: Dialer, within_s: float) -> None:
+        self._loop.call_in(within_s * self._rng.random(), self._connect, dialer)
+
+    def _wake_dialers(self) -> None:
+        for dialer in self._dialers:
+            if dialer.session is None and not dialer.is_closed:
+                self._connect_soon(dialer, RECONNECT_S)
+
+    def _connect(self, dialer: Dialer) -> None:
+        """Connect if somebody listens there; the next try is made when somebody does."""
+        listener = self._listeners.get(dialer.endpoint)
+        if dialer.is_closed or dialer.session is not None or listener is None:
+            return
+        if self.is_cut(dialer.process.host, listener.process.host):
+            return
+        session = Session(dialer, listener)
+        before = listener.sessions.get(dialer.name)
+        listener.sessions[dialer.name] = session
+        if before is not None:
+            self.break_session(before)
+        dialer.session = session
+        self._sessions.append(session)
+        waiting, dialer.waiting = dialer.waiting, deque()
+        for payload in waiting:
+            self.transmit(session, 0, payload)
+        if any(process.is_stalling for process in session.ends(0)):
+            self._watch_silence(session)
+
+    def dialer_closed(self, dialer: Dialer) -> None:
+        """What was sent still leaves; then the connection ends."""
+        self._dialers.remove(dialer)
+        if dialer.session is not None:
+            self._end_session(dialer.session, 0)
+
+    def listener_closed(self, listener: SimulatedListener) -> None:
+        """What was sent still leaves; then the connections end. Nobody can connect any more."""
+        if self._listeners.get(listener.endpoint) is listener:
+            del self._listeners[listener.endpoint]
+        for session in list(listener.sessions.values()):
+            self._end_session(session, 1)
+
+    def _end_session(self, session: Session, way: int) -> None:
+        session.is_ending = True
+        lasts_s = max(0.0, session.latest[way] - self._loop.now) + QUICK_S
+        self._loop.call_in(lasts_s, lambda: self.break_session(session, lingers=True))
+
+    def _watch_silence(self, session: Session) -> None:
+        """Break a connection later if its ends have heard nothing of each other until then."""
+        self._loop.call_in(HEARTBEAT_S, self._check_silence, session, self._loop.now)
+
+    def _check_silence(self, session: Session, since: float) -> None:
+        is_cut = any(self._cut.get(link, self._loop.now) <= since for link in self._hosts_of(session))
+        is_stopped = any(process.is_stalling for process in session.ends(0))
+        if is_cut or is_stopped or any(session.swallows):
+            self.break_session(session)
+
+    def _hosts_of(self, session: Session) -> tuple[tuple[str, str], tuple[str, str]]:
+        dialer, listener = session.dialer.process.host, session.listener.process.host
+        return (dialer, listener), (listener, dialer)
+
+    def _is_drawn(self, chance: float) -> bool:
+        return bool(chance) and self._rng.random() < chance
+
+
+class SimulatedChannel:
+    """The control channel of one process; keeps the contract of `kvflow.ports.ControlChannel`.
+
+    Args:
+        network: Carries the messages.
+        process: Whose channel it is.
+    """
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self._network = network
+        self._process = process
+
+    def listen(
+        self, bind: str, advertise: str | None, on_message: Callable[[bytes, Sequence[bytes]], None]
+    ) -> SimulatedListener:
+        """As the port says."""
+        return self._network.listen(self._process, bind, advertise, on_message)
+
+    def connect(
+        self,
+        endpoint: str,
+        on_message: Callable[[Sequence[bytes]], None],
+        on_lost: Callable[[], None],
+    ) -> Dialer:
+        """As the port says."""
+        return self._network.connect(self._process, endpoint, on_message, on_lost)
+
+    async def host_towards(self, endpoint: str) -> str | None:
+        """As the port says: hosts have no addresses here."""
+        return None
+
+    async def is_refused(self, endpoint: str, timeout_s: float) -> bool:
+        """As the port says."""
+        return await self._network.is_refused(self._process, endpoint, timeout_s)

@@ -1,0 +1,356 @@
+"""Knows the truth, and holds what the ranks say against it. It never asks the code under test what is true."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from kvflow.config import Timeouts
+from kvflow.decode import Handover
+from kvflow.errors import FailureReason
+from kvflow.state.tables import Memory, Outcome
+from kvflow.testing.simulation.loop import Violation
+from kvflow.testing.simulation.memory import Lease, Pool
+from kvflow.testing.simulation.model import KV, STATE, Model, Shape, components_sent, content_of
+from kvflow.testing.simulation.network import HEARTBEAT_S
+from kvflow.testing.simulation.requests import Receiving, Request, Sending
+from kvflow.wire.messages import Hello, RankId
+
+if TYPE_CHECKING:
+    from kvflow.testing.simulation.dataplane import Segment, SimulatedBackend, Write
+    from kvflow.testing.simulation.faults import Faults
+    from kvflow.testing.simulation.loop import Process
+    from kvflow.testing.simulation.world import World
+
+__all__ = ["Instance", "Oracle"]
+
+MARGIN_S: Final = 0.02
+"""How late a deadline may be noticed by a process that runs."""
+
+NOTICED_S: Final = 0.5
+"""A death is noticed within this time where the network shows it."""
+
+RECONNECTED_S: Final = 1.0
+"""After the last fault, connections are up again by then."""
+
+EXCUSES: Final = frozenset(
+    {
+        FailureReason.PEER_LOST,
+        FailureReason.PEER_CLOSED,
+        FailureReason.PEER_FAILING,
+        FailureReason.DEADLINE,
+        FailureReason.NOT_GRANTED,
+        FailureReason.STALLED,
+        FailureReason.WRITE_FAILED,
+        FailureReason.ABORTED,
+        FailureReason.BROKEN,
+    }
+)
+"""Why a prefill rank may not know that decode has everything."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A prefill or decode server of several ranks."""
+
+    name: str
+    is_decode: bool
+    shape: Shape
+
+    @property
+    def ranks(self) -> list[RankId]:
+        """Its workers."""
+        return [RankId(self.name, rank) for rank in range(self.shape.num_ranks)]
+
+
+@dataclass
+class _Mark:
+    """What a write is about: the room whose bytes it moves, and the source pages it reads, unless they are staged."""
+
+    room: int
+    lease: Lease | None
+
+
+class Oracle:
+    """Checks the promises; the witness of a data plane.
+
+    Args:
+        world: What is true.
+        model: What every rank holds a part of.
+        instances: By name.
+        timeouts: Of every rank.
+        may_lose_messages: A rank that leaves in order may not be able to say so.
+    """
+
+    def __init__(
+        self,
+        world: "World",
+        model: Model,
+        instances: dict[str, Instance],
+        timeouts: Timeouts,
+        *,
+        may_lose_messages: bool = False,
+    ) -> None:
+        self._world = world
+        self._model = model
+        self._instances = instances
+        self._timeouts = timeouts
+        self.requests: dict[int, list[Request]] = {}
+        self.sendings: list[Sending] = []
+        self.receivings: list[Receiving] = []
+        self._rooms: dict[int, int] = {}
+        self._pools: dict[str, Pool] = {}
+        self._windows: dict[tuple[str, int], tuple[int, str]] = {}
+        self._succeeded: dict[int, dict[RankId, None]] = {}
+        self._ends: list[tuple[str, float]] = []
+        self._writes: dict[Process, list[Write]] = {}
+        self._shows_deaths = shows_deaths(world.faults)
+        self._loses_until = math.inf if may_lose_messages else 0.0
+        world.plane.witness = self
+        world.network.on_hello = self._note_window
+
+    def routed(self, request: Request) -> None:
+        """Know a try of a room."""
+        self.requests.setdefault(request.room, []).append(request)
+        self._rooms[request.content] = request.room
+
+    def knows(self, process_name: str, pool: Pool) -> None:
+        """Know the memory of a process that has just started."""
+        self._pools[process_name] = pool
+
+    # Pages are safe --------------------------------------------------------------------------------------------------
+
+    def posted(self, write: "Write", segments: "list[Segment]") -> None:
+        """Find out what a write is about: from the pages that it reads, or from what is in its staging slot."""
+        pool = self._pools[write.sender.process.name]
+        self._writes.setdefault(write.sender.process, []).append(write)
+        first = segments[0]
+        if pool.holds(first.src):
+            lease = pool.owner_of(first.src, first.length)
+            if lease is None:
+                self._violated(f"write {write.number} is posted from pages that are nobody's")
+            write.mark = _Mark(lease.room, lease)
+            return
+        content = content_of(int.from_bytes(write.sender.read(first.src, 8), "little"))
+        room = self._rooms.get(content)
+        if room is None:
+            self._violated(f"write {write.number} is posted from a slot without the cells of any request")
+        write.mark = _Mark(room, None)
+
+    def reading(self, write: "Write", piece: "list[Segment]") -> None:
+        """Bytes may be read only from pages that are held for the room they were computed for."""
+        mark = write.mark
+        if not isinstance(mark, _Mark) or mark.lease is None:
+            return
+        pool = self._pools[write.sender.process.name]
+        for src, _, length in piece:
+            if pool.owner_of(src, length) is not mark.lease:
+                self._violated(f"write {write.number} reads pages of {mark.lease.name} that were given back")
+
+    def landing(self, write: "Write", target: "SimulatedBackend", piece: "list[Segment]") -> None:
+        """Bytes may land only in pages that are held for their room, or in the window of who wrote them."""
+        mark = write.mark
+        pool = self._pools[target.process.name]
+        for _, dst, length in piece:
+            if not pool.holds(dst):
+                self._check_window(write, target, dst)
+                continue
+            lease = pool.owner_of(dst, length)
+            if lease is None or not isinstance(mark, _Mark) or lease.room != mark.room:
+                owner = "nobody" if lease is None else lease.name
+                room = mark.room if isinstance(mark, _Mark) else "unknown"
+                self._violated(f"write {write.number} of room {room} lands in pages of {owner} at {target.process}")
+
+    def _note_window(self, hello: Hello) -> None:
+        """See on the wire whose window a part of staging memory becomes."""
+        window = hello.staging
+        if window is not None:
+            end = window.address + window.slot_bytes * window.num_slots
+            self._windows[str(hello.peer), window.address] = (end, str(hello.to))
+
+    def _check_window(self, write: "Write", target: "SimulatedBackend", address: int) -> None:
+        for (name, start), (end, owner) in self._windows.items():
+            if name == target.agent_name and start <= address < end:
+                if owner != write.sender.agent_name:
+                    self._violated(f"write {write.number} of {write.sender.process} lands in the window of {owner}")
+                return
+        self._violated(f"write {write.number} lands outside of every pool and window of {target.process}")
+
+    # Success is true -------------------------------------------------------------------------------------------------
+
+    def check_handover(self, one: Receiving, handover: Handover) -> None:
+        """What is handed to the decode engine must be what prefill computed."""
+        expected = one.request.metadata
+        if any(found != expected for found in handover.metadata_by_rank.values()) or handover.metadata != expected:
+            self._violated(f"{one}: metadata is not {expected!r}: {handover}")
+
+    def check_success(self, one: Receiving) -> None:
+        """Whoever succeeds has exactly the cells that it asked for."""
+        if one.has_succeeded:
+            return
+        one.has_succeeded = True
+        room = one.request.room
+        for component, tokens in one.ranges.items():
+            if tokens[0] < tokens[1]:
+                contents = [request.content for request in self.requests[room]]
+                problem = one.pool.find_wrong_cell(one.lease, component, tokens, contents)
+                if problem is not None:
+                    self._violated(f"{one} succeeds, but {problem}")
+        self._succeeded.setdefault(room, {})[one.rank] = None
+
+    def check_delivered(self, one: Sending) -> None:
+        """A sender succeeds only after every decode rank of some try that it has something for."""
+        for receiving in self.receivings:
+            if receiving.request.room == one.request.room and receiving.outcome is Outcome.SUCCESS:
+                self.check_success(receiving)
+        succeeded = self._succeeded.get(one.request.room, {})
+        tries = self.requests[one.request.room]
+        if not any(set(self._receivers(one, request)) <= set(succeeded) for request in tries):
+            self._violated(f"{one} succeeds, but only {list(map(str, succeeded))} have everything")
+
+    def _receivers(self, one: Sending, request: Request) -> list[RankId]:
+        """Decode ranks of a try that a prefill rank has something for."""
+        prefill = self._instances[one.rank.instance].shape
+        decode = self._instances[request.decode]
+        found = []
+        for rank in decode.ranks:
+            sent = components_sent(self._model, prefill, decode.shape, one.rank.engine_rank, rank.engine_rank)
+            if KV in sent or (request.wants_state and STATE in sent):
+                found.append(rank)
+        return found
+
+    # Every transfer ends ---------------------------------------------------------------------------------------------
+
+    def opened(self, one: Sending | Receiving) -> None:
+        """Watch a transfer from now on; a receiver has to be decided when its time is up."""
+        if isinstance(one, Sending):
+            self.sendings.append(one)
+            return
+        self.receivings.append(one)
+        self._expect(one, one.timeout_s, is_memory=False)
+
+    def finished(self, one: Sending) -> None:
+        """The engine has offered everything: from now on a sender's time is bounded."""
+        self._expect(one, self._timeouts.grant_s + self._timeouts.transfer_s, is_memory=False)
+
+    def left(self, one: Sending | Receiving) -> None:
+        """The engine gives it up or has its outcome: its memory is safe or in quarantine within a bound."""
+        self._expect(one, self._timeouts.drain_s, is_memory=True)
+
+    def check_told(self, one: Receiving) -> None:
+        """See that an engine hears of an outcome when it is decided, not when the pages are quiet."""
+        if one.is_told or one.outcome is Outcome.PENDING:
+            return
+        stopped_s = one.process.stopped_so_far_s()
+        if one.seen_decided_s == stopped_s:
+            self._violated(f"{one} is {one.outcome.value}, but its engine is not told")
+        one.seen_decided_s = stopped_s
+
+    def died(self, process: "Process") -> None:
+        """A process is dead: who waited for the rest of a write of its must notice that soon."""
+        writes = self._writes.pop(process, [])
+        if not self._shows_deaths:
+            return
+        for write in writes:
+            target = self._world.plane.endpoints.get(write.peer)
+            if target is None or not write.pieces or write.has_ended or not isinstance(write.mark, _Mark):
+                continue
+            for one in self.receivings:
+                is_meant = one.process is target.process and one.request.room == write.mark.room
+                if is_meant and one.outcome is Outcome.PENDING:
+                    self._expect(one, NOTICED_S, is_memory=False)
+
+    def _expect(self, one: Sending | Receiving, within_s: float, *, is_memory: bool) -> None:
+        one.stopped_s = one.process.stopped_so_far_s()
+        limit = self._world.now + within_s + MARGIN_S
+        self._world.loop.call_in(within_s + MARGIN_S, self._check_ended, one, limit, one.stopped_s, is_memory)
+
+    def _check_ended(self, one: Sending | Receiving, limit: float, stopped_s: float, is_memory: bool) -> None:
+        """See whether a transfer has ended in time; a process that was stopped has that much longer."""
+        is_decided, is_quiet = one.outcome is not Outcome.PENDING, one.memory in (Memory.SAFE, Memory.QUARANTINED)
+        has_ended = is_quiet if is_memory else is_decided
+        if has_ended or not one.process.is_alive:
+            return
+        extended = limit + one.process.stopped_so_far_s() - stopped_s
+        now = self._world.now
+        if not one.process.is_running or now < extended:
+            again = max(extended - now, 0.1) + MARGIN_S
+            self._world.loop.call_in(again, self._check_ended, one, limit, stopped_s, is_memory)
+            return
+        what = "memory is neither safe nor in quarantine" if is_memory else "has no outcome"
+        self._violated(f"{one} {what} at its bound: {one.outcome.value}, {one.memory.value}")
+
+    # At the end ------------------------------------------------------------------------------------------------------
+
+    def healed(self) -> None:
+        """Whatever leaves in order can say so, once broken connections have been made anew."""
+        if self._loses_until == 0.0:
+            return
+        self._loses_until = self._world.now + RECONNECTED_S
+
+    def ended(self, name: str, *, in_order: bool) -> None:
+        """A process has ended; in order means that it could say so to everybody."""
+        if not in_order or self._world.now < self._loses_until:
+            self._ends.append((name, self._world.now))
+
+    def overtaken(self, name: str, at: float) -> None:
+        """The next incarnation of a rank that left in order may be met before its Goodbye has arrived."""
+        self._ends.append((name, at))
+
+    def is_excused(self, one: Sending | Receiving) -> bool:
+        """Say whether pages may stay in quarantine: only if nobody can prove any more that nothing lands in them.
+
+        That is so if a process that could write to them is gone and its transport proves nothing by that, or if bytes
+        of a write of its have gone on landing after the end of that write.
+        """
+        if isinstance(one, Sending):
+            return False
+        plane, writers = self._world.plane, f"{one.request.prefill}/"
+        if any(sender.startswith(writers) and peer.startswith(f"{one.rank}@") for sender, peer in plane.lingered):
+            return True
+        # A death that its peers could not have noticed when they asked counts too.
+        since = one.opened_at - self._timeouts.lease_s - 2 * HEARTBEAT_S - one.process.stopped_so_far_s()
+        is_gone = any(name.startswith(writers) and at >= since for name, at in self._ends)
+        return is_gone and not plane.ends_with_process
+
+    def check_windows(self, name: str, num_taken: int) -> None:
+        """Windows of a decode rank belong to live ranks, or to those whose writes nobody can prove to be over."""
+        num_prefill = sum(len(one.ranks) for one in self._instances.values() if not one.is_decode)
+        plane = self._world.plane
+        num_excused = sum(peer.startswith(f"{name}@") for _, peer in plane.lingered)
+        if not plane.ends_with_process:
+            num_excused += sum(not self._instances[ended.partition("/")[0]].is_decode for ended, _ in self._ends)
+        if num_taken > num_prefill + num_excused:
+            self._violated(f"{num_taken} windows of {name} are taken, by {num_prefill} ranks")
+
+    def check_agreement(self) -> None:
+        """If all of decode has everything, prefill says so too, unless it has an excuse."""
+        for sending in self.sendings:
+            request = sending.request
+            if len(self.requests[request.room]) > 1 or not sending.process.is_alive:
+                continue
+            succeeded = self._succeeded.get(request.room, {})
+            if len(succeeded) < request.num_decode_ranks or sending.outcome is Outcome.SUCCESS:
+                continue
+            failure = sending.failure
+            if failure is None or failure.reason not in EXCUSES or not self._world.injected:
+                self._violated(f"decode has all of {request}, but {sending} ends with {failure}")
+
+    def _violated(self, message: str) -> NoReturn:
+        """Stop the run, wherever this is called from: code under test must not be able to hide it."""
+        violation = Violation(message)
+        self._world.loop.fail(violation)
+        raise violation
+
+
+def shows_deaths(faults: "Faults") -> bool:
+    """Say whether nothing can come between the death of a process and those that are connected to it."""
+    return not (
+        faults.partitions
+        or faults.half_open
+        or faults.breaks
+        or faults.handshake_reset
+        or faults.connect_fails
+        or faults.stops
+        or faults.blocks
+        or faults.clock_stops
+    )

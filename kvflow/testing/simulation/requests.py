@@ -1,0 +1,121 @@
+"""What the router hands out, and what became of it on each rank."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from kvflow.decode import RoomReceiver
+from kvflow.geometry.ranges import TokenRange
+from kvflow.prefill import RoomSender
+from kvflow.state.tables import Memory, Outcome
+from kvflow.testing.simulation.memory import Lease, Pool
+from kvflow.wire.messages import Failure, RankId
+
+if TYPE_CHECKING:
+    from kvflow.testing.simulation.loop import Process
+
+__all__ = ["Receiving", "Request", "Sending"]
+
+
+AnyTransfer = TypeVar("AnyTransfer", RoomSender, RoomReceiver)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One try to move one room between two instances.
+
+    Attributes:
+        room: The same in every try that the router makes with it.
+        content: Names the try within the run; prefill writes it into every cell.
+        num_tokens: Of the prompt.
+        start: Tokens that decode has already.
+        wants_state: Decode also wants the state of the request, if the model has one.
+        prefill: Name of the instance that computes.
+        decode: Name of the instance that receives.
+        num_decode_ranks: Ranks of it.
+        digest: What arrives is compared with digests.
+        priority: Class of the transfer.
+    """
+
+    room: int
+    content: int
+    num_tokens: int
+    start: int
+    wants_state: bool
+    prefill: str
+    decode: str
+    num_decode_ranks: int
+    digest: bool = False
+    priority: int = 0
+
+    def __str__(self) -> str:
+        return f"room {self.room} try {self.content}"
+
+    @property
+    def metadata(self) -> bytes:
+        """What the prefill engine hands over with the room, whichever try it is."""
+        return b"metadata of room %d" % self.room
+
+
+@dataclass(eq=False)
+class _OnRank(Generic[AnyTransfer]):
+    """A request on one rank.
+
+    Attributes:
+        rank: Which.
+        lease: Its pages; they are given back when nobody can touch them any more.
+        transfer: What kvflow calls it.
+        stopped_s: How long the process had not run when a bound began.
+    """
+
+    request: Request
+    process: "Process"
+    rank: RankId
+    pool: Pool
+    lease: Lease
+    transfer: AnyTransfer
+    opened_at: float
+    stopped_s: float = 0.0
+
+    @property
+    def outcome(self) -> Outcome:
+        """As kvflow says."""
+        return self.transfer.outcome
+
+    @property
+    def memory(self) -> Memory:
+        """As kvflow says."""
+        return self.transfer.memory
+
+    @property
+    def failure(self) -> Failure | None:
+        """As kvflow says."""
+        return self.transfer.failure
+
+    def __str__(self) -> str:
+        return f"{self.request} on {self.rank}"
+
+
+@dataclass(eq=False)
+class Sending(_OnRank[RoomSender]):
+    """A request on one prefill rank."""
+
+    position: int = 0
+
+
+@dataclass(eq=False)
+class Receiving(_OnRank[RoomReceiver]):
+    """A request on one decode rank.
+
+    Attributes:
+        timeout_s: How long it may take.
+        ranges: For each component that is wanted, its tokens.
+        has_succeeded: The engine was told so, and found everything there.
+        is_told: The engine does not wait for the outcome any more.
+        seen_decided_s: How long the process had not run when the outcome was seen to be decided, but not told.
+    """
+
+    timeout_s: float = 0.0
+    ranges: dict[str, TokenRange] = field(default_factory=dict)
+    has_succeeded: bool = False
+    is_told: bool = False
+    seen_decided_s: float | None = None

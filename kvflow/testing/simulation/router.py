@@ -1,0 +1,247 @@
+"""A router that feeds the engines: clients that begin requests at a steady rate, whatever becomes of those before."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import anyio
+
+from kvflow.testing.simulation.deployment import Deployment
+from kvflow.testing.simulation.engines import Course, Worker
+from kvflow.testing.simulation.loop import Process
+from kvflow.testing.simulation.oracle import Instance
+from kvflow.testing.simulation.requests import Request
+from kvflow.wire.messages import RankId
+
+__all__ = ["Router", "Trial"]
+
+MAX_TRIES: Final = 3
+MAX_TOKENS: Final = 8
+LAYER_CUT: Final = 0.8
+DEVICE_S: Final = 0.03
+STALE_S: Final = 2.0
+"""After which a prefill engine gives up what it cannot finish."""
+
+
+@dataclass
+class Trial:
+    """One request as a client saw it.
+
+    Attributes:
+        began: When, in virtual seconds.
+        ended: When; None while it lasts.
+        has_succeeded: On every rank.
+    """
+
+    request: Request
+    began: float
+    ended: float | None = None
+    has_succeeded: bool = False
+
+
+class _Attempt:
+    """A request that ranks are at."""
+
+    def __init__(self, ranks: list[RankId], done: "asyncio.Future[bool]") -> None:
+        self.waiting = dict.fromkeys(ranks)
+        self.has_succeeded = True
+        self.done = done
+
+    def ended(self, rank: RankId, *, has_succeeded: bool) -> None:
+        """One rank has answered."""
+        self.waiting.pop(rank, None)
+        self.has_succeeded = self.has_succeeded and has_succeeded
+        if not self.waiting and not self.done.done():
+            self.done.set_result(self.has_succeeded)
+
+
+class Router:
+    """Sends requests to the workers of a deployment.
+
+    Args:
+        deployment: Which.
+        num_clients: Clients, each with a rate of its own.
+        interval_s: Between two requests of a client, however long they take.
+
+    Attributes:
+        trials: Every request so far.
+        is_open: Clients send new requests.
+    """
+
+    def __init__(self, deployment: Deployment, *, num_clients: int, interval_s: float) -> None:
+        self.deployment = deployment
+        self.world = deployment.world
+        self.trials: list[Trial] = []
+        self._interval_s = interval_s
+        self.is_open = True
+        self._num_clients = num_clients
+        self._num_rooms = 0
+        self._num_tries = 0
+        self._rng = random.Random(self.world.rng.getrandbits(64))  # noqa: S311 - chance must be repeatable here
+        self.process: Process
+
+    def start(self) -> None:
+        """Let the clients begin."""
+        self.process = self.world.start("router", self._run)
+
+    async def _run(self, _: Process) -> None:
+        async with anyio.create_task_group() as group:
+            for _number in range(self._num_clients):
+                group.start_soon(self._ask)
+
+    async def _ask(self) -> None:
+        """Begin requests at a steady rate, however long those before take."""
+        rng = self._rng
+        await anyio.sleep(self._interval_s * rng.random())
+        async with anyio.create_task_group() as group:
+            while True:
+                if self.is_open:
+                    group.start_soon(self._request)
+                await anyio.sleep(self._interval_s + 0.05 * rng.random())
+
+    async def _request(self) -> None:
+        """See one request through, and try it again if it fails, as some clients do."""
+        rng = self._rng
+        request = self.new_request(self._pick(is_decode=False), self._pick(is_decode=True))
+        tries = 1
+        while not await self.try_request(request) and tries < MAX_TRIES and self._retries():
+            self.world.count("retry")
+            tries += 1
+            await anyio.sleep(0.3 * rng.random())
+            request = self._again(request)
+
+    def _retries(self) -> bool:
+        return self.is_open and self._rng.random() < self.world.faults.retry
+
+    def _pick(self, *, is_decode: bool) -> Instance:
+        return self._rng.choice([one for one in self.deployment.instances.values() if one.is_decode is is_decode])
+
+    # Requests --------------------------------------------------------------------------------------------------------
+
+    def new_request(self, prefill: Instance, decode: Instance) -> Request:
+        """Make a request with a room of its own."""
+        rng = self._rng
+        self._num_rooms += 1
+        num_tokens = rng.randint(1, MAX_TOKENS)
+        return self._route(
+            Request(
+                room=self._num_rooms,
+                content=self._next_try(),
+                num_tokens=num_tokens,
+                start=0 if rng.random() < 0.6 else rng.randint(0, num_tokens),
+                wants_state=rng.random() < 0.8,
+                prefill=prefill.name,
+                decode=decode.name,
+                num_decode_ranks=decode.shape.num_ranks,
+                digest=rng.random() < 0.15,
+                priority=rng.choice((0, 0, 0, 1, 7)),
+            )
+        )
+
+    def _again(self, request: Request) -> Request:
+        """Make another try of a request, half of the time with the same room, perhaps on another prefill instance."""
+        room = request.room
+        if self._rng.random() < 0.5:
+            self._num_rooms += 1
+            room = self._num_rooms
+        prefill = self._pick(is_decode=False)
+        return self._route(
+            Request(
+                room=room,
+                content=self._next_try(),
+                num_tokens=request.num_tokens,
+                start=request.start,
+                wants_state=request.wants_state,
+                prefill=prefill.name,
+                decode=request.decode,
+                num_decode_ranks=request.num_decode_ranks,
+                digest=request.digest,
+                priority=request.priority,
+            )
+        )
+
+    def _next_try(self) -> int:
+        self._num_tries += 1
+        return self._num_tries
+
+    def _route(self, request: Request) -> Request:
+        self.deployment.oracle.routed(request)
+        return request
+
+    async def try_request(self, request: Request) -> bool:
+        """Give a request to the engines of both sides, and wait for all of them; each gets to it when it gets to it."""
+        if self.world.story is not None:
+            tokens = f"{request.start}:{request.num_tokens}"
+            self.world.tell(f"router sends {request}, {tokens} from {request.prefill} to {request.decode}")
+        trial = Trial(request, self.world.now)
+        self.trials.append(trial)
+        instances = self.deployment.instances
+        ranks = [*instances[request.prefill].ranks, *instances[request.decode].ranks]
+        attempt = _Attempt(ranks, asyncio.get_running_loop().create_future())
+        self._send(request, attempt)
+        trial.has_succeeded = await attempt.done
+        trial.ended = self.world.now
+        if self.world.story is not None:
+            self.world.tell(f"router: {request} {'succeeded' if trial.has_succeeded else 'FAILED'}")
+        return trial.has_succeeded
+
+    def _send(self, request: Request, attempt: _Attempt) -> None:
+        rng, faults = self._rng, self.world.faults
+        chunks = self._draw_chunks(request)
+        for side in (request.prefill, request.decode):
+            late_s = rng.random() if self.world.injected and faults.absence and rng.random() < 0.2 else 0.0
+            for rank in self.deployment.instances[side].ranks:
+                on_end = self._on_end(attempt, request, rank)
+                if faults.absence and rng.random() < faults.absence:
+                    self.world.count("absent engine")
+                    on_end(False)
+                    continue
+                worker = self.deployment.workers[rank]
+                worker.submit(request, self._draw_course(chunks, worker), on_end, late_s + 0.02 * rng.random())
+
+    def _on_end(self, attempt: _Attempt, request: Request, rank: RankId) -> Callable[[bool], None]:
+        def ended(has_succeeded: bool) -> None:
+            self.process.call(lambda: attempt.ended(rank, has_succeeded=has_succeeded))
+            if not has_succeeded and self._rng.random() < 0.5:
+                self.world.loop.call_in(0.05 * self._rng.random(), self._abort_siblings, request, rank)
+
+        return ended
+
+    def _abort_siblings(self, request: Request, rank: RankId) -> None:
+        """If a request failed on one worker, its instance gives it up."""
+        for sibling in self.deployment.instances[rank.instance].ranks:
+            self.deployment.workers[sibling].abort(request)
+
+    def _draw_chunks(self, request: Request) -> Course:
+        """How every rank of the prefill instance gets through a request."""
+        rng = self._rng
+        inner = [rng.randint(1, request.num_tokens) for _ in range(rng.randint(0, 2))]
+        cuts = (*sorted(set(inner)), request.num_tokens)
+        pauses: tuple[tuple[tuple[int, float], ...], ...] = ()
+        if rng.random() < 0.3:
+            pauses = tuple(tuple(self._draw_pauses()) for _ in cuts)
+        return Course(cuts, pauses, pace_s=0.1 * rng.random())
+
+    def _draw_pauses(self) -> list[tuple[int, float]]:
+        """Where the groups of layers end that a device finishes together, and how long it takes for each."""
+        rng, num_layers = self._rng, self.deployment.model.layers
+        stops = [stop for stop in range(1, num_layers) if rng.random() < LAYER_CUT]
+        return [(stop, DEVICE_S * rng.random()) for stop in (*stops, num_layers)]
+
+    def _draw_course(self, chunks: Course, worker: Worker) -> Course:
+        """What goes wrong with a request in one engine."""
+        rng, faults = self._rng, self.world.faults
+        course = chunks._replace(give_up_s=STALE_S)
+        if faults.absence and rng.random() < faults.absence:
+            self.world.count("unfinished prefill")
+            course = course._replace(cuts=(*course.cuts[:-1], None))
+        if faults.abort and rng.random() < faults.abort:
+            self.world.count("abort")
+            # While the first messages are on their way, or later.
+            course = course._replace(abort_s=rng.random() * (0.004 if rng.random() < 0.4 else 0.5))
+        if faults.cancel and rng.random() < faults.cancel:
+            self.world.count("cancelled task")
+            course = course._replace(cancel_at=rng.randint(1, 12))
+        return course

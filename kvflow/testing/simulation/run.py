@@ -1,0 +1,244 @@
+"""One seed from its first to its last moment."""
+
+import gc
+import random
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvflow.config import Limits, Timeouts
+from kvflow.testing.simulation.deployment import Deployment, StagingShape, watch_logs
+from kvflow.testing.simulation.faults import Faults, draw_faults
+from kvflow.testing.simulation.injection import ACTIVE_S, FaultInjector
+from kvflow.testing.simulation.loop import Violation
+from kvflow.testing.simulation.model import MODELS, Shape
+from kvflow.testing.simulation.oracle import Instance
+from kvflow.testing.simulation.router import Router
+from kvflow.testing.simulation.world import World
+
+__all__ = ["Result", "may_lose_messages", "run_seed", "settle"]
+
+STEP_S: Final = 0.25
+"""Between two looks at what must always hold."""
+
+RECOVERY_S: Final = 5.0
+"""After the last fault, the rate is back within this time."""
+
+STRICT_S: Final = 1.0
+"""After the recovery, every request of so long a time succeeds."""
+
+PATIENCE_S: Final = 1.0
+"""How long a request may take then."""
+
+SETTLE_S: Final = 4.0
+"""After the last request, nothing is left within this time."""
+
+SPLITS: Final = (*[(1, 1)] * 8, *[(2, 1)] * 4, *[(1, 2)] * 4, (2, 2))
+
+POOL_TOKENS: Final = 32
+TIGHT_POOL_TOKENS: Final = 8
+"""Enough for one request of any length. One side only is so short, and only instances of one rank: workers hold pages
+for a request while others have none for it yet, so several that are so short would wait for each other."""
+
+
+@dataclass
+class Result:
+    """What became of a seed.
+
+    Attributes:
+        violation: What was broken; None if nothing was.
+        time: In the run, in seconds, when it was.
+        injected: Faults, by kind.
+        num_requests: Requests that the router sent.
+        num_successes: Those that succeeded on every rank.
+        num_callbacks: Callbacks of the event loop.
+        story: What happened, if it was asked for.
+    """
+
+    seed: int
+    violation: str | None = None
+    time: float = 0.0
+    injected: dict[str, int] = field(default_factory=dict)
+    num_requests: int = 0
+    num_successes: int = 0
+    num_callbacks: int = 0
+    story: list[str] = field(default_factory=list)
+
+
+def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None) -> Result:
+    """Run a seed.
+
+    Args:
+        seed: Decides everything.
+        tells: Keep a story.
+        faults: Instead of drawn ones.
+    """
+    rng = random.Random(f"kvflow {seed}")  # noqa: S311 - chance must be repeatable here
+    drawn = draw_faults(rng)
+    result = Result(seed)
+    was_collecting = gc.isenabled()
+    gc.disable()  # a seed is over before it pays off, and objects of dead processes are ended in a fixed order
+    try:
+        with World(
+            f"world {seed}",
+            faults=drawn if faults is None else faults,
+            ends_with_process=rng.random() < 0.4,
+            in_band_notices=rng.random() < 0.7,
+            tells=tells,
+        ) as world:
+            world.plane.shares_network = rng.random() < 0.5
+            deployment = _draw_deployment(rng, world)
+            with watch_logs(deployment):
+                _run_watched(rng, deployment, result)
+    finally:
+        if was_collecting:
+            gc.enable()
+    return result
+
+
+def _run_watched(rng: random.Random, deployment: Deployment, result: Result) -> None:
+    world = deployment.world
+    router = Router(deployment, num_clients=rng.choice((1, 1, 2)), interval_s=rng.uniform(0.7, 1.6))
+    try:
+        _run(deployment, router)
+    except Exception as error:  # noqa: BLE001 - whatever the code under test lets out is a violation
+        kind = "" if isinstance(error, Violation) else f"{type(error).__name__}: "
+        result.violation = f"{kind}{error}"
+        world.tell(f"VIOLATION {result.violation}")
+    result.time = world.now
+    result.injected = world.injected
+    result.num_requests = len(router.trials)
+    result.num_successes = sum(trial.has_succeeded for trial in router.trials)
+    result.num_callbacks = world.loop.num_callbacks
+    result.story = world.story or []
+
+
+def _draw_deployment(rng: random.Random, world: World) -> Deployment:
+    instances = []
+    is_tight = rng.choice((None, True, False))
+    for is_decode, letter in ((False, "prefill"), (True, "decode")):
+        for number in range(1 if rng.random() < 0.8 else 2):
+            tp, pp = rng.choice(SPLITS)
+            size = rng.choice((1, 2, 4))
+            num_tokens = TIGHT_POOL_TOKENS if is_tight is is_decode and (tp, pp) == (1, 1) else POOL_TOKENS
+            shape = Shape(tp, pp, size, slots=num_tokens // size, is_head_major=rng.random() < 0.5)
+            instances.append(Instance(f"{letter}-{number}", is_decode, shape))
+    timeouts = Timeouts(
+        handshake_s=1.0,
+        transfer_s=rng.choice((1.5, 3.0)),
+        open_s=1.5,
+        grant_s=1.5,
+        first_bytes_s=2.0,
+        progress_s=1.0,
+        drain_s=0.6,
+        lease_s=rng.choice((1.0, 2.0)),
+    )
+    limits = Limits(
+        bytes_per_post=rng.choice((1, 64, 200, 2**20)),
+        bytes_per_layer_piece=rng.choice((1, 100, 2**20)),
+        posts_per_peer=rng.choice((1, 2, 16)),
+        bytes_per_peer=rng.choice((64, 2**20)),
+        queued_chunks=rng.choice((4, 64)),
+        descriptors_planned_inline=rng.choice((1, 2**15)),
+    )
+    return Deployment(
+        world,
+        rng.choice(MODELS),
+        instances,
+        timeouts=timeouts,
+        limits=limits,
+        staging=_draw_staging(rng),
+        fixed_ports=rng.random() < 0.5,
+        may_lose_messages=may_lose_messages(world.faults),
+    )
+
+
+def may_lose_messages(faults: Faults) -> bool:
+    """Say whether what a rank says when it leaves may reach nobody."""
+    return bool(
+        faults.drop
+        or faults.full_queue
+        or faults.handshake_reset
+        or faults.breaks
+        or faults.half_open
+        or faults.partitions
+        or faults.stops
+        or faults.blocks
+        or faults.clock_stops
+    )
+
+
+def _draw_staging(rng: random.Random) -> StagingShape | None:
+    """Half of the seeds pack every piece."""
+    if rng.random() < 0.5:
+        return None
+    return StagingShape(
+        slot_bytes=rng.choice((64, 200, 1024)),
+        num_slots=rng.choice((1, 1, 2, 4)),
+        num_windows=rng.choice((1, 2, 8)),
+        num_local=rng.choice((1, 2, 8)),
+    )
+
+
+def _run(deployment: Deployment, router: Router) -> None:
+    injector = FaultInjector(deployment)
+    deployment.restart_s = 1.0
+    deployment.start_all()
+    router.start()
+    injector.begin()
+    _pass_time(deployment, ACTIVE_S)
+    injector.is_active = False
+    _heal(deployment)
+    _pass_time(deployment, RECOVERY_S)
+    deployment.check_quarantine()
+    deployment.release_quarantine()
+    _check_rate(deployment, router)
+    router.is_open = False
+    settle(deployment)
+    deployment.check_quarantine()
+    deployment.release_quarantine()
+    deployment.check_nothing_is_left()
+
+
+def _heal(deployment: Deployment) -> None:
+    """Let nothing go wrong any more; ranks that are broken are replaced."""
+    world = deployment.world
+    world.tell("everything is healed")
+    world.heal()
+    deployment.oracle.healed()
+    for worker in deployment.living():
+        if worker.process in deployment.sabotaged:
+            worker.process.kill()
+    deployment.restart_s = 0.1
+    deployment.start_all()
+
+
+def _pass_time(deployment: Deployment, lasts_s: float) -> None:
+    for _ in range(round(lasts_s / STEP_S)):
+        deployment.world.run(STEP_S)
+        deployment.check_now()
+
+
+def _check_rate(deployment: Deployment, router: Router) -> None:
+    """The rate is back: every request that begins now succeeds, and there is one between any two instances."""
+    world = deployment.world
+    begins = world.now
+    instances = deployment.instances.values()
+    for prefill in [one for one in instances if not one.is_decode]:
+        for decode in [one for one in instances if one.is_decode]:
+            router.process.spawn(router.try_request(router.new_request(prefill, decode)))
+    _pass_time(deployment, STRICT_S)
+    router.is_open = False
+    _pass_time(deployment, PATIENCE_S)
+    for trial in router.trials:
+        if trial.began >= begins and not trial.has_succeeded:
+            how = "lasts" if trial.ended is None else "failed"
+            raise Violation(f"the rate is not back {RECOVERY_S:.0f} s after the last fault: {trial.request} {how}")
+        if trial.began < begins and trial.ended is None:
+            raise Violation(f"{trial.request} began at {trial.began:.3f} s and still lasts")
+
+
+def settle(deployment: Deployment) -> None:
+    """Let everything end, for as long as that may take."""
+    latest = deployment.world.now + SETTLE_S
+    while deployment.world.now < latest and not deployment.is_quiet():
+        _pass_time(deployment, STEP_S)

@@ -1,0 +1,175 @@
+"""The language of scenarios: one statement a line, close to English. This file knows the words, `scenario` the acts.
+
+A scenario describes instances, says what engines, processes, network and transport do, and what must be seen then:
+
+    # What happened in the field, in one line.
+    prefill P: ranks 2, page 2
+    decode D: ranks 1, page 2
+    request 7: 4 tokens, P to D
+    P opens 7
+    D receives 7
+    hold writes to D
+    P finishes 7
+    run 10 ms
+    D aborts 7
+    run 10 ms
+    expect D 7: aborted, draining
+    release writes
+    run 10 ms
+    expect D 7: aborted, safe
+
+`P` means every rank of the instance, `P/1` one of them. When the last line is done everything is healed, and nothing
+may be left.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from kvflow.errors import KvflowError
+
+__all__ = ["STATEMENTS", "ScenarioError", "Statement", "parse", "seconds"]
+
+WHO: Final = r"\w[\w-]*(?:/\d+)?"
+DURATION: Final = r"[\d.]+ (?:ms|s)"
+
+
+class ScenarioError(KvflowError):
+    """A scenario does not say what can be done, or does not find what it expects.
+
+    Attributes:
+        line: Number of the line, or 0 if it is about the whole.
+        text: The line.
+        story: What had happened until then.
+    """
+
+    line = 0
+    text = ""
+    story: tuple[str, ...] = ()
+
+    def at(self, line: int, text: str, story: Sequence[str] = ()) -> "ScenarioError":
+        """The same error, told where and after what it came up."""
+        self.line, self.text, self.story = line, text, tuple(story)
+        self.values = {"line": line, "text": text, **self.values}
+        return self
+
+
+class Statement(NamedTuple):
+    """One line of a scenario.
+
+    Attributes:
+        line: Its number, from 1.
+        text: As written.
+        act: Name of what to do.
+        values: With what.
+    """
+
+    line: int
+    text: str
+    act: str
+    values: dict[str, Any]
+
+
+def _options(text: str | None) -> dict[str, str]:
+    """Read `ranks 2, page 4`."""
+    pairs = [part.rsplit(" ", 1) for part in (text or "").split(", ") if part]
+    return {pair[0]: pair[1] if len(pair) > 1 else "" for pair in pairs}
+
+
+def _settings(text: str) -> dict[str, float]:
+    """Read `lease=1 drain=0.5`."""
+    return {name: float(value) for name, value in (pair.split("=") for pair in text.split())}
+
+
+def seconds(text: str) -> float:
+    """Read `10 ms` or `2 s`."""
+    number, unit = text.split()
+    return float(number) * (0.001 if unit == "ms" else 1.0)
+
+
+def _facts(text: str) -> tuple[str, ...]:
+    return tuple(text.split(", "))
+
+
+STATEMENTS: Final = {
+    "model": r"model (?P<name>\w+)",
+    "instance": r"(?P<kind>prefill|decode) (?P<name>\w[\w-]*)(?:: (?P<options>.+))?",
+    "timeouts": r"timeouts (?P<settings>.+)",
+    "limits": r"limits (?P<settings>.+)",
+    "transport": r"transport (?P<kind>without notices|that ends with the process|that outlives the process)",
+    "staging": r"staging: (?P<options>.+)",
+    "request": r"request (?P<room>\d+): (?P<tokens>\d+) tokens, (?P<prefill>[\w-]+) to (?P<decode>[\w-]+)"
+    r"(?:, decode has (?P<has>\d+))?",
+    "open": rf"(?P<who>{WHO}) (?P<verb>opens|cannot open) (?P<room>\d+)",
+    "receive": rf"(?P<who>{WHO}) (?P<verb>receives|cannot receive) (?P<room>\d+)(?: within (?P<within>{DURATION}))?",
+    "compute": rf"(?P<who>{WHO}) computes (?P<room>\d+) up to (?P<stop>\d+)",
+    "finish": rf"(?P<who>{WHO}) finishes (?P<room>\d+)",
+    "abort": rf"(?P<who>{WHO}) aborts (?P<room>\d+)",
+    "process": rf"(?P<who>{WHO}) (?P<verb>dies|vanishes|starts|stops|is blocked|goes on|closes|drains|breaks)",
+    "message": rf"(?P<verb>hold|drop|repeat) (?P<kind>[A-Z]\w+) from (?P<source>{WHO}) to (?P<target>{WHO})",
+    "release_messages": r"release messages",
+    "hold_writes": rf"hold writes(?: from (?P<source>{WHO}))?(?: to (?P<target>{WHO}))?",
+    "hold_no_more_writes": r"hold no more writes",
+    "release_writes": r"release writes",
+    "held_writes": r"held writes (?P<verb>land in part|fail|are in doubt|linger)",
+    "notices": rf"(?P<verb>hold|drop) notices to (?P<target>{WHO})",
+    "release_notices": r"release notices",
+    "cut": rf"cut (?P<source>{WHO}) to (?P<target>{WHO})",
+    "mend": r"mend",
+    "run": rf"run (?P<lasts>{DURATION})",
+    "release": rf"operator releases (?P<room>\d+) on (?P<who>{WHO})",
+    "expect_pages": rf"expect (?P<who>{WHO}) pages: (?P<facts>\d+ \w+(?:, \d+ \w+)*)",
+    "expect_anomaly": rf"expect (?P<who>{WHO}) ignored: (?P<kind>\w+)",
+    "expect": rf"expect (?P<who>{WHO}) (?P<room>\d+): (?P<facts>\w+(?:, \w+)*)",
+}
+"""What can be said. The name of each is that of the act."""
+
+READERS: Final[dict[str, Callable[[str], Any]]] = {
+    "options": _options,
+    "settings": _settings,
+    "room": int,
+    "tokens": int,
+    "has": int,
+    "stop": int,
+    "lasts": seconds,
+    "within": seconds,
+    "facts": _facts,
+}
+
+_PATTERNS: Final = {act: re.compile(pattern) for act, pattern in STATEMENTS.items()}
+
+
+def parse(text: str) -> list[Statement]:
+    """Read a scenario.
+
+    Raises:
+        ScenarioError: The first line does not say what happened, or a line is not understood.
+    """
+    if not text.startswith("# "):
+        raise ScenarioError("the first line must say what happened in the field, after '# '")
+    statements = []
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = raw.partition("#")[0].strip()
+        if line:
+            statements.append(_parse_line(number, line))
+    return statements
+
+
+def _parse_line(number: int, line: str) -> Statement:
+    for act, pattern in _PATTERNS.items():
+        found = pattern.fullmatch(line)
+        if found is not None:
+            return Statement(number, line, act, _read(number, line, found.groupdict()))
+    first = line.split(maxsplit=1)[0]
+    near = [pattern for pattern in STATEMENTS.values() if pattern.startswith(first)]
+    raise ScenarioError("line is not understood", did_you_mean=near or sorted(STATEMENTS)).at(number, line)
+
+
+def _read(number: int, line: str, groups: dict[str, str | None]) -> dict[str, Any]:
+    try:
+        return {
+            name: READERS[name](value) if name in READERS and value is not None else value
+            for name, value in groups.items()
+        }
+    except (ValueError, IndexError) as error:
+        raise ScenarioError("line has a wrong value", detail=str(error)).at(number, line) from error

@@ -1,0 +1,31 @@
+"""Under which host others reach this process."""
+
+import socket
+
+import anyio
+
+__all__ = ["host_of", "host_towards"]
+
+
+def host_of(endpoint: str) -> str:
+    """Give the host of "tcp://host:port", without the brackets of an IPv6 address."""
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+async def host_towards(endpoint: str) -> str | None:
+    """Give the address of this host on the network that leads to an endpoint. Sends nothing.
+
+    Args:
+        endpoint: "tcp://host:port".
+
+    Returns:
+        An IPv4 or IPv6 address without brackets; None if the host cannot be resolved, or no network leads there.
+    """
+    try:
+        found = await anyio.getaddrinfo(host_of(endpoint), 1, type=socket.SOCK_DGRAM)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0]).partition("%")[0]
+    except (OSError, RuntimeError):  # the latter if the system allows no thread to resolve the name in
+        return None

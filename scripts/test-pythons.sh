@@ -1,0 +1,50 @@
+#!/bin/sh
+# Run the tests that need neither torch nor a transport's library, transfers between ranks among them, on each supported
+# version of Python that is found.
+# usage: test-pythons.sh CACHE    where to keep one virtual environment for each version
+set -eu
+
+cache=$1
+packages="anyio hypothesis msgspec numpy pytest pytest-timeout pyzmq structlog typing-extensions"
+tests="tests/aio tests/geometry tests/observe tests/directory tests/state tests/wire"
+ranks="tests/service/test_transfer.py tests/service/test_blocking.py tests/service/test_handshakes.py"
+
+# Print the interpreter of a version, if there is one: pyenv puts commands on the path that only say that it is off.
+find_python() {
+    for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
+        if "$candidate" -c "import ensurepip, sys, venv; sys.exit('%d.%d' % sys.version_info[:2] != '$1')" 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+}
+
+ignored=""
+for file in $(grep -rl "^import torch" $tests); do
+    ignored="$ignored --ignore $file"
+done
+
+num_found=0
+for version in 3.11 3.12 3.13 3.14; do
+    python=$(find_python $version)
+    if [ -z "$python" ]; then
+        echo "Python $version: not found"
+        continue
+    fi
+    num_found=$((num_found + 1))
+    environment=$cache/$version
+    "$python" -m venv "$environment"
+    # shellcheck disable=SC2086 # lists of words
+    "$environment/bin/pip" install --quiet --disable-pip-version-check --constraint constraints.txt $packages
+    echo "Python $version: $("$environment/bin/python" --version) of $python"
+    # shellcheck disable=SC2086
+    "$environment/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" $ignored $tests
+    # Whole ranks over the transport that needs no library.
+    # shellcheck disable=SC2086
+    "$environment/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" -k "not nixl and not mooncake" $ranks
+done
+
+if [ $num_found = 0 ]; then
+    echo "no supported version of Python was found" >&2
+    exit 1
+fi

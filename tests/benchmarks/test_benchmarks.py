@@ -1,0 +1,228 @@
+"""Every benchmark with next to nothing to measure."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from benchmarks import memory, path, shape
+from benchmarks.__main__ import NAMES, main
+from benchmarks.hetero import CASES
+from kvflow.cli.bench.rows import Measured, Tail, compare, rows_as_json
+from tests.support.distributions import build_wheel, unpack
+
+pytestmark = pytest.mark.timeout(180)  # some start processes, which takes long where all cores are busy
+
+Run = Callable[..., list[dict[str, Any]]]
+
+PIGEON = """
+from kvflow.backends.memory import MemoryBackend
+
+class PigeonBackend(MemoryBackend):
+    name = "pigeon"
+"""
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run a benchmark, and give what it has printed; it says nothing else."""
+
+    def run(*words: str) -> list[dict[str, Any]]:
+        assert main([*words, "--json"]) == 0
+        shown = capfd.readouterr()
+        assert shown.err == ""
+        return [json.loads(line) for line in shown.out.splitlines()]
+
+    return run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_benchmark_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([name, "--help"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: python -m benchmarks {name}")
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), ([], 2), (["nobody"], 2)])
+def test_benchmarks_are_listed(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == code
+    shown = capsys.readouterr()
+    assert "usage: python -m benchmarks" in shown.out + shown.err
+
+
+@pytest.mark.parametrize("case", ["tp4-tp2", "hnd-nhd"])
+def test_hetero_compares_direct_packed_and_chosen(case: str, run: Run) -> None:
+    packed, chosen = run("hetero", "--cases", case, "--layers=1", "--tokens=64", "--rounds=1")
+    assert packed["case"] == chosen["case"] == f"{CASES[case].prefill} -> {CASES[case].decode}"
+    assert packed["ratio"] == pytest.approx(packed["kvflow"] / packed["bare"], rel=1e-2)
+    assert chosen["bare"] == min(packed["kvflow"], packed["bare"])
+    assert chosen["facts"]["auto chose"]
+    assert (packed["facts"]["packed always"], packed["facts"]["packed never"]) == ("packed", "direct")
+
+
+def test_scale_has_a_row_for_every_case(run: Run) -> None:
+    small = ("--in-flight=2,3", "--peers=1,2", "--rounds=1", "--transfers=2", "--seconds=0.1")
+    rows = run("scale", "--cases=in-flight,peers,waiting", *small)
+    cases = {(row["group"], row["case"], row["quantity"]) for row in rows}
+    assert len(cases) == len(rows)
+    for quantity in ("cpu of a transfer", "wall of a transfer"):
+        for count in (2, 3):
+            assert ("transfers in flight", f"{count} in flight", quantity) in cases
+        for case in ("2 decode ranks to 1 prefill rank", "2 prefill ranks to 1 decode rank"):
+            assert ("peers, 256 in flight", case, quantity) in cases
+    assert ("waiting", "3 wait, both sides", "CPU") in cases
+
+
+@pytest.mark.parametrize("case", list(memory.CASES))
+def test_memory_of_what_waits(case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["memory", case, "rss", "3"])
+    assert memory.main() == 0
+    here, there = json.loads(capsys.readouterr().out)
+    assert here >= 0
+    assert there >= 0 or case == "granted"  # what zmq held for the grants may be free again
+
+
+def test_memory_is_measured_in_a_process_of_its_own() -> None:
+    held = anyio.run(memory.measure_in_process, "opened", "tracemalloc", 2)
+    assert held.here > 0
+
+
+@pytest.mark.parametrize("backend", ["memory", "nixl", "mooncake"])
+def test_idle_gives_one_row(backend: str, run: Run) -> None:
+    (row,) = run("idle", "--backend", backend, "--seconds=0.1", "--pairs=2")
+    assert (row["bench"], row["group"]) == ("idle", f"connected ranks over {backend}")
+    assert row["facts"]["ranks"] == 4
+    assert row["facts"]["seconds"] >= 0.1
+    assert row["kvflow"] >= 0
+
+
+def test_transport_of_a_plugin_can_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    wheel = build_wheel(tmp_path, "pigeon_post", {"pigeon_post.py": PIGEON}, {"pigeon": "pigeon_post:PigeonBackend"})
+    unpack(wheel, tmp_path / "site")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    (row,) = run("idle", "--backend=pigeon", "--seconds=0.1")
+    assert row["group"] == "connected ranks over pigeon"
+
+
+def test_failures_give_a_row_for_each_case(run: Run) -> None:
+    (row,) = run("failures", "--rounds=1", "--cases=abort-decode")
+    assert (row["case"], row["rounds"], row["ok"], row["next_transfer_ok"]) == ("abort-decode", 1, 1, 1)
+    assert 0 < row["known_ms_p50"] <= row["known_ms_p99"] <= row["known_ms_max"]
+    assert (row["faults"], row["quarantined_pages"]) == ({}, 0)
+
+
+def test_plan_gives_the_handshake_and_every_plan(run: Run) -> None:
+    handshake, plans = run("plan", "--layers=2", "--tokens=64,128")[:2], run("plan", "--layers=2", "--tokens=64")[2:]
+    assert [row["quantity"] for row in handshake] == ["compile routes", "bind routes"]
+    expected = itertools.product(["equal", "4 to 2", "2 to 4", "mla"], [1, 16, 64], ["contiguous", "half", "random"])
+    cases = [f"{split}, 2 layers, 64 tokens, pages of {size}, {table}" for split, size, table in expected]
+    assert [row["case"] for row in plans] == cases
+    assert all(row["kvflow"] > 0 and row["facts"]["descriptors"] > 0 for row in plans)
+
+
+@pytest.mark.parametrize("backend", ["memory", "nixl"])
+def test_digest_compares_transfers_with_and_without(backend: str, run: Run) -> None:
+    rows = run("digest", "--backend", backend, "--megabytes=1", "--rounds=1", "--page-sizes=1,16")
+    cases = [f"pages of {size}, {order}-major" for size in (1, 16) for order in ("token", "head")]
+    assert [row["case"] for row in rows] == cases
+    assert all(row["kvflow"] > 0 and row["bare"] > 0 for row in rows)
+
+
+def test_path_counts_what_is_entered(run: Run) -> None:
+    (ways,) = run("path", "--rounds=2", "--list")
+    chunk, notice = ways["chunk to post"], ways["notice to done"]
+    assert chunk["list"][0].startswith("prefill.py")
+    assert chunk["list"][0].endswith(" chunk")
+    assert chunk["list"][-1].startswith("backends/memory.py")
+    assert chunk["list"][-1].endswith(" post")
+    assert any(function.startswith("geometry/") for function in chunk["list"])
+    assert any(function.startswith("decode.py") for function in notice["list"])
+    assert not any(function.startswith("prefill.py") for function in notice["list"])
+    assert notice["turns"] > 0
+    for way in (chunk, notice):
+        whole, impure = way["all"], way["outside geometry and state"]
+        assert whole["calls"] == len(way["list"]) >= whole["functions"] > impure["functions"] >= impure["files"] > 0
+
+
+def test_coroutine_that_is_resumed_is_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "waits.py"
+    source.write_text("import anyio\nasync def wait():\n    for _ in range(3): await anyio.sleep(0)\n")
+    monkeypatch.setattr(path, "ROOT", tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(source.read_text(), str(source), "exec"), names)  # noqa: S102 - so that it has a file below the root
+    trace = path.Trace()
+
+    async def run() -> None:
+        trace.on()
+        await names["wait"]()
+        trace.off()
+
+    anyio.run(run)
+    assert [call.code.co_name for call in trace.calls if call.code] == ["wait"]
+    assert sum(call.code is None for call in trace.calls) == 3
+
+
+def test_shape_measures_each_package(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "top.py").write_text("class One:\n    def two(self):\n        return 2\n")
+    (tmp_path / "inner" / "deep.py").write_text("\n\nasync def four():\n    a = 1\n    b = 2\n    return a + b\n")
+    shapes = shape.measure(tmp_path)
+    assert shapes == {
+        "all": shape.Shape(9, 2, 2, 4, 4, 1, 3, 3),
+        "(files)": shape.Shape(3, 1, 1, 2, 2, 1, 3, 3),
+        "inner": shape.Shape(6, 1, 1, 4, 4, 0, 0, 0),
+    }
+
+
+def test_shape_of_kvflow(run: Run) -> None:
+    (shapes,) = run("shape")
+    packages = {name: values for name, values in shapes.items() if name != "all"}
+    assert packages.keys() >= {"(files)", "cli", "geometry", "state"}
+    for name in ("lines", "files", "functions", "classes"):
+        assert shapes["all"][name] == sum(values[name] for values in packages.values())
+
+
+def test_rows_are_drawn(tmp_path: Path, run: Run) -> None:
+    requests = Measured(bench="b", group="g", case="c", quantity="requests", unit="1/s", better="higher")
+    tail = Tail(kvflow_p50=1.0, kvflow_p99=2.0)
+    rows = [
+        compare(requests, [1.0, 2.0], [1.0, 1.0], others={"copy": [3.0]}),
+        compare(msgspec.structs.replace(requests, group="h"), [1.0], tail=tail),
+    ]
+    (tmp_path / "rows.jsonl").write_text(rows_as_json(rows))
+    assert run("plot", str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.png")) == []
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["hetero", "--cases", "nobody"], "nobody"),
+        (["hetero", "--tokens", "100"], "page_size=64"),
+        (["hetero", "--rounds", "0"], "--rounds"),
+        (["hetero", "--backend", "memory"], "memory"),
+        (["scale", "--rounds", "0"], "--rounds"),
+        (["scale", "--cases", "nobody"], "nobody"),
+        (["idle", "--pairs", "0"], "--pairs"),
+        (["idle", "--seconds", "inf"], "--seconds"),
+        (["idle", "--backend", "raven"], "raven"),
+        (["failures", "--cases", "abort-all"], "abort-all"),
+        (["failures", "--lease", "0"], "--lease"),
+        (["failures", "--backend", "memory"], "memory"),
+        (["digest", "--megabytes", "0"], "--megabytes"),
+        (["plot", "/nowhere", "rows.png"], "/nowhere"),
+    ],
+)
+def test_what_cannot_be_measured_is_named(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"benchmarks {words[0]}: ")
+    assert named in shown

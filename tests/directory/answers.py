@@ -1,0 +1,29 @@
+"""What a registry's table says, in short."""
+
+from kvflow.directory.table import Answer
+from kvflow.wire.messages import RankRecord, Records, Registered, RegistrationConflict
+
+__all__ = ["Brief", "brief", "incarnations"]
+
+Brief = tuple[object, ...]
+"""To whom, what kind of message, and what is in it."""
+
+
+def brief(answers: list[Answer]) -> list[Brief]:
+    return [(answer.connection, *_brief(answer)) for answer in answers]
+
+
+def _brief(answer: Answer) -> Brief:
+    match answer.message:
+        case Records(instance=instance, records=records):
+            return "records", instance, incarnations(records)
+        case Registered(peer=peer):
+            return "registered", peer.incarnation
+        case RegistrationConflict(peer=peer, other=other, refused=refused):
+            return "refused" if refused else "disputed", peer.incarnation, other.incarnation
+        case message:
+            raise AssertionError(message)
+
+
+def incarnations(records: tuple[RankRecord, ...]) -> list[tuple[int, int]]:
+    return [(record.peer.rank.engine_rank, record.peer.incarnation) for record in records]

@@ -1,0 +1,310 @@
+"""Registry and client over real sockets."""
+
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
+
+import anyio.lowlevel
+import pytest
+
+from kvflow.directory import Registry, RegistryClient, client
+from kvflow.errors import ConfigError, LocalProtocolError
+from kvflow.observe.logs import get_logger
+from kvflow.system import system_ports
+from kvflow.wire.codec import decode_frames, encode
+from kvflow.wire.messages import Lookup, Message, Ping, RankRecord, Records, Register, Registered, Unregister
+from tests.directory.records import record
+from tests.observe.lines import printed
+from tests.support.waiting import until
+from tests.wire.ends import Client, Server
+
+pytestmark = pytest.mark.anyio
+
+APART = "tcp://127.7.7.7:0"
+"""An address of this host that no other connection comes from, so that a port stays free between two registries."""
+
+
+def unused() -> str:
+    """An address where nobody listens; a registry that was closed listens a little longer, and swallows messages."""
+    with socket.socket() as bound:
+        bound.bind(("127.7.7.7", 0))
+        return f"tcp://127.7.7.7:{bound.getsockname()[1]}"
+
+
+class Seeker:
+    """A client that keeps what it is told."""
+
+    def __init__(self, endpoint: str, **values: object) -> None:
+        self.found: list[tuple[str, tuple[RankRecord, ...]]] = []
+        self.client = RegistryClient(endpoint, system_ports(), get_logger(**values), self._take)
+
+    def _take(self, instance: str, records: tuple[RankRecord, ...]) -> None:
+        self.found.append((instance, records))
+
+    async def next(self) -> tuple[str, tuple[RankRecord, ...]]:
+        await until(lambda: self.found)
+        return self.found.pop(0)
+
+    async def look_up(self, instance: str = "prefill") -> tuple[RankRecord, ...]:
+        """Ask until the registry knows every rank."""
+        while True:
+            self.client.look_up(instance)
+            _, records = await self.next()
+            if records and len(records) == records[0].num_ranks:
+                return records
+
+
+@contextmanager
+def client_of(endpoint: str, *published: RankRecord, **values: object) -> Iterator[Seeker]:
+    """A client, beside others that keep some ranks registered; the client publishes the first of them itself."""
+    seekers = [Seeker(endpoint, **values) for _ in published or [None]]
+    for seeker, mine in zip(seekers, published, strict=False):
+        seeker.client.publish(mine)
+    try:
+        yield seekers[0]
+    finally:
+        for seeker in seekers:
+            seeker.client.close()
+
+
+@asynccontextmanager
+async def open_again(endpoint: str) -> AsyncIterator[Registry]:
+    """A registry where one was; its socket is given back in the background."""
+    async with AsyncExitStack() as stack:
+        opened: Registry | None = None
+        while opened is None:
+            with suppress(ConfigError):
+                opened = await stack.enter_async_context(Registry(endpoint))
+            await anyio.lowlevel.checkpoint()
+        yield opened
+
+
+async def ask(rogue: Client, message: Message) -> Message:
+    rogue.send(encode(message))
+    return decode_frames(await rogue.receive())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short waits and leases, so that what is repeated is repeated soon."""
+    monkeypatch.setattr(client, "LOOKUP_S", 0.05)
+    monkeypatch.setattr(client, "LEASE_S", 1.0)
+
+
+async def test_ranks_are_found_in_order() -> None:
+    records = [record(engine_rank=rank, num_ranks=3) for rank in (2, 0, 1)]
+    async with Registry() as registry:
+        with client_of(registry.endpoint, *records), client_of(registry.endpoint) as seeker:
+            found = await seeker.look_up()
+    assert [held.peer.rank.engine_rank for held in found] == [0, 1, 2]
+    assert set(found) == set(records)
+
+
+async def test_lookup_before_anybody_is_registered_is_answered_when_somebody_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "LOOKUP_S", 3_600.0)
+    async with Registry() as registry:
+        with client_of(registry.endpoint) as seeker:
+            seeker.client.look_up("prefill")
+            await until(lambda: registry._table.num_waiting)
+            with client_of(registry.endpoint, record()):
+                assert await seeker.next() == ("prefill", (record(),))
+
+
+async def test_lookup_of_an_incomplete_instance_is_answered_with_what_there_is(quick: None) -> None:
+    records = [record(engine_rank=rank, num_ranks=4) for rank in (0, 2)]
+    async with Registry() as registry:
+        with client_of(registry.endpoint, *records) as seeker:
+            await until(lambda: registry._table.num_ranks == 2)
+            seeker.client.look_up("prefill")
+            assert await seeker.next() == ("prefill", tuple(records))
+            seeker.client.look_up("prefil")
+            assert await seeker.next() == ("prefil", ())
+
+
+async def test_lookup_before_there_is_a_registry() -> None:
+    endpoint = unused()
+    with client_of(endpoint, record()) as seeker:
+        seeker.client.look_up("prefill")
+        async with Registry(endpoint):
+            assert await seeker.next() == ("prefill", (record(),))
+
+
+async def test_ranks_are_back_at_once_in_a_registry_that_was_restarted() -> None:
+    """Long before their next renewal, which is three seconds away."""
+    records = [record(engine_rank=rank, num_ranks=2) for rank in range(2)]
+    async with AsyncExitStack() as stack:
+        async with Registry(APART) as first:
+            seeker = stack.enter_context(client_of(first.endpoint, *records))
+            assert len(await seeker.look_up()) == 2
+        async with open_again(first.endpoint) as second:
+            await until(lambda: second._table.num_ranks == 2)
+            assert len(await seeker.look_up()) == 2
+
+
+async def test_silence_and_return_of_the_registry_are_logged_once_each(quick: None) -> None:
+    with printed() as lines:
+        async with AsyncExitStack() as stack:
+            async with Registry(APART) as first:
+                seeker = stack.enter_context(client_of(first.endpoint, record()))
+                await seeker.look_up()
+                await until(lambda: lines.named("registered"))
+            await until(lambda: lines.named("registry_silent"))
+            async with open_again(first.endpoint):
+                await until(lambda: lines.named("registry_back"))
+                await seeker.look_up()
+    told = [(line["event"], line["level"]) for line in lines.objects() if "registry" in line]
+    assert told == [("registered", "info"), ("registry_silent", "warning"), ("registry_back", "info")]
+    assert lines.named("registry_silent")[0]["was_registered"] is True
+    assert lines.named("registered")[0]["registry"] == first.endpoint
+
+
+async def test_registry_that_was_never_there_is_logged_as_such(quick: None) -> None:
+    endpoint = unused()
+    with printed() as lines, client_of(endpoint, record()):
+        await until(lambda: lines.named("registry_silent"))
+        async with Registry(endpoint):
+            await until(lambda: lines.named("registered"))
+    assert lines.named("registry_silent")[0]["was_registered"] is False
+    assert not lines.named("registry_back")
+
+
+async def test_renewals_are_not_logged(quick: None) -> None:
+    renewals: list[bytes] = []
+    with printed() as lines, closing(Server()) as server, client_of(server.endpoint, record()):
+        while len(renewals) < 4:
+            name, frames = await server.receive()
+            renewals.append(frames[0])
+            server.send(name, encode(Registered(peer=record().peer)))
+        assert renewals == [encode(Register(record=record(), lease_s=1.0))] * 4
+    assert [line["event"] for line in lines.objects()] == ["registered"]
+
+
+async def test_rank_that_leaves_is_forgotten_at_once() -> None:
+    async with Registry() as registry:
+        with client_of(registry.endpoint, record()) as mine:
+            await mine.look_up()
+            mine.client._send(Unregister(peer=record(incarnation=99).peer))
+            mine.client.withdraw(record().peer)
+            await until(lambda: registry._table.num_ranks == 0)
+
+
+async def test_rank_that_falls_silent_is_forgotten(quick: None) -> None:
+    async with Registry() as registry:
+        with client_of(registry.endpoint, record()) as mine:
+            await mine.look_up()
+        await until(lambda: registry._table.num_ranks == 0)
+
+
+async def test_two_processes_with_one_name_are_told_and_the_first_one_wins(quick: None) -> None:
+    first, second = record(incarnation=1), record(incarnation=2)
+    async with Registry() as registry:
+        with printed() as lines, client_of(registry.endpoint, first, process=1) as mine:
+            await mine.look_up()
+            with client_of(registry.endpoint, second, process=2):
+                await until(
+                    lambda: len([line for line in lines.named("registration_conflict") if "process" in line]) == 2
+                )
+                assert await mine.look_up() == (first,)
+                mine.client.withdraw(first.peer)
+                await until(lambda: lines.named("registered_after_conflict"))
+                assert await mine.look_up() == (second,)
+    told = {line["process"]: line for line in lines.named("registration_conflict") if "process" in line}
+    assert told[1].items() >= {"level": "error", "refused": False, "other_endpoint": second.endpoint}.items()
+    assert told[2].items() >= {"level": "error", "refused": True, "other_endpoint": first.endpoint}.items()
+    assert len([line for line in lines.named("registration_conflict") if "process" in line]) == 2
+
+
+async def test_restart_is_no_conflict(quick: None) -> None:
+    async with Registry() as registry:
+        with printed() as lines:
+            with client_of(registry.endpoint, record(incarnation=1)) as seeker:
+                await seeker.look_up()
+            with client_of(registry.endpoint, record(incarnation=2)) as seeker:
+                while await seeker.look_up() != (record(incarnation=2),):
+                    pass
+    assert not lines.named("registration_conflict")
+
+
+GARBAGE = [
+    b"",
+    b"GET / HTTP/1.1",
+    b"KVF\x02",
+    b"KVF\x01" + b"\x91" * 2_000,
+    b"KVF\x01\x81\xa4type\xa2\xff\xfe",
+    encode(Ping(peer=record().peer)),
+    encode(Registered(peer=record().peer)),
+    encode(Register(record=record(), lease_s=9.0))[:-1],
+    encode(Register(record=record(), lease_s=9.0)).replace(b"\xb0tcp://10.0.0.1:1", b"\xa0"),
+    encode(Register(record=record(), lease_s=9.0)).replace(b"\xb0tcp://10.0.0.1:1", b"\xa8ipc:///x"),
+    encode(Lookup(instance="prefill", timeout_s=1.0)) + b"\0",
+]
+
+
+@pytest.mark.parametrize("data", GARBAGE, ids=lambda data: repr(data[:12]))
+async def test_garbage_does_not_stop_the_registry(data: bytes) -> None:
+    async with Registry() as registry:
+        with client_of(registry.endpoint, record()) as seeker:
+            await seeker.look_up()
+            with closing(Client(registry.endpoint)) as rogue, printed() as lines:
+                rogue.send(data)
+                await until(lambda: lines.named("message_rejected"))
+                answer = await ask(rogue, Lookup(instance="prefill", timeout_s=30.0))
+            assert answer == Records(instance="prefill", records=(record(),))
+            assert await seeker.look_up() == (record(),)
+
+
+@pytest.mark.parametrize("data", GARBAGE, ids=lambda data: repr(data[:12]))
+async def test_garbage_does_not_stop_the_client(data: bytes) -> None:
+    """A registry that speaks garbage first and sense afterwards."""
+    with closing(Server()) as server, client_of(server.endpoint) as seeker:
+        seeker.client.look_up("prefill")
+        name, _ = await server.receive()
+        server.send(name, data)
+        server.send(name, encode(Unregister(peer=record().peer)))
+        server.send(name, encode(Records(instance="prefill", records=(record(),))))
+        assert await seeker.next() == ("prefill", (record(),))
+
+
+async def test_asker_that_has_left_holds_up_nobody() -> None:
+    async with Registry() as registry:
+        with client_of(registry.endpoint) as seeker:
+            with closing(Client(registry.endpoint)) as leaver:
+                leaver.send(encode(Lookup(instance="prefill", timeout_s=30.0)))
+                await until(lambda: registry._table.num_waiting)
+            with client_of(registry.endpoint, record()):
+                assert await seeker.look_up() == (record(),)
+
+
+async def test_address_in_use() -> None:
+    async with Registry() as registry:
+        with pytest.raises(ConfigError, match="cannot be bound"):
+            async with Registry(registry.endpoint):
+                pass
+
+
+async def test_open_registry_cannot_be_opened_again_and_a_closed_one_can() -> None:
+    registry = Registry()
+    for _ in range(2):
+        async with registry:
+            with pytest.raises(LocalProtocolError, match="open already"):
+                await registry.__aenter__()
+            with client_of(registry.endpoint, record()) as seeker:
+                assert await seeker.look_up() == (record(),)
+
+
+@pytest.mark.parametrize(
+    "bind", ["ipc:///tmp/kvflow-test-registry", "inproc://kvflow-test-registry", "tcp://*:0", "tcp://0.0.0.0:0"]
+)
+def test_only_an_address_that_others_can_use_is_served(bind: str) -> None:
+    """The endpoint that is given to others would be another address."""
+    with pytest.raises(ConfigError):
+        Registry(bind)
+
+
+async def test_wildcard_is_served_under_the_name_that_is_advertised() -> None:
+    async with Registry("tcp://*:0", advertise="localhost") as registry:
+        assert registry.endpoint.startswith("tcp://localhost:")
+        with client_of(registry.endpoint, record()) as seeker:
+            assert await seeker.look_up() == (record(),)

@@ -1,0 +1,212 @@
+"""Every interleaving of small worlds keeps every promise."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from kvflow.errors import FailureReason, Stage
+from kvflow.state import effects as ef
+from kvflow.state import events as ev
+from kvflow.state.prefill.queue import Window
+from kvflow.state.prefill.slots import RemoteSlots, SlotPool
+from kvflow.state.tables import Memory, Outcome
+from kvflow.testing.explore import FAULTS, Exploration, Setup, SmallWorld, explore
+from kvflow.testing.explore.search import Violation
+from kvflow.testing.explore.world import PromiseBroken, Step
+from kvflow.wire.messages import Failure
+from tests.explore.worlds import WORLDS
+
+ONE_SLOT = Setup(max_faults=0, rooms=(1, 2), slots=1)
+ONE_POST = Setup(max_faults=0, rooms=(1, 2), posts_per_peer=1)
+
+
+def check(setup: Setup) -> Exploration:
+    found = explore(setup)
+    assert found.violation is None
+    assert found.is_complete
+    assert found.num_ends
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("setup", WORLDS.values(), ids=WORLDS)
+def test_no_promise_is_broken(setup: Setup) -> None:
+    check(setup)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(max_faults=0, num_decode=2),
+        Setup(max_faults=0, rooms=(1, 2)),
+        ONE_SLOT,
+        Setup(max_faults=1, num_writes=2, faults=("kill", "doubt", "abort", "fail")),
+        Setup(max_faults=1, num_writes=2, slots=1),
+        Setup(max_faults=2),
+        Setup(max_faults=2, is_connected=False),
+    ],
+    ids=[
+        "two decode ranks",
+        "two rooms",
+        "two rooms with one slot",
+        "two writes",
+        "two writes with one slot",
+        "two faults",
+        "two faults with the handshake",
+    ],
+)
+def test_no_promise_is_broken_in_larger_worlds(setup: Setup) -> None:
+    check(setup)
+
+
+def test_two_rooms_share_a_staging_slot() -> None:
+    """As far as a few seconds carry; the rest is in the larger worlds."""
+    found = explore(ONE_SLOT, max_states=1_500)
+    assert found.violation is None
+
+
+def test_faults_add_to_what_can_happen() -> None:
+    """Each kind of fault leads to states that are not reached without it."""
+    least = check(Setup(max_faults=0))
+    for kind in FAULTS:
+        if kind != "overtake":  # one piece never has two messages of one direction under way
+            assert check(Setup(max_faults=1, faults=(kind,))).num_states > least.num_states, kind
+
+
+def test_a_walk_stops_where_it_is_told_to() -> None:
+    by_states = explore(Setup(), max_states=10)
+    assert (by_states.is_complete, by_states.violation) == (False, None)
+    assert 10 <= by_states.num_states < 20
+    ticks = itertools.count()
+    by_time = explore(Setup(), seconds=5, clock=lambda: next(ticks))
+    assert (by_time.is_complete, by_time.violation) == (False, None)
+    assert by_time.num_states < explore(Setup()).num_states
+
+
+def taken(world: SmallWorld, *labels: str) -> SmallWorld:
+    """Let some steps happen, each the first of its label."""
+    for label in labels:
+        step_of(world, label).take(world)
+    return world
+
+
+def step_of(world: SmallWorld, label: str) -> Step:
+    return next(step for step in world.steps() if step.label == label)
+
+
+SENT = ("P0 SendOpened", "P0 ChunkOffered", "D0 ReceiveOpened", "('up', 0, 0) Grant")
+"""Until the only write is under way."""
+
+
+def test_a_copy_is_independent_and_has_the_same_fingerprint() -> None:
+    world = taken(SmallWorld(Setup()), *SENT)
+    copy, before = world.copy(), world.fingerprint()
+    assert copy.fingerprint() == before
+    taken(copy, "write 0 of P0 ends")
+    assert copy.fingerprint() != before
+    assert world.fingerprint() == before
+    assert world.posts
+    assert not copy.posts
+
+
+def test_the_order_of_what_has_nothing_to_do_with_each_other_does_not_matter() -> None:
+    labels = ("P0 SendOpened", "D0 ReceiveOpened")
+    one, other = (taken(SmallWorld(Setup()), *order) for order in (labels, labels[::-1]))
+    assert one.fingerprint() == other.fingerprint()
+
+
+def test_a_violation_is_told_with_the_shortest_way_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def land(world: SmallWorld, number: int) -> None:
+        raise AssertionError("landed")
+
+    monkeypatch.setattr(SmallWorld, "land", land)
+    found = explore(Setup(max_faults=0))
+    assert found.violation == Violation((*SENT, "write 0 of P0 ends"), "AssertionError: landed")
+    assert not found.is_complete
+
+
+def violation_of(setup: Setup) -> str:
+    found = explore(setup, max_states=10_000).violation
+    assert found is not None
+    return found.error
+
+
+def test_a_slot_that_is_free_as_soon_as_its_write_has_ended_is_written_again_too_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ended(self: RemoteSlots, event: ev.PostEnded, now: float) -> None:
+        window, use = self._find(event.delivery, event.seq)
+        if window is not None and use is not None:
+            use.has_ended = use.is_unread = True
+            self._review(event.delivery, event.seq)
+
+    monkeypatch.setattr(RemoteSlots, "ended", ended)
+    error = violation_of(ONE_SLOT)
+    assert "slot is written while it is scattered" in error or "slot is scattered for bytes that it does not" in error
+
+
+def test_a_local_slot_that_is_free_while_a_write_reads_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rooms that are packed into one slot at the same time; their windows on the decode rank are larger."""
+    monkeypatch.setattr(SlotPool, "take", lambda _: 0)
+    assert "a slot is packed while a write may read it" in violation_of(ONE_SLOT._replace(slots=2))
+
+
+def test_slots_that_do_not_come_back_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RemoteSlots, "_unread", lambda *_: None)
+    assert "a transfer does not end" in violation_of(ONE_SLOT)
+
+
+def test_credit_that_is_not_given_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Window, "end", lambda *_: None)
+    assert "nothing has gone wrong, but a transfer fails" in violation_of(ONE_POST)
+
+
+def test_two_rooms_wait_for_the_only_post_and_for_the_only_slot() -> None:
+    """Else nothing is shared in these worlds."""
+    for setup in (ONE_POST, ONE_SLOT):
+        world = taken(SmallWorld(setup), *SENT, "P0 SendOpened", "P0 ChunkOffered", "D0 ReceiveOpened", SENT[-1])
+        assert len(world.posts) == 1
+        assert len(taken(SmallWorld(Setup(rooms=(1, 2))), *SENT, *SENT).posts) == 2
+        taken(world, "write 0 of P0 ends", "D0 NoticeDelivered")
+        assert not world.posts
+
+
+def failed() -> Failure:
+    return Failure(FailureReason.ABORTED, Stage.ENQUEUE, "D/0", "given up")
+
+
+def test_a_world_notices_pages_that_are_given_back_too_early() -> None:
+    """Its own checks are what all else rests on."""
+    world = taken(SmallWorld(Setup()), *SENT)
+    world.received[0, 1] = (Outcome.ABORTED, Memory.SAFE)
+    with pytest.raises(PromiseBroken, match="a write lands in pages that were given back"):
+        taken(world, "write 0 of P0 ends")
+
+
+def test_a_world_notices_that_a_transfer_fails_for_no_reason() -> None:
+    world = taken(SmallWorld(Setup(max_faults=0)), *SENT)
+    world.tell("D", 0, ev.ReceiveAborted(1, failed()))
+    with pytest.raises(PromiseBroken, match="nothing has gone wrong, but a transfer fails"):
+        world.check_end()
+
+
+def test_a_world_notices_that_service_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode rank that never finds the incarnation that was started again."""
+    world = taken(SmallWorld(Setup()), *SENT, "kill P0")
+    world.num_faults = 1
+    world.copy().check_end()
+    dead = world._records
+    carry_out = SmallWorld._carry_out_decode
+
+    def carry_out_blindly(world: SmallWorld, number: int, effect: Any, event: Any) -> None:
+        if isinstance(effect, ef.LookUp):
+            world._add_task("D", number, ev.InstanceFound(effect.instance, dead))
+        else:
+            carry_out(world, number, effect, event)
+
+    monkeypatch.setattr(SmallWorld, "_carry_out_decode", carry_out_blindly)
+    with pytest.raises(PromiseBroken, match="service does not come back"):
+        world.check_end()

@@ -1,0 +1,20 @@
+"""Worlds that are small enough to be explored to the end in seconds."""
+
+from types import MappingProxyType
+from typing import Final
+
+from kvflow.testing.explore import Setup
+
+__all__ = ["WORLDS"]
+
+WORLDS: Final = MappingProxyType(
+    {
+        "without faults": Setup(max_faults=0),
+        "handshake without faults": Setup(max_faults=0, is_connected=False),
+        "two prefill ranks without faults": Setup(max_faults=0, num_prefill=2),
+        "one fault": Setup(max_faults=1),
+        "one fault with one staging slot": Setup(max_faults=1, slots=1),
+        "two rooms with one post of credit between them": Setup(max_faults=0, rooms=(1, 2), posts_per_peer=1),
+        "one fault with the handshake": Setup(max_faults=1, is_connected=False),
+    }
+)

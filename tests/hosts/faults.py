@@ -1,0 +1,161 @@
+"""What can happen to a deployment on two hosts. Each function returns when it is over, on a monotonic clock."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from tests.hosts import lines
+from tests.hosts.deployment import CONTROL_PORT, REGISTRY_PORT, Deployment, Process
+
+__all__ = [
+    "FAULTS",
+    "half_open_registry",
+    "kill",
+    "kill_for_good",
+    "late_landing",
+    "partition",
+    "restart",
+]
+
+WAY_BACK_S: Final = 0.05
+"""How much longer the way back stays open when the way out is cut: prefill still reads what has arrived, so that its
+kernel, when the process dies, closes the connection instead of resetting it, and goes on sending what it holds."""
+
+LAST_WORDS_S: Final = 0.4
+"""How long prefill lives after that: it posts what it has computed, and none of it is acknowledged."""
+
+
+def partition(deployment: Deployment, duration_s: float) -> float:
+    """Part the hosts."""
+    started = deployment.mark("partition")
+    deployment.net.cut()
+    deployment.run_until(started + duration_s)
+    deployment.net.heal()
+    return deployment.mark("healed")
+
+
+def half_open_control(deployment: Deployment, _: float = 0.0) -> float:
+    """Swallow the control connection for good; what is due is a new one."""
+    return _swallow(deployment, {CONTROL_PORT}, "control connection swallowed")
+
+
+def half_open_registry(deployment: Deployment, _: float = 0.0) -> float:
+    """Swallow the connection of the rank whose host does not have the registry."""
+    return _swallow(deployment, {REGISTRY_PORT}, "registry connection swallowed")
+
+
+def half_open_data(deployment: Deployment, _: float = 0.0) -> float:
+    """Swallow all connections of the transport."""
+    others = {connection.a_port for connection in deployment.net.connections()} - {CONTROL_PORT, REGISTRY_PORT}
+    return _swallow(deployment, others, "data connections swallowed")
+
+
+def _swallow(deployment: Deployment, a_ports: set[int], what: str) -> float:
+    net = deployment.net
+    connections = [it for it in net.connections() if it.a_port in a_ports or it.b_port in a_ports]
+    if not connections:
+        raise LookupError(f"no connection to swallow among {net.connections()}")
+    for connection in connections:
+        net.swallow(connection)
+    return deployment.mark(f"{what}: {connections}")
+
+
+def kill_for_good(deployment: Deployment) -> float:
+    """Kill the prefill process."""
+    killed = deployment.mark("prefill killed")
+    deployment.prefill.kill()
+    return killed
+
+
+def kill(deployment: Deployment, duration_s: float) -> float:
+    """Kill the prefill process; another one takes its place, on the same port, after a while."""
+    prepared = deployment.prepare_prefill()
+    deployment.run_until(kill_for_good(deployment) + duration_s)
+    return _restart(deployment, prepared)
+
+
+def power_off(deployment: Deployment, duration_s: float) -> float:
+    """Take prefill's host away; it comes back with the same address and a new prefill process."""
+    off = deployment.mark("host of prefill off")
+    deployment.net.cut()
+    deployment.prefill.kill()
+    deployment.net.power_off("a")
+    deployment.net.heal()
+    deployment.run_until(off + duration_s)
+    deployment.net.power_on("a")
+    return _restart(deployment)
+
+
+def late_landing(deployment: Deployment, duration_s: float) -> float:
+    """Kill prefill while the network between the hosts is cut and its kernel holds bytes that it will send again.
+
+    They land at the first retransmission after the heal. TCP doubles the time between two, so the unacknowledged bytes
+    go out 0.2, 0.6, 1.4, 3, 6.2, 12.6, 25.4, ... seconds after the first time.
+    """
+    deployment.mark("way out of prefill cut")
+    deployment.net.cut("a")
+    deployment.run(WAY_BACK_S)
+    deployment.net.cut("b")
+    deployment.run(LAST_WORDS_S)
+    deployment.run_until(kill_for_good(deployment) + duration_s)
+    deployment.net.heal()
+    return deployment.mark("healed")
+
+
+def restart(deployment: Deployment, duration_s: float) -> float:
+    """Drain and close prefill in the orderly way, and start another one on the same port."""
+    prepared = deployment.prepare_prefill()
+    deployment.mark("drain")
+    deployment.prefill.order(lines.Drain(timeout_s=duration_s))
+    deployment.prefill.wait_for(lines.Drained)
+    deployment.mark("close")
+    deployment.prefill.close()
+    return _restart(deployment, prepared)
+
+
+def slow_network(deployment: Deployment, duration_s: float) -> float:
+    """Limit both directions to 200 Mbit/s."""
+    started = deployment.mark("200 Mbit/s")
+    deployment.net.limit("200mbit")
+    deployment.run_until(started + duration_s)
+    deployment.net.remove_limit()
+    return deployment.mark("limit removed")
+
+
+def slow_answers(deployment: Deployment, duration_s: float) -> float:
+    """Hold back what comes from decode's host by 50 ms."""
+    started = deployment.mark("50 ms more from decode to prefill")
+    deployment.net.delay("b", 0.05)
+    deployment.run_until(started + duration_s)
+    deployment.net.remove_delay()
+    return deployment.mark("delay removed")
+
+
+def nothing(deployment: Deployment, duration_s: float) -> float:
+    """Let the load go on."""
+    deployment.run(duration_s)
+    return deployment.mark("nothing happened")
+
+
+def _restart(deployment: Deployment, prepared: Process | None = None) -> float:
+    deployment.mark("prefill starts again")
+    deployment.start_prefill(prepared)
+    return deployment.mark("prefill is up")
+
+
+FAULTS: Final[Mapping[str, Callable[[Deployment, float], float]]] = MappingProxyType(
+    {
+        "none": nothing,
+        "partition": partition,
+        "half-open-control": half_open_control,
+        "half-open-registry": half_open_registry,
+        "half-open-data": half_open_data,
+        "kill": kill,
+        "power-off": power_off,
+        "late-landing": late_landing,
+        "restart": restart,
+        "slow-network": slow_network,
+        "slow-answers": slow_answers,
+    }
+)
+"""Faults by name, for `python -m tests.hosts`."""

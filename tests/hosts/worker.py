@@ -1,0 +1,369 @@
+"""A worker on a host: `python -m tests.hosts.worker '{"role": "decode", ...}'`. The only file here that uses kvflow.
+
+It is what an engine would be: it takes requests as they come, gives them pages from a pool that can run full, checks
+everything that arrives, and keeps pages for as long as kvflow does not call them safe. It obeys `lines.Command` on its
+standard input, and ends with it; it tells `lines.Report` on its standard output.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+import anyio
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+import kvflow
+from kvflow.geometry import Component, KVLayout, Region
+from tests.hosts import lines
+from tests.hosts.pool import NUM_REGIONS, NUM_TOKENS, PAGE_BYTES, PAGES_PER_LANE, TOKEN_BYTES, TOKENS_PER_PAGE, LanePool
+
+__all__ = ["Settings"]
+
+PREFILL: Final = "prefill"
+
+WATCH_S: Final = 0.02
+"""Between looks at pages that are not safe yet."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is to be.
+
+    Attributes:
+        role: "registry", "prefill" or "decode".
+        bind: Where a registry or a prefill rank listens.
+        advertise: Under which name others find it, if not the one bound.
+        registry: Address of the registry (ranks).
+        backend: Transport (ranks).
+        backend_options: Its options.
+        num_lanes: Rooms for which there are pages.
+        compute_s: How long prefill computes the second half of a room.
+        use_s: How long decode uses the pages of a complete room.
+        patience_s: How long a room waits for pages of decode before its client gives up.
+        log_level: Of kvflow's log.
+        is_prepared: Load everything, and open the rank when there is a line on standard input, whatever it says.
+    """
+
+    role: str
+    bind: str = ""
+    advertise: str | None = None
+    registry: str = ""
+    backend: str = "nixl"
+    backend_options: dict[str, Any] = {}
+    num_lanes: int = 64
+    compute_s: float = 0.2
+    use_s: float = 0.2
+    patience_s: float = 10.0
+    log_level: int = logging.INFO
+    is_prepared: bool = False
+
+
+AnyRank = TypeVar("AnyRank", kvflow.PrefillRank, kvflow.DecodeRank)
+Transfer = kvflow.RoomSender | kvflow.RoomReceiver
+
+
+@dataclass(eq=False)
+class Held:
+    """Pages that kvflow has not called safe.
+
+    Attributes:
+        sample: How they looked last.
+        memory: What kvflow said last.
+    """
+
+    transfer: Transfer
+    lane: int
+    failed_at: float
+    sample: NDArray[np.uint64]
+    memory: str
+
+
+class Worker(Generic[AnyRank]):
+    """What both kinds of worker share.
+
+    Args:
+        settings: What it is to be.
+        rank: An open rank over `pool`.
+        pool: Its memory.
+    """
+
+    def __init__(self, settings: Settings, rank: AnyRank, pool: LanePool) -> None:
+        self._settings = settings
+        self._rank: AnyRank = rank
+        self._pool = pool
+        self._put_free, self._take_free = anyio.create_memory_object_stream[int](pool.num_lanes)
+        for lane in range(pool.num_lanes):
+            self._put_free.send_nowait(lane)
+        self._last_room = dict.fromkeys(range(pool.num_lanes), -1)
+        self._held: dict[int, Held] = {}
+        self._ended: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Obey until told to close."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch)
+            tasks.start_soon(self._count)
+            async for command in commands():
+                match command:
+                    case lines.Room(room):
+                        tasks.start_soon(self._serve, room)
+                    case lines.Drain(timeout_s):
+                        tasks.start_soon(self._drain, timeout_s)
+                    case lines.Close():
+                        break
+            tasks.cancel_scope.cancel()
+
+    @property
+    def num_quarantined_pages(self) -> int:
+        """Pages in quarantine now, by what the rank says."""
+        return PAGES_PER_LANE * len(self._rank.quarantined())
+
+    async def _serve(self, room: int) -> None:
+        raise NotImplementedError
+
+    async def _drain(self, timeout_s: float) -> None:
+        is_settled = await self._rank.drain(timeout_s)
+        tell(lines.Drained(now(), is_settled, self.num_quarantined_pages))
+
+    async def _take_lane(self, room: int) -> int:
+        """Wait for free pages. Nobody may have touched them while they were free."""
+        lane = await self._take_free.receive()
+        if not self._pool.is_clear(lane):
+            tell(lines.Trespassed(now(), self._last_room[lane]))
+        self._last_room[lane] = room
+        return lane
+
+    def _end(self, room: int, reason: str) -> None:
+        self._ended[reason] += 1
+        tell(lines.Ended(now(), room, reason))
+
+    def _hold(self, transfer: Transfer, lane: int) -> None:
+        """Keep pages until kvflow calls them safe, and watch what happens to them."""
+        memory = transfer.memory.value
+        self._held[lane] = Held(transfer, lane, now(), self._pool.sample(lane), memory)
+
+    def _free(self, lane: int) -> None:
+        self._held.pop(lane, None)
+        self._pool.clear(lane)
+        self._put_free.send_nowait(lane)
+
+    async def _watch(self) -> None:
+        while True:
+            await anyio.sleep(WATCH_S)
+            for held in list(self._held.values()):
+                self._look_at(held)
+
+    def _look_at(self, held: Held) -> None:
+        sample = self._pool.sample(held.lane)
+        if not np.array_equal(sample, held.sample):
+            held.sample = sample
+            tell(lines.Landed(now(), held.transfer.room, held.failed_at, held.memory))
+        held.memory = held.transfer.memory.value
+        if held.transfer.memory is kvflow.Memory.SAFE:
+            self._free(held.lane)
+
+    async def _count(self) -> None:
+        while True:
+            await anyio.sleep(1.0)
+            ended, self._ended = self._ended, Counter()
+            successes = ended.pop(lines.SUCCESS, 0)
+            waiting = self._take_free.statistics().tasks_waiting_receive
+            held = PAGES_PER_LANE * len(self._held)
+            tell(lines.Second(now(), successes, dict(ended), held, self.num_quarantined_pages, waiting))
+
+
+class PrefillWorker(Worker[kvflow.PrefillRank]):
+    """Opens a room when it has pages for it, sends the first half at once and the other when it is computed."""
+
+    async def _serve(self, room: int) -> None:
+        lane = await self._take_lane(room)
+        self._pool.fill(lane, room)
+        pages, half = self._pool.pages(lane), NUM_TOKENS // 2
+        sender = self._rank.send(room)
+        reason = lines.SUCCESS
+        try:
+            async with sender:
+                await sender.chunk((0, half), {"kv": pages[: PAGES_PER_LANE // 2]})
+                await anyio.sleep(self._settings.compute_s)
+                await sender.finish((half, NUM_TOKENS), {"kv": pages[PAGES_PER_LANE // 2 :]}, metadata=b"%d" % room)
+        except kvflow.KvflowError as error:
+            reason = reason_of(error)
+        self._end(room, reason)
+        self._hold(sender, lane)
+        self._look_at(self._held[lane])
+
+
+class DecodeWorker(Worker[kvflow.DecodeRank]):
+    """Receives rooms, checks every page of them, and uses the pages for a while before it gives them back."""
+
+    async def _serve(self, room: int) -> None:
+        lane = None
+        with anyio.move_on_after(self._settings.patience_s):
+            lane = await self._take_lane(room)
+        if lane is None:
+            self._end(room, "no_pages")
+            await self._decline(room)
+            return
+        pages = {"kv": self._pool.pages(lane)}
+        receiver = self._rank.receive(room, prefill=PREFILL, tokens=(0, NUM_TOKENS), pages=pages)
+        is_complete = False
+        try:
+            async with receiver:
+                is_complete = await self._receive(receiver, lane)
+        except kvflow.KvflowError as error:  # the receive was refused
+            self._end(room, reason_of(error))
+            self._hold(receiver, lane)
+        if is_complete:
+            await self._use(room, lane)
+
+    async def _decline(self, room: int) -> None:
+        """Let prefill know that nobody wants a room any more, so that it does not keep pages for it."""
+        nothing = (NUM_TOKENS, NUM_TOKENS)
+        with contextlib.suppress(kvflow.KvflowError):  # prefill may have failed it, too
+            async with self._rank.receive(room, prefill=PREFILL, tokens=nothing, pages={"kv": []}):
+                pass
+
+    async def _receive(self, receiver: kvflow.RoomReceiver, lane: int) -> bool:
+        try:
+            handover = await receiver.done()
+        except kvflow.TransferFailed as error:
+            self._end(receiver.room, reason_of(error))
+            self._hold(receiver, lane)
+            return False
+        is_right = self._pool.holds(lane, receiver.room) and handover.metadata == b"%d" % receiver.room
+        self._end(receiver.room, lines.SUCCESS if is_right else lines.WRONG_PAGES)
+        return True
+
+    async def _use(self, room: int, lane: int) -> None:
+        was_right = self._pool.holds(lane, room)
+        await anyio.sleep(self._settings.use_s)
+        if was_right and not self._pool.holds(lane, room):
+            tell(lines.Trespassed(now(), room))
+        self._free(lane)
+
+
+def reason_of(error: kvflow.KvflowError) -> str:
+    """Why a room ended, in a word."""
+    return error.reason.value if isinstance(error, kvflow.TransferFailed) else type(error).__name__
+
+
+def layout_of(pool: LanePool) -> KVLayout:
+    """Describe the memory to kvflow: K and V of each layer, one head."""
+    base, region_bytes = int(pool.memory.ctypes.data), pool.num_pages * PAGE_BYTES
+    regions = tuple(
+        Region(
+            tensor="kv"[number % 2],
+            layer=number // 2,
+            address=base + number * region_bytes,
+            slots=pool.num_pages,
+            slot_stride=PAGE_BYTES,
+            tokens_per_slot=TOKENS_PER_PAGE,
+            token_stride=TOKEN_BYTES,
+            heads=(0, 1),
+            head_stride=TOKEN_BYTES,
+            head_bytes=TOKEN_BYTES,
+            dtype="bfloat16",
+        )
+        for number in range(NUM_REGIONS)
+    )
+    return KVLayout((Component("kv", regions),), "two-hosts")
+
+
+async def commands() -> AsyncIterator[lines.Command]:
+    """Read commands until the harness closes the stream."""
+    reader = asyncio.StreamReader()
+    protocol = functools.partial(asyncio.StreamReaderProtocol, reader)
+    await asyncio.get_running_loop().connect_read_pipe(protocol, sys.stdin)
+    decoder = msgspec.json.Decoder(lines.Command)
+    while line := await reader.readline():
+        yield decoder.decode(line)
+
+
+def tell(report: lines.Report) -> None:
+    """Write one line. The harness reads all the time, so this does not block for long."""
+    sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def now() -> float:
+    """The time of reports."""
+    return time.monotonic()
+
+
+async def run_registry(settings: Settings) -> None:
+    async with kvflow.Registry(settings.bind, settings.advertise):
+        tell(lines.Opened(now()))
+        async for command in commands():
+            if isinstance(command, lines.Close):
+                return
+
+
+async def warm_up(settings: Settings) -> None:
+    """Open and close a rank that nobody asks, for what it loads."""
+    pool = LanePool(1)
+    config = kvflow.PrefillConfig(
+        instance="warm-up",
+        registry=settings.registry,
+        backend=settings.backend,
+        backend_options=settings.backend_options,
+    )
+    async with kvflow.PrefillRank(config, layout_of(pool)):
+        pass
+
+
+async def run_prefill(settings: Settings) -> None:
+    pool = LanePool(settings.num_lanes)
+    config = kvflow.PrefillConfig(
+        instance=PREFILL,
+        registry=settings.registry,
+        backend=settings.backend,
+        backend_options=settings.backend_options,
+        bind=settings.bind,
+        advertise=settings.advertise,
+    )
+    async with kvflow.PrefillRank(config, layout_of(pool)) as rank:
+        tell(lines.Opened(now()))
+        worker = PrefillWorker(settings, rank, pool)
+        await worker.run()
+    tell(lines.Closed(now(), worker.num_quarantined_pages))
+
+
+async def run_decode(settings: Settings) -> None:
+    pool = LanePool(settings.num_lanes)
+    config = kvflow.DecodeConfig(
+        instance="decode",
+        registry=settings.registry,
+        backend=settings.backend,
+        backend_options=settings.backend_options,
+    )
+    async with kvflow.DecodeRank(config, layout_of(pool)) as rank:
+        tell(lines.Opened(now()))
+        worker = DecodeWorker(settings, rank, pool)
+        await worker.run()
+    tell(lines.Closed(now(), worker.num_quarantined_pages))
+
+
+def main(argument: str) -> None:
+    settings = msgspec.json.decode(argument, type=Settings)
+    kvflow.configure_logging("json", settings.log_level)
+    run = {"registry": run_registry, "prefill": run_prefill, "decode": run_decode}[settings.role]
+    if settings.is_prepared:
+        anyio.run(warm_up, settings)
+        tell(lines.Prepared(now()))
+        while os.read(sys.stdin.fileno(), 1) not in {b"\n", b""}:  # not a byte more: the rest is for `commands`
+            pass
+    with contextlib.suppress(BrokenPipeError):  # the harness has gone
+        anyio.run(run, settings)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,101 @@
+"""Counting what was ignored, logging it now and then, and adding durations up."""
+
+import pytest
+
+from kvflow.errors import Stage
+from kvflow.observe.logs import get_logger
+from kvflow.observe.times import Duration, StageTimes
+from kvflow.observe.trace import MAX_SOURCES, MAX_TEXT, AnomalyLog
+from kvflow.wire.messages import PeerId, RankId
+from tests.observe.lines import printed
+
+DECODE = PeerId(RankId("decode", 0), 7)
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_one_line_for_each_kind_and_interval() -> None:
+    clock = FakeClock()
+    with printed() as lines:
+        log = AnomalyLog(get_logger(), clock, interval_s=1.0)
+        for _ in range(50):
+            log.count("late")
+        log.count("odd")
+        clock.now += 0.5
+        log.count("late")
+        clock.now += 0.5
+        log.count("late")
+        log.count("late")
+    assert [(line["event"], line["count"]) for line in lines.objects()] == [("late", 1), ("odd", 1), ("late", 52)]
+    assert log.counts == {"late": 53, "odd": 1}
+
+
+def test_flood_costs_one_line_an_interval() -> None:
+    clock = FakeClock()
+    with printed() as lines:
+        log = AnomalyLog(get_logger(), clock, interval_s=2.0)
+        for _ in range(1_000):
+            clock.now += 0.01
+            log.count("late")
+    assert len(lines.texts()) == 5
+    assert log.counts == {"late": 1_000}
+
+
+def test_line_says_who_and_what() -> None:
+    with printed() as lines:
+        log = AnomalyLog(get_logger(engine_rank=3), FakeClock())
+        log.count("late", DECODE, room=7)
+        log.count("odd")
+    first, second = lines.objects()
+    assert (first["peer"], first["room"], first["engine_rank"], first["level"]) == (str(DECODE), 7, 3, "warning")
+    assert second["peer"] is None
+
+
+def test_text_of_a_peer_is_cut() -> None:
+    with printed() as lines:
+        AnomalyLog(get_logger(), FakeClock()).count("hello_refused", detail="x" * 1_000_000, room=7)
+    (line,) = lines.objects()
+    assert line["detail"] == "x" * MAX_TEXT + "... (1000000 characters)"
+    assert line["room"] == 7
+
+
+def test_peers_without_end_do_not_fill_the_memory() -> None:
+    log = AnomalyLog(get_logger(), FakeClock())
+    for number in range(3 * MAX_SOURCES):
+        log.count("late", PeerId(RankId("decode", 0), number))
+    assert len(log._logged_at) <= MAX_SOURCES
+    assert log.counts == {"late": 3 * MAX_SOURCES}
+
+
+def test_counts_go_on_while_nothing_is_printed() -> None:
+    log = AnomalyLog(get_logger(), FakeClock())
+    log.count("late")
+    assert log.counts == {"late": 1}
+
+
+def test_durations_add_up() -> None:
+    duration = Duration()
+    for seconds in (1.0, 3.0, 2.0):
+        duration.add(seconds)
+    assert (duration.count, duration.total_s, duration.max_s) == (3, 6.0, 3.0)
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_stages_are_timed_apart(stage: Stage) -> None:
+    times = StageTimes()
+    times.add(stage, 0.5)
+    assert times.stages.keys() == set(Stage)
+    assert [name for name, duration in times.stages.items() if duration != Duration()] == [stage]
+    assert times.stages[stage] == Duration(1, 0.5, 0.5)
+
+
+def test_two_ranks_do_not_share_times() -> None:
+    first, second = StageTimes(), StageTimes()
+    first.add(Stage.SUBMIT, 1.0)
+    assert second.stages[Stage.SUBMIT] == Duration()

@@ -1,0 +1,46 @@
+"""How much staging memory a rank takes, and from where."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvflow.config import DecodeConfig, PrefillConfig
+from kvflow.errors import ConfigError
+from kvflow.packing import staging
+from kvflow.packing.host import HostCopier
+from kvflow.packing.staging import staging_memory
+from tests.support.pools import PagedShape, Pool
+
+HOST = Pool(PagedShape(4, 2, (0, 1), 8, 1), 0).layout
+DEVICE = msgspec.structs.replace(HOST, memory_kind="VRAM")
+
+PREFILL = PrefillConfig(instance="p", registry="tcp://127.0.0.1:1")
+DECODE = DecodeConfig(instance="d", registry="tcp://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(("config", "num_bytes"), [(PREFILL, 64 * 2**20), (DECODE, 384 * 2**20)], ids=["p", "d"])
+def test_host_memory_is_taken_unasked(config: PrefillConfig | DecodeConfig, num_bytes: int) -> None:
+    memory = staging_memory(config, HOST)
+    assert memory is not None
+    assert memory.range.length == num_bytes
+
+
+@pytest.mark.parametrize("config", [PREFILL, DECODE], ids=["p", "d"])
+def test_device_memory_is_taken_only_if_it_is_asked_for(
+    config: PrefillConfig | DecodeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_copier_for", lambda _: HostCopier())  # as if torch could copy there
+    assert staging_memory(config, DEVICE) is None
+    asked = type(config)(instance="x", registry="tcp://127.0.0.1:1", staging_bytes=2**25)
+    memory = staging_memory(asked, DEVICE)
+    assert memory is not None
+    assert memory.range.length == 2**25
+
+
+def test_host_without_memory_says_which_setting_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(np, "zeros", no_memory)
+    with pytest.raises(ConfigError, match="staging_bytes"):
+        staging_memory(PREFILL, HOST)

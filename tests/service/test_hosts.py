@@ -1,0 +1,53 @@
+"""Transports learn under which host peers reach their rank."""
+
+from typing import Any
+
+import pytest
+from typing_extensions import override
+
+import kvflow
+from kvflow.backends.memory import MemoryBackend
+from tests.support.instances import decode_config, make_pool, prefill_config
+
+pytestmark = pytest.mark.anyio
+
+
+class Attentive(MemoryBackend):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hosts: list[str] = []
+
+    @override
+    def advertise(self, host: str) -> None:
+        self.hosts.append(host)
+
+
+@pytest.mark.parametrize(
+    ("settings", "host"),
+    [
+        ({}, "127.0.0.1"),
+        ({"bind": "tcp://127.0.0.2:0"}, "127.0.0.2"),
+        ({"bind": "tcp://0.0.0.0:0", "advertise": "localhost"}, "localhost"),
+        ({"bind": "tcp://0.0.0.0:0", "advertise": "::1"}, "::1"),
+        ({"bind": "tcp://0.0.0.0:0", "advertise": "[::1]"}, "::1"),
+    ],
+    ids=str,
+)
+async def test_of_a_prefill_rank_it_is_the_one_that_decode_ranks_are_given(settings: dict[str, Any], host: str) -> None:
+    backend = Attentive()
+    async with kvflow.Registry() as registry:
+        config = prefill_config(registry.endpoint, **settings)
+        async with kvflow.PrefillRank(config, make_pool().layout, backend):
+            assert backend.hosts == [host]
+
+
+async def test_of_a_decode_rank_it_is_the_one_on_the_way_to_the_registry() -> None:
+    """It opens no port of its own, so its settings name no host."""
+    backend = Attentive()
+    async with (
+        kvflow.Registry() as registry,
+        kvflow.DecodeRank(decode_config(registry.endpoint), make_pool().layout, backend),
+    ):
+        assert backend.hosts == ["127.0.0.1"]

@@ -1,0 +1,116 @@
+"""What a whole transfer prints: nothing, unless somebody wants to know or it failed."""
+
+import logging
+import re
+import subprocess
+import sys
+from contextlib import closing
+from functools import partial
+
+import anyio
+import pytest
+
+from kvflow.wire.channel import ZmqControl
+from tests.observe.lines import Lines, printed
+from tests.support.failures import catch
+from tests.support.instances import deploy
+from tests.support.waiting import until
+
+
+async def transfer(*, fail: bool = False) -> None:
+    """One whole transfer over the memory backend, in two chunks."""
+    async with deploy() as deployment:
+        if fail:
+            deployment.faults[0].plan.append("fail")
+        request = deployment.request(77, 8)
+        async with anyio.create_task_group() as tasks:
+            for act in (partial(request.send, chunk=4), request.receive):
+                tasks.start_soon(partial(catch, act) if fail else act)
+        await deployment.settle()
+
+
+def about_the_transfer(lines: Lines) -> list[dict[str, object]]:
+    return [line for line in lines.objects() if line.get("room") == 77]
+
+
+@pytest.mark.anyio
+async def test_info_says_nothing_about_a_transfer_that_succeeds() -> None:
+    with printed("json", logging.INFO) as lines:
+        await transfer()
+    assert about_the_transfer(lines) == []
+
+
+@pytest.mark.anyio
+async def test_debug_says_in_one_line_how_a_transfer_went() -> None:
+    with printed("json", logging.DEBUG) as lines:
+        await transfer()
+    (received,), (sent,) = lines.named("receive_ended"), lines.named("send_ended")
+    assert received["prefill"] == "prefill"
+    for line, instance in ((received, "decode"), (sent, "prefill")):
+        assert (line["instance"], line["engine_rank"], line["room"]) == (instance, 0, 77)
+        assert (line["outcome"], line["level"]) == ("success", "debug")
+        assert line["num_pages"] == 2
+        assert line["num_bytes"] > 0
+        assert line["elapsed_ms"] > 0
+
+
+@pytest.mark.anyio
+async def test_failure_is_one_warning_on_each_side_that_says_why_and_who_noticed_it() -> None:
+    with printed() as lines:
+        await transfer(fail=True)
+    about = about_the_transfer(lines)
+    assert sorted(str(line["event"]) for line in about) == ["receive_ended", "send_ended"]
+    for line in about:
+        assert (line["level"], line["reason"], line["noticed_by"]) == ("warning", "write_failed", "prefill/0")
+        assert line["detail"] == "scripted failure"
+
+
+@pytest.mark.anyio
+async def test_lines_below_one_transfer_say_which_delivery() -> None:
+    with printed("json", logging.DEBUG) as lines:
+        await transfer()
+    posted, noticed = lines.named("post_ended"), lines.named("notice_delivered")
+    assert [line["seq"] for line in posted] == [line["seq"] for line in noticed] == [0, 1]
+    for line in posted:
+        assert (line["generation"], line["stage"]) == (1, "submit")
+        assert re.fullmatch(r"decode/0@[0-9a-f]{16}", line["peer"])
+    for line in noticed:
+        assert (line["generation"], line["from_rank"], line["stage"]) == (1, 0, "aggregate")
+
+
+@pytest.mark.anyio
+async def test_line_belongs_to_the_rank_that_wrote_it() -> None:
+    """What an event says about another instance must not hide whose line it is."""
+    with printed("json", logging.DEBUG) as lines:
+        await transfer()
+    for event in ("receive_opened", "instance_found", "notice_delivered", "receive_ended"):
+        assert {line["instance"] for line in lines.named(event)} == {"decode"}, event
+    for event in ("send_opened", "chunk_offered", "post_ended", "send_ended"):
+        assert {line["instance"] for line in lines.named(event)} == {"prefill"}, event
+
+
+SILENT = """
+import anyio
+from tests.service.test_log_lines import transfer
+from kvflow.observe.logs import get_logger
+get_logger().error("nobody reads this")
+anyio.run(transfer)
+"""
+
+
+def test_nothing_is_printed_without_configuration() -> None:
+    done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, check=True, timeout=50)
+    assert (done.stdout, done.stderr) == (b"", b"")
+
+
+@pytest.mark.anyio
+async def test_rejected_message_is_counted_and_logged_with_its_stage() -> None:
+    with printed() as lines:
+        async with deploy() as deployment:
+            (prefill,) = deployment.prefill
+            with closing(ZmqControl().connect(prefill.endpoint, lambda _: None, lambda: None)) as rogue:
+                rogue.send(b"garbage")
+                await until(lambda: prefill.statistics().anomalies)
+    (line,) = lines.named("message_rejected")
+    assert (line["instance"], line["engine_rank"], line["stage"], line["count"]) == ("prefill", 0, "bootstrap", 1)
+    assert line["peer"] is None

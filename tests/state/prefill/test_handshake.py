@@ -1,0 +1,497 @@
+"""A decode rank says hello to a prefill rank: it is checked, welcomed or refused, and stays known until it leaves."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvflow.errors import FailureReason
+from kvflow.state import events as ev
+from kvflow.state.effects import CheckHello, DisconnectTransport, LogEvent, PrefillEffect, Reply
+from kvflow.wire.messages import Failed, Goodbye, Grant, Hello, Notice, Ping, Pong, Refuse, Welcome
+from tests.support.cores import (
+    ABORTED,
+    DECODE,
+    LEASE_S,
+    OTHER_DECODE,
+    PREFILL,
+    PrefillDriver,
+    abort_failure,
+    anomalies,
+    connection_of,
+    grant,
+    messages,
+    of_kind,
+    peer,
+    reports,
+)
+from tests.support.sending import ROOM, chunk, posted
+from tests.support.small_routes import layout
+
+LEAVING = abort_failure("leaving")
+FIRST, SECOND = connection_of(DECODE, 0), connection_of(DECODE, 1)
+
+
+@pytest.fixture
+def core() -> PrefillDriver:
+    return PrefillDriver()
+
+
+def say(core: PrefillDriver, message: Hello | Goodbye, connection: bytes = FIRST) -> list[PrefillEffect]:
+    return core(ev.MessageArrived(connection, message))
+
+
+def replies(effects: list[PrefillEffect]) -> list[tuple[bytes, Any]]:
+    return [(effect.connection, effect.message) for effect in of_kind(effects, Reply)]
+
+
+# Welcome -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_hello_is_checked_and_then_welcomed(core: PrefillDriver) -> None:
+    hello = core.hello()
+    assert say(core, hello) == [CheckHello(FIRST, hello)]
+    assert core.core.num_peers == 0
+    effects = core(core.checked(hello))
+    assert replies(effects) == [(FIRST, Welcome(peer=PREFILL, attempt=0, version=3))]
+    assert of_kind(effects, LogEvent) == [LogEvent("peer_connected", {"peer": str(DECODE)})]
+    assert core.core.connections() == [FIRST]
+
+
+def test_a_hello_that_is_retransmitted_while_it_is_checked_is_checked_once(core: PrefillDriver) -> None:
+    hello = core.hello()
+    say(core, hello)
+    assert say(core, hello) == []
+    assert len(messages(core(core.checked(hello)), Welcome)) == 1
+
+
+def test_a_retransmitted_hello_is_answered_at_once(core: PrefillDriver) -> None:
+    hello = core.hello()
+    say(core, hello)
+    core(core.checked(hello))
+    for _ in range(2):
+        assert say(core, hello) == [Reply(FIRST, Welcome(peer=PREFILL, attempt=0, version=3))]
+
+
+def test_a_later_attempt_is_checked_again_and_answered_with_its_own_number(core: PrefillDriver) -> None:
+    core.connect()
+    hello = core.hello()
+    assert say(core, hello) == [CheckHello(FIRST, hello)]
+    effects = core(core.checked(hello))
+    assert replies(effects) == [(FIRST, Welcome(peer=PREFILL, attempt=1, version=3))]
+    assert of_kind(effects, LogEvent) == [], "it was connected before"
+
+
+def test_an_older_attempt_is_ignored(core: PrefillDriver) -> None:
+    old, new = core.hello(), core.hello()
+    say(core, new)
+    assert say(core, old) == [], "while the newer one is checked"
+    core(core.checked(new))
+    assert say(core, old) == [], "and after it"
+
+
+def test_a_check_that_a_later_attempt_has_overtaken_counts_for_nothing(core: PrefillDriver) -> None:
+    old, new = core.hello(), core.hello()
+    say(core, old)
+    assert say(core, new) == [CheckHello(FIRST, new)]
+    assert core(core.checked(old)) == []
+    assert core.core.num_peers == 0
+    assert [message.attempt for _, message in replies(core(core.checked(new)))] == [1]
+
+
+def test_the_same_attempt_over_another_connection_takes_the_place_of_the_first(core: PrefillDriver) -> None:
+    """The connection broke and was made anew, while the hello was retransmitted."""
+    hello = core.hello()
+    say(core, hello, FIRST)
+    core(core.checked(hello))
+    assert say(core, hello, SECOND) == [CheckHello(SECOND, hello)]
+    effects = core(core.checked(hello, connection=SECOND))
+    assert replies(effects) == [(SECOND, Welcome(peer=PREFILL, attempt=0, version=3))]
+    assert core.core.connections() == [SECOND]
+    assert messages(core(ev.MessageArrived(FIRST, Ping(peer=DECODE))), Refuse), "the old connection is nobody's"
+
+
+def test_what_was_granted_goes_on_over_a_new_connection(core: PrefillDriver) -> None:
+    core.connect()
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant(tokens=(8, 8)))
+    core.connect(connection=SECOND)
+    effects = core(chunk(0, 8, last=True))
+    assert [connection for connection, message in replies(effects) if isinstance(message, Notice)] == [SECOND]
+
+
+def test_versions_are_agreed_on(core: PrefillDriver) -> None:
+    hello = replace(core.hello(), versions=(1, 9))
+    say(core, hello)
+    ((_, welcome),) = replies(core(core.checked(hello)))
+    assert welcome.version == 3
+
+
+# Refusal -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "detail"),
+    [
+        ({"to": peer("prefill", incarnation=2)}, "hello is for"),
+        ({"versions": (4, 5)}, "no protocol version"),
+        ({"versions": (1, 2)}, "no protocol version"),
+        ({"versions": (3, 2)}, "no protocol version"),
+        ({"backend": "another"}, "transports differ"),
+    ],
+)
+def test_a_hello_that_cannot_fit_is_refused_unchecked(
+    core: PrefillDriver, changes: dict[str, object], detail: str
+) -> None:
+    effects = say(core, replace(core.hello(), **changes))
+    assert of_kind(effects, CheckHello) == []
+    ((connection, refusal),) = replies(effects)
+    assert (connection, refusal.peer, refusal.to, refusal.attempt) == (FIRST, PREFILL, DECODE, 0)
+    assert detail in refusal.detail
+    assert anomalies(effects) == ["hello_refused"]
+    assert core.core.connections() == []
+
+
+def test_another_model_is_refused(core: PrefillDriver) -> None:
+    other = replace(layout(), fingerprint="another model")
+    ((_, refusal),) = replies(say(core, replace(core.hello(), layout=other)))
+    assert "fingerprints differ" in refusal.detail
+
+
+def test_a_route_that_does_not_fit_is_refused_with_the_reason(core: PrefillDriver) -> None:
+    hello = core.hello()
+    say(core, hello)
+    ((_, refusal),) = replies(core(ev.HelloChecked(FIRST, hello, None, "cells differ")))
+    assert (refusal.detail, refusal.attempt) == ("cells differ", 0)
+    assert core.core.connections() == []
+    assert say(core, hello) == [CheckHello(FIRST, hello)], "it may fit the next time"
+
+
+def test_a_closing_rank_refuses_and_welcomes_nobody(core: PrefillDriver) -> None:
+    hello = core.hello()
+    say(core, hello)
+    core(ev.CloseStarted(LEAVING))
+    assert core(core.checked(hello)) == []
+    ((_, refusal),) = replies(say(core, core.hello()))
+    assert "closing" in refusal.detail
+    assert core.core.num_peers == 0
+
+
+def test_a_draining_rank_still_welcomes(core: PrefillDriver) -> None:
+    """Rooms that are open may still be granted."""
+    core(ev.DrainStarted(LEAVING))
+    assert messages(core.connect(), Welcome)
+
+
+@pytest.mark.parametrize("message", [Ping(peer=DECODE), grant()], ids=["ping", "grant"])
+def test_whoever_has_not_said_hello_is_told_to(core: PrefillDriver, message: Ping | Grant) -> None:
+    ((connection, refusal),) = replies(core(ev.MessageArrived(SECOND, message)))
+    assert (connection, refusal) == (SECOND, Refuse(peer=PREFILL, to=None, detail="handshake required"))
+
+
+@pytest.mark.parametrize(
+    "message", [Goodbye(peer=DECODE), Refuse(peer=DECODE, to=None, detail="")], ids=["goodbye", "refuse"]
+)
+def test_an_end_of_what_is_not_known_is_not_answered(core: PrefillDriver, message: Goodbye | Refuse) -> None:
+    assert core(ev.MessageArrived(SECOND, message)) == []
+
+
+# Other cells, other incarnations -------------------------------------------------------------------------------------
+
+
+def test_a_decode_rank_that_wants_other_cells_begins_anew(core: PrefillDriver) -> None:
+    core.connect()
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    hello = core.hello(wants=False)
+    effects = say(core, hello)
+    assert reports(effects)[-1] == ("failed", "safe")
+    ((to, failed),) = messages(effects, Failed)
+    assert isinstance(failed, Failed)
+    assert (to, failed.failure.reason) == (DECODE, FailureReason.PEER_LOST)
+    assert "other cells" in failed.failure.detail
+    assert effects.index(DisconnectTransport(DECODE)) < effects.index(CheckHello(FIRST, hello))
+    assert messages(core(core.checked(hello)), Welcome)
+
+
+def test_a_decode_rank_with_another_layout_begins_anew(core: PrefillDriver) -> None:
+    core.connect()
+    moved = layout(heads=(0, 2))
+    hello = replace(core.hello(), layout=moved)
+    assert DisconnectTransport(DECODE) in say(core, hello)
+
+
+def test_a_decode_rank_that_wants_the_same_cells_keeps_what_it_was_granted(core: PrefillDriver) -> None:
+    core.connect()
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    assert reports(core.connect()) == []
+    assert posted(core(chunk(0, 8, last=True))) == [(0, (0, 8))]
+
+
+def test_a_restarted_decode_rank_takes_the_place_of_its_former_incarnation(core: PrefillDriver) -> None:
+    core.connect()
+    again = peer("decode", incarnation=2)
+    effects = core.connect(again)
+    assert DisconnectTransport(DECODE) in effects
+    (_, connected) = of_kind(effects, LogEvent)
+    assert connected == LogEvent("peer_connected", {"peer": str(again)})
+    assert core.core.connections() == [connection_of(again)]
+    assert messages(core.hear(DECODE, Ping(peer=DECODE)), Refuse)
+
+
+def test_an_incarnation_that_was_superseded_cannot_come_back(core: PrefillDriver) -> None:
+    """What was written to it is not followed any more, so nothing that it asks could be answered truly."""
+    core.connect(DECODE)
+    core.connect(peer("decode", incarnation=2))
+    [(_, refusal)] = replies(say(core, core.hello(attempt=7)))
+    assert isinstance(refusal, Refuse)
+    assert (refusal.to, refusal.attempt) == (DECODE, 7)
+    assert "later incarnation" in refusal.detail
+
+
+# Two processes with one rank name ----------------------------------------------------------------------------------
+
+
+def test_a_newcomer_is_refused_while_the_rank_that_it_claims_to_be_answers(core: PrefillDriver) -> None:
+    core.connect(DECODE)
+    newcomer = peer("decode", incarnation=2)
+    hello = core.hello(newcomer)
+    arrival = ev.MessageArrived(connection_of(newcomer), hello)
+    assert replies(core(arrival)) == [(FIRST, Ping(peer=PREFILL))]
+    effects = core.hear(DECODE, Pong(peer=DECODE))
+    [(where, refusal)] = replies(effects)
+    assert (where, refusal.to, refusal.attempt) == (connection_of(newcomer), newcomer, hello.attempt)
+    assert str(DECODE) in refusal.detail
+    [log] = of_kind(effects, LogEvent)
+    assert log == LogEvent("rank_name_conflict", {"peer": str(DECODE), "refused": str(newcomer)}, is_warning=True)
+    assert core.core.connections() == [FIRST]
+    assert messages(core.hear(DECODE, Ping(peer=DECODE)), Pong) == [(DECODE, Pong(peer=PREFILL))]
+    core(arrival)
+    assert of_kind(core.hear(DECODE, Pong(peer=DECODE)), LogEvent) == []  # logged once for each newcomer
+    third = peer("decode", incarnation=3)
+    core(ev.MessageArrived(connection_of(third), core.hello(third)))
+    assert len(of_kind(core.hear(DECODE, Pong(peer=DECODE)), LogEvent)) == 1
+
+
+def test_the_place_of_a_process_that_has_ended_is_taken_at_once(core: PrefillDriver) -> None:
+    core.connect(DECODE)
+    newcomer = peer("decode", incarnation=2)
+    hello = core.hello(newcomer)
+    core(ev.MessageArrived(connection_of(newcomer), hello))
+    effects = core(ev.ReplyLost(FIRST))
+    assert DisconnectTransport(DECODE) in effects
+    assert effects[-1] == CheckHello(connection_of(newcomer), hello)
+    core(core.checked(hello))
+    assert core.core.connections() == [connection_of(newcomer)]
+
+
+def test_a_lost_reply_alone_disconnects_nobody(core: PrefillDriver) -> None:
+    core.connect(DECODE)
+    assert core(ev.ReplyLost(FIRST)) == []
+    assert core(ev.ReplyLost(b"unknown")) == []
+    assert core.hear(DECODE, Pong(peer=DECODE)) == []
+    assert core.core.connections() == [FIRST]
+
+
+def test_a_newcomer_takes_the_place_of_a_silent_rank_when_its_lease_ends(core: PrefillDriver) -> None:
+    """Its host is off: the connection stands, and nobody answers."""
+    core.connect(DECODE)
+    newcomer = peer("decode", incarnation=2)
+    arrival = ev.MessageArrived(connection_of(newcomer), core.hello(newcomer))
+    assert messages(core(arrival), Welcome) == []
+    core.sleep(LEASE_S)
+    assert core(arrival) == [CheckHello(connection_of(newcomer), arrival.message)]  # type: ignore[arg-type]
+
+
+def test_of_two_newcomers_that_are_checked_at_once_the_first_is_connected(core: PrefillDriver) -> None:
+    newcomer = peer("decode", incarnation=2)
+    hellos = [core.hello(DECODE), core.hello(newcomer)]
+    for hello in hellos:
+        say(core, hello, connection_of(hello.peer))
+    core(core.checked(hellos[0]))
+    effects = core(core.checked(hellos[1]))
+    assert effects == [DisconnectTransport(newcomer), Reply(FIRST, Ping(peer=PREFILL))]
+    assert len(messages(core.hear(DECODE, Pong(peer=DECODE)), Refuse)) == 1
+    assert core.core.connections() == [FIRST]
+
+
+def test_a_newcomer_that_has_said_goodbye_takes_no_place(core: PrefillDriver) -> None:
+    core.connect(DECODE)
+    newcomer = peer("decode", incarnation=2)
+    core(ev.MessageArrived(connection_of(newcomer), core.hello(newcomer)))
+    core(ev.MessageArrived(connection_of(newcomer), Goodbye(peer=newcomer)))
+    assert core(ev.ReplyLost(FIRST)) == []
+    assert core.core.connections() == [FIRST]
+
+
+def test_a_newcomer_that_is_long_gone_takes_no_place(core: PrefillDriver) -> None:
+    """The answer to the Ping was lost in a break; later there is another one."""
+    core.connect(DECODE)
+    newcomer = peer("decode", incarnation=2)
+    core(ev.MessageArrived(connection_of(newcomer), core.hello(newcomer)))
+    for _ in range(4):
+        core.hear(DECODE, Ping(peer=DECODE))
+        core.sleep(1.0)
+    assert core(ev.ReplyLost(FIRST)) == []
+    assert core.core.connections() == [FIRST]
+
+
+@pytest.mark.parametrize("is_checked_first", [True, False])
+def test_a_hello_of_a_dead_incarnation_whose_check_ends_late_replaces_nobody(
+    core: PrefillDriver, is_checked_first: bool
+) -> None:
+    """Both hellos waited in the queue of a process that was stopped, and their checks end in any order."""
+    again = peer("decode", incarnation=2)
+    late, living = core.hello(), core.hello(again)
+    say(core, late)
+    say(core, living, connection_of(again))
+    checks = [core.checked(late), core.checked(living)]
+    for check in checks if is_checked_first else checks[::-1]:
+        core(check)
+    if is_checked_first:
+        assert core(ev.ReplyLost(FIRST))[-1] == CheckHello(connection_of(again), living)
+        core(core.checked(living))
+    else:
+        assert len(messages(core.hear(again, Pong(peer=again)), Refuse)) == 1
+    assert core.core.connections() == [connection_of(again)]
+    assert messages(core.hear(again, Ping(peer=again)), Pong) != []
+
+
+def test_decode_ranks_do_not_disturb_each_other(core: PrefillDriver) -> None:
+    core.connect()
+    core.connect(OTHER_DECODE)
+    for other in (DECODE, OTHER_DECODE):
+        assert messages(core.hear(other, Ping(peer=other)), Pong) == [(other, Pong(peer=PREFILL))]
+    effects = core.hear(OTHER_DECODE, Ping(peer=DECODE))
+    assert anomalies(effects) == ["message_in_the_name_of_another"]
+
+
+@pytest.mark.parametrize("is_checked", [False, True], ids=["while it is checked", "once it is connected"])
+def test_a_connection_belongs_to_one_decode_rank(core: PrefillDriver, is_checked: bool) -> None:
+    """Else the end of one would cut the other off, and nobody could tell who has said what."""
+    connection = connection_of(DECODE)
+    hello = core.hello()
+    core(ev.MessageArrived(connection, hello))
+    if is_checked:
+        core(core.checked(hello))
+    [(_, refusal)] = replies(core(ev.MessageArrived(connection, core.hello(OTHER_DECODE))))
+    assert isinstance(refusal, Refuse)
+    assert refusal.to == OTHER_DECODE
+    assert refusal.detail == f"the connection belongs to {DECODE}"
+    if not is_checked:
+        core(core.checked(hello))
+    assert OTHER_DECODE not in core.core.peers
+    core.connect(OTHER_DECODE)
+    core.hear(OTHER_DECODE, Goodbye(peer=OTHER_DECODE))
+    assert messages(core.hear(DECODE, Ping(peer=DECODE)), Pong) == [(DECODE, Pong(peer=PREFILL))]
+    core.hear(DECODE, Goodbye(peer=DECODE))
+    assert core.core.connections() == []
+
+
+def test_a_connection_that_a_decode_rank_has_left_may_become_anothers(core: PrefillDriver) -> None:
+    core.connect(DECODE)
+    core.connect(DECODE, connection=connection_of(DECODE, 1))
+    core.connect(OTHER_DECODE, connection=connection_of(DECODE))
+    core.hear(DECODE, Goodbye(peer=DECODE))
+    assert core.core.connections() == [connection_of(DECODE)]
+    assert messages(core.hear(OTHER_DECODE, Ping(peer=OTHER_DECODE)), Pong) == [(DECODE, Pong(peer=PREFILL))]
+
+
+def test_what_only_a_decode_rank_should_hear_is_counted(core: PrefillDriver) -> None:
+    core.connect()
+    assert anomalies(core.hear(DECODE, Welcome(peer=DECODE, attempt=0, version=3))) == ["unexpected_welcome"]
+
+
+# Closing -----------------------------------------------------------------------------------------------------------
+
+
+def test_goodbye_is_said_to_every_decode_rank_when_the_transport_is_closed(core: PrefillDriver) -> None:
+    core.connect()
+    core.connect(OTHER_DECODE)
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    core(chunk(0, 8, last=True))
+    delivery = ev.DeliveryId(ROOM, DECODE, 1)
+    core(ev.CloseStarted(ABORTED))
+    core(ev.PostEnded(delivery, 0, ABORTED, lingers=True))
+    said = dict(messages(core(ev.TransportClosed()), Goodbye))
+    assert said == {
+        DECODE: Goodbye(peer=PREFILL, fenced=False),
+        OTHER_DECODE: Goodbye(peer=PREFILL, fenced=True),
+    }
+
+
+def test_a_rank_of_which_every_write_has_ended_leaves_fenced(core: PrefillDriver) -> None:
+    core.connect()
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    core(chunk(0, 8, last=True))
+    core(ev.CloseStarted(ABORTED))
+    core(ev.PostEnded(ev.DeliveryId(ROOM, DECODE, 1), 0, None))
+    assert messages(core(ev.TransportClosed()), Goodbye) == [(DECODE, Goodbye(peer=PREFILL, fenced=True))]
+
+
+def test_goodbye_is_said_to_who_is_in_the_middle_of_a_handshake(core: PrefillDriver) -> None:
+    hello, other = core.hello(), core.hello(OTHER_DECODE)
+    core(ev.MessageArrived(connection_of(DECODE), hello))
+    core(ev.MessageArrived(connection_of(OTHER_DECODE), other))
+    core(ev.CloseStarted(ABORTED))
+    assert core(core.checked(other)) == [], "nobody is welcomed any more"
+    assert messages(core(ev.TransportClosed()), Goodbye) == [
+        (DECODE, Goodbye(peer=PREFILL, fenced=True)),
+        (OTHER_DECODE, Goodbye(peer=PREFILL, fenced=True)),
+    ]
+
+
+def test_who_says_goodbye_while_its_hello_is_checked_is_not_welcomed(core: PrefillDriver) -> None:
+    hello = core.hello()
+    say(core, hello)
+    assert say(core, Goodbye(peer=DECODE)) == []
+    assert core(core.checked(hello)) == [DisconnectTransport(DECODE)], "which was connected for the hello"
+    [(_, refusal)] = replies(say(core, core.hello()))
+    assert isinstance(refusal, Refuse)
+    assert refusal.detail == f"{DECODE} has said goodbye"
+
+
+def test_a_hello_whose_sender_is_lost_while_it_is_checked_is_checked_again(core: PrefillDriver) -> None:
+    core.connect()
+    hello = core.hello()
+    arrival = ev.MessageArrived(connection_of(DECODE), hello)
+    core(arrival)
+    assert DisconnectTransport(DECODE) in core.sleep(LEASE_S)  # after the transport was connected for the hello
+    assert messages(core(core.checked(hello)), Welcome) == []
+    assert core(arrival) == [CheckHello(connection_of(DECODE), hello)]
+    assert messages(core(core.checked(hello)), Welcome) != []
+
+
+# Checks that end for nobody ----------------------------------------------------------------------------------------
+
+
+def test_a_goodbye_over_the_connection_of_a_hello_that_is_checked_ends_the_rank(core: PrefillDriver) -> None:
+    core.connect(DECODE)
+    core.hear(DECODE, grant())
+    core(ev.SendOpened(7))
+    again = core.hello()
+    core(ev.MessageArrived(connection_of(DECODE, 1), again))
+    effects = core(ev.MessageArrived(connection_of(DECODE, 1), Goodbye(peer=DECODE)))
+    assert DisconnectTransport(DECODE) in effects
+    assert core.core.is_idle
+    assert core.core.connections() == []
+    assert core(core.checked(again, connection=connection_of(DECODE, 1))) == [DisconnectTransport(DECODE)]
+
+
+def test_the_transport_of_a_rank_that_is_lost_during_its_check_is_disconnected(core: PrefillDriver) -> None:
+    core.connect(DECODE)
+    again = core.hello()
+    core(ev.MessageArrived(connection_of(DECODE, 1), again))
+    assert DisconnectTransport(DECODE) in core.sleep(LEASE_S)
+    assert core(core.checked(again, connection=connection_of(DECODE, 1))) == [DisconnectTransport(DECODE)]
+
+
+def test_the_transport_of_a_check_that_a_refused_hello_has_overtaken_is_disconnected(core: PrefillDriver) -> None:
+    first, second = core.hello(), core.hello()
+    core(ev.MessageArrived(FIRST, first))
+    core(ev.MessageArrived(FIRST, second))
+    assert core(core.checked(first)) == []
+    assert DisconnectTransport(DECODE) in core(ev.HelloChecked(FIRST, second, None, "does not fit"))

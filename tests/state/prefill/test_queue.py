@@ -1,0 +1,418 @@
+"""Whose turn it is: fair between peers, fair between deliveries of a class, and never more than a peer's credit."""
+
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+
+import pytest
+
+from kvflow.config import NUM_PRIORITIES, Limits, Timeouts
+from kvflow.state.effects import Piece
+from kvflow.state.events import DeliveryId
+from kvflow.state.prefill import queue as queue_module
+from kvflow.state.prefill.peers import DecodePeers
+from kvflow.state.prefill.queue import PieceEnd, PieceQueue
+from kvflow.state.prefill.slots import RemoteSlots, SlotPool
+from kvflow.state.timers import Timers
+from kvflow.wire.messages import PeerId, StagingWindow
+from tests.support.sending import PEERS, piece
+from tests.support.sending import delivery as delivery_of
+
+Queued = tuple[Piece, float]
+"""A piece, and when it gets in line."""
+
+Place = tuple[int, int, int]
+"""Engine rank of the peer, room, sequence number."""
+
+AGEING_S = 1.0
+LOWEST = NUM_PRIORITIES - 1
+
+
+def delivery(to: PeerId = PEERS[0], room: int = 1) -> DeliveryId:
+    return delivery_of(to, room)
+
+
+def job(
+    of: DeliveryId, seq: int = 0, num_bytes: int = 1, *, num_descriptors: int = 1, priority: int = 0, at: float = 0.0
+) -> Queued:
+    return piece(of, seq, num_bytes, num_descriptors=num_descriptors, priority=priority), at
+
+
+def push(queue: PieceQueue, queued: Queued, *, wants_slot: bool = False) -> None:
+    waiting, now = queued
+    queue.expect(waiting.delivery.peer)
+    queue.push(waiting, now, wants_slot=wants_slot)
+
+
+def end(queue: PieceQueue, taken: Piece, how: PieceEnd = PieceEnd.ENDED) -> None:
+    queue.end(taken.delivery, taken.seq, how)
+
+
+def place(taken: Piece) -> Place:
+    return taken.delivery.peer.rank.engine_rank, taken.delivery.room, taken.seq
+
+
+def queue_of(
+    jobs: Iterable[Queued], *, posts: int = 1_000, num_bytes: int = 1_000, num_descriptors: int = 1_000
+) -> PieceQueue:
+    queue = PieceQueue(
+        Limits(posts_per_peer=posts, bytes_per_peer=num_bytes, descriptors_per_peer=num_descriptors), ageing_s=AGEING_S
+    )
+    for queued in jobs:
+        push(queue, queued)
+    return queue
+
+
+def take_all(queue: PieceQueue, now: float = 0.0) -> list[Piece]:
+    taken = []
+    while (popped := queue.pop(now)) is not None:
+        taken.append(popped)
+    return taken
+
+
+def rooms_of(jobs: Iterable[Piece]) -> list[int]:
+    return [taken.delivery.room for taken in jobs]
+
+
+def test_empty_queue() -> None:
+    queue = queue_of([])
+    assert (queue.pop(0.0), len(queue)) == (None, 0)
+
+
+def test_chunks_of_a_delivery_keep_their_order() -> None:
+    queue = queue_of(job(delivery(), seq) for seq in (3, 1, 2, 0))
+    assert [taken.seq for taken in take_all(queue)] == [3, 1, 2, 0]
+
+
+def test_peers_take_turns() -> None:
+    queue = queue_of(job(delivery(to), seq) for to in PEERS for seq in range(2))
+    ranks = [place(taken)[0] for taken in take_all(queue)]
+    assert ranks == [0, 1, 2, 0, 1, 2]
+
+
+@pytest.mark.parametrize("priority", [0, 3, LOWEST])
+def test_deliveries_of_a_class_take_turns(priority: int) -> None:
+    queue = queue_of(job(delivery(room=room), seq, priority=priority) for room in (5, 6, 7) for seq in range(2))
+    assert rooms_of(take_all(queue)) == [5, 6, 7, 5, 6, 7]
+
+
+@pytest.mark.parametrize("priority", [0, 3, LOWEST])
+def test_late_small_transfer_does_not_wait_for_a_long_one_of_its_class(priority: int) -> None:
+    """Nor does it matter for how long the other one has waited."""
+    queue = queue_of(job(delivery(room=1), seq, priority=priority) for seq in range(100))
+    queue.pop(50.0)
+    push(queue, job(delivery(room=2), priority=priority, at=60.0))
+    assert 2 in rooms_of(taken for taken in (queue.pop(60.0), queue.pop(60.0)) if taken)
+
+
+def test_peer_with_many_deliveries_gets_no_more_turns() -> None:
+    crowd = [job(delivery(PEERS[0], room), seq) for room in range(10) for seq in range(2)]
+    queue = queue_of([*crowd, *(job(delivery(PEERS[1]), seq) for seq in range(5))])
+    ranks = [place(taken)[0] for taken in take_all(queue)[:10]]
+    assert ranks == [0, 1] * 5
+
+
+# Credit ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", ["posts", "num_bytes", "num_descriptors"])
+def test_credit_bounds_what_is_taken(bound: str) -> None:
+    bounds = {"posts": 2, "num_bytes": 20, "num_descriptors": 20}
+    queue = queue_of((job(delivery(), seq, 10, num_descriptors=10) for seq in range(5)), **{bound: bounds[bound]})
+    first, second = take_all(queue)
+    assert (first.seq, second.seq, len(queue)) == (0, 1, 3)
+    end(queue, second)
+    assert [taken.seq for taken in take_all(queue)] == [2]
+    end(queue, first)
+    assert [taken.seq for taken in take_all(queue)] == [3]
+
+
+@pytest.mark.parametrize("large", [(5_000, 1), (1, 5_000)], ids=["bytes", "descriptors"])
+def test_job_larger_than_all_credit_goes_alone(large: tuple[int, int]) -> None:
+    sizes = [(1_000, 1_000), large, (1_000, 1_000)]
+    queue = queue_of(job(delivery(), seq, size, num_descriptors=count) for seq, (size, count) in enumerate(sizes))
+    for expected in range(3):
+        (taken,) = take_all(queue)
+        assert taken.seq == expected
+        end(queue, taken)
+
+
+def test_peer_without_room_does_not_hold_up_others() -> None:
+    queue = queue_of((job(delivery(to), seq) for to in PEERS for seq in range(3)), posts=1)
+    full = queue.pop(0.0)
+    assert full is not None
+    others = [queue.pop(0.0), queue.pop(0.0)]
+    assert queue.pop(0.0) is None
+    for other in others:
+        assert other is not None
+        end(queue, other)
+    assert [place(taken)[0] for taken in take_all(queue)] == [1, 2]
+    end(queue, full)
+    assert [place(taken) for taken in take_all(queue)] == [(0, 1, 1)]
+
+
+def slots_of(num_slots: int) -> RemoteSlots:
+    """Staging slots at every peer."""
+    timers: Timers[object] = Timers()
+    slots = RemoteSlots(DecodePeers(timers), Timeouts(), timers, lambda _: None)
+    for to in PEERS:
+        slots.connected(to, StagingWindow(4096, 64, num_slots), 0.0)
+    return slots
+
+
+def test_a_piece_that_waits_for_a_slot_that_will_never_be_free_goes_without() -> None:
+    queue = PieceQueue(Limits(), AGEING_S, SlotPool(1), slots_of(1))
+    for to in PEERS[:2]:
+        push(queue, job(delivery(to)), wants_slot=True)
+    (taken,) = take_all(queue)
+    assert taken.slots is not None
+    end(queue, taken, PieceEnd.IN_DOUBT)
+    (other,) = take_all(queue)
+    assert (other.delivery.peer, other.slots) == (PEERS[1], None)
+
+
+def test_a_packed_piece_takes_one_descriptor_of_the_credit() -> None:
+    queue = PieceQueue(Limits(descriptors_per_peer=2), AGEING_S, SlotPool(3), slots_of(3))
+    for seq in range(3):
+        push(queue, job(delivery(), seq, num_descriptors=1_000), wants_slot=True)
+    assert [taken.seq for taken in take_all(queue)] == [0, 1]
+
+
+def test_slots_of_a_piece_that_goes_directly_are_free_for_the_next_one() -> None:
+    queue = PieceQueue(Limits(), AGEING_S, SlotPool(1), slots_of(1))
+    for seq in range(2):
+        push(queue, job(delivery(), seq), wants_slot=True)
+    (first,) = take_all(queue)
+    queue.release_slots(first.delivery, first.seq)
+    (second,) = take_all(queue)
+    assert second.slots == first.slots
+    end(queue, first)
+    end(queue, second)
+    assert queue.num_under_way == 0
+
+
+def test_a_piece_that_may_not_be_taken_keeps_its_turn() -> None:
+    queue = queue_of(job(delivery(to)) for to in PEERS[:2])
+    asked: list[Place] = []
+
+    def may_take(waiting: Piece, is_packed: bool) -> bool:
+        asked.append(place(waiting))
+        assert not is_packed
+        return False
+
+    assert queue.pop(0.0, may_take) is None
+    assert queue.pop(0.0, may_take) is None
+    assert asked == [(0, 1, 0), (0, 1, 0)]
+    assert [place(taken) for taken in take_all(queue)] == [(0, 1, 0), (1, 1, 0)]
+
+
+def test_a_post_in_doubt_gives_its_credit_back_once() -> None:
+    queue = queue_of((job(delivery(), seq) for seq in range(3)), posts=1)
+    (first,) = take_all(queue)
+    end(queue, first, PieceEnd.IN_DOUBT)
+    assert queue.is_in_doubt(first.delivery, first.seq)
+    (second,) = take_all(queue)
+    end(queue, first)
+    assert take_all(queue) == []
+    end(queue, second)
+    assert [taken.seq for taken in take_all(queue)] == [2]
+
+
+# Capacity ----------------------------------------------------------------------------------------------------------
+
+
+def test_capacity_counts_pieces_that_wait_for_their_data_too() -> None:
+    queue = PieceQueue(Limits(queued_chunks=2), AGEING_S)
+    queue.expect(PEERS[0])
+    assert queue.has_capacity(PEERS)
+    queue.expect(PEERS[0])
+    assert not queue.has_capacity(PEERS)
+    assert queue.has_capacity(PEERS[1:])
+    assert len(queue) == 2
+
+
+def test_freed_capacity_is_said_once_and_only_where_there_was_none() -> None:
+    queue = PieceQueue(Limits(queued_chunks=2), AGEING_S)
+    queue.expect(PEERS[0])
+    queue.stop_expecting(PEERS[0], 1)
+    assert not queue.take_freed_capacity()
+    for seq in range(3):
+        push(queue, job(delivery(), seq))
+    queue.pop(0.0)
+    assert not queue.take_freed_capacity(), "two wait, which is as many as may"
+    queue.pop(0.0)
+    assert queue.take_freed_capacity()
+    assert not queue.take_freed_capacity()
+
+
+def test_large_job_is_not_overtaken_by_smaller_ones_of_its_class() -> None:
+    """Credit comes back one by one, so that only a smaller job would fit; all of it is saved up for the large one."""
+    queue = queue_of((job(delivery(room=room), 0, 25) for room in range(4)), num_bytes=100)
+    under_way = take_all(queue)
+    push(queue, job(delivery(room=50), 0, 80))
+    others = [job(delivery(room=51), 0, 1), job(delivery(PEERS[1], room=52), 0, 1)]
+    for other in others:
+        push(queue, other)
+    assert rooms_of(take_all(queue)) == [52]
+    for ended in under_way[:3]:
+        end(queue, ended)
+        assert queue.pop(0.0) is None
+    end(queue, under_way[3])
+    assert rooms_of(take_all(queue)) == [50, 51]
+
+
+def test_job_that_does_not_fit_gives_way_when_its_transfer_is_dropped() -> None:
+    queue = queue_of([job(delivery(room=1), 0, 60)], num_bytes=100)
+    queue.pop(0.0)
+    push(queue, job(delivery(room=2), 0, 50))
+    push(queue, job(delivery(room=3), 0, 40))
+    assert queue.pop(0.0) is None
+    queue.drop(delivery(room=2))
+    assert rooms_of(take_all(queue)) == [3]
+
+
+def drop(queue: PieceQueue, of: DeliveryId) -> int:
+    """Drop a delivery; say how many pieces wait no more."""
+    before = len(queue)
+    queue.drop(of)
+    return before - len(queue)
+
+
+def test_drop_forgets_one_delivery_only() -> None:
+    rooms = [(1, 0), (2, 0), (1, 1), (2, 1)]
+    queue = queue_of(job(delivery(room=room), seq) for room, seq in rooms)
+    dropped = [delivery(room=1), delivery(room=1), delivery(room=99), delivery(PEERS[2], room=2)]
+    assert [drop(queue, one) for one in dropped] == [2, 0, 0, 0]
+    assert len(queue) == 2
+    assert [place(taken) for taken in take_all(queue)] == [(0, 2, 0), (0, 2, 1)]
+
+
+def test_credit_of_a_dropped_delivery_comes_back_with_its_end_only() -> None:
+    queue = queue_of([job(delivery(room=1), 0), job(delivery(room=1), 1), job(delivery(room=2))], posts=1)
+    taken = queue.pop(0.0)
+    assert taken is not None
+    queue.drop(delivery(room=1))
+    assert (queue.pop(0.0), len(queue)) == (None, 1)
+    end(queue, taken)
+    assert [place(taken) for taken in take_all(queue)] == [(0, 2, 0)]
+
+
+def test_nothing_is_kept_for_peers_that_are_served() -> None:
+    queue = queue_of(job(delivery(to, room), priority=room) for to in PEERS for room in range(3))
+    queue.drop(delivery(PEERS[0], 2))
+    for taken in take_all(queue):
+        end(queue, taken)
+    assert not queue._lanes
+    assert not queue._windows
+    assert not queue._candidates
+    assert not queue._num_waiting
+    assert not queue._under_way
+
+
+# Priority ----------------------------------------------------------------------------------------------------------
+
+
+def test_classes_go_in_order() -> None:
+    queue = queue_of(job(delivery(room=7 - priority), priority=priority) for priority in (4, 0, 7, 2, 5, 1, 6, 3))
+    assert rooms_of(take_all(queue)) == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+def test_higher_class_overtakes_all_that_wait() -> None:
+    queue = queue_of(job(delivery(room=room), seq, priority=1) for room in (1, 2) for seq in range(10))
+    queue.pop(0.0)
+    for seq in range(3):
+        push(queue, job(delivery(room=9), seq, at=0.5))
+    assert rooms_of(take_all(queue, 0.6))[:4] == [9, 9, 9, 2]
+
+
+@pytest.mark.parametrize("priority", range(1, NUM_PRIORITIES))
+def test_waiting_lifts_a_job_by_one_class_after_another(priority: int) -> None:
+    """It is overtaken by what comes before it has been lifted, and by nothing that comes later."""
+    for higher in range(priority):
+        lifted_at = (priority - higher) * AGEING_S
+        for at, expected in ((lifted_at - 0.1, [2, 1]), (lifted_at + 0.1, [1, 2])):
+            queue = queue_of([job(delivery(room=1), priority=priority, at=0.0)])
+            push(queue, job(delivery(room=2), priority=higher, at=at))
+            assert rooms_of(take_all(queue, at)) == expected
+
+
+def test_lowest_class_takes_turns_with_the_highest_once_it_is_lifted() -> None:
+    """A stream of the highest class that fills all credit starves nobody."""
+    queue = queue_of((job(delivery(room=1), seq, priority=LOWEST) for seq in range(50)), posts=1)
+    served = []
+    for step in range(100):
+        now = 0.1 * step
+        push(queue, job(delivery(room=2), step, at=now))
+        taken = queue.pop(now)
+        assert taken is not None
+        served.append(taken.delivery.room)
+        end(queue, taken)
+    num_alone = round(LOWEST * AGEING_S / 0.1)
+    assert served[:num_alone] == [2] * num_alone
+    assert sorted(served[num_alone:]) == [1] * 15 + [2] * 15
+    assert [1, 1] not in [served[at : at + 2] for at in range(99)]
+
+
+def test_backlog_that_is_lifted_does_not_shut_the_highest_class_out() -> None:
+    queue = queue_of(job(delivery(room=1), seq, priority=LOWEST) for seq in range(10))
+    queue.pop(100.0)
+    for seq in range(5):
+        push(queue, job(delivery(room=2), seq, at=100.0))
+    assert rooms_of(take_all(queue, 100.0))[:10] == [1, 2] * 5
+
+
+def test_blocked_large_job_is_overtaken_by_a_higher_class_for_a_bounded_time_only() -> None:
+    queue = queue_of([job(delivery(room=1), 0, 60)], num_bytes=100)
+    under_way = queue.pop(0.0)
+    assert under_way is not None
+    push(queue, job(delivery(room=2), 0, 90, priority=2, at=0.0))
+    push(queue, job(delivery(room=3), 0, 10, at=1.9))
+    assert rooms_of(take_all(queue, 1.9)) == [3]
+    push(queue, job(delivery(room=4), 0, 10, at=2.1))
+    assert queue.pop(100.0) is None
+
+
+# Work --------------------------------------------------------------------------------------------------------------
+
+
+def steps_of(act: Callable[[], object]) -> int:
+    """How many lines of the queue's module something runs."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> object:
+        nonlocal count
+        if frame.f_code.co_filename != queue_module.__file__:
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def steps_of_a_turn(num_deliveries: int) -> list[int]:
+    """Lines that a few turns of a queue take, credit that comes back included."""
+    every_class = (
+        job(delivery(room=room), seq, priority=room % NUM_PRIORITIES)
+        for room in range(num_deliveries)
+        for seq in (0, 1)
+    )
+    queue = queue_of(every_class, posts=1)
+
+    def turn() -> None:
+        taken = queue.pop(1.0)
+        assert taken is not None
+        end(queue, taken)
+
+    return [steps_of(turn) for _ in range(20)]
+
+
+def test_a_turn_costs_the_same_however_many_wait() -> None:
+    few, many = steps_of_a_turn(100), steps_of_a_turn(10_000)
+    assert few == many
+    assert max(few) > 10

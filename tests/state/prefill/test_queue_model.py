@@ -1,0 +1,183 @@
+"""Whatever is pushed, popped, ended and dropped, and whenever: credit adds up, and every promise about turns holds."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvflow.config import NUM_PRIORITIES, Limits
+from kvflow.state.effects import Cost, Piece
+from kvflow.state.events import DeliveryId
+from kvflow.state.prefill.queue import PieceEnd, PieceQueue
+from kvflow.wire.messages import PeerId
+from tests.support.examples import examples
+from tests.support.sending import PEERS, delivery, piece
+
+AGEING_S = 1.0
+MAX_POSTS, MAX_BYTES, MAX_DESCRIPTORS = 3, 10, 12
+LIMITS = Limits(posts_per_peer=MAX_POSTS, bytes_per_peer=MAX_BYTES, descriptors_per_peer=MAX_DESCRIPTORS)
+
+peers = st.sampled_from(PEERS)
+deliveries = st.builds(delivery, peers, st.integers(1, 5))
+
+
+@dataclass
+class Waiting:
+    """Pieces of one delivery, and who has had a turn at the same peer since it got in line and since it was due."""
+
+    joined_at: float
+    pieces: list[Piece] = field(default_factory=list)
+    turns_of_others: Counter[DeliveryId] = field(default_factory=Counter)
+    turns_since_due: Counter[DeliveryId] = field(default_factory=Counter)
+
+    @property
+    def priority(self) -> int:
+        return self.pieces[0].grant.priority
+
+    def rejoin(self, now: float) -> None:
+        self.joined_at = now
+        self.turns_of_others.clear()
+        self.turns_since_due.clear()
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Pieces that wait and pieces that are under way, in plain lists."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.queue = PieceQueue(LIMITS, AGEING_S)
+        self.now = 0.0
+        self.waiting: dict[DeliveryId, Waiting] = {}
+        self.under_way: list[Piece] = []
+        self.priorities: dict[DeliveryId, int] = {}
+        self.turns_of_peers: dict[PeerId, Counter[PeerId]] = {}
+        self.num_pushed = 0
+        self.pushed_at: dict[int, float] = {}
+
+    @rule(seconds=st.sampled_from([1 / 64, 0.25, 1.0, 2.5, 10.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(
+        of=deliveries,
+        sizes=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 14)), min_size=1, max_size=4),
+        priority=st.integers(0, NUM_PRIORITIES - 1),
+    )
+    def push(self, of: DeliveryId, sizes: list[tuple[int, int]], priority: int) -> None:
+        """All pieces of a delivery have the priority of its grant."""
+        priority = self.priorities.setdefault(of, priority)
+        for num_bytes, num_descriptors in sizes:
+            new = piece(of, self.num_pushed, num_bytes, num_descriptors=num_descriptors, priority=priority)
+            self.num_pushed += 1
+            self.queue.expect(of.peer)
+            self.queue.push(new, self.now, wants_slot=False)
+            self.pushed_at[new.seq] = self.now
+            self.waiting.setdefault(of, Waiting(self.now)).pieces.append(new)
+        self.follow_peers()
+
+    @rule(count=st.integers(1, 6))
+    def pop(self, count: int) -> None:
+        for _ in range(count):
+            self.follow_peers()
+            taken = self.queue.pop(self.now)
+            if taken is None:
+                assert not self.turns_of_peers
+                return
+            self.check_turn(taken)
+            self.take(taken)
+
+    @precondition(lambda self: self.under_way)
+    @rule(which=st.integers(0, 100))
+    def end(self, which: int) -> None:
+        ended = self.under_way.pop(which % len(self.under_way))
+        self.queue.end(ended.delivery, ended.seq, PieceEnd.ENDED)
+
+    @rule(of=deliveries)
+    def drop(self, of: DeliveryId) -> None:
+        waiting = self.waiting.pop(of, None)
+        before = len(self.queue)
+        self.queue.drop(of)
+        assert before - len(self.queue) == (len(waiting.pieces) if waiting else 0)
+        self.follow_peers()
+
+    @invariant()
+    def counts_are_those_of_what_waits_and_what_is_under_way(self) -> None:
+        assert len(self.queue) == sum(len(waiting.pieces) for waiting in self.waiting.values())
+        windows = self.queue._windows
+        assert sorted(windows) == sorted({out.delivery.peer for out in self.under_way})
+        for peer, window in windows.items():
+            costs = self.costs(peer)
+            total = (len(costs), sum(cost.num_bytes for cost in costs), sum(cost.num_descriptors for cost in costs))
+            assert (window.num_posts, window.num_bytes, window.num_descriptors) == total
+            is_within = total[0] <= MAX_POSTS and total[1] <= MAX_BYTES and total[2] <= MAX_DESCRIPTORS
+            assert is_within or total[0] == 1
+
+    def teardown(self) -> None:
+        """Everything that waits gets its turn, and then nothing is left."""
+        if not hasattr(self, "queue"):
+            return
+        while self.waiting or self.under_way:
+            self.pop(1)
+            if self.under_way:
+                self.end(0)
+        assert (len(self.queue), self.queue._lanes, self.queue._windows) == (0, {}, {})
+        assert (self.queue._num_waiting, self.queue.num_under_way) == ({}, 0)
+
+    def take(self, taken: Piece) -> None:
+        """Note a turn: whose, and who waited meanwhile."""
+        of, peer = taken.delivery, taken.delivery.peer
+        mine = self.waiting[of]
+        mine.pieces.pop(0)
+        mine.rejoin(self.now)
+        if not mine.pieces:
+            del self.waiting[of]
+        for other, waiting in self.waiting.items():
+            if other != of and other.peer == peer:
+                waiting.turns_of_others[of] += 1
+                waiting.turns_since_due[of] += self.now >= waiting.joined_at + waiting.priority * AGEING_S
+        for turns in self.turns_of_peers.values():
+            turns[peer] += 1
+        self.turns_of_peers.pop(peer, None)
+        self.under_way.append(taken)
+
+    def check_turn(self, taken: Piece) -> None:
+        mine = self.waiting[taken.delivery]
+        assert taken is mine.pieces[0]
+        assert self.fits(taken)
+        for other, waiting in self.waiting.items():
+            if other == taken.delivery or other.peer != taken.delivery.peer:
+                continue
+            if waiting.priority == mine.priority:
+                assert not waiting.turns_of_others[taken.delivery], "two turns, while one of the same class had none"
+            if waiting.priority < mine.priority:
+                head_start = (mine.priority - waiting.priority) * AGEING_S
+                assert self.pushed_at[taken.seq] + head_start <= waiting.joined_at, (
+                    "a lower class went before it was lifted"
+                )
+            assert not waiting.turns_since_due[taken.delivery], "two turns, while one that was due had none"
+        for peer, turns in self.turns_of_peers.items():
+            assert peer == taken.delivery.peer or not turns[taken.delivery.peer], "two turns, while a peer had none"
+
+    def follow_peers(self) -> None:
+        """Count turns for peers that must have one: those with pieces that fit, whichever is next."""
+        firsts = [waiting.pieces[0] for waiting in self.waiting.values()]
+        waiting_at = {first.delivery.peer for first in firsts}
+        blocked = {first.delivery.peer for first in firsts if not self.fits(first)}
+        must_be_served = [peer for peer in PEERS if peer in waiting_at - blocked]
+        self.turns_of_peers = {peer: self.turns_of_peers.get(peer, Counter()) for peer in must_be_served}
+
+    def fits(self, new: Piece) -> bool:
+        costs = [*self.costs(new.delivery.peer), new.cost]
+        num_bytes, num_descriptors = (sum(column) for column in zip(*costs, strict=True))
+        return len(costs) == 1 or (
+            len(costs) <= MAX_POSTS and num_bytes <= MAX_BYTES and num_descriptors <= MAX_DESCRIPTORS
+        )
+
+    def costs(self, peer: PeerId) -> list[Cost]:
+        return [out.cost for out in self.under_way if out.delivery.peer == peer]
+
+
+TestQueue = QueueMachine.TestCase
+TestQueue.settings = settings(max_examples=examples(100), stateful_step_count=50)

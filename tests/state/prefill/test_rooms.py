@@ -1,0 +1,530 @@
+"""Rooms of a prefill rank: from `send` and a decode rank's grant to the last write that ends."""
+
+import pytest
+
+from kvflow.config import Limits, Timeouts
+from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError
+from kvflow.state import events as ev
+from kvflow.state.effects import AwaitData, CountAnomaly, DisconnectTransport, PrefillEffect
+from kvflow.state.events import Chunk
+from kvflow.wire.messages import Ack, Cancel, Drained, Failed, Goodbye, Notice, Ping, Pong
+from tests.support.cores import (
+    ABORTED,
+    DECODE,
+    OTHER_DECODE,
+    PREFILL,
+    PrefillDriver,
+    abort_failure,
+    anomalies,
+    grant,
+    messages,
+    peer,
+    reports,
+)
+from tests.support.sending import DELIVERY, ROOM, chunk, delivery, end, pieces, posted
+from tests.support.small_routes import small_pieces
+
+FAILURE = abort_failure("the write broke")
+ACK = Ack(room=ROOM, generation=1)
+
+
+class Device:
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def core() -> PrefillDriver:
+    driver = PrefillDriver()
+    driver.connect()
+    return driver
+
+
+@pytest.fixture
+def granted(core: PrefillDriver) -> PrefillDriver:
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    return core
+
+
+def one_post_at_a_time() -> PrefillDriver:
+    """A room that is granted, where each post waits for the end of the one before."""
+    core = PrefillDriver(limits=Limits(posts_per_peer=1))
+    core.connect()
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    return core
+
+
+def failed_in(effects: list[PrefillEffect]) -> list[Failed]:
+    return [message for _, message in messages(effects, Failed) if isinstance(message, Failed)]
+
+
+def test_chunks_before_the_grant_are_sent_when_it_comes(core: PrefillDriver) -> None:
+    assert core(ev.SendOpened(ROOM)) == []
+    assert core(chunk(0, 4)) == []
+    assert core(chunk(4, 8, last=True, metadata=b"m")) == []
+    assert posted(core.hear(DECODE, grant())) == [(0, (0, 4)), (1, (4, 8))]
+
+
+def test_a_grant_before_the_room_is_served_when_it_opens(core: PrefillDriver) -> None:
+    assert core.hear(DECODE, grant()) == []
+    core(ev.SendOpened(ROOM))
+    assert posted(core(chunk(0, 8, last=True))) == [(0, (0, 8))]
+
+
+def test_delivery_succeeds_when_the_receiver_has_everything(granted: PrefillDriver) -> None:
+    (first,) = pieces(granted(chunk(0, 4)))
+    (last,) = pieces(granted(chunk(4, 8, last=True, metadata=b"m")))
+    notice = first.notice
+    assert (notice.seq, notice.ranges, notice.last, notice.num_bytes, notice.token) == (0, {"kv": (0, 4)}, False, 8, 99)
+    assert (last.notice.seq, last.notice.last, last.notice.metadata) == (1, True, b"m")
+    assert end(granted, 1) == []
+    assert reports(end(granted, 0)) == [("pending", "safe")]
+    assert reports(granted.hear(DECODE, ACK)) == [("success", "safe")]
+    assert granted.core.is_idle
+
+
+def test_only_wanted_tokens_are_sent(core: PrefillDriver) -> None:
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant(tokens=(6, 10)))
+    assert core(chunk(0, 4)) == []
+    assert posted(core(chunk(4, 8))) == [(0, (6, 8))]
+    assert posted(core(chunk(8, 12, last=True))) == [(1, (8, 10))]
+
+
+def test_a_last_chunk_of_which_nothing_is_wanted_still_delivers_the_metadata(core: PrefillDriver) -> None:
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant(tokens=(8, 8)))
+    effects = core(chunk(0, 8, last=True, metadata=b"m"))
+    ((receiver, notice),) = messages(effects, Notice)
+    assert receiver == DECODE
+    assert isinstance(notice, Notice)
+    assert (notice.seq, notice.last, notice.metadata, notice.ranges) == (0, True, b"m", {})
+    assert reports(effects) == [("pending", "safe")]
+    assert reports(core.hear(DECODE, ACK)) == [("success", "safe")]
+
+
+def test_a_rank_that_sends_nothing_has_done_its_part_with_the_last_chunk() -> None:
+    core = PrefillDriver()
+    core.connect(wants=False)
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant(pages={}))
+    assert core(chunk(0, 4)) == []
+    assert reports(core(chunk(4, 8, last=True))) == [("success", "safe")]
+    assert core.hear(DECODE, ACK) == []
+
+
+def test_room_succeeds_when_every_decode_rank_has_everything(core: PrefillDriver) -> None:
+    core.connect(OTHER_DECODE)
+    core(ev.SendOpened(ROOM))
+    core(chunk(0, 8, last=True))
+    core.hear(DECODE, grant(num_decode_ranks=2))
+    assert end(core, 0) == []
+    assert core.hear(DECODE, ACK) == []
+    core.hear(OTHER_DECODE, grant(num_decode_ranks=2))
+    assert reports(end(core, 0, delivery(OTHER_DECODE))) == [("pending", "safe")]
+    assert reports(core.hear(OTHER_DECODE, ACK)) == [("success", "safe")]
+
+
+def test_the_receiver_may_know_before_the_transport_says_so(granted: PrefillDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    assert granted.hear(DECODE, ACK) == []
+    assert reports(end(granted, 0)) == [("success", "safe")]
+    assert granted.core.is_idle
+
+
+def test_written_is_not_delivered(granted: PrefillDriver) -> None:
+    """Its last notice may be lost with the peer: the pages are quiet, but the transfer has failed."""
+    granted(chunk(0, 8, last=True))
+    end(granted, 0)
+    assert reports(granted.hear(DECODE, Goodbye(peer=DECODE))) == [("failed", "safe")]
+    assert granted.core.is_idle
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_ack_of_what_is_not_open_counts_for_nothing(core: PrefillDriver, generation: int) -> None:
+    core.hear(DECODE, grant(generation=1))
+    effects = core.hear(DECODE, Ack(room=ROOM, generation=generation))
+    assert effects == [CountAnomaly("ack_of_unknown_transfer", DECODE, ROOM)]
+
+
+@pytest.mark.parametrize("wanted", [(0, 9), (0, 12)])
+def test_tokens_beyond_the_prompt_are_a_failure_with_a_reason(core: PrefillDriver, wanted: tuple[int, int]) -> None:
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant(tokens=wanted))
+    effects = core(chunk(0, 8, last=True))
+    (failed,) = failed_in(effects)
+    assert failed.failure.reason is FailureReason.TOKENS_NOT_SERVED
+    assert failed.drained
+    assert reports(effects)[-1] == ("failed", "safe")
+
+
+def test_tokens_before_the_first_chunk_are_a_failure_at_once(core: PrefillDriver) -> None:
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant(tokens=(0, 8)))
+    (failed,) = failed_in(core(chunk(4, 8)))
+    assert "0:8" in failed.failure.detail
+
+
+def test_abort_waits_for_what_is_posted_and_posts_nothing_more() -> None:
+    core = one_post_at_a_time()
+    core(chunk(0, 4))
+    assert posted(core(chunk(4, 8, last=True))) == []
+    effects = core(ev.SendAborted(ROOM, ABORTED))
+    assert reports(effects) == [("aborted", "draining")]
+    (failed,) = failed_in(effects)
+    assert not failed.drained
+    effects = end(core, 0)
+    assert [receiver for receiver, _ in messages(effects, Drained)] == [DECODE]
+    assert reports(effects) == [("aborted", "safe")]
+    assert posted(effects) == []
+    assert core.core.queue.num_under_way == len(core.core.queue) == 0
+
+
+def test_cancel_is_answered_with_drained_after_the_last_post(granted: PrefillDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    effects = granted.hear(DECODE, Cancel(room=ROOM, generation=1, failure=ABORTED))
+    assert messages(effects, Drained) == messages(effects, Failed) == []
+    assert reports(effects) == [("failed", "draining")]
+    assert len(messages(end(granted, 0), Drained)) == 1
+
+
+def test_cancel_of_what_was_never_granted_is_answered_at_once(core: PrefillDriver) -> None:
+    core.hear(DECODE, grant())
+    assert len(messages(core.hear(DECODE, Cancel(room=ROOM, generation=1, failure=ABORTED)), Drained)) == 1
+
+
+def test_cancel_is_answered_every_time(granted: PrefillDriver) -> None:
+    cancel = Cancel(room=ROOM, generation=1, failure=ABORTED)
+    assert len(messages(granted.hear(DECODE, cancel), Drained)) == 1
+    assert len(messages(granted.hear(DECODE, cancel), Drained)) == 1
+
+
+def test_one_decode_rank_that_cancels_ends_the_room_for_all(core: PrefillDriver) -> None:
+    core.connect(OTHER_DECODE)
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant(num_decode_ranks=2))
+    core.hear(OTHER_DECODE, grant(num_decode_ranks=2))
+    effects = core.hear(DECODE, Cancel(room=ROOM, generation=1, failure=ABORTED))
+    assert [receiver for receiver, _ in messages(effects, Failed)] == [OTHER_DECODE]
+    assert [receiver for receiver, _ in messages(effects, Drained)] == [DECODE]
+
+
+def test_a_failed_post_fails_the_room(granted: PrefillDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    effects = end(granted, 0, failure=FAILURE)
+    assert reports(effects)[-1] == ("failed", "safe")
+    assert failed_in(effects)[0].failure == FAILURE
+
+
+def test_a_post_in_doubt_quarantines_until_it_has_ended(granted: PrefillDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    effects = granted(ev.PostInDoubt(DELIVERY, 0, FAILURE))
+    assert reports(effects)[-1] == ("failed", "quarantined")
+    assert messages(effects, Drained) == []
+    with pytest.raises(LocalProtocolError, match="in use"):
+        granted(ev.SendOpened(ROOM))
+    effects = end(granted, 0, failure=FAILURE)
+    assert reports(effects) == [("failed", "safe")]
+    assert len(messages(effects, Drained)) == 1
+
+
+def test_a_post_that_does_not_end_is_quarantined_after_the_drain_timeout(granted: PrefillDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    granted(ev.SendAborted(ROOM, ABORTED))
+    assert reports(granted.sleep(Timeouts().drain_s)) == [("aborted", "quarantined")]
+    assert reports(end(granted, 0)) == [("aborted", "safe")]
+
+
+def test_second_grant_of_a_rank_is_refused_and_changes_nothing(granted: PrefillDriver) -> None:
+    (failed,) = failed_in(granted.hear(DECODE, grant(generation=2)))
+    assert (failed.generation, failed.failure.reason) == (2, FailureReason.ROOM_IN_USE)
+    assert posted(granted(chunk(0, 8, last=True))) == [(0, (0, 8))]
+
+
+def test_a_repeated_grant_is_not_obeyed_again(granted: PrefillDriver) -> None:
+    granted(chunk(0, 4))
+    assert granted.hear(DECODE, grant()) == []
+
+
+def test_a_repeated_grant_of_a_failed_room_is_told_so_again(granted: PrefillDriver) -> None:
+    said = messages(granted(ev.SendAborted(ROOM, ABORTED)), Failed)
+    assert said == messages(granted.hear(DECODE, grant()), Failed)
+    granted(ev.SendOpened(ROOM))
+    assert said == messages(granted.hear(DECODE, grant()), Failed)
+
+
+@pytest.mark.parametrize("second", [3, 1])
+def test_decode_ranks_that_disagree_on_their_number_are_refused(granted: PrefillDriver, second: int) -> None:
+    granted.connect(OTHER_DECODE)
+    effects = granted.hear(OTHER_DECODE, grant(num_decode_ranks=second))
+    ((receiver, _),) = messages(effects, Failed)
+    assert (receiver, failed_in(effects)[0].failure.reason) == (OTHER_DECODE, FailureReason.PROTOCOL)
+
+
+@pytest.mark.parametrize(("open_s", "timeout_s"), [(30.0, 1.5), (1.5, 60.0)])
+def test_grant_for_a_room_that_never_opens_is_answered(open_s: float, timeout_s: float) -> None:
+    core = PrefillDriver(Timeouts(open_s=open_s))
+    core.connect()
+    core.hear(DECODE, grant(timeout_s=timeout_s))
+    effects: list[PrefillEffect] = []
+    for _ in range(4):
+        core.hear(DECODE, Ping(peer=DECODE))
+        effects += core.sleep(0.5)
+    (failed,) = failed_in(effects)
+    assert (failed.failure.reason, failed.drained) == (FailureReason.UNKNOWN_ROOM, True)
+    assert failed.failure.detail == "prefill did not open the room within 1.5 s"
+    assert core.core.rooms.num_waiting == 0
+
+
+def test_late_grant_for_a_failed_room_is_answered_at_once(core: PrefillDriver) -> None:
+    core(ev.SendOpened(ROOM))
+    core(ev.SendAborted(ROOM, ABORTED))
+    (failed,) = failed_in(core.hear(DECODE, grant()))
+    assert failed.failure == ABORTED
+
+
+def test_room_may_be_used_again_after_its_end(granted: PrefillDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    end(granted, 0)
+    granted.hear(DECODE, ACK)
+    assert granted.hear(DECODE, grant(generation=2)) == []
+    granted(ev.SendOpened(ROOM))
+    assert posted(granted(chunk(0, 8, last=True))) == [(0, (0, 8))]
+
+
+def test_nobody_asks_for_finished_pages(core: PrefillDriver) -> None:
+    core(ev.SendOpened(ROOM))
+    core(chunk(0, 8, last=True))
+    assert reports(core.sleep(Timeouts().grant_s)) == [("failed", "draining"), ("failed", "safe")]
+
+
+def test_delivery_ends_when_the_decode_rank_has_given_up(core: PrefillDriver) -> None:
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant(timeout_s=1.0))
+    assert reports(core.sleep(1.0))[-1] == ("failed", "safe")
+
+
+@pytest.mark.parametrize(
+    "offered",
+    [
+        [(0, 4), (5, 8)],
+        [(0, 4), (3, 8)],
+        [(0, 4), (4, 4)],
+        [(4, 0)],
+        [(-1, 4)],
+    ],
+)
+def test_chunks_that_do_not_follow_are_refused_and_nothing_changes(
+    granted: PrefillDriver, offered: list[tuple[int, int]]
+) -> None:
+    *good, bad = offered
+    for tokens in good:
+        granted(chunk(*tokens))
+    with pytest.raises(LocalProtocolError):
+        granted(chunk(*bad))
+    assert posted(granted(chunk(good[-1][1] if good else 0, 8, last=True)))
+
+
+def test_nothing_follows_the_last_chunk(granted: PrefillDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    with pytest.raises(LocalProtocolError, match="after the last"):
+        granted(chunk(8, 9))
+
+
+def test_room_in_use_and_unknown_rooms_are_refused(core: PrefillDriver) -> None:
+    core(ev.SendOpened(ROOM))
+    with pytest.raises(LocalProtocolError, match="in use"):
+        core(ev.SendOpened(ROOM))
+    with pytest.raises(LocalProtocolError, match="not open"):
+        core(ev.ChunkOffered(8, Chunk((0, 1), {"kv": (0, 1)})))
+
+
+def test_rooms_and_waiting_grants_are_bounded() -> None:
+    core = PrefillDriver(limits=Limits(transfers=1, pending_grants=1))
+    core.connect()
+    core(ev.SendOpened(ROOM))
+    with pytest.raises(CapacityExceeded):
+        core(ev.SendOpened(8))
+    assert core.hear(DECODE, grant(room=1)) == []
+    (failed,) = failed_in(core.hear(DECODE, grant(room=2)))
+    assert failed.failure.reason is FailureReason.CAPACITY
+
+
+def test_silent_decode_rank_is_lost_after_its_lease(granted: PrefillDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    granted.sleep(2.0)
+    granted.hear(DECODE, Ping(peer=DECODE))
+    assert reports(granted.sleep(2.9)) == []
+    assert reports(granted.sleep(0.2)) == [("failed", "draining")]
+
+
+def test_a_stall_of_this_process_is_not_taken_for_silence_of_the_peer(granted: PrefillDriver) -> None:
+    granted.now += 50.0
+    assert reports(granted(ev.TimePassed())) == []
+    granted.hear(DECODE, Ping(peer=DECODE))
+    assert reports(granted.sleep(2.0)) == []
+    assert reports(granted.sleep(2.0))[-1] == ("failed", "safe")
+
+
+def test_ping_is_answered(core: PrefillDriver) -> None:
+    assert messages(core.hear(DECODE, Ping(peer=DECODE)), Pong) == [(DECODE, Pong(peer=PREFILL))]
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_a_peer_that_leaves_or_restarts_fails_its_rooms_and_is_disconnected(
+    granted: PrefillDriver, restarted: bool
+) -> None:
+    if restarted:
+        effects = granted.connect(peer("decode", incarnation=2))
+    else:
+        effects = granted.hear(DECODE, Goodbye(peer=DECODE))
+    assert reports(effects)[-1] == ("failed", "safe")
+    assert DisconnectTransport(DECODE) in effects
+    assert DECODE not in granted.core.peers
+
+
+def test_closing_fails_everything_and_refuses_what_comes(granted: PrefillDriver) -> None:
+    granted.hear(DECODE, grant(room=8))
+    effects = granted(ev.CloseStarted(ABORTED))
+    assert sorted(failed.room for failed in failed_in(effects)) == [ROOM, 8]
+    assert len(messages(granted.hear(DECODE, grant(room=9)), Failed)) == 1
+    with pytest.raises(LocalProtocolError, match="closing"):
+        granted(ev.SendOpened(10))
+
+
+def test_a_peer_that_stays_silent_leaves_nothing_behind(core: PrefillDriver) -> None:
+    effects = core.sleep(3.0 * 13)
+    assert DisconnectTransport(DECODE) in effects
+    assert (len(core.core.peers), len(core.core.timers)) == (0, 0)
+
+
+def test_a_silent_decode_rank_is_disconnected_though_a_write_to_it_is_in_doubt(granted: PrefillDriver) -> None:
+    """It can prove nothing about the pages here; disconnecting lets the transport find out."""
+    granted(chunk(0, 8, last=True))
+    granted(ev.PostInDoubt(DELIVERY, 0, FAILURE))
+    assert DisconnectTransport(DECODE) in granted.sleep(3.0)
+    assert reports(end(granted, 0, failure=FAILURE, lingers=True)) == [("failed", "safe")]
+
+
+def test_bytes_that_linger_are_never_said_to_be_drained(granted: PrefillDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    effects = end(granted, 0, failure=FAILURE, lingers=True)
+    assert reports(effects)[-1] == ("failed", "safe"), "the source pages are free"
+    assert [failed.drained for failed in failed_in(effects)] == [False]
+    for _ in range(2):
+        assert messages(granted.hear(DECODE, Cancel(room=ROOM, generation=1, failure=ABORTED)), Drained) == []
+    assert len(granted.core.rooms.unfenced) == 1
+
+
+def test_a_later_incarnation_asks_nothing_about_bytes_for_an_earlier_one(granted: PrefillDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    end(granted, 0, failure=FAILURE, lingers=True)
+    assert len(granted.core.rooms.unfenced) == 1
+    granted.connect(DECODE._replace(incarnation=2))
+    assert len(granted.core.rooms.unfenced) == 0
+
+
+def test_two_incarnations_of_a_decode_rank_are_not_two_decode_ranks() -> None:
+    """The first one wants nothing, so its delivery is complete at once and outlives it."""
+    core = PrefillDriver()
+    first, second = peer("decode", incarnation=5), peer("decode", incarnation=6)
+    core.connect(first, wants=False)
+    core(ev.SendOpened(ROOM))
+    core(chunk(0, 8, last=True))
+    assert messages(core.hear(first, grant(num_decode_ranks=2)), Failed) == []
+    core.connect(second, wants=False)
+    effects = core.hear(second, grant(num_decode_ranks=2))
+    (failed,) = failed_in(effects)
+    assert failed.failure.reason is FailureReason.ROOM_IN_USE
+    assert reports(effects) == []
+
+
+# Data that is not ready --------------------------------------------------------------------------------------------
+
+
+def test_a_piece_waits_for_the_device_and_those_behind_it_wait_with_it(core: PrefillDriver) -> None:
+    device, other_device = Device(), Device()
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant(tokens=(0, 6)))
+    assert core(ev.ChunkOffered(ROOM, Chunk((0, 2), {"kv": (0, 2)}, ready=device))) == [AwaitData(DELIVERY, 0, device)]
+    assert core(chunk(2, 4)) == []
+    assert core(ev.ChunkOffered(ROOM, Chunk((4, 6), {"kv": (4, 6)}, ready=other_device, last=True))) == []
+    effects = core(ev.DataReady(DELIVERY, 0))
+    assert posted(effects) == [(0, (0, 2)), (1, (2, 4))]
+    assert AwaitData(DELIVERY, 2, other_device) in effects
+    assert core(ev.DataReady(DELIVERY, 0)) == [], "it was said before"
+    assert posted(core(ev.DataReady(DELIVERY, 2))) == [(2, (4, 6))]
+
+
+def test_a_device_that_fails_fails_the_room(core: PrefillDriver) -> None:
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    core(ev.ChunkOffered(ROOM, Chunk((0, 8), {"kv": (0, 8)}, ready=Device(), last=True)))
+    effects = core(ev.DataReady(DELIVERY, 0, FAILURE))
+    assert reports(effects)[-1] == ("failed", "safe")
+    assert failed_in(effects)[0].failure == FAILURE
+    assert len(core.core.queue) == 0
+
+
+def test_data_of_a_delivery_that_has_ended_is_not_sent(core: PrefillDriver) -> None:
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    core(ev.ChunkOffered(ROOM, Chunk((0, 8), {"kv": (0, 8)}, ready=Device(), last=True)))
+    core(ev.SendAborted(ROOM, ABORTED))
+    assert core(ev.DataReady(DELIVERY, 0)) == []
+    assert len(core.core.queue) == 0
+
+
+# Notices ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_transport_with_notices_in_band_needs_none_over_the_control_channel(granted: PrefillDriver) -> None:
+    granted(chunk(0, 4))
+    assert messages(end(granted, 0), Notice) == []
+
+
+def test_without_notices_in_band_each_goes_over_the_control_channel_when_its_post_has_ended() -> None:
+    core = PrefillDriver(in_band_notices=False)
+    core.connect(split_policy=small_pieces(8))
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    effects = core(chunk(0, 8, last=True))
+    assert messages(effects, Notice) == []
+    sent = [piece.notice for piece in pieces(effects)]
+    for seq in (1, 0):
+        assert messages(end(core, seq), Notice) == [(DECODE, sent[seq])]
+
+
+def test_without_notices_in_band_a_failed_post_sends_none() -> None:
+    core = PrefillDriver(in_band_notices=False)
+    core.connect()
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    core(chunk(0, 8, last=True))
+    assert messages(end(core, 0, failure=FAILURE), Notice) == []
+
+
+# What the shell may say late ----------------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_post_of_a_former_incarnation_is_only_counted(granted: PrefillDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    granted(ev.PostInDoubt(DELIVERY, 0, FAILURE))
+    granted(ev.QuarantineReleased(ROOM))
+    granted.connect(peer("decode", incarnation=2))
+    assert anomalies(end(granted, 0)) == ["end_of_unknown_post"]
+    assert granted.core.queue.num_under_way == 0
+
+
+@pytest.mark.parametrize("is_restarted", [True, False], ids=["restarted", "said goodbye"])
+def test_a_lingering_write_to_a_rank_that_is_over_is_not_remembered(granted: PrefillDriver, is_restarted: bool) -> None:
+    [piece] = pieces(granted(chunk(0, 4)))
+    if is_restarted:
+        granted.connect(peer("decode", incarnation=2))
+    else:
+        granted.hear(DECODE, Goodbye(peer=DECODE))
+    granted(ev.PostEnded(piece.delivery, piece.seq, ABORTED, True))
+    assert granted.core.is_idle
+    assert not granted.core.rooms.unfenced

@@ -1,0 +1,63 @@
+"""The heap of timers against a dictionary."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow.state.timers import Timers
+
+KEYS = st.integers(0, 5)
+TIMES = st.integers(0, 50)
+STEPS = st.one_of(
+    st.tuples(st.just("set"), KEYS, TIMES),
+    st.tuples(st.just("set_once"), KEYS, TIMES),
+    st.tuples(st.just("clear"), KEYS, TIMES),
+    st.tuples(st.just("pop"), KEYS, TIMES),
+)
+
+
+@given(st.lists(STEPS, max_size=200))
+def test_heap_agrees_with_a_dictionary(steps: list[tuple[str, int, int]]) -> None:
+    heap: Timers[int] = Timers()
+    plain: dict[int, float] = {}
+    for step, key, when in steps:
+        if step == "set":
+            heap.set(key, when)
+            plain[key] = when
+        elif step == "set_once":
+            heap.set_once(key, when)
+            plain.setdefault(key, when)
+        elif step == "clear":
+            heap.clear(key)
+            plain.pop(key, None)
+        else:
+            popped = heap.pop_due(when)
+            if popped is None:
+                assert all(due > when for due in plain.values())
+            else:
+                assert plain[popped] == min(plain.values()) <= when
+                del plain[popped]
+        assert heap.next() == min(plain.values(), default=None)
+        assert len(heap) == len(plain)
+
+
+def test_due_keys_come_earliest_first() -> None:
+    heap: Timers[str] = Timers()
+    for key, when in (("late", 3.0), ("early", 1.0), ("middle", 2.0), ("future", 9.0)):
+        heap.set(key, when)
+    assert [heap.pop_due(3.0) for _ in range(4)] == ["early", "middle", "late", None]
+
+
+def test_replaced_timers_do_not_pile_up() -> None:
+    heap: Timers[int] = Timers()
+    for number in range(100_000):
+        heap.set(number % 3, float(number))
+    assert len(heap._heap) < 200
+
+
+def test_cleared_timers_do_not_pile_up() -> None:
+    heap: Timers[int] = Timers()
+    for key in range(1_000):
+        heap.set(key, 1.0)
+    for key in range(1_000):
+        heap.clear(key)
+    assert len(heap._heap) < 100

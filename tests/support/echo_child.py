@@ -1,0 +1,39 @@
+"""A child that does what a test says: `python -m tests.support.echo_child OPTIONS`."""
+
+import os
+import sys
+
+import msgspec
+
+from kvflow import ConfigError
+from kvflow.cli.processes import Line, run_child
+
+__all__ = ["EchoOptions"]
+
+
+class EchoOptions(msgspec.Struct, frozen=True):
+    """What it reports when it starts."""
+
+    greeting: str = "ready"
+
+
+def serve(options: EchoOptions, line: Line) -> None:
+    line.report(options.greeting, pid=os.getpid())
+    while True:
+        match line.receive():
+            case {"do": "echo", "text": text, "room": room}:
+                line.report("echoed", room=room, text=text)
+            case {"do": "print", "text": text}:
+                os.write(1, text.encode())  # as native libraries do
+            case {"do": "refuse", "room": room}:
+                line.report("refused", room=room, detail="pool is full")
+            case {"do": "fail"}:
+                raise ConfigError("child cannot go on", because="told so")
+            case {"do": "hang"}:
+                sys.stdin.readlines()
+            case _:
+                return
+
+
+if __name__ == "__main__":
+    sys.exit(run_child(serve, EchoOptions))

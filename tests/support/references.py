@@ -1,0 +1,342 @@
+"""The generated parts of docs/configuration.md and docs/api.md, taken from docstrings. `make docs` writes them."""
+
+import ast
+import dataclasses
+import enum
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from kvflow import config, errors
+
+__all__ = ["API_PAGE", "GROUPS", "PAGES", "SETTINGS_PAGE", "fill_in", "main"]
+
+DOCS: Final = Path(__file__).parents[2] / "docs"
+SETTINGS_PAGE: Final = DOCS / "configuration.md"
+API_PAGE: Final = DOCS / "api.md"
+PAGES: Final = (SETTINGS_PAGE, API_PAGE)
+
+MARKED: Final = re.compile(r"(<!-- generated: (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+SETTINGS: Final = ("RankConfig", "PrefillConfig", "DecodeConfig", "Timeouts", "Limits")
+
+RANK: Final = ("start_drain", "is_drained", "drain", "quarantined", "release")
+
+TITLES: Final = {
+    "kvflow.rank.Rank": "Both ranks",
+    "kvflow.transfer.Transfer": "Both ends of a transfer",
+    "kvflow.blocking._BlockingRank": "Both blocking ranks",
+    "kvflow.blocking._BlockingTransfer": "Both blocking ends",
+}
+"""Bases whose members are described once; they are no public names themselves."""
+
+GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "ranks": {
+        "kvflow.PrefillRank": ("endpoint", "send", "statistics"),
+        "kvflow.DecodeRank": ("receive", "statistics"),
+        "kvflow.rank.Rank": RANK,
+    },
+    "transfers": {
+        "kvflow.RoomSender": ("chunk", "finish", "delivered"),
+        "kvflow.RoomReceiver": ("done",),
+        "kvflow.transfer.Transfer": ("abort", "is_settled", "error"),
+        "kvflow.Handover": (),
+        "kvflow.TokenPages": (),
+        "kvflow.LayersReady": (),
+        "kvflow.Outcome": (),
+        "kvflow.Memory": (),
+    },
+    "failures": {
+        "kvflow.TransferFailed": ("memory", "quarantined"),
+        "kvflow.wire.messages.Failure": (),
+        "kvflow.FailureReason": (),
+        "kvflow.Stage": (),
+    },
+    "layouts": {
+        "kvflow.layout_from_tensors": (),
+        "kvflow.KVLayout": (),
+        "kvflow.head_range": (),
+    },
+    "registry": {"kvflow.Registry": ()},
+    "observation": {
+        "kvflow.RankStatistics": (),
+        "kvflow.statistics.StagingStatistics": (),
+        "kvflow.observe.times.StageTimes": (),
+        "kvflow.configure_logging": (),
+        "kvflow.known_backends": (),
+    },
+    "blocking": {
+        "kvflow.blocking.PrefillRank": ("endpoint", "send"),
+        "kvflow.blocking.DecodeRank": ("receive",),
+        "kvflow.blocking._BlockingRank": (*RANK, "statistics"),
+        "kvflow.blocking.BlockingSender": ("chunk", "finish", "result"),
+        "kvflow.blocking.BlockingReceiver": ("result",),
+        "kvflow.blocking._BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", "wait"),
+        "kvflow.blocking.LoopThread": (),
+    },
+}
+"""Public names by chapter, each with the members that an engine uses. Settings and errors have tables of their own."""
+
+WIDTH: Final = 100
+"""Longest signature that stands in one line."""
+
+UNITS: Final = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def main() -> None:
+    """Write the pages anew."""
+    for page in PAGES:
+        page.write_text(fill_in(page.read_text("utf-8")), "utf-8")
+
+
+def fill_in(page: str) -> str:
+    """Replace whatever stands between the markers by what the docstrings give.
+
+    Raises:
+        KeyError: A marker names something that there is not.
+    """
+    return MARKED.sub(lambda found: f"{found[1]}\n{PARTS[found[2]](found[3])}\n{found[4]}", page)
+
+
+# Docstrings --------------------------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """An argument, attribute or error, and what is said of it; no name for free text."""
+
+    name: str
+    text: str
+
+
+class Doc(NamedTuple):
+    """A docstring in Google style."""
+
+    text: list[str]
+    sections: dict[str, list[Entry]]
+
+
+def parse(docstring: str | None) -> Doc:
+    """Take a docstring apart into paragraphs and sections."""
+    paragraphs: list[str] = []
+    sections: dict[str, list[Entry]] = {}
+    name, lines = "", []
+    for line in [*inspect.cleandoc(docstring or "").splitlines(), "End:"]:
+        header = re.fullmatch(r"(Args|Attributes|Returns|Raises|Source|End):.*", line)
+        if header is None:
+            lines.append(line)
+            continue
+        if name:
+            sections[name] = list(_entries(name, lines))
+        else:
+            paragraphs = [_joined(part) for part in "\n".join(lines).strip().split("\n\n")]
+        name, lines = header[1], []
+    sections.pop("Source", None)
+    return Doc(paragraphs, sections)
+
+
+def _entries(section: str, lines: list[str]) -> Iterator[Entry]:
+    if section == "Returns":
+        yield Entry("", _joined("\n".join(lines)))
+        return
+    for block in re.split(r"\n(?=\S)", textwrap.dedent("\n".join(lines)).strip()):
+        found = re.match(r"([A-Za-z_][\w., ]*):\s+(.*)", block, re.DOTALL)
+        yield Entry(found[1], _joined(found[2])) if found else Entry("", _joined(block))
+
+
+def _joined(text: str) -> str:
+    """A paragraph as one line, without doubled spaces, with lists kept."""
+    return re.sub(r"\n(?=\d+\. )", "\n", re.sub(r"\n(?!\d+\. )\s*", " ", text.strip()))
+
+
+def _member_docs(kind: type) -> dict[str, str]:
+    """The string below each member of an enumeration; Python keeps it in the source only."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    said: dict[str, str] = {}
+    if isinstance(body, ast.ClassDef):
+        for assignment, below in zip(body.body, body.body[1:], strict=False):
+            match assignment, below:
+                case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str(text))):
+                    said[name] = _joined(text)
+    return said
+
+
+def _grid(*rows: tuple[str, ...]) -> str:
+    head, *body = rows
+    lines = [head, ("---",) * len(head), *body]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines) + "\n"
+
+
+# Settings ----------------------------------------------------------------------------------------------------------
+
+
+def settings(name: str) -> str:
+    """A table of the settings that a class adds to its base.
+
+    Raises:
+        KeyError: A setting is not documented.
+    """
+    kind = getattr(config, name)
+    said = {entry.name: entry.text for entry in parse(kind.__doc__).sections["Attributes"]}
+    rows = [
+        (f"`{item.name}`", f"`{annotation}`", _default(item), said[item.name]) for item, annotation in _own_fields(kind)
+    ]
+    return _grid(("setting", "type", "default", "meaning"), *rows)
+
+
+def _own_fields(kind: Any) -> Iterator[tuple[dataclasses.Field[Any], str]]:
+    """Fields that a data class itself declares, with their types as they are written."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    fields = {item.name: item for item in dataclasses.fields(kind)}
+    for statement in getattr(body, "body", ()):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            name = statement.target.id
+            yield fields[name], ast.unparse(statement.annotation).replace("|", "\\|")
+
+
+def _default(item: "dataclasses.Field[Any]") -> str:
+    if item.default_factory is not dataclasses.MISSING:
+        return "none"
+    if item.default is dataclasses.MISSING:
+        return "required"
+    if isinstance(item.default, config.Timeouts | config.Limits):
+        return "see below"
+    if isinstance(item.default, float) and item.name.endswith("_s"):
+        return f"{item.default:g} s"
+    if isinstance(item.default, int):
+        return _size(item.default) if "bytes" in item.name else f"{item.default:,}"
+    return f"`{item.default!r}`"
+
+
+def _size(num_bytes: int) -> str:
+    return next((f"{num_bytes // unit} {name}" for unit, name in UNITS if num_bytes % unit == 0), f"{num_bytes:,}")
+
+
+# The API -----------------------------------------------------------------------------------------------------------
+
+
+def api(group: str) -> str:
+    """Everything that a chapter is about.
+
+    Raises:
+        KeyError: There is no such chapter.
+    """
+    return "\n".join(_object(path, members) for path, members in GROUPS[group].items())
+
+
+def errors_table(base: str) -> str:
+    """The tree of errors, each with what a caller does about it."""
+    kinds = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, getattr(errors, base))
+    ]
+    rows = [(f"`{kind.__name__}`", f"`{kind.__bases__[0].__name__}`", parse(kind.__doc__).text[0]) for kind in kinds]
+    return _grid(("error", "is a", "meaning"), *rows)
+
+
+PARTS: Final[dict[str, Callable[[str], str]]] = {"settings": settings, "api": api, "errors": errors_table}
+
+
+def _object(path: str, members: tuple[str, ...]) -> str:
+    module, _, name = path.rpartition(".")
+    item = getattr(importlib.import_module(module), name)
+    title = ""
+    if path in TITLES:
+        parts = [f"### {TITLES[path]}"]
+    else:
+        title = path.removeprefix("kvflow.") if module in ("kvflow", "kvflow.blocking") else path
+        parts = [f"### `{title}`", *_described(item)]
+    parts += [_member(item, member, title) for member in members]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _described(item: Any) -> list[str]:
+    doc = parse(item.__doc__)
+    if isinstance(item, type) and issubclass(item, enum.Enum):
+        said = _member_docs(item)
+        rows = [(f"`{member.name}`", f'`"{member.value}"`', said.get(member.name, "")) for member in item]
+        return [*doc.text, _grid(("member", "value", "meaning"), *rows).rstrip()]
+    is_made = "Args" in doc.sections and isinstance(item, type)
+    made_by = item.__init__ if is_made else item
+    signature = _signature(made_by, item.__name__) if is_made or not isinstance(item, type) else ""
+    return [signature, *doc.text, *_sections(_with_inherited(item, doc))]
+
+
+def _with_inherited(item: Any, doc: Doc) -> Doc:
+    """Add the attributes that a base in kvflow documents."""
+    attributes = list(doc.sections.get("Attributes", ()))
+    for base in getattr(item, "__mro__", ())[1:]:
+        if base.__module__.startswith("kvflow"):
+            known = {entry.name for entry in attributes}
+            found = parse(base.__dict__.get("__doc__")).sections.get("Attributes", ())
+            attributes = [*(entry for entry in found if entry.name not in known), *attributes]
+    if attributes:
+        doc.sections["Attributes"] = attributes
+    return doc
+
+
+def _member(owner: type, name: str, title: str) -> str:
+    member = inspect.getattr_static(owner, name)
+    if isinstance(member, property):
+        function, kind = member.fget, "property"
+    else:
+        function, kind = member, "async method" if inspect.iscoroutinefunction(member) else "method"
+    doc = parse(function.__doc__)
+    text = doc.text[0] if doc.text else ""
+    parts = [f"#### `{title}.{name}`" if title else f"#### `{name}`", f"*{kind}*. {text}", *doc.text[1:]]
+    if kind != "property":
+        parts.insert(1, _signature(function, name))
+    return "\n\n".join([*parts, *_sections(doc)])
+
+
+def _sections(doc: Doc) -> list[str]:
+    titles = {"Args": "Arguments", "Attributes": "Attributes", "Returns": "Returns", "Raises": "Raises"}
+    parts = []
+    for name, entries in doc.sections.items():
+        lines = [f"- `{entry.name}`: {entry.text}" if entry.name else f"- {entry.text}" for entry in entries]
+        parts.append("\n".join([f"**{titles[name]}**", "", *lines]))
+    return parts
+
+
+def _signature(function: Any, name: str) -> str:
+    """How a function is called, as it is written in its source."""
+    node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        raise TypeError(f"{function!r} is no function")
+    arguments = _arguments(node.args)
+    returns = "" if node.returns is None or node.name == "__init__" else f" -> {_written(node.returns)}"
+    prefix = "await " if isinstance(node, ast.AsyncFunctionDef) else ""
+    line = f"{prefix}{name}({', '.join(arguments)}){returns}"
+    if len(line) > WIDTH:
+        line = f"{prefix}{name}(\n    {f',{chr(10)}    '.join(arguments)},\n){returns}"
+    return f"```text\n{line}\n```"
+
+
+def _arguments(node: ast.arguments) -> list[str]:
+    """All but `self`, with a bare star before those that are given by name only."""
+    missing = [None] * (len(node.args) - len(node.defaults))
+    parts = [_argument(arg, default) for arg, default in zip(node.args, [*missing, *node.defaults], strict=True)]
+    if node.vararg is not None:
+        parts.append(f"*{_argument(node.vararg, None)}")
+    elif node.kwonlyargs:
+        parts.append("*")
+    parts += [_argument(arg, default) for arg, default in zip(node.kwonlyargs, node.kw_defaults, strict=True)]
+    return [part for part in parts if part != "self"]
+
+
+def _argument(node: ast.arg, default: ast.expr | None) -> str:
+    annotation = "" if node.annotation is None else f": {_written(node.annotation)}"
+    return f"{node.arg}{annotation}" + ("" if default is None else f" = {ast.unparse(default)}").replace("'", '"')
+
+
+def _written(annotation: ast.expr) -> str:
+    """An annotation without the quotes of a name that comes later in its file."""
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        return annotation.value
+    return ast.unparse(annotation).replace("'", '"')
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Cases that only `make test-all` runs."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from tests.support.instances import BACKENDS
+
+__all__ = ["MOONCAKE_SLOWLY", "slow_except"]
+
+
+def slow_except(quick: Iterable[object], cases: Iterable[Any]) -> list[Any]:
+    """Mark the cases of a parametrized test as slow, except for some.
+
+    Args:
+        quick: The cases that `make test` runs too; each is one of `cases`.
+        cases: Every case, for `pytest.mark.parametrize`; a tuple holds several arguments.
+
+    Raises:
+        ValueError: A quick case is none of the cases.
+    """
+    every, wanted = list(cases), list(quick)
+    if any(case not in every for case in wanted):
+        raise ValueError(f"not among the cases: {[case for case in wanted if case not in every]}")
+    return [case if case in wanted else _slow(case) for case in every]
+
+
+def _slow(case: Any) -> Any:
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+MOONCAKE_SLOWLY = slow_except(["memory", "nixl"], BACKENDS)
+"""For tests of many ranks or cases: each engine of Mooncake takes a second to close."""

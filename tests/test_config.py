@@ -1,0 +1,210 @@
+"""Settings: each is checked once, and what is wrong with it is named."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+import pytest
+
+from kvflow.config import (
+    MAX_INSTANCE_CHARACTERS,
+    MAX_METADATA_BYTES,
+    DecodeConfig,
+    Limits,
+    PrefillConfig,
+    Timeouts,
+    is_instance_name,
+    join_address,
+    split_address,
+)
+from kvflow.errors import ConfigError
+from kvflow.wire.codec import MAX_MESSAGE_BYTES
+
+REGISTRY: Final = "tcp://127.0.0.1:7100"
+
+Make = Callable[..., PrefillConfig | DecodeConfig]
+
+
+def prefill(**settings: Any) -> PrefillConfig:
+    return PrefillConfig(**{"instance": "p", "registry": REGISTRY} | settings)
+
+
+def decode(**settings: Any) -> DecodeConfig:
+    return DecodeConfig(**{"instance": "d", "registry": REGISTRY} | settings)
+
+
+BAD: Final[list[tuple[str, object]]] = [
+    ("instance", ""),
+    ("instance", 5),
+    ("instance", None),
+    ("instance", b"p"),
+    ("instance", "\ud800"),
+    ("instance", "x" * (MAX_INSTANCE_CHARACTERS + 1)),
+    ("engine_rank", -1),
+    ("engine_rank", 1),
+    ("engine_rank", 0.5),
+    ("engine_rank", "0"),
+    ("engine_rank", False),
+    ("num_ranks", 0),
+    ("num_ranks", "2"),
+    ("num_ranks", 2.0),
+    ("num_ranks", None),
+    ("num_ranks", 2**32),
+    ("registry", None),
+    ("registry", b"tcp://127.0.0.1:7100"),
+    ("registry", "127.0.0.1:7100"),
+    ("registry", "tcp://127.0.0.1"),
+    ("registry", "tcp://127.0.0.1:65536"),
+    ("registry", "tcp://a b:1"),
+    ("registry", "tcp://[127.0.0.1]:1"),
+    ("registry", "tcp://::1:1"),
+    ("registry", "tcp://*:1"),
+    ("registry", "tcp://0.0.0.0:7100"),
+    ("registry", "tcp://[::]:7100"),
+    ("registry", "tcp://h:0"),
+    ("backend", None),
+    ("backend", ""),
+    ("backend_options", {1: 2}),
+    ("backend_options", None),
+    ("backend_options", [("host", "x")]),
+    ("timeouts", None),
+    ("timeouts", {}),
+    ("limits", {}),
+    ("staging_bytes", -1),
+    ("staging_bytes", 0.5),
+    ("staging_bytes", "1"),
+    ("staging_bytes", True),
+    ("staging_bytes", 2**50),
+    ("staging_bytes", 10),
+    ("staging_bytes", 8 * 2**20 - 1),
+    ("staging_slot_bytes", 0),
+    ("staging_slot_bytes", 8e6),
+    ("record", 5),
+    ("record", b"events"),
+]
+
+BAD_PREFILL: Final[list[tuple[str, object]]] = [
+    ("bind", None),
+    ("bind", "ipc:///x"),
+    ("advertise", "tcp://x:1"),
+    ("advertise", "x:1"),
+    ("advertise", ""),
+    ("advertise", 7),
+    ("advertise", "0.0.0.0"),  # noqa: S104 - refused
+    ("advertise", "*"),
+    ("packing", "sometimes"),
+    ("packing", None),
+]
+
+BAD_DECODE: Final[list[tuple[str, object]]] = [
+    ("staging_bytes", 3 * 8 * 2**20 - 1),
+    ("digest_every", -1),
+    ("digest_every", 0.5),
+    ("staging_slots", 0),
+    ("staging_slots", 1.5),
+    ("staging_slots", 4_097),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [
+        *((make, *bad) for make in (prefill, decode) for bad in BAD),
+        *((prefill, *bad) for bad in BAD_PREFILL),
+        *((decode, *bad) for bad in BAD_DECODE),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else ascii(value)[:40],
+)
+def test_what_is_wrong_is_named_with_its_value(make: Make, name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(**{name: value})
+    assert (caught.value.values["setting"], caught.value.values["value"]) == (name, value)
+
+
+@pytest.mark.parametrize("bind", ["tcp://*:0", "tcp://0.0.0.0:0", "tcp://0:0", "tcp://[::]:0", "tcp://[0:0::0]:1"])
+def test_wildcard_needs_a_host_to_advertise(bind: str) -> None:
+    with pytest.raises(ConfigError, match="wildcard") as caught:
+        prefill(bind=bind)
+    assert caught.value.values == {"setting": "bind", "value": bind}
+    assert prefill(bind=bind, advertise="10.0.0.1").bind == bind
+
+
+@pytest.mark.parametrize("advertise", ["10.0.0.1", "host-1.example_net", "::1", "[::1]", "fe80::1%eth0"])
+def test_host_to_advertise(advertise: str) -> None:
+    assert prefill(advertise=advertise).advertise == advertise
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Limits)])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "1", None, True, 2**60], ids=repr)
+def test_limits_are_positive_integers(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Limits(**{field: value})  # type: ignore[arg-type]
+    assert (caught.value.values["setting"], caught.value.values["value"]) == (f"limits.{field}", value)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Timeouts)])
+@pytest.mark.parametrize("value", [0, -1, "1", None, True, float("nan"), float("inf"), 86_401], ids=repr)
+def test_timeouts_are_positive_numbers_up_to_a_day(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Timeouts(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.values["setting"] == f"timeouts.{field}"
+
+
+def test_metadata_fits_a_message() -> None:
+    assert MAX_METADATA_BYTES < MAX_MESSAGE_BYTES
+    assert Limits(metadata_bytes=MAX_METADATA_BYTES).metadata_bytes == MAX_METADATA_BYTES
+    with pytest.raises(ConfigError):
+        Limits(metadata_bytes=MAX_METADATA_BYTES + 1)
+
+
+def test_any_kind_of_integer_becomes_a_plain_one() -> None:
+    config = decode(num_ranks=np.int64(4), engine_rank=np.uint8(3), staging_bytes=np.int32(0))
+    assert [type(value) for value in (config.num_ranks, config.engine_rank, config.staging_bytes)] == [int] * 3
+    assert (config.num_ranks, config.engine_rank, config.staging_bytes) == (4, 3, 0)
+    assert type(Limits(transfers=cast(int, np.int64(3))).transfers) is int
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        prefill().num_ranks = 2  # type: ignore[misc]
+
+
+def test_staging_memory_is_taken_from_the_host_only_unless_it_is_asked_for() -> None:
+    assert (prefill().staging_bytes_for(is_on_host=True), decode().staging_bytes_for(is_on_host=True)) == (
+        64 * 2**20,
+        384 * 2**20,
+    )
+    for config in (prefill(), decode()):
+        assert config.staging_bytes_for(is_on_host=False) == 0
+    slot = {"staging_bytes": 7, "staging_slot_bytes": 7}
+    for config in (prefill(**slot), decode(staging_slots=1, **slot)):
+        assert (config.staging_bytes_for(is_on_host=True), config.staging_bytes_for(is_on_host=False)) == (7, 7)
+
+
+@pytest.mark.parametrize("record", [None, "events", Path("events")])
+def test_record(record: str | Path | None) -> None:
+    assert prefill(record=record).record == record
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [("p", True), ("prefill-0/é漢", True), ("", False), ("\udfff", False), (None, False), (5, False), (b"p", False)],
+)
+def test_name_of_an_instance(name: object, is_one: bool) -> None:
+    assert is_instance_name(name) is is_one
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port"),
+    [
+        ("tcp://10.0.0.1:7100", "10.0.0.1", 7100),
+        ("tcp://host_1.example:0", "host_1.example", 0),
+        ("tcp://[fd00::1]:65535", "fd00::1", 65_535),
+        ("tcp://*:1", "*", 1),
+    ],
+)
+def test_address_is_taken_apart_and_put_together(address: str, host: str, port: int) -> None:
+    assert split_address("registry", address) == (host, port)
+    assert join_address(host, port) == address

@@ -1,0 +1,213 @@
+"""Rules of the package that no other tool checks: what is imported, what is public, how long things are."""
+
+import ast
+import functools
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import kvflow
+from kvflow import errors
+from kvflow.cli import main as cli
+
+ROOT: Final = Path(kvflow.__file__).parent
+SOURCES: Final = sorted(ROOT.rglob("*.py"))
+
+MAX_FILE_LINES: Final = 800
+MAX_FUNCTION_LINES: Final = 60
+
+PURE: Final = [
+    "kvflow",
+    "kvflow.config",
+    "kvflow.errors",
+    "kvflow.geometry",
+    "kvflow.state",
+    "kvflow.state.decode.core",
+    "kvflow.state.invariants",
+    "kvflow.state.prefill.core",
+    "kvflow.state.recorder",
+    "kvflow.wire.codec",
+    "kvflow.wire.messages",
+]
+
+IMPURE: Final = {
+    "anyio",
+    "asyncio",
+    "concurrent.futures",
+    "ctypes",
+    "http",
+    "logging",
+    "mooncake",
+    "multiprocessing",
+    "nixl",
+    "queue",
+    "random",
+    "secrets",
+    "select",
+    "selectors",
+    "signal",
+    "socket",
+    "sqlite3",
+    "ssl",
+    "structlog",
+    "subprocess",
+    "tempfile",
+    "threading",
+    "torch",
+    "urllib.request",
+    "zmq",
+}
+
+PRINT_MODULES: Final = "import json, sys; print(json.dumps(sorted(sys.modules)))"
+
+ALLOWED: Final = ["numpy", "numpy.typing", "msgspec", "msgspec.structs", "msgspec.msgpack"]
+"""Third-party libraries of the pure packages; what they load is theirs to answer for."""
+
+STANDARD: Final = ["dataclasses", "enum", "hashlib", "heapq", "ipaddress", "itertools", "math", "typing"]
+
+
+@functools.cache
+def modules_after(*imports: str) -> frozenset[str]:
+    """What a fresh interpreter has loaded after some imports."""
+    script = "".join(f"import {name}\n" for name in imports) + PRINT_MODULES
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=50)
+    return frozenset(json.loads(done.stdout))
+
+
+def own_modules_after(*names: str) -> frozenset[str]:
+    """What kvflow itself has loaded: the same imports with and without kvflow in them."""
+    libraries = (*ALLOWED, *STANDARD)
+    return modules_after(*libraries, *names) - modules_after(*libraries)
+
+
+def test_pure_packages_load_no_io() -> None:
+    loaded = own_modules_after(*PURE)
+    assert loaded >= set(PURE)
+    assert not loaded & IMPURE
+    foreign = {module.partition(".")[0] for module in loaded} - {"kvflow", *sys.stdlib_module_names}
+    assert foreign <= {"numpy", "msgspec"}
+
+
+def test_what_needs_no_library_loads_none() -> None:
+    loaded = modules_after("kvflow", "kvflow.config", "kvflow.errors") - modules_after(*STANDARD)
+    assert {module.partition(".")[0] for module in loaded} == {"kvflow"}
+
+
+def test_what_is_loaded_can_be_seen() -> None:
+    """The check would find something if there was something to find; only `ctypes` is numpy's own."""
+    assert modules_after(*ALLOWED, *STANDARD) & IMPURE <= {"ctypes"}
+    assert own_modules_after("kvflow.wire.channel") >= {"zmq", "asyncio", "socket"}
+    assert own_modules_after("kvflow.observe.logs") >= {"structlog", "logging"}
+
+
+def test_ranks_do_not_load_torch_or_a_transport() -> None:
+    loaded = modules_after("kvflow.prefill", "kvflow.decode", "kvflow.blocking", "kvflow.directory")
+    roots = {module.partition(".")[0] for module in loaded}
+    assert not {root for root in roots if root.startswith(("torch", "nixl", "mooncake", "memfabric", "transformers"))}
+
+
+def test_public_names_are_sorted_and_listed() -> None:
+    assert sorted(kvflow.__all__) == kvflow.__all__
+    assert set(kvflow.__all__) <= set(dir(kvflow))
+    assert set(kvflow.__all__) == set(kvflow._HOMES)
+
+
+def test_public_names_have_a_docstring_and_the_module_that_is_listed() -> None:
+    values = {name: getattr(kvflow, name) for name in kvflow.__all__}
+    assert not [name for name, value in values.items() if not has_own_docstring(name, value)]
+    assert {name: value.__module__ for name, value in values.items()} == kvflow._HOMES
+
+
+def has_own_docstring(name: str, value: object) -> bool:
+    """Say whether somebody wrote it: dataclasses and named tuples write "Name(fields)" for themselves."""
+    docstring = value.__doc__ or ""
+    return bool(docstring.strip()) and not docstring.startswith(f"{name}(")
+
+
+def test_every_error_that_an_engine_may_catch_is_public() -> None:
+    assert set(errors.__all__) <= set(kvflow.__all__)
+    for name in errors.__all__:
+        assert getattr(kvflow, name) is getattr(errors, name)
+
+
+def test_other_names_do_not_resolve() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'PrefilRank'"):
+        _ = kvflow.PrefilRank
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Every module of the package, parsed."""
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text("utf-8")) for path in SOURCES}
+
+
+def test_files_are_short() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in SOURCES}
+    assert len(lengths) > 30
+    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    lengths = {
+        f"{name}:{node.lineno} {node.name}": num_lines(node)
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert len(lengths) > 300
+    assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+
+
+def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def test_modules_list_what_they_offer() -> None:
+    """Each module that defines a public name has `__all__`."""
+    assert not [name for name, tree in trees().items() if offers(tree) and not has_all(tree)]
+
+
+def offers(tree: ast.Module) -> bool:
+    defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    return any(not name.startswith("_") for name in defined)
+
+
+def has_all(tree: ast.Module) -> bool:
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    return any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets)
+
+
+def test_types_travel_with_the_package() -> None:
+    assert (ROOT / "py.typed").is_file()
+
+
+def test_version_is_the_same_everywhere() -> None:
+    assert importlib.metadata.version("kvflow") == kvflow.__version__
+
+
+def test_command_gives_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert (left.value.code, capsys.readouterr().out) == (0, f"kvflow {kvflow.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["demo"], ["bench"], ["registry"], ["simulate"]], ids=lambda words: " ".join(words) or "kvflow"
+)
+def test_command_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main([*command, "--help"])
+    shown = capsys.readouterr().out
+    assert left.value.code == 0
+    assert shown.startswith(" ".join(["usage: kvflow", *command]))
+
+
+def test_installed_command_runs() -> None:
+    command = Path(sys.executable).with_name("kvflow")
+    done = subprocess.run([command, "--version"], capture_output=True, check=True, timeout=50, text=True)
+    assert done.stdout == f"kvflow {kvflow.__version__}\n"

@@ -1,0 +1,68 @@
+"""Both ends of a control connection, with what has come."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Final
+
+from kvflow.wire.channel import ZmqControl
+from tests.support.waiting import until
+
+__all__ = ["LOCAL", "Client", "Server", "connected", "meet"]
+
+LOCAL: Final = "tcp://127.0.0.1:0"
+
+
+class Server:
+    """A listener that keeps what comes."""
+
+    def __init__(self, bind: str = LOCAL, advertise: str | None = None) -> None:
+        self.received: list[tuple[bytes, list[bytes]]] = []
+        self.listener = ZmqControl().listen(bind, advertise, self._take)
+        self.endpoint = self.listener.endpoint
+        self.send = self.listener.send
+        self.close = self.listener.close
+
+    async def receive(self) -> tuple[bytes, list[bytes]]:
+        await until(lambda: self.received)
+        return self.received.pop(0)
+
+    def _take(self, name: bytes, frames: Sequence[bytes]) -> None:
+        self.received.append((name, list(frames)))
+
+
+class Client:
+    """A connection that keeps what comes, and counts its breaks."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.received: list[list[bytes]] = []
+        self.num_lost = 0
+        self.endpoint = endpoint
+        self.connection = ZmqControl().connect(endpoint, self._take, self._lose)
+        self.send = self.connection.send
+        self.close = self.connection.close
+
+    async def receive(self) -> list[bytes]:
+        await until(lambda: self.received)
+        return self.received.pop(0)
+
+    def _take(self, frames: Sequence[bytes]) -> None:
+        self.received.append(list(frames))
+
+    def _lose(self) -> None:
+        self.num_lost += 1
+
+
+@contextmanager
+def connected(bind: str = LOCAL) -> Iterator[tuple[Server, Client]]:
+    with closing(Server(bind)) as server, closing(Client(server.endpoint)) as client:
+        yield server, client
+
+
+async def meet(server: Server, client: Client) -> bytes:
+    """Exchange a message each way; gives the client's name."""
+    client.send(b"hello")
+    name, frames = await server.receive()
+    assert frames == [b"hello"]
+    server.send(name, b"welcome")
+    assert await client.receive() == [b"welcome"]
+    return name
