@@ -240,9 +240,7 @@ class _Inbox:
 
     def look(self) -> None:
         """Take messages soon if there are any. Call it after the socket was used."""
-        if self._soon is not None or self._is_taking or self.is_closed:
-            return
-        if int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
+        if self._soon is None and not self._is_taking and self._has_messages():
             self._soon = self._loop.call_soon(self.take)
 
     def take(self) -> None:
@@ -255,9 +253,13 @@ class _Inbox:
             self._take_some()
         finally:  # also if a callback has failed, which is the event loop's to report
             self._is_taking = False
-            self.look()
-            if self._soon is None and self._on_empty is not None and not self.is_closed:
+            if self._has_messages():
+                self._soon = self._loop.call_soon(self.take)
+            elif self._on_empty is not None and not self.is_closed:
                 self._on_empty()
+
+    def _has_messages(self) -> bool:
+        return not self.is_closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN)
 
     def _take_some(self) -> None:
         """Take up to as many as one turn allows."""
