@@ -1,18 +1,19 @@
 """The same two ranks for engines with a synchronous scheduler loop.
 
-The event loop runs in a thread of its own. Nothing here waits for a transfer: a scheduler starts one, goes on with its
-steps, and looks at `outcome`, `failure` and `memory` in between, which are true at once. Only opening and closing a
-rank wait, and what says so.
+The event loop runs in a thread. What a scheduler calls for a request or in a step never waits for that thread: calls
+check their arguments, queue what is to be done, and return; `completed` says in each step what has changed meanwhile.
+Only opening and closing a rank wait, and what says so.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from kvflow import decode, prefill
-from kvflow.aio.calls import Calls
+from kvflow.aio.changes import Changes
+from kvflow.aio.doorbell import Doorbell
 from kvflow.aio.loop_thread import LoopThread
 from kvflow.backends.base import Backend
 from kvflow.config import DecodeConfig, PrefillConfig
@@ -36,29 +37,61 @@ from kvflow.statistics import RankStatistics
 from kvflow.transfer import Transfer
 from kvflow.wire.messages import Failure
 
-__all__ = ["BlockingReceiver", "BlockingSender", "DecodeRank", "LoopThread", "Memory", "Outcome", "PrefillRank"]
+__all__ = [
+    "BlockingReceiver",
+    "BlockingSender",
+    "DecodeRank",
+    "LoopThread",
+    "Memory",
+    "Outcome",
+    "PrefillRank",
+    "TransferUpdate",
+]
 
 Result = TypeVar("Result")
 AnyRank = TypeVar("AnyRank", prefill.PrefillRank, decode.DecodeRank)
+AnyTransfer = TypeVar("AnyTransfer", bound="_BlockingTransfer")
+
+
+class TransferUpdate(NamedTuple, Generic[AnyTransfer]):
+    """How a transfer stands, from `completed`.
+
+    Attributes:
+        transfer: What `send` or `receive` gave.
+        room: Its room.
+        outcome: Whether it succeeded; decided once.
+        failure: Why it did not succeed, once that is decided.
+        memory: Whether somebody can still touch the pages: they may be used again when it is SAFE. It can change long
+            after the outcome was decided, and of a sender before that.
+    """
+
+    transfer: AnyTransfer
+    room: int
+    outcome: Outcome
+    failure: Failure | None
+    memory: Memory
 
 
 class _BlockingTransfer:
-    """One room: what the engine's thread may do and ask. Made on the event loop."""
+    """One room: what the engine's thread may do and ask.
 
-    __slots__ = ("_calls", "_error", "_failure", "_transfer", "room")
+    Args:
+        rank: Where it belongs.
+        transfer: Not begun yet; it begins on the event loop.
+    """
 
-    def __init__(self, calls: Calls, rank: prefill.PrefillRank | decode.DecodeRank, transfer: Transfer) -> None:
+    __slots__ = ("_error", "_failure", "_is_queued", "_rank", "_transfer", "is_listed", "room")
+
+    def __init__(self, rank: "_BlockingRank[Any, Any]", transfer: Transfer) -> None:
         self.room = transfer.room
-        self._calls = calls
+        self.is_listed = False
+        self._rank = rank
         self._transfer = transfer
         self._error: KvflowError | None = None
         self._failure: Failure | None = None
-        transfer.on_change = self._notify
-        try:
-            transfer.open()
-        except KvflowError as error:
-            self._failure = rank.failure(_reason_of(error), str(error))
-            self._error = error
+        self._is_queued = True
+        if not rank.put(self._begin):
+            raise LocalProtocolError("rank is not open")
 
     @property
     def outcome(self) -> Outcome:
@@ -73,7 +106,7 @@ class _BlockingTransfer:
     @property
     def memory(self) -> Memory:
         """Whether somebody can still touch the pages: they may be used again when it is SAFE."""
-        return self._transfer.memory
+        return Memory.HELD if self._is_queued else self._transfer.memory
 
     @property
     def is_settled(self) -> bool:
@@ -84,18 +117,34 @@ class _BlockingTransfer:
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
         """Wait until `is_settled`, or until the time is up. For scripts and tests, not for schedulers."""
-        with self._calls.done:
-            self._calls.done.wait_for(lambda: self.is_settled, timeout_s)
+        self._rank.changes.wait(lambda: self.is_settled, timeout_s)
         return self.outcome
 
     def abort(self) -> None:
         """Give the transfer up. Its pages may not be safe yet: `memory` says so. Does nothing after the end."""
         if self.outcome is Outcome.PENDING:
-            self._calls.put(self._transfer.abort)
+            self._rank.put(self._transfer.abort)
 
-    def _notify(self) -> None:
-        with self._calls.done:
-            self._calls.done.notify_all()
+    def _begin(self) -> None:
+        self._transfer.on_change = self._list
+        try:
+            self._transfer.open()
+        except KvflowError as error:
+            self._fail(_reason_of(error), error)
+        finally:
+            self._is_queued = False
+        if self._error is not None:
+            self._list()
+
+    def _fail(self, reason: FailureReason, error: KvflowError) -> None:
+        self._failure = self._rank.failure(reason, str(error))
+        self._error = error
+
+    def _list(self) -> None:
+        """Have `completed` tell of it; what changes before it has told is told with it."""
+        if not self.is_listed:
+            self.is_listed = True
+            self._rank.changes.add(self)
 
     def _check_success(self) -> None:
         if self._transfer.failure is not None:
@@ -104,6 +153,11 @@ class _BlockingTransfer:
             raise self._error
         if self._transfer.outcome is Outcome.PENDING:
             raise LocalProtocolError("transfer has not ended; look at its outcome first", room=self.room)
+
+
+def _update(transfer: AnyTransfer) -> TransferUpdate[AnyTransfer]:
+    transfer.is_listed = False  # first: what changes from here on is told the next time
+    return TransferUpdate(transfer, transfer.room, transfer.outcome, transfer.failure, transfer.memory)
 
 
 def _reason_of(error: KvflowError) -> FailureReason:
@@ -122,15 +176,14 @@ def _reason_of(error: KvflowError) -> FailureReason:
 class BlockingSender(_BlockingTransfer):
     """One room, as the prefill engine sends it. Made by `PrefillRank.send`."""
 
-    __slots__ = ("_chunks", "_is_feeding", "_is_finished", "_rank", "_sender")
+    __slots__ = ("_chunks", "_is_feeding", "_is_finished", "_sender")
 
-    def __init__(self, calls: Calls, rank: prefill.PrefillRank, sender: prefill.RoomSender) -> None:
-        self._rank = rank
+    def __init__(self, rank: "PrefillRank", sender: prefill.RoomSender) -> None:
         self._sender = sender
         self._chunks: deque[Chunk] = deque()
         self._is_feeding = False
         self._is_finished = False
-        super().__init__(calls, rank, sender)
+        super().__init__(rank, sender)
 
     def chunk(
         self,
@@ -149,7 +202,7 @@ class BlockingSender(_BlockingTransfer):
             TransferFailed: The transfer has failed; there is no need to compute the rest.
         """
         self._check_unfinished()
-        self._put(make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers))
+        self._put(make_chunk(self._sender.layout, tokens, pages, ready=ready, layers=layers))
 
     def finish(
         self,
@@ -166,8 +219,8 @@ class BlockingSender(_BlockingTransfer):
             As in `chunk`; and PlanError if the metadata is too long.
         """
         self._check_unfinished()
-        chunk = make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers)
-        self._put(finish_chunk(chunk, metadata, self._rank.config.limits.metadata_bytes))
+        chunk = make_chunk(self._sender.layout, tokens, pages, ready=ready, layers=layers)
+        self._put(finish_chunk(chunk, metadata, self._sender.max_metadata_bytes))
         self._is_finished = True
 
     def result(self) -> None:
@@ -189,26 +242,35 @@ class BlockingSender(_BlockingTransfer):
 
     def _put(self, chunk: Chunk) -> None:
         self._chunks.append(chunk)
-        self._calls.put(self._wake)
+        self._rank.put(self._feed)
 
-    def _wake(self) -> None:
-        """Pass chunks on, unless that is going on."""
-        if self._chunks and not self._is_feeding and self._sender.outcome is Outcome.PENDING:
-            self._is_feeding = True
-            self._rank.start_task(self._feed)
+    def _feed(self) -> None:
+        """Pass chunks on in order, and leave it to a task if one has to wait; the first refused one ends the room."""
+        if self._is_feeding:
+            return
+        try:
+            while self._chunks and self._sender.outcome is Outcome.PENDING:
+                if not self._sender.offer_nowait(self._chunks[0]):
+                    self._is_feeding = True
+                    self._rank.start_task(self._feed_patiently)
+                    return
+                self._chunks.popleft()
+        except KvflowError as error:
+            self._give_up(error)
 
-    async def _feed(self) -> None:
-        """Pass chunks on in order; the first one that is refused gives the room up."""
+    async def _feed_patiently(self) -> None:
         try:
             while self._chunks and self._sender.outcome is Outcome.PENDING:
                 await self._sender.offer(self._chunks.popleft())
         except KvflowError as error:
-            if self._sender.outcome is Outcome.PENDING:  # else it has failed meanwhile, which is said elsewhere
-                self._failure = self._rank.failure(FailureReason.ABORTED, str(error))
-                self._error = error
-                self._sender.abort()
+            self._give_up(error)
         finally:
             self._is_feeding = False
+
+    def _give_up(self, error: KvflowError) -> None:
+        if self._sender.outcome is Outcome.PENDING:  # else it has failed meanwhile, which is said elsewhere
+            self._fail(FailureReason.ABORTED, error)
+            self._sender.abort()
 
 
 class BlockingReceiver(_BlockingTransfer):
@@ -216,9 +278,9 @@ class BlockingReceiver(_BlockingTransfer):
 
     __slots__ = ("_receiver",)
 
-    def __init__(self, calls: Calls, rank: decode.DecodeRank, receiver: decode.RoomReceiver) -> None:
+    def __init__(self, rank: "DecodeRank", receiver: decode.RoomReceiver) -> None:
         self._receiver = receiver
-        super().__init__(calls, rank, receiver)
+        super().__init__(rank, receiver)
 
     def result(self) -> Handover:
         """Give what the transfer brought.
@@ -234,36 +296,105 @@ class BlockingReceiver(_BlockingTransfer):
         return self._receiver.handover
 
 
-class _BlockingRank(Generic[AnyRank]):
-    """A rank on the event loop of a thread. Use it as a context manager.
+class _BlockingRank(Generic[AnyRank, AnyTransfer]):
+    """A rank on the event loop of a thread. Use it as a context manager, or call `open` and `close`.
 
     Args:
         make_rank: Makes the rank; called on the event loop.
         loop: The thread to run on; one of its own by default.
+
+    Attributes:
+        changes: Transfers that have changed and that `completed` has not told of.
     """
 
     def __init__(self, make_rank: Callable[[], AnyRank], loop: LoopThread | None) -> None:
+        self.changes: Changes[AnyTransfer] = Changes()
         self._make_rank: Callable[[], AnyRank] = make_rank
         self._loop = loop
+        self._was_opened = False
         self._is_open = False
         self._stack = ExitStack()
 
-    def __enter__(self) -> Self:
+    def open(self) -> Self:
+        """Open the rank, as entering the context does.
+
+        Raises:
+            LocalProtocolError: It was opened before.
+            As the constructor and the entry of the rank for event loops.
+        """
+        if self._was_opened:
+            raise LocalProtocolError("a rank can be opened only once; make another one")
+        self._was_opened = True
         with ExitStack() as stack:
+            stack.callback(self.changes.close)
             loop = self._loop or stack.enter_context(LoopThread())
             self._portal = loop.portal
             self._rank: AnyRank = self._portal.call(self._make_rank)
             stack.enter_context(self._portal.wrap_async_context_manager(self._rank))
-            self._calls = self._portal.call(Calls)
+            self._doorbell = self._portal.call(Doorbell)
+            stack.callback(self._portal.call, self._doorbell.close)
             self._stack = stack.pop_all()
         self._is_open = True
         return self
 
+    def close(self) -> None:
+        """Fail every transfer that is open, and close the rank, as leaving the context does. May be called twice."""
+        self._is_open = False
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._is_open = False
-        self._stack.close()
+        self.close()
+
+    def completed(self) -> list[TransferUpdate[AnyTransfer]]:
+        """Tell of each transfer whose outcome or memory has changed since the last call. Call it in every step.
+
+        A transfer is told of at least once when its outcome is decided and once when its memory is SAFE or in
+        quarantine, at one time if both come together. What nobody has asked for is kept. Works after closing, too.
+        """
+        return [_update(transfer) for transfer in self.changes.take()]
+
+    def wait_any(self, timeout_s: float | None = None) -> list[TransferUpdate[AnyTransfer]]:
+        """Wait until `completed` has something to tell, or until the time is up, and give it. For idle engines.
+
+        A rank that is closed meanwhile ends the wait.
+        """
+        changes = self.changes
+        changes.wait(lambda: len(changes) or changes.is_closed, timeout_s)
+        return self.completed()
+
+    def fileno(self) -> int:
+        """Give a descriptor that is readable while `completed` has something to tell, for engines that select.
+
+        The rank closes it. It may be readable once although there is nothing to tell any more.
+
+        Raises:
+            LocalProtocolError: The rank is closed.
+        """
+        try:
+            return self.changes.fileno()
+        except ValueError as error:
+            raise LocalProtocolError("rank is not open") from error
+
+    def put(self, call: Callable[[], None]) -> bool:
+        """Have something done on the event loop; say whether it will be: after closing nothing is."""
+        try:
+            self._doorbell.call_soon(call)
+        except RuntimeError:
+            return False
+        return True
+
+    def start_task(self, run: Callable[..., Awaitable[None]]) -> None:
+        """Start a task on the event loop."""
+        self._rank.start_task(run)
+
+    def failure(self, reason: FailureReason, detail: str) -> Failure:
+        """Describe a failure that this rank or its engine caused."""
+        return self._rank.failure(reason, detail)
 
     def statistics(self) -> RankStatistics:
         """Give counts at this moment.
@@ -341,7 +472,7 @@ class _BlockingRank(Generic[AnyRank]):
         return self._portal.call(function)
 
 
-class PrefillRank(_BlockingRank[prefill.PrefillRank]):
+class PrefillRank(_BlockingRank[prefill.PrefillRank, BlockingSender]):
     """`kvflow.PrefillRank` for a scheduler loop. Use it as a context manager; the arguments are the same.
 
     Args:
@@ -371,16 +502,17 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank]):
     def send(self, room: int) -> BlockingSender:
         """Start to send a room; see `kvflow.PrefillRank.send`.
 
-        A room that is in use shows in `outcome`. Chunks are queued without bound here: a scheduler that must not run
-        ahead looks at `statistics().queued_chunks`.
+        Does not wait: a room that is in use, or a rank that drains, shows in `outcome` soon. Chunks are queued without
+        bound here: a scheduler that must not run ahead looks at `statistics().queued_chunks`.
 
         Raises:
             LocalProtocolError: The room is no integer, or the rank is not open.
         """
-        return self._call(lambda: BlockingSender(self._calls, self._rank, self._rank.send(room)))
+        self._check_open()
+        return BlockingSender(self, self._rank.send(room))
 
 
-class DecodeRank(_BlockingRank[decode.DecodeRank]):
+class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
     """`kvflow.DecodeRank` for a scheduler loop. Use it as a context manager; the arguments are the same.
 
     Args:
@@ -414,24 +546,23 @@ class DecodeRank(_BlockingRank[decode.DecodeRank]):
         digest: bool | None = None,
         priority: int = 0,
     ) -> BlockingReceiver:
-        """Start to receive a room; see `kvflow.DecodeRank.receive`. A room that is in use shows in `outcome`.
+        """Start to receive a room; see `kvflow.DecodeRank.receive`.
+
+        Does not wait: a room that is in use, or a rank that drains, shows in `outcome` soon.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
             ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range.
         """
-
-        def make() -> BlockingReceiver:
-            receiver = self._rank.receive(
-                room,
-                prefill=prefill,
-                tokens=tokens,
-                pages=pages,
-                num_ranks=num_ranks,
-                timeout_s=timeout_s,
-                digest=digest,
-                priority=priority,
-            )
-            return BlockingReceiver(self._calls, self._rank, receiver)
-
-        return self._call(make)
+        self._check_open()
+        receiver = self._rank.receive(
+            room,
+            prefill=prefill,
+            tokens=tokens,
+            pages=pages,
+            num_ranks=num_ranks,
+            timeout_s=timeout_s,
+            digest=digest,
+            priority=priority,
+        )
+        return BlockingReceiver(self, receiver)

@@ -245,6 +245,16 @@ class RoomSender(Transfer):
         self._is_finished = False
         self._footprint = NO_MEMORY
 
+    @property
+    def layout(self) -> KVLayout:
+        """The pools that it sends from."""
+        return self._rank.layout
+
+    @property
+    def max_metadata_bytes(self) -> int:
+        """Longest metadata that `finish` takes."""
+        return self._rank.config.limits.metadata_bytes
+
     async def chunk(
         self,
         tokens: TokenRange,
@@ -303,7 +313,7 @@ class RoomSender(Transfer):
             As in `chunk`; and PlanError if the metadata is too long.
         """
         chunk = make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers)
-        await self.offer(finish_chunk(chunk, metadata, self._rank.config.limits.metadata_bytes))
+        await self.offer(finish_chunk(chunk, metadata, self.max_metadata_bytes))
 
     async def offer(self, chunk: Chunk) -> None:
         """Send a chunk that is checked already; `chunk` and `finish` come down to this.
@@ -312,21 +322,33 @@ class RoomSender(Transfer):
             LocalProtocolError, TransferFailed: As in `chunk`.
         """
         self._check_begun()
-        line = self._rank.line
         await anyio.lowlevel.checkpoint_if_cancelled()
-        self._raise_if_failed()
-        if line.is_open(self.room):
-            self._offer_now(chunk)
-        else:
+        if not self.offer_nowait(chunk):
+            line = self._rank.line
             await line.wait(self.room)
             try:
-                self._offer_now(chunk)
+                self._offer(chunk)
             finally:
                 line.admit()
         if not chunk.last:  # others get their turn; after the last one the engine waits anyway
             await anyio.lowlevel.cancel_shielded_checkpoint()
 
-    def _offer_now(self, chunk: Chunk) -> None:
+    def offer_nowait(self, chunk: Chunk) -> bool:
+        """Send a chunk that is checked already, unless it has to wait for capacity.
+
+        Returns:
+            Whether it was offered.
+
+        Raises:
+            LocalProtocolError, TransferFailed: As in `chunk`.
+        """
+        self._raise_if_failed()
+        if not self._rank.line.is_open(self.room):
+            return False
+        self._offer(chunk)
+        return True
+
+    def _offer(self, chunk: Chunk) -> None:
         self._raise_if_failed()
         if self._is_finished:  # the core may know the room as that of a later transfer by now
             raise LocalProtocolError("no chunk follows `finish`", room=self.room)

@@ -1,18 +1,18 @@
-"""Waking the event loop from a thread that is about to make a long call.
+"""Waking the event loop from a thread that has more to do.
 
 `call_soon_threadsafe` writes to a socket and gives the interpreter away for that moment. The event loop, just woken,
-takes it, and the thread waits for all that the event loop then does before it can make the call that it was about to.
-Ringing keeps the interpreter: the event loop wakes just as soon, but runs during the long call.
+takes it, and the thread waits for all that the event loop then does before it can go on: an owner thread with the long
+native call that it was about to make, a scheduler with its step. Ringing keeps the interpreter: the event loop wakes
+just as soon, but runs when the thread gives the interpreter away itself.
 """
 
 import asyncio
 import ctypes
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable
-
-from kvflow.aio.calls import make_all
 
 __all__ = ["Doorbell"]
 
@@ -20,12 +20,16 @@ __all__ = ["Doorbell"]
 class Doorbell:
     """Like `call_soon_threadsafe`, but keeps the interpreter. Create, and close, it on the event loop.
 
-    Where the system has no such descriptors (they are Linux's), it is `call_soon_threadsafe`.
+    Many calls that come at once wake the event loop once. Where the system has no such descriptors (they are Linux's),
+    `call_soon_threadsafe` wakes it.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._calls: deque[Callable[[], None]] = deque()
+        self._is_rung = False
+        self._is_closed = False
+        self._lock = threading.Lock()
         self._fd = -1
         if sys.platform == "linux":
             self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -34,32 +38,42 @@ class Doorbell:
             self._loop.add_reader(self._fd, self._answer)
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Have something called on the event loop. Callable from any thread until it is closed.
+        """Have something called on the event loop, after what was asked for before. Callable from any thread.
 
         Raises:
-            RuntimeError: The event loop is closed.
+            RuntimeError: It is closed, or the event loop is.
         """
-        fd = self._fd
-        if fd < 0 or self._loop.is_closed():
-            self._loop.call_soon_threadsafe(call)
-            return
-        self._calls.append(call)
-        if self._write(fd, 1) != 0:
-            self._loop.call_soon_threadsafe(self._call_all)
+        with self._lock:  # once it is closed, the number of the descriptor may be that of another file
+            if self._is_closed or self._loop.is_closed():
+                raise RuntimeError("the event loop takes no calls any more: it is closed")
+            self._calls.append(call)
+            if self._is_rung:  # the event loop has not seen yet what came before this
+                return
+            self._is_rung = True
+            if self._fd < 0 or self._write(self._fd, 1) != 0:
+                self._loop.call_soon_threadsafe(self._make_all)
 
     def close(self) -> None:
-        """Make what is still to be called, and give the descriptor back. No thread rings any more."""
-        fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        if not self._loop.is_closed():
-            self._loop.remove_reader(fd)
-        os.close(fd)
-        self._call_all()
+        """Make what is still to be called, and give the descriptor back."""
+        with self._lock:
+            self._is_closed = True
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(fd)
+            os.close(fd)
+        self._make_all()
 
     def _answer(self) -> None:
         os.eventfd_read(self._fd)
-        self._call_all()
+        self._make_all()
 
-    def _call_all(self) -> None:
-        make_all(self._calls, self._loop)
+    def _make_all(self) -> None:
+        """Make calls in order, those that come meanwhile too; an error is the event loop's and ends no other call."""
+        self._is_rung = False
+        while self._calls:
+            call = self._calls.popleft()
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - as the event loop does it: the other calls are still made
+                self._loop.call_exception_handler({"message": "a call from a thread failed", "exception": error})

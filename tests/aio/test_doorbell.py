@@ -94,6 +94,43 @@ async def test_closing_makes_what_is_left_and_gives_the_descriptor_back() -> Non
 
 
 @pytest.mark.usefixtures("system")
+async def test_a_call_may_ask_for_another() -> None:
+    doorbell = Doorbell()
+    made: list[str] = []
+    doorbell.call_soon(lambda: doorbell.call_soon(lambda: made.append("second")))
+    await until(lambda: made)
+    doorbell.close()
+
+
+async def test_calls_that_come_at_once_wake_the_event_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    doorbell = Doorbell()
+    written: list[int] = []
+    write = doorbell._write
+
+    def count(fd: int, value: int) -> int:
+        written.append(value)
+        return int(write(fd, value))
+
+    monkeypatch.setattr(doorbell, "_write", count)
+    made: list[int] = []
+    for number in range(100):
+        doorbell.call_soon(lambda number=number: made.append(number))  # type: ignore[misc]
+    await until(lambda: len(made) == 100)
+    doorbell.call_soon(lambda: made.append(100))
+    await until(lambda: len(made) == 101)
+    assert (made, written) == (list(range(101)), [1, 1])
+    doorbell.close()
+
+
+@pytest.mark.usefixtures("system")
+async def test_a_closed_one_takes_no_call() -> None:
+    doorbell = Doorbell()
+    doorbell.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        doorbell.call_soon(lambda: None)
+
+
+@pytest.mark.usefixtures("system")
 def test_nobody_answers_after_the_event_loop() -> None:
     async def install() -> Doorbell:
         return Doorbell()

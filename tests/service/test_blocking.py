@@ -1,5 +1,6 @@
 """The blocking ranks, as a scheduler loop uses them: start, go on, poll."""
 
+import selectors
 import subprocess
 import sys
 import threading
@@ -8,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvflow import blocking
-from kvflow.blocking import LoopThread, Memory, Outcome
+from kvflow.blocking import LoopThread, Memory, Outcome, TransferUpdate
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, RankDraining, TransferFailed
 from tests.support.instances import BACKENDS, decode_config, make_pool, prefill_config
 from tests.support.pools import Pool
@@ -72,6 +74,103 @@ def test_scheduler_polls_until_the_pages_are_there(backend: str, share_loop: boo
             for page_cell in [("k", 0, PAGES["kv"][token // 4], token % 4, head) for head in range(6)]:
                 np.testing.assert_array_equal(pair.target.cell(*page_cell), pair.source.cell(*page_cell))
         assert pair.decode.statistics().rooms == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_look_a_step_tells_of_everything(backend: str) -> None:
+    with pair_of_ranks(backend) as pair:
+        assert not pair.decode.completed()
+        assert not pair.prefill.completed()
+        receivers = {
+            room: pair.decode.receive(room, prefill="prefill", tokens=(0, 4), pages={"kv": [room]}) for room in range(8)
+        }
+        senders = {room: pair.prefill.send(room) for room in range(8)}
+        for sender in senders.values():
+            sender.finish((0, 4), {"kv": [sender.room]}, metadata=b"%d" % sender.room)
+        for rank, transfers in ((pair.decode, receivers), (pair.prefill, senders)):
+            told: dict[int, list[TransferUpdate[Any]]] = {room: [] for room in transfers}
+            while not all(
+                updates and updates[-1].memory is Memory.SAFE and updates[-1].outcome is Outcome.SUCCESS
+                for updates in told.values()
+            ):
+                for update in rank.wait_any(10):
+                    told[update.room].append(update)
+            for room, updates in told.items():
+                assert {update.transfer for update in updates} == {transfers[room]}
+                assert {update.failure for update in updates} == {None}
+                assert len(updates) == len({(update.outcome, update.memory) for update in updates})  # each is news
+            assert rank.completed() == []
+        assert [receiver.result().metadata for receiver in receivers.values()] == [b"%d" % room for room in range(8)]
+
+
+def test_what_could_not_begin_is_told_like_any_failure() -> None:
+    with pair_of_ranks() as pair:
+        first, second = pair.receive(1), pair.receive(1)
+        (update,) = pair.decode.wait_any(10)
+        assert update.transfer is second
+        assert (update.room, update.outcome, update.failure, update.memory) == (
+            1,
+            Outcome.FAILED,
+            second.failure,
+            Memory.SAFE,
+        )
+        first.abort()
+        (update,) = pair.decode.wait_any(10)
+        assert (update.transfer, update.outcome) == (first, Outcome.ABORTED)
+
+
+def test_a_queued_transfer_holds_its_pages() -> None:
+    with pair_of_ranks() as pair:
+        blocked, go_on = threading.Event(), threading.Event()
+
+        def block() -> None:
+            blocked.set()
+            go_on.wait()
+
+        pair.decode.put(block)
+        blocked.wait()
+        receiver = pair.receive(1)  # returns although the event loop does nothing
+        assert (receiver.outcome, receiver.memory, receiver.is_settled) == (Outcome.PENDING, Memory.HELD, False)
+        receiver.abort()
+        go_on.set()
+        assert receiver.wait(10) is Outcome.ABORTED
+        assert receiver.memory is Memory.SAFE
+
+
+def test_an_engine_may_select() -> None:
+    with pair_of_ranks() as pair, selectors.DefaultSelector() as selector:
+        selector.register(pair.decode, selectors.EVENT_READ, pair.decode)
+        selector.register(pair.prefill, selectors.EVENT_READ, pair.prefill)
+        receiver, sender = pair.receive(1), pair.prefill.send(1)
+        assert selector.select(0) == []
+        sender.finish(TOKENS, PAGES)
+        while not (receiver.is_settled and sender.is_settled):
+            for key, _ in selector.select(10):
+                assert key.data.completed()
+        for rank in (pair.decode, pair.prefill):
+            rank.completed()
+        assert selector.select(0) == []
+    with pytest.raises(LocalProtocolError, match="not open"):
+        pair.decode.fileno()
+
+
+def test_ranks_are_opened_and_closed_like_files() -> None:
+    with registry_in_thread() as endpoint:
+        rank = blocking.DecodeRank(decode_config(endpoint), make_pool().layout)
+        assert rank.completed() == []
+        with pytest.raises(LocalProtocolError, match="not open"):
+            rank.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
+        assert rank.open() is rank
+        with pytest.raises(LocalProtocolError, match="make another"):
+            rank.open()
+        receiver = rank.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
+        rank.close()
+        rank.close()
+        (update,) = rank.completed()
+        assert (update.transfer, update.outcome, update.memory) == (receiver, Outcome.ABORTED, Memory.SAFE)
+        assert rank.wait_any() == []
+        with pytest.raises(LocalProtocolError, match="make another"):
+            rank.open()
 
 
 def test_many_at_once_from_one_scheduler() -> None:
@@ -157,7 +256,7 @@ def test_room_of_a_rank_that_drains_shows_in_the_outcome() -> None:
     with pair_of_ranks() as pair:
         pair.prefill.start_drain()
         sender = pair.prefill.send(1)
-        assert (sender.outcome, sender.memory) == (Outcome.FAILED, Memory.SAFE)
+        assert (sender.wait(10), sender.memory) == (Outcome.FAILED, Memory.SAFE)
         assert sender.failure is not None
         assert sender.failure.reason is FailureReason.PEER_CLOSED
         with pytest.raises(RankDraining):

@@ -72,7 +72,8 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "blocking": {
         "kvflow.blocking.PrefillRank": ("endpoint", "send"),
         "kvflow.blocking.DecodeRank": ("receive",),
-        "kvflow.blocking._BlockingRank": (*RANK, "statistics"),
+        "kvflow.blocking._BlockingRank": ("open", "close", "completed", "wait_any", "fileno", *RANK, "statistics"),
+        "kvflow.blocking.TransferUpdate": (),
         "kvflow.blocking.BlockingSender": ("chunk", "finish", "result"),
         "kvflow.blocking.BlockingReceiver": ("result",),
         "kvflow.blocking._BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", "wait"),

@@ -1,0 +1,97 @@
+"""What changes on the event loop is told to threads that look, wait or select."""
+
+import os
+import select
+import threading
+import time
+
+import pytest
+
+from kvflow.aio.changes import Changes
+
+NUM_ITEMS = 20_000
+
+
+def is_readable(fd: int) -> bool:
+    return bool(select.select([fd], [], [], 0)[0])
+
+
+def test_what_has_changed_is_taken_once_in_order() -> None:
+    changes: Changes[int] = Changes()
+    for number in range(3):
+        changes.add(number)
+    assert (len(changes), changes.take(), changes.take(), len(changes)) == (3, [0, 1, 2], [], 0)
+
+
+def test_nothing_is_lost_or_doubled_between_threads() -> None:
+    changes: Changes[int] = Changes()
+    taken: list[list[int]] = [[], []]
+
+    def look(into: list[int]) -> None:
+        while len(taken[0]) + len(taken[1]) < NUM_ITEMS:
+            into.extend(changes.take())
+
+    threads = [threading.Thread(target=look, args=(into,)) for into in taken]
+    for thread in threads:
+        thread.start()
+    for number in range(NUM_ITEMS):
+        changes.add(number)
+    for thread in threads:
+        thread.join()
+    assert sorted(taken[0] + taken[1]) == list(range(NUM_ITEMS))
+
+
+def test_a_thread_that_waits_is_woken_by_a_change_and_by_closing() -> None:
+    changes: Changes[int] = Changes()
+    woken: list[list[int]] = []
+
+    def wait() -> None:
+        for _ in range(2):
+            changes.wait(lambda: len(changes) or changes.is_closed, None)
+            woken.append(changes.take())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not changes._num_waiting:
+        time.sleep(1e-4)
+    changes.add(7)
+    while not (woken and changes._num_waiting):
+        time.sleep(1e-4)
+    changes.close()
+    thread.join()
+    assert woken == [[7], []]
+
+
+def test_waiting_ends_in_time() -> None:
+    changes: Changes[int] = Changes()
+    changes.wait(lambda: False, 0.01)
+    assert changes._num_waiting == 0
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["asked before", "asked after"])
+def test_the_descriptor_is_readable_while_there_is_something_to_take(*, is_early: bool) -> None:
+    changes: Changes[int] = Changes()
+    if is_early:
+        assert not is_readable(changes.fileno())
+    changes.add(1)
+    assert is_readable(changes.fileno())
+    changes.add(2)
+    assert changes.take() == [1, 2]
+    assert not is_readable(changes.fileno())
+    for number in range(100_000):  # more than a pipe holds
+        changes.add(number)
+    assert len(changes.take()) == 100_000
+    changes.close()
+
+
+def test_closing_gives_the_descriptor_back_and_nobody_gets_another() -> None:
+    changes: Changes[int] = Changes()
+    fd = changes.fileno()
+    changes.close()
+    changes.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    with pytest.raises(ValueError, match="closed"):
+        changes.fileno()
+    changes.add(1)
+    assert changes.take() == [1]
