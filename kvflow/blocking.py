@@ -6,12 +6,12 @@ Only opening and closing a rank wait, and what says so.
 """
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
-from kvflow import decode, prefill
+from kvflow import decode, directory, prefill
 from kvflow.aio.changes import Changes
 from kvflow.aio.doorbell import Doorbell
 from kvflow.aio.loop_thread import LoopThread
@@ -20,6 +20,7 @@ from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import Handover
 from kvflow.errors import (
     CapacityExceeded,
+    ConfigError,
     FailureReason,
     KvflowError,
     LocalProtocolError,
@@ -45,6 +46,7 @@ __all__ = [
     "Memory",
     "Outcome",
     "PrefillRank",
+    "Registry",
     "TransferUpdate",
 ]
 
@@ -302,15 +304,21 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
     Args:
         make_rank: Makes the rank; called on the event loop.
         loop: The thread to run on; one of its own by default.
+        affinity: CPUs of its own thread, see `LoopThread`.
 
     Attributes:
         changes: Transfers that have changed and that `completed` has not told of.
     """
 
-    def __init__(self, make_rank: Callable[[], AnyRank], loop: LoopThread | None) -> None:
+    def __init__(
+        self, make_rank: Callable[[], AnyRank], loop: LoopThread | None, affinity: Collection[int] | None
+    ) -> None:
+        if loop is not None and affinity is not None:
+            raise ConfigError("affinity is that of the loop; give it to LoopThread", affinity=affinity)
         self.changes: Changes[AnyTransfer] = Changes()
         self._make_rank: Callable[[], AnyRank] = make_rank
         self._loop = loop
+        self._affinity = affinity
         self._was_opened = False
         self._is_open = False
         self._stack = ExitStack()
@@ -327,7 +335,7 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         self._was_opened = True
         with ExitStack() as stack:
             stack.callback(self.changes.close)
-            loop = self._loop or stack.enter_context(LoopThread())
+            loop = self._loop or stack.enter_context(LoopThread(self._affinity))
             self._portal = loop.portal
             self._rank: AnyRank = self._portal.call(self._make_rank)
             stack.enter_context(self._portal.wrap_async_context_manager(self._rank))
@@ -480,6 +488,7 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank, BlockingSender]):
         layout: The pools to send from; they must stay allocated until the rank is closed.
         backend: A transport to use instead of the one that the settings name.
         loop: The thread to run on; one of its own by default.
+        affinity: CPUs of its own thread, see `LoopThread`.
         ports: The world to use instead of the real one.
     """
 
@@ -490,9 +499,10 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank, BlockingSender]):
         backend: Backend | None = None,
         *,
         loop: LoopThread | None = None,
+        affinity: Collection[int] | None = None,
         ports: Ports | None = None,
     ) -> None:
-        super().__init__(lambda: prefill.PrefillRank(config, layout, backend, ports=ports), loop)
+        super().__init__(lambda: prefill.PrefillRank(config, layout, backend, ports=ports), loop, affinity)
 
     @property
     def endpoint(self) -> str:
@@ -520,6 +530,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
         layout: The pools to receive into; they must stay allocated until the rank is closed.
         backend: A transport to use instead of the one that the settings name.
         loop: The thread to run on; one of its own by default.
+        affinity: CPUs of its own thread, see `LoopThread`.
         ports: The world to use instead of the real one.
     """
 
@@ -530,9 +541,10 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
         backend: Backend | None = None,
         *,
         loop: LoopThread | None = None,
+        affinity: Collection[int] | None = None,
         ports: Ports | None = None,
     ) -> None:
-        super().__init__(lambda: decode.DecodeRank(config, layout, backend, ports=ports), loop)
+        super().__init__(lambda: decode.DecodeRank(config, layout, backend, ports=ports), loop, affinity)
 
     def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,
@@ -566,3 +578,42 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
             priority=priority,
         )
         return BlockingReceiver(self, receiver)
+
+
+class Registry:
+    """`kvflow.Registry` in a thread, for programs without an event loop. Use it as a context manager.
+
+    Args:
+        bind: "tcp://host:port"; port 0 takes a free one.
+        advertise: Host to give to others, if not the one bound; needed if `bind` is a wildcard.
+        loop: The thread to run on; one of its own by default.
+
+    Attributes:
+        endpoint: Address for the `registry` setting of ranks.
+
+    Raises:
+        ConfigError: The address is malformed, or others could not use it; on entry: it cannot be bound.
+        LocalProtocolError: On entry: it is open.
+    """
+
+    endpoint: str
+
+    def __init__(
+        self, bind: str = "tcp://127.0.0.1:0", advertise: str | None = None, *, loop: LoopThread | None = None
+    ) -> None:
+        self._registry = directory.Registry(bind, advertise)
+        self._loop = loop
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            loop = self._loop or stack.enter_context(LoopThread())
+            stack.enter_context(loop.portal.wrap_async_context_manager(self._registry))
+            self.endpoint = self._registry.endpoint
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()

@@ -209,6 +209,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             peers=core.num_peers,
             anomalies=dict(self._anomalies.counts),
             times=self._times,
+            loop_lag=self._loop_lag,
             staging=StagingStatistics(windows_taken=core.windows_taken, windows_free=core.windows_free),
         )
 

@@ -107,6 +107,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             peers=core.num_peers,
             anomalies=dict(self._anomalies.counts),
             times=self._times,
+            loop_lag=self._loop_lag,
             staging=StagingStatistics(
                 packed_posts=submit.packed.num_posts,
                 packed_bytes=submit.packed.num_bytes,

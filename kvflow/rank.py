@@ -39,7 +39,7 @@ from kvflow.errors import (
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import PageTable
 from kvflow.observe.logs import LOGGER, get_logger
-from kvflow.observe.times import StageTimes
+from kvflow.observe.times import Duration, StageTimes
 from kvflow.observe.trace import AnomalyLog, describe, log_transfer
 from kvflow.packing.staging import staging_memory
 from kvflow.ports import Ports
@@ -115,6 +115,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._staging = staging_memory(config, layout)
         self._page_bytes = {component.name: component.page_bytes for component in layout.components}
         self._times = StageTimes()
+        self._loop_lag = Duration()
         self._log = get_logger(instance=config.instance, engine_rank=config.engine_rank)
         self._anomalies = AnomalyLog(self._log, self._ports.now)
         self._tasks = OwnedTasks(self._break)
@@ -157,7 +158,9 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             self._registry = RegistryClient(self.config.registry, self._ports, self._log, self._take_records)
             self._resources.callback(self._registry.close)
             self._open()
-            self._alarm = Alarm(self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()), self._ports.now)
+            self._alarm = Alarm(
+                self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()), self._ports.now, self._loop_lag.add
+            )
             self._resources.callback(self._alarm.close)
             await self._tasks.open()
         except BaseException:

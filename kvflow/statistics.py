@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from kvflow.observe.times import StageTimes
+from kvflow.observe.times import Duration, StageTimes
 
 __all__ = ["RankStatistics", "StagingStatistics"]
 
@@ -48,6 +48,8 @@ class RankStatistics(NamedTuple):
         peers: Peers that are known.
         anomalies: Ignored messages, by kind.
         times: How long each stage took so far.
+        loop_lag: How late timers of the rank were served: long ones mean that the event loop does not get to run, since
+            a callback, another thread that holds the interpreter, or another process on its CPU keeps it from that.
         staging: What was packed.
     """
 
@@ -62,4 +64,5 @@ class RankStatistics(NamedTuple):
     peers: int
     anomalies: dict[str, int]
     times: StageTimes
+    loop_lag: Duration
     staging: StagingStatistics

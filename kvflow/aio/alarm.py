@@ -16,17 +16,24 @@ class Alarm:
         on_due: Called on the event loop when it is reached; it may change the deadlines. If it raises, the alarm
             stops until the next `check`.
         now: Gives monotonic seconds; they need not be the event loop's own.
+        on_lag: Called with how late it woke, each time, in seconds: how long the event loop was busy, or its thread was
+            kept from running.
     """
 
     def __init__(
-        self, next_deadline: Callable[[], float | None], on_due: Callable[[], None], now: Callable[[], float]
+        self,
+        next_deadline: Callable[[], float | None],
+        on_due: Callable[[], None],
+        now: Callable[[], float],
+        on_lag: Callable[[float], None] | None = None,
     ) -> None:
         self._next_deadline = next_deadline
         self._on_due = on_due
         self._now = now
+        self._on_lag = on_lag
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._wakes_at = 0.0
+        self._wakes_at = self._due_at = 0.0
         self._is_closed = False
 
     def check(self) -> None:
@@ -38,8 +45,9 @@ class Alarm:
             if self._wakes_at <= deadline:
                 return
             self._timer.cancel()
-        self._wakes_at = deadline
-        self._timer = self._loop.call_later(max(0.0, deadline - self._now()), self._wake)
+        now = self._now()
+        self._wakes_at, self._due_at = deadline, max(deadline, now)
+        self._timer = self._loop.call_later(self._due_at - now, self._wake)
 
     def close(self) -> None:
         """Call nothing any more. May be called twice, and by `on_due`."""
@@ -50,7 +58,10 @@ class Alarm:
 
     def _wake(self) -> None:
         self._timer = None
+        now = self._now()
+        if self._on_lag is not None:
+            self._on_lag(max(0.0, now - self._due_at))
         deadline = self._next_deadline()
-        if deadline is not None and self._now() >= deadline:
+        if deadline is not None and now >= deadline:
             self._on_due()
         self.check()

@@ -1,6 +1,7 @@
 """Deadlines that change while an alarm is set."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
@@ -25,7 +26,8 @@ class Deadlines:
         self.following: list[float] = []
         self.late_s: list[float] = []
         self.num_asked = 0
-        self.alarm = Alarm(self.ask, self.on_due, monotonic)
+        self.lag_s: list[float] = []
+        self.alarm = Alarm(self.ask, self.on_due, monotonic, self.lag_s.append)
 
     def ask(self) -> float | None:
         self.num_asked += 1
@@ -66,6 +68,17 @@ async def test_no_deadline_is_told_before_its_time() -> None:
         deadlines.set(SOON_S)
         await until(lambda: len(deadlines.late_s) == 21)
         assert min(deadlines.late_s) >= 0
+
+
+async def test_lag_is_how_long_the_event_loop_was_busy() -> None:
+    with deadlines_of_a_test() as deadlines:
+        deadlines.set(-5.0)  # told late, but not by the event loop
+        await until(lambda: deadlines.late_s)
+        deadlines.set(SOON_S)
+        time.sleep(3 * SOON_S)  # noqa: ASYNC251 - it is busy
+        await until(lambda: len(deadlines.late_s) == 2)
+        assert len(deadlines.lag_s) == 2
+        assert 2 * SOON_S <= max(deadlines.lag_s) < 5.0
 
 
 async def test_a_deadline_that_is_put_off_is_told_at_its_new_time() -> None:

@@ -1,5 +1,6 @@
 """The blocking ranks, as a scheduler loop uses them: start, go on, poll."""
 
+import os
 import selectors
 import subprocess
 import sys
@@ -171,6 +172,49 @@ def test_ranks_are_opened_and_closed_like_files() -> None:
         assert rank.wait_any() == []
         with pytest.raises(LocalProtocolError, match="make another"):
             rank.open()
+
+
+def cpus_of_threads() -> dict[int, set[int]]:
+    return {int(task.name): os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_threads_do_not_share_the_cpu_that_an_engine_is_pinned_to(backend: str) -> None:
+    mine = os.sched_getaffinity(0)
+    with registry_in_thread() as endpoint:
+        os.sched_setaffinity(0, {min(mine)})
+        try:
+            before = cpus_of_threads()
+            with blocking.DecodeRank(
+                decode_config(endpoint, backend=backend), make_pool().layout, affinity=mine
+            ) as rank:
+                started = [cpus for thread, cpus in cpus_of_threads().items() if thread not in before]
+                assert started
+                assert all(cpus == mine for cpus in started)
+                assert rank.statistics().loop_lag.count >= 0
+        finally:
+            os.sched_setaffinity(0, mine)
+
+
+@pytest.mark.parametrize("affinity", [{100_000}, {-1}, "0", [None], set()], ids=repr)
+def test_cpus_that_are_none_are_refused(affinity: Any) -> None:
+    with pytest.raises(ConfigError, match="affinity"):
+        LoopThread(affinity).__enter__()
+
+
+def test_a_shared_loop_has_its_own_affinity() -> None:
+    with LoopThread() as loop, pytest.raises(ConfigError, match="LoopThread"):
+        blocking.DecodeRank(decode_config("tcp://127.0.0.1:1"), make_pool().layout, loop=loop, affinity={0})
+
+
+def test_a_registry_is_opened_once_and_again_after_closing() -> None:
+    registry = blocking.Registry()
+    for _ in range(2):
+        with registry:
+            assert registry.endpoint.startswith("tcp://127.0.0.1:")
+            with pytest.raises(LocalProtocolError, match="open already"):
+                registry.__enter__()
 
 
 def test_many_at_once_from_one_scheduler() -> None:

@@ -78,6 +78,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.blocking.BlockingReceiver": ("result",),
         "kvflow.blocking._BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", "wait"),
         "kvflow.blocking.LoopThread": (),
+        "kvflow.blocking.Registry": (),
     },
 }
 """Public names by chapter, each with the members that an engine uses. Settings and errors have tables of their own."""

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import kvflow
-from kvflow.blocking import LoopThread
+from kvflow.blocking import Registry
 
 __all__ = ["registry_in_thread"]
 
@@ -12,7 +11,5 @@ __all__ = ["registry_in_thread"]
 @contextmanager
 def registry_in_thread() -> Iterator[str]:
     """Serve in a thread of its own; gives the endpoint."""
-    with LoopThread() as loop:
-        registry = kvflow.Registry()
-        with loop.portal.wrap_async_context_manager(registry):
-            yield registry.endpoint
+    with Registry() as registry:
+        yield registry.endpoint
