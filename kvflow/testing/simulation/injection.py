@@ -7,6 +7,7 @@ from typing import Final
 from kvflow.testing.simulation.dataplane import Write
 from kvflow.testing.simulation.deployment import Deployment
 from kvflow.testing.simulation.engines import Worker
+from kvflow.testing.simulation.network import Session
 from kvflow.wire.messages import RankId
 
 __all__ = ["ACTIVE_S", "FaultInjector"]
