@@ -355,7 +355,6 @@ class PrefillCore:
         is_new = hello.peer not in self.peers
         self.peers.admit(event.connection, hello, event.link, now)
         self.slots.connected(hello.peer, event.link.staging, now)
-        self.rooms.peer_restarted(hello.peer)
         news = [LogEvent("peer_connected", {"peer": str(hello.peer)})] if is_new else []
         return [*news, *self._welcome(event.connection, hello)]
 
@@ -415,6 +414,15 @@ class PrefillCore:
         peer.liveness.heard(now)
         if not is_genuine(peer.id, message):
             return [CountAnomaly("message_in_the_name_of_another", peer.id)]
+        if isinstance(message, Goodbye):
+            return self._said_goodbye(peer.id, message, now)
+        if not peer.was_heard:
+            self.peers.heard(peer)
+            self.slots.peer_restarted(peer.id)
+            self.rooms.peer_restarted(peer.id)
+        return self._obey(peer, message, now)
+
+    def _obey(self, peer: DecodePeer, message: AnyMessage, now: float) -> list[PrefillEffect]:
         match message:
             case Grant():
                 return self.rooms.grant(peer, message, now, leaving=self._leaving.failure)
@@ -435,8 +443,6 @@ class PrefillCore:
                 return effects
             case Decline():
                 return self.rooms.decline(peer, message, now)
-            case Goodbye():
-                return self._said_goodbye(peer.id, message, now)
             case _:
                 return [CountAnomaly(f"unexpected_{type(message).__name__.lower()}", peer.id)]
 

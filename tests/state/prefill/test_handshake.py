@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from kvflow.errors import FailureReason
 from kvflow.state import events as ev
 from kvflow.state.effects import CheckHello, DisconnectTransport, LogEvent, PrefillEffect, Reply
-from kvflow.wire.messages import Failed, Goodbye, Grant, Hello, Notice, Ping, Pong, Refuse, Welcome
+from kvflow.wire.messages import Failed, Goodbye, Grant, Hello, Notice, PeerId, Ping, Pong, Refuse, Welcome
 from tests.support.cores import (
     ABORTED,
     DECODE,
@@ -243,7 +243,9 @@ def test_a_restarted_decode_rank_takes_the_place_of_its_former_incarnation(core:
 def test_an_incarnation_that_was_superseded_cannot_come_back(core: PrefillDriver) -> None:
     """What was written to it is not followed any more, so nothing that it asks could be answered truly."""
     core.connect(DECODE)
-    core.connect(peer("decode", incarnation=2))
+    again = peer("decode", incarnation=2)
+    core.connect(again)
+    core.hear(again, Ping(peer=again))
     [(_, refusal)] = replies(say(core, core.hello(attempt=7)))
     assert isinstance(refusal, Refuse)
     assert (refusal.to, refusal.attempt) == (DECODE, 7)
@@ -356,6 +358,47 @@ def test_a_hello_of_a_dead_incarnation_whose_check_ends_late_replaces_nobody(
         assert len(messages(core.hear(again, Pong(peer=again)), Refuse)) == 1
     assert core.core.connections() == [connection_of(again)]
     assert messages(core.hear(again, Ping(peer=again)), Pong) != []
+
+
+def _replaced_by_a_dead_one(core: PrefillDriver, dead: PeerId) -> None:
+    """Let a hello of a dead incarnation take the place of DECODE, whose connection is being made anew."""
+    hello = core.hello(dead)
+    core(ev.MessageArrived(connection_of(dead), hello))
+    assert core(ev.ReplyLost(FIRST))[-1] == CheckHello(connection_of(dead), hello)
+    assert messages(core(core.checked(hello)), Welcome)
+    assert core.core.connections() == [connection_of(dead)]
+
+
+@pytest.mark.parametrize("is_silent", [True, False], ids=["its host is off", "its process has ended"])
+def test_a_living_rank_comes_back_after_a_hello_of_a_dead_incarnation(core: PrefillDriver, is_silent: bool) -> None:
+    """Both hellos waited in the queue of a process that was stopped, and the connection of the living one broke."""
+    core.connect(DECODE)
+    core.hear(DECODE, grant(generation=5))
+    dead = peer("decode", incarnation=2)
+    _replaced_by_a_dead_one(core, dead)
+    again, connection = core.hello(attempt=7), connection_of(DECODE, 1)
+    assert replies(say(core, again, connection)) == [(connection_of(dead), Ping(peer=PREFILL))]
+    if is_silent:
+        core.sleep(LEASE_S)
+        say(core, again, connection)
+    else:
+        core(ev.ReplyLost(connection_of(dead)))
+    assert messages(core(core.checked(again, connection=connection)), Welcome)
+    assert core.core.connections() == [connection]
+    assert 5 in core.core.peers[DECODE].closed, "what it was granted before is over"
+    say(core, core.hello(dead), connection_of(dead, 1))
+    assert messages(core(ev.MessageArrived(connection, Pong(peer=DECODE))), Refuse)
+    assert core.core.connections() == [connection]
+
+
+def test_a_goodbye_that_waited_behind_the_hello_of_a_dead_incarnation_ends_that_one_only(core: PrefillDriver) -> None:
+    core.connect(DECODE)
+    dead = peer("decode", incarnation=2)
+    _replaced_by_a_dead_one(core, dead)
+    core(ev.MessageArrived(connection_of(dead), Goodbye(peer=dead)))
+    again = core.hello(attempt=7)
+    assert say(core, again) == [CheckHello(FIRST, again)]
+    assert messages(core(core.checked(again)), Welcome)
 
 
 def test_decode_ranks_do_not_disturb_each_other(core: PrefillDriver) -> None:
