@@ -17,6 +17,10 @@ REGRESSIONS = (
     74040,  # as the first
     90683,  # the same
     97411,  # the same
+    11464,  # a prefill rank was closed when it had just disconnected a decode rank, which never heard its Goodbye
+    13987,  # the same
+    31513,  # what a rank had said before it left arrived after its port had been refused, and was not heard
+    72576,  # a disconnected decode rank could not look the instance up before the prefill rank was closed
 )
 """Seeds in which a promise was broken once."""
 

@@ -35,10 +35,12 @@ class ClosedGeneration(NamedTuple):
 class _Disconnected(NamedTuple):
     """What is remembered of the last incarnation that was heard and is gone.
 
-    Everything below `floor` was over then, for this reason.
+    Everything below `floor` was over then, for this reason. It may live, and miss the proof that nothing lands in its
+    pages: it is told Goodbye over its last `connection`.
     """
 
     peer: PeerId
+    connection: bytes
     floor: int
     failure: Failure
 
@@ -189,10 +191,24 @@ class DecodePeers:
                 self.end(peer, f"{peer} has said goodbye")
                 return
 
-    def connections(self) -> list[tuple[bytes, PeerId]]:
-        """Every connection over which a decode rank can be sent messages, also one whose hello is being checked."""
-        checking = [(connection, peer) for peer, (_, connection) in self._checking.items()]
-        return list(dict.fromkeys([*self._by_connection.items(), *checking]))
+    def connections(self) -> dict[bytes, PeerId]:
+        """Every connection over which a decode rank may be reached.
+
+        That includes one whose hello is being checked, and one that is disconnected and has not said goodbye.
+        """
+        found = dict(self._by_connection)
+        for peer, (_, connection) in self._checking.items():
+            found.setdefault(connection, peer)
+        for gone in self._disconnected.values():
+            if gone.peer not in self._over and gone.peer not in self._peers:
+                found.setdefault(gone.connection, gone.peer)
+        return found
+
+    def refused(self, connection: bytes, peer: PeerId) -> None:
+        """Note where a decode rank that is disconnected can be reached by now: its hello is refused."""
+        gone = self._disconnected.get(peer.rank)
+        if gone is not None and gone.peer == peer:
+            self._disconnected[peer.rank] = gone._replace(connection=connection)
 
     def is_checking(self, peer: PeerId) -> bool:
         """Say whether a hello of it is being checked."""
@@ -254,7 +270,7 @@ class DecodePeers:
         self._by_connection.pop(known.connection, None)
         former = self._disconnected.get(peer.rank)
         if known.was_heard or former is None or former.peer == peer:
-            self._disconnected[peer.rank] = _Disconnected(peer, known.floor, failure)
+            self._disconnected[peer.rank] = _Disconnected(peer, known.connection, known.floor, failure)
             self._disconnected.move_to_end(peer.rank)
         while len(self._disconnected) > MAX_DISCONNECTED:
             self._disconnected.popitem(last=False)
