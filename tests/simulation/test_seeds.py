@@ -21,6 +21,7 @@ REGRESSIONS = (
     13987,  # the same
     31513,  # what a rank had said before it left arrived after its port had been refused, and was not heard
     72576,  # a disconnected decode rank could not look the instance up before the prefill rank was closed
+    33314,  # a port was refused because its rank had closed, while bytes of a failed write were still on their way
 )
 """Seeds in which a promise was broken once."""
 
