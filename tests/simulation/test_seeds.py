@@ -22,18 +22,14 @@ REGRESSIONS = (
     31513,  # what a rank had said before it left arrived after its port had been refused, and was not heard
     72576,  # a disconnected decode rank could not look the instance up before the prefill rank was closed
     33314,  # a port was refused because its rank had closed, while bytes of a failed write were still on their way
+    69871,  # a pool full of quarantine until an operator came, just before the rate was measured
+    79652,  # a Hello of a dead decode process replaced a living one, which was refused for good
+    92537,  # the same
 )
-"""Seeds in which a promise was broken once."""
+"""Seeds in which a promise was broken once. What a seed does changes with the draws, so each mend has other tests, too."""
 
 BATCH = 25
 NUM_BATCHES = 8
-
-FOUND = [
-    69871,  # a pool full of quarantine until an operator came, just before the rate was measured
-    79652,  # a Hello of a dead decode process replaced a living one, which was refused for good
-    92537,
-]
-"""Seeds that broke a promise once. What a seed does changes with the draws, so what was mended has other tests, too."""
 
 TELL = """
 import sys
@@ -60,11 +56,6 @@ def test_without_faults_every_request_succeeds() -> None:
         assert result.num_requests == result.num_successes > 0
         assert result.injected == {}
         assert not [line for line in result.story if "ENDS failed" in line]
-
-
-@pytest.mark.parametrize("seed", FOUND)
-def test_a_seed_that_broke_a_promise_once_breaks_none(seed: int) -> None:
-    assert run_seed(seed).violation is None
 
 
 @pytest.mark.parametrize("seed", [3, 65])
