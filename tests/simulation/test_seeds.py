@@ -26,7 +26,7 @@ REGRESSIONS = (
     79652,  # a Hello of a dead decode process replaced a living one, which was refused for good
     92537,  # the same
 )
-"""Seeds in which a promise was broken once. What a seed does changes with the draws, so each mend has other tests, too."""
+"""Seeds in which a promise was broken once. What a seed does changes with the draws: each mend has other tests, too."""
 
 BATCH = 25
 NUM_BATCHES = 8
