@@ -43,8 +43,13 @@ class Listener(Protocol):
             Unreachable: That connection is gone, or its queue is full; the message is lost.
         """
 
-    def close(self) -> None:
-        """Close it. Messages that were sent still leave within a bound; no callback follows."""
+    def close(self, *, keep_port: bool = False) -> None:
+        """Close it. Messages that were sent still leave within a bound; no callback follows.
+
+        Args:
+            keep_port: Until this process has ended, nobody can bind the port, and nobody is refused there. Nobody is
+                answered there either.
+        """
 
 
 class ControlChannel(Protocol):

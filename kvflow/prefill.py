@@ -147,7 +147,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._planning = Planning(self._context, self.layout, backend, self._submit, staging)
         self._hellos = HelloChecks(self._context, settings, backend, staging)
         self._listener = self._ports.control.listen(self.config.bind, self.config.advertise, self._on_message)
-        self._resources.callback(self._listener.close)
+        self._resources.callback(self._close_listener)
         record = RankRecord(
             peer=self.me,
             num_ranks=self.config.num_ranks,
@@ -191,6 +191,13 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
                 self._log_event(effect)
             case _:
                 assert_never(effect)
+
+    def _close_listener(self) -> None:
+        """Close the control socket. A refused port is the proof that nothing can land any more, so it must be true."""
+        keep_port = self._submit.may_still_land
+        self._listener.close(keep_port=keep_port)
+        if keep_port:
+            self._log.warning("port_kept", endpoint=self.endpoint)
 
     def _on_message(self, connection: bytes, frames: Sequence[bytes]) -> None:
         try:

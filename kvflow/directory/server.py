@@ -71,37 +71,47 @@ class Registry:
 
     def _on_message(self, connection: bytes, frames: Sequence[bytes]) -> None:
         try:
-            self._send(self._obey(connection, decode_frames(frames)))
+            self._obey(connection, decode_frames(frames))
         except RemoteProtocolError as error:
             self._anomalies.count("message_rejected", connection=connection.hex(), detail=str(error))
         self._alarm.check()
 
-    def _obey(self, connection: bytes, message: Message) -> list[Answer]:
+    def _obey(self, connection: bytes, message: Message) -> None:
         now = self._ports.now()
         match message:
             case Register(record=record, lease_s=lease_s):
-                return self._table.register(record, lease_s, connection, now)
+                # What a killed process had sent may be read after the first message of its successor. Nothing but its
+                # connection, which is gone, tells it from the message of a living one, so the answer goes first.
+                if self._send(self._table.answer_to(record, connection)):
+                    self._send_all(self._table.register(record, lease_s, connection, now))
             case Unregister(peer=peer):
                 self._table.unregister(peer)
-                return []
             case Lookup(instance=instance, timeout_s=timeout_s):
-                return self._table.lookup(instance, timeout_s, connection, now)
+                self._send_all(self._table.lookup(instance, timeout_s, connection, now))
             case _:
                 raise RemoteProtocolError("message is not for a registry", message=type(message).__name__)
 
     def _expire(self) -> None:
-        self._send(self._table.expire(self._ports.now()))
+        self._send_all(self._table.expire(self._ports.now()))
 
-    def _send(self, answers: list[Answer]) -> None:
+    def _send_all(self, answers: list[Answer]) -> None:
         for answer in answers:
-            if isinstance(answer.message, RegistrationConflict) and answer.message.refused:
-                self._report(answer.message)
-            if self._listener is None:
-                return
-            try:
-                self._listener.send(answer.connection, encode(answer.message))
-            except Unreachable as error:
-                self._anomalies.count("answer_undeliverable", connection=answer.connection.hex(), detail=str(error))
+            self._send(answer)
+
+    def _send(self, answer: Answer) -> bool:
+        """Send an answer, and say whether its connection is there and takes it."""
+        if self._listener is None:
+            return False
+        try:
+            self._listener.send(answer.connection, encode(answer.message))
+        except Unreachable as error:
+            self._anomalies.count("answer_undeliverable", connection=answer.connection.hex(), detail=str(error))
+            return False
+        if isinstance(answer.message, RegistrationConflict) and answer.message.refused:
+            self._report(answer.message)
+        if answer.then is not None:
+            self._send(answer.then)
+        return True
 
     def _report(self, conflict: RegistrationConflict) -> None:
         self._anomalies.count(

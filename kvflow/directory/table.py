@@ -2,8 +2,11 @@
 
 Two processes with the same rank name are told apart by their incarnations. A new one replaces the one before it, which
 is what a restart looks like. If the one before it then registers twice again, it has not ended: the name is in
-conflict. It gets its place back, and the newcomer is refused for as long as the other one renews its lease. Once is not
-enough, because the last registration of a process that was killed may arrive after the first of its successor.
+conflict. It gets its place back, and the newcomer is refused for as long as the other one renews its lease.
+
+The last registration of a process that was killed may arrive after the first of its successor. It says nothing about
+who is alive, so a process that cannot be answered is not noted: its connection is gone. The registry may not know that
+yet, which is why registering once is not enough.
 """
 
 from dataclasses import dataclass, field
@@ -16,10 +19,15 @@ __all__ = ["Answer", "RegistryTable", "is_complete"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Send `message` over `connection`."""
+    """Send `message` over `connection`.
+
+    Attributes:
+        then: To be sent as well, if this could be sent.
+    """
 
     connection: bytes
     message: Message
+    then: "Answer | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +95,34 @@ class RegistryTable:
         self.num_waiting = 0
         self._instances: dict[str, _Instance] = {}
 
+    def answer_to(self, record: RankRecord, connection: bytes) -> Answer:
+        """Say what a rank that registers is to be told. Nothing is noted yet: `register` it if it could be told."""
+        peer = record.peer
+        instance = self._instances.get(peer.rank.instance)
+        place = None if instance is None else instance.places.get(peer.rank.engine_rank)
+        if place is None or place.refused is None or peer == place.holder.peer:
+            return Answer(connection, Registered(peer=peer))
+        return _conflict(place.holder, _Claim(record, connection))
+
     def register(self, record: RankRecord, lease_s: float, connection: bytes, now: float) -> list[Answer]:
-        """Note a rank, or renew its lease.
+        """Note a rank, or renew its lease, after it was told what `answer_to` says.
 
         Returns:
-            What to say to it, to whoever claims to be the same rank, and to those who waited for its instance.
+            What to say to those who waited for its instance, and to both sides if another one is refused its place.
         """
         peer = record.peer
         instance = self._instances.setdefault(peer.rank.instance, _Instance())
         place = instance.places.get(peer.rank.engine_rank)
         claim = _Claim(record, connection)
         self.timers.set(_Lease(peer), now + lease_s)
+        answers = []
         if place is None:
             instance.places[peer.rank.engine_rank] = _Place(claim)
             self.num_ranks += 1
         else:
             self._claim(place, claim)
-            if place.refused is not None and place.refused.peer == peer:
-                return _conflict(place)
-        answers = [Answer(connection, Registered(peer=peer))]
-        if place is not None and place.refused is not None:
-            answers += _conflict(place)
+            if place.refused is not None and place.refused is not claim:
+                answers.append(_conflict(place.holder, place.refused))
         return answers + self._answer_if_complete(peer.rank.instance, instance)
 
     def unregister(self, peer: PeerId) -> None:
@@ -192,20 +207,16 @@ class RegistryTable:
         return Answer(connection, Records(instance=instance, records=records))
 
 
-def _conflict(place: _Place) -> list[Answer]:
-    """Tell both sides that they claim to be the same rank."""
-    holder, refused = place.holder, place.refused
-    if refused is None:
-        return []
-    return [
-        Answer(
-            mine.connection,
-            RegistrationConflict(
-                peer=mine.peer, other=other.peer, other_endpoint=other.record.endpoint, refused=mine is refused
-            ),
-        )
-        for mine, other in ((holder, refused), (refused, holder))
-    ]
+def _conflict(holder: _Claim, refused: _Claim) -> Answer:
+    """Tell both sides that they claim to be the same rank; the holder only if the other one is there to be refused."""
+    told = RegistrationConflict(
+        peer=holder.peer, other=refused.peer, other_endpoint=refused.record.endpoint, refused=False
+    )
+    return Answer(
+        refused.connection,
+        RegistrationConflict(peer=refused.peer, other=holder.peer, other_endpoint=holder.record.endpoint, refused=True),
+        then=Answer(holder.connection, told),
+    )
 
 
 def _records(entry: _Instance) -> tuple[RankRecord, ...]:

@@ -48,12 +48,18 @@ class Submit:
         self._in_band = backend.capabilities.in_band_notices
         self._posts: dict[int, _Post] = {}
         self._num_posts = 0
+        self._has_lingered = False
         self.direct, self.packed = PathTotals(), PathTotals()
 
     @property
     def num_posted(self) -> int:
         """Posts that have begun and are not known to have ended."""
         return len(self._posts)
+
+    @property
+    def may_still_land(self) -> bool:
+        """Something that was posted has not ended, or lingers. It is known of a broken rank, too."""
+        return self._has_lingered or bool(self._posts)
 
     def post(self, delivery: DeliveryId, seq: int, moves: Descriptors | Blocks, notice: Notice) -> None:
         """Post a piece; the core hears how it ends.
@@ -85,6 +91,7 @@ class Submit:
                 if post is None:
                     self._context.anomalies.count("end_of_unknown_post", post_id=post_id, detail=error)
                     return
+                self._has_lingered |= lingers
                 delivery, seq, began = post
                 self._context.times.add(Stage.SUBMIT, self._context.now() - began)
                 failure = None

@@ -193,6 +193,15 @@ class Endpoint:
         """Whether one post has ended."""
         return any(end.post_id == post_id for end in self.ends())
 
+    async def take_end(self, post_id: int) -> PostEnded:
+        """Wait until one post has ended, and give its end; others may end before or after it.
+
+        Raises:
+            BackendError: The backend has broken down.
+        """
+        await self.take_until(lambda: self.has_ended(post_id))
+        return next(end for end in self.ends() if end.post_id == post_id)
+
     def check_ends(self) -> None:
         """Check, once it is closed, that each post has ended once, and that its events make sense together.
 

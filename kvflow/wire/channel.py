@@ -187,8 +187,9 @@ _sockets: Final = _Sockets()
 class _Ports:
     """Bound descriptors of this process, which a forked child gives up.
 
-    A port is refused once the last process that holds its descriptor has ended, and that is what peers take as the
-    proof that a rank is dead. A child that was only forked, such as a worker of `multiprocessing`, must not hold it.
+    A port is refused once its last descriptor is closed, and that is what peers take as the proof that nobody is left
+    who could write. So each listener has a second descriptor, besides the one that libzmq closes, and may leave it
+    open until the process ends. A child that was only forked, such as a worker of `multiprocessing`, must hold neither.
     """
 
     def __init__(self) -> None:
@@ -202,6 +203,11 @@ class _Ports:
     def remove(self, fd: int) -> None:
         """Forget a descriptor, before libzmq closes it."""
         self._bound.pop(fd, None)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor that libzmq does not have."""
+        self.remove(fd)
+        os.close(fd)
 
     def _close(self) -> None:
         for fd, inode in self._bound.items():
@@ -309,7 +315,7 @@ class ZmqListener:
     def __init__(self, bind: str, advertise: str | None, on_message: Callable[[bytes, Sequence[bytes]], None]) -> None:
         check_bind(bind, advertise)
         try:
-            self._fd, host, port = _bind(*split_address("bind", bind))
+            self._fd, self._port_fd, host, port = _bind(*split_address("bind", bind))
         except OSError as error:
             raise ConfigError("address cannot be bound", bind=bind, detail=str(error)) from error
         self.endpoint = join_address(advertise or host, port)
@@ -317,6 +323,7 @@ class ZmqListener:
             self._socket = _sockets.make(zmq.ROUTER)
         except zmq.ZMQError as error:
             os.close(self._fd)
+            os.close(self._port_fd)
             raise ConfigError("address cannot be bound", bind=bind, detail=str(error)) from error
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -326,8 +333,10 @@ class ZmqListener:
         except zmq.ZMQError as error:
             self._socket.close(0)
             os.close(self._fd)
+            os.close(self._port_fd)
             raise ConfigError("address cannot be bound", bind=bind, detail=str(error)) from error
         _ports.add(self._fd)
+        _ports.add(self._port_fd)
         self._inbox = _Inbox(self._socket, lambda frames: on_message(frames[0], frames[1:]))
 
     def send(self, connection: bytes, payload: bytes) -> None:
@@ -341,17 +350,27 @@ class ZmqListener:
         finally:
             self._inbox.look()
 
-    def close(self) -> None:
-        """Close it."""
+    def close(self, *, keep_port: bool = False) -> None:
+        """Close it.
+
+        Args:
+            keep_port: The host goes on to take connections for the port, and to let nobody else bind it, until this
+                process has ended. Nobody accepts them.
+        """
+        if self._inbox.is_closed:
+            return
         _ports.remove(self._fd)
         self._inbox.close()
+        if not keep_port:
+            _ports.close(self._port_fd)
 
 
-def _bind(host: str, port: int) -> tuple[int, str, int]:
+def _bind(host: str, port: int) -> tuple[int, int, str, int]:
     """Bind and listen.
 
     Returns:
-        The descriptor, which is closed on exec; the host that was bound, as a number; the port.
+        Two descriptors, one for libzmq and one to keep the port with, which are closed on exec; the host that was
+        bound, as a number; the port.
     """
     if host == "*":
         is_dual = socket.has_dualstack_ipv6()
@@ -368,7 +387,8 @@ def _bind(host: str, port: int) -> tuple[int, str, int]:
         bound.listen(BACKLOG)
         bound.setblocking(False)
         name = bound.getsockname()
-        return bound.detach(), name[0], name[1]
+        port_fd = os.dup(bound.fileno())
+        return bound.detach(), port_fd, name[0], name[1]
 
 
 class ZmqConnection:

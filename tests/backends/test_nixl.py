@@ -299,7 +299,7 @@ async def test_nothing_is_left_after_close() -> None:
     threads, num_files = held()
     for _ in range(5):
         await open_and_close()
-    assert held()[0] == threads
+    assert held()[0] <= threads  # some of an earlier test may end meanwhile
     assert held()[1] <= num_files
 
 
@@ -312,7 +312,7 @@ async def test_closing_is_not_cut_short_by_cancellation() -> None:
             await source.backend.aclose()
         assert scope.cancelled_caught is False
         await target.close()
-        assert held()[0] == threads
+        assert held()[0] <= threads  # some of an earlier test may end meanwhile
         assert held()[1] <= num_files
 
 

@@ -65,14 +65,14 @@ def test_an_owner_thread_that_cannot_start_leaves_nothing_behind(shortage: Short
             OwnerThread("late", on_crash, POLLS)
         return caught.value.values
 
-    threads, on_crash = threading.enumerate(), OnCrash()
+    threads, on_crash = set(threading.enumerate()), OnCrash()
     held = weakref.ref(on_crash)
     shortage.begin()
     assert start(on_crash) == {"thread": "late"}
     del on_crash
     gc.collect()
     assert held() is None  # nothing runs at exit for a thread that there is not
-    assert threading.enumerate() == threads
+    assert set(threading.enumerate()) <= threads  # some of an earlier test may end meanwhile
 
 
 @pytest.mark.anyio

@@ -10,7 +10,12 @@ Brief = tuple[object, ...]
 
 
 def brief(answers: list[Answer]) -> list[Brief]:
-    return [(answer.connection, *_brief(answer)) for answer in answers]
+    """What is said if everybody can be reached."""
+    return [(one.connection, *_brief(one)) for answer in answers for one in _chain(answer)]
+
+
+def _chain(answer: Answer) -> list[Answer]:
+    return [answer] if answer.then is None else [answer, *_chain(answer.then)]
 
 
 def _brief(answer: Answer) -> Brief:

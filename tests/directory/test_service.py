@@ -1,6 +1,7 @@
 """Registry and client over real sockets."""
 
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 
@@ -8,14 +9,14 @@ import anyio.lowlevel
 import pytest
 
 from kvflow.directory import Registry, RegistryClient, client
-from kvflow.errors import ConfigError, LocalProtocolError
+from kvflow.errors import ConfigError, LocalProtocolError, Unreachable
 from kvflow.observe.logs import get_logger
 from kvflow.system import system_ports
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.messages import Lookup, Message, Ping, RankRecord, Records, Register, Registered, Unregister
 from tests.directory.records import record
 from tests.observe.lines import printed
-from tests.support.waiting import until
+from tests.support.waiting import POLL_S, until
 from tests.wire.ends import Client, Server
 
 pytestmark = pytest.mark.anyio
@@ -82,6 +83,31 @@ async def open_again(endpoint: str) -> AsyncIterator[Registry]:
 async def ask(rogue: Client, message: Message) -> Message:
     rogue.send(encode(message))
     return decode_frames(await rogue.receive())
+
+
+async def register(client: Client, mine: RankRecord) -> Message:
+    return await ask(client, Register(record=mine, lease_s=9.0))
+
+
+async def name_of(registry: Registry, client: Client) -> bytes:
+    """Give the name that the registry knows a connection by; nobody answers its question."""
+    client.send(encode(Lookup(instance="unknown", timeout_s=30.0)))
+    await until(lambda: registry._table.num_waiting)
+    (name,) = registry._table._instances["unknown"].waiting
+    return name
+
+
+def kill(registry: Registry, client: Client, name: bytes) -> None:
+    """Close a connection. When this returns the registry's socket knows of it, and nothing more was read from it."""
+    client.close()
+    assert registry._listener is not None
+    while True:
+        try:
+            registry._listener.send(name, b"")
+        except Unreachable as error:
+            if error.message == "peer is not connected":
+                return
+        time.sleep(POLL_S)  # the event loop must not run meanwhile
 
 
 @pytest.fixture
@@ -214,6 +240,46 @@ async def test_two_processes_with_one_name_are_told_and_the_first_one_wins(quick
     assert told[1].items() >= {"level": "error", "refused": False, "other_endpoint": second.endpoint}.items()
     assert told[2].items() >= {"level": "error", "refused": True, "other_endpoint": first.endpoint}.items()
     assert len([line for line in lines.named("registration_conflict") if "process" in line]) == 2
+
+
+@pytest.mark.parametrize("was_registered", [False, True])
+async def test_what_a_killed_process_had_sent_does_not_count_when_its_successor_is_registered(
+    was_registered: bool,
+) -> None:
+    dead, living = record(incarnation=1), record(incarnation=2)
+    async with Registry() as registry:
+        with printed() as lines, closing(Client(registry.endpoint)) as successor:
+            with closing(Client(registry.endpoint)) as killed:
+                name = await name_of(registry, killed)
+                if was_registered:
+                    assert await register(killed, dead) == Registered(peer=dead.peer)
+                assert await register(successor, living) == Registered(peer=living.peer)
+                for _ in range(2):
+                    killed.send(encode(Register(record=dead, lease_s=9.0)))
+                kill(registry, killed, name)
+            await until(lambda: lines.named("answer_undeliverable"))
+            for _ in range(3):
+                assert await register(successor, living) == Registered(peer=living.peer)
+            found = await ask(successor, Lookup(instance="prefill", timeout_s=30.0))
+    assert found == Records(instance="prefill", records=(living,))
+    assert not lines.named("registration_conflict")
+
+
+async def test_rank_is_not_told_of_a_conflict_with_a_process_that_is_gone() -> None:
+    """A second process had its name for a while, and was killed before the first one registered again."""
+    first, second = record(incarnation=1), record(incarnation=2)
+    async with Registry() as registry:
+        with printed() as lines, closing(Client(registry.endpoint)) as stays:
+            assert await register(stays, first) == Registered(peer=first.peer)
+            with closing(Client(registry.endpoint)) as killed:
+                name = await name_of(registry, killed)
+                assert await register(killed, second) == Registered(peer=second.peer)
+                kill(registry, killed, name)
+            for _ in range(3):
+                assert await register(stays, first) == Registered(peer=first.peer)
+            found = await ask(stays, Lookup(instance="prefill", timeout_s=30.0))
+    assert found == Records(instance="prefill", records=(first,))
+    assert not lines.named("registration_conflict")
 
 
 async def test_restart_is_no_conflict(quick: None) -> None:

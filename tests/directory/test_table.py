@@ -16,7 +16,8 @@ LEASE_S: Final = 9.0
 
 
 def register(table: RegistryTable, new: RankRecord, now: float = 0.0, connection: bytes = b"r") -> list[Brief]:
-    return brief(table.register(new, LEASE_S, connection, now))
+    """Register a rank that can be answered."""
+    return brief([table.answer_to(new, connection), *table.register(new, LEASE_S, connection, now)])
 
 
 def ask(table: RegistryTable, now: float, instance: str = "prefill", connection: bytes = b"a") -> list[Brief]:
@@ -141,8 +142,8 @@ def conflict() -> RegistryTable:
     assert holder(table, 2.0) == 2
     assert register(table, record(incarnation=1), 3.0, b"one") == [
         (b"one", "registered", 1),
-        (b"one", "disputed", 1, 2),
         (b"two", "refused", 2, 1),
+        (b"one", "disputed", 1, 2),
     ]
     assert holder(table, 3.0) == 1
     return table
@@ -151,7 +152,7 @@ def conflict() -> RegistryTable:
 def test_of_two_processes_with_one_name_the_first_wins_and_both_are_told() -> None:
     table = conflict()
     for now in (4.0, 7.0, 10.0):
-        told = [(b"one", "disputed", 1, 2), (b"two", "refused", 2, 1)]
+        told = [(b"two", "refused", 2, 1), (b"one", "disputed", 1, 2)]
         assert register(table, record(incarnation=2), now, b"two") == told
         assert register(table, record(incarnation=1), now, b"one") == [(b"one", "registered", 1), *told]
         assert (holder(table, now), table.num_ranks) == (1, 1)
@@ -161,8 +162,12 @@ def test_conflict_names_the_endpoint_of_the_other() -> None:
     table = RegistryTable()
     for incarnation in (1, 2, 1, 1):
         answers = table.register(record(incarnation=incarnation), LEASE_S, b"r", 0.0)
-    first, second = (answer.message for answer in answers if isinstance(answer.message, RegistrationConflict))
-    assert (first.other_endpoint, second.other_endpoint) == ("tcp://10.0.0.2:1", "tcp://10.0.0.1:1")
+    (answer,) = answers
+    assert answer.then is not None
+    refused, disputed = answer.message, answer.then.message
+    assert isinstance(refused, RegistrationConflict)
+    assert isinstance(disputed, RegistrationConflict)
+    assert (disputed.other_endpoint, refused.other_endpoint) == ("tcp://10.0.0.2:1", "tcp://10.0.0.1:1")
 
 
 @pytest.mark.parametrize("leaves", ["says so", "falls silent"])
@@ -192,8 +197,8 @@ def test_conflict_ends_when_the_newcomer_leaves(leaves: str) -> None:
 def test_a_third_newcomer_is_refused_too() -> None:
     table = conflict()
     assert register(table, record(incarnation=3), 4.0, b"three") == [
-        (b"one", "disputed", 1, 3),
         (b"three", "refused", 3, 1),
+        (b"one", "disputed", 1, 3),
     ]
     assert (holder(table, 4.0), len(table.timers)) == (1, 2)
 
@@ -206,11 +211,11 @@ def test_incarnation_that_was_replaced_is_forgotten_with_its_lease() -> None:
     assert register(table, record(incarnation=1), 10.0) == [(b"r", "registered", 1)]
     assert holder(table, 10.0) == 1
     register(table, record(incarnation=2), 11.0)
-    assert register(table, record(incarnation=2), 12.0)[1:] == [(b"r", "disputed", 2, 1), (b"r", "refused", 1, 2)]
+    assert register(table, record(incarnation=2), 12.0)[1:] == [(b"r", "refused", 1, 2), (b"r", "disputed", 2, 1)]
 
 
-def test_late_registration_of_a_killed_process_is_no_conflict() -> None:
-    """It was on its way when its successor registered."""
+def test_one_late_registration_of_a_killed_process_is_no_conflict() -> None:
+    """It was on its way when its successor registered, and its connection seemed to be there."""
     table = RegistryTable()
     register(table, record(incarnation=1), 0.0)
     register(table, record(incarnation=2), 1.0)
@@ -220,6 +225,19 @@ def test_late_registration_of_a_killed_process_is_no_conflict() -> None:
         assert holder(table, now) == 2
     table.expire(1.1 + LEASE_S)
     assert len(table.timers) == 1
+
+
+def test_who_cannot_be_answered_changes_nothing() -> None:
+    """The same table with and without what nobody could be told."""
+    for is_refused in (False, True):
+        told, untold = (conflict() if is_refused else RegistryTable() for _ in range(2))
+        for incarnation in (1, 2, 3):
+            for _ in range(3):
+                told.answer_to(record(incarnation=incarnation), b"gone")
+        for incarnation in (2, 1, 3):
+            new = record(incarnation=incarnation)
+            assert register(told, new, 5.0) == register(untold, new, 5.0)
+        assert (told.num_ranks, len(told.timers)) == (untold.num_ranks, len(untold.timers))
 
 
 def test_once_more_counts_anew_for_each_newcomer() -> None:

@@ -1,5 +1,6 @@
 """The registry's table against the same rules written without any index."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,7 +71,7 @@ class Model:
         holder, refused = self.part(rank, "holder"), self.part(rank, "refused")
         if holder is not None and refused is not None:
             mine, others = holder.peer.incarnation, refused.peer.incarnation
-            answers += [(holder.connection, "disputed", mine, others), (refused.connection, "refused", others, mine)]
+            answers += [(refused.connection, "refused", others, mine), (holder.connection, "disputed", mine, others)]
         if claim.part == "holder" and self.is_whole(rank.instance):
             answers += self.answer(lambda wait: wait[0] == rank.instance)
         return answers
@@ -147,7 +148,7 @@ class Step:
 
 steps = st.builds(
     Step,
-    kind=st.sampled_from(["register", "register", "register", "unregister", "lookup", "lookup", "expire"]),
+    kind=st.sampled_from(["register", "register", "register", "gone", "unregister", "lookup", "lookup", "expire"]),
     instance=st.sampled_from(["x", "y"]),
     engine_rank=st.integers(0, 2),
     incarnation=st.integers(1, 3),
@@ -162,8 +163,11 @@ def apply(table: RegistryTable, model: Model, step: Step, now: float, until: flo
     new = record(step.instance, step.engine_rank % num_ranks, num_ranks, incarnation=step.incarnation)
     match step.kind:
         case "register":
-            answers = table.register(new, until - now, step.connection, now)
+            answers = [table.answer_to(new, step.connection), *table.register(new, until - now, step.connection, now)]
             return brief(answers), model.register(new, step.connection, until)
+        case "gone":  # whoever registers cannot be answered
+            answer = table.answer_to(new, step.connection)
+            return brief([answer])[:1], copy.deepcopy(model).register(new, step.connection, until)[:1]
         case "unregister":
             table.unregister(new.peer)
             model.forget(new.peer)

@@ -33,6 +33,7 @@ from tests.support.instances import (
     prefill_config,
 )
 from tests.support.pools import PagedShape, Pool
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -122,7 +123,13 @@ async def test_room_that_decode_never_asks_for() -> None:
     async with deploy(timeouts=timeouts) as deployment:
         failure = await catch(deployment.request(1, 8).send)
         assert (failure.reason, failure.stage) == (FailureReason.NOT_GRANTED, Stage.ENQUEUE)
-        await undisturbed(deployment)
+        request = deployment.request(2, 8)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(request.receive)
+            # The first handshake may take longer than the prefill rank waits for a grant.
+            await until(lambda: deployment.prefill[0].statistics().waiting_grants)
+            await request.send()
+        request.assert_arrived()
 
 
 async def test_second_receive_of_a_room(deployment: Deployment) -> None:
@@ -245,7 +252,7 @@ def _more_layers() -> Pool:
 )
 async def test_pools_that_do_not_fit(deployment: Deployment, make: Callable[[], Pool], named: list[str]) -> None:
     pool = make()
-    config = decode_config(deployment.registry.endpoint, instance="odd")
+    config = decode_config(deployment.registry.endpoint, instance="odd", timeouts=QUICK)
     async with kvflow.DecodeRank(config, pool.layout) as rank:
         failure = await catch(lambda: _receive(rank))
     assert (failure.reason, failure.stage) == (FailureReason.REFUSED, Stage.BOOTSTRAP)
@@ -254,7 +261,7 @@ async def test_pools_that_do_not_fit(deployment: Deployment, make: Callable[[], 
 
 
 async def test_transports_that_differ(deployment: Deployment) -> None:
-    config = decode_config(deployment.registry.endpoint, instance="odd", backend="nixl")
+    config = decode_config(deployment.registry.endpoint, instance="odd", backend="nixl", timeouts=QUICK)
     async with kvflow.DecodeRank(config, make_pool().layout) as rank:
         failure = await catch(lambda: _receive(rank))
     assert failure.reason is FailureReason.REFUSED

@@ -225,8 +225,8 @@ def test_many_at_once_from_one_scheduler() -> None:
         senders = [pair.prefill.send(room) for room in range(50)]
         for room, sender in enumerate(senders):
             sender.finish((0, 4), {"kv": [room]})
-        assert {receiver.wait(10) for receiver in receivers} == {Outcome.SUCCESS}
-        assert {sender.wait(10) for sender in senders} == {Outcome.SUCCESS}
+        assert {receiver.wait() for receiver in receivers} == {Outcome.SUCCESS}
+        assert {sender.wait() for sender in senders} == {Outcome.SUCCESS}
 
 
 def test_priority_travels_with_the_grant() -> None:
@@ -239,7 +239,7 @@ def test_priority_travels_with_the_grant() -> None:
         waiting = pair.prefill._rank._core.rooms._waiting[1][pair.decode._rank.me]
         assert waiting.priority == 5
         receiver.abort()
-        assert receiver.wait(10) is Outcome.ABORTED
+        assert receiver.wait() is Outcome.ABORTED
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -251,8 +251,8 @@ def test_abort_ends_both_sides(side: str) -> None:
             time.sleep(1e-4)
         aborted, other = (sender, receiver) if side == "prefill" else (receiver, sender)
         aborted.abort()
-        assert aborted.wait(10) is Outcome.ABORTED
-        assert other.wait(10) is Outcome.FAILED
+        assert aborted.wait() is Outcome.ABORTED
+        assert other.wait() is Outcome.FAILED
         for transfer in (aborted, other):
             with pytest.raises(TransferFailed) as caught:
                 transfer.result()
@@ -267,7 +267,7 @@ def test_result_before_the_end_is_refused() -> None:
         with pytest.raises(LocalProtocolError, match="has not ended"):
             receiver.result()
         receiver.abort()
-        assert receiver.wait(10) is Outcome.ABORTED
+        assert receiver.wait() is Outcome.ABORTED
 
 
 def test_bad_pages_are_refused_where_they_are_given() -> None:
@@ -279,13 +279,13 @@ def test_bad_pages_are_refused_where_they_are_given() -> None:
             sender.finish(TOKENS, {"kv": [1, 64]})
         receiver = pair.receive(1)
         sender.finish(TOKENS, PAGES)
-        assert (sender.wait(10), receiver.wait(10)) == (Outcome.SUCCESS, Outcome.SUCCESS)
+        assert (sender.wait(), receiver.wait()) == (Outcome.SUCCESS, Outcome.SUCCESS)
 
 
 def test_room_in_use_shows_in_the_outcome() -> None:
     with pair_of_ranks() as pair:
         first, second = pair.receive(1), pair.receive(1)
-        assert second.wait(10) is Outcome.FAILED
+        assert second.wait() is Outcome.FAILED
         assert second.failure is not None
         assert (second.failure.reason, second.failure.rank) == (FailureReason.PROTOCOL, "decode/0")
         assert "being received already" in second.failure.detail
@@ -293,7 +293,7 @@ def test_room_in_use_shows_in_the_outcome() -> None:
             second.result()
         assert first.outcome is Outcome.PENDING
         first.abort()
-        assert first.wait(10) is Outcome.ABORTED
+        assert first.wait() is Outcome.ABORTED
 
 
 def test_room_of_a_rank_that_drains_shows_in_the_outcome() -> None:
@@ -312,7 +312,7 @@ def test_chunks_out_of_order_show_in_the_outcome() -> None:
         sender, receiver = pair.prefill.send(1), pair.receive(1)
         sender.chunk((0, 4), {"kv": [5]})
         sender.chunk((6, 8), {"kv": [2]})
-        assert (sender.wait(10), receiver.wait(10)) == (Outcome.FAILED, Outcome.FAILED)
+        assert (sender.wait(), receiver.wait()) == (Outcome.FAILED, Outcome.FAILED)
         with pytest.raises(TransferFailed) as caught:
             sender.result()
         assert isinstance(caught.value.__cause__, LocalProtocolError)
@@ -324,19 +324,19 @@ def test_chunks_out_of_order_show_in_the_outcome() -> None:
 def test_closing_with_transfers_open_ends_them() -> None:
     with pair_of_ranks() as pair:
         receiver, sender = pair.receive(1), pair.prefill.send(1)
-    assert receiver.wait(10) is not Outcome.PENDING
-    assert sender.wait(10) is not Outcome.PENDING
+    assert receiver.wait() is not Outcome.PENDING
+    assert sender.wait() is not Outcome.PENDING
     with pytest.raises(TransferFailed):
         receiver.result()
 
 
 def test_rank_that_cannot_open_leaves_no_thread() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     config = prefill_config("tcp://127.0.0.1:1", bind="tcp://192.0.2.1:7000")  # an address of nobody (RFC 5737)
     rank = blocking.PrefillRank(config, make_pool().layout)
     with pytest.raises(ConfigError, match="cannot be bound"):
         rank.__enter__()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # some of an earlier test may end meanwhile
 
 
 def test_after_closing_nothing_hangs() -> None:
@@ -345,7 +345,7 @@ def test_after_closing_nothing_hangs() -> None:
         assert pair.prefill.endpoint.startswith("tcp://")
         assert pair.decode.quarantined() == []
     for transfer in (receiver, sender):
-        assert transfer.wait(10) is not Outcome.PENDING
+        assert transfer.wait() is not Outcome.PENDING
         transfer.abort()
     for offer in (sender.chunk, sender.finish):
         with pytest.raises(TransferFailed) as caught:
@@ -364,10 +364,10 @@ def test_after_closing_nothing_hangs() -> None:
 def test_pages_of_a_refused_transfer_are_safe() -> None:
     with pair_of_ranks() as pair:
         first, second = pair.receive(1), pair.receive(1)
-        assert second.wait(10) is Outcome.FAILED
+        assert second.wait() is Outcome.FAILED
         assert second.memory is Memory.SAFE
         first.abort()
-        assert first.wait(10) is Outcome.ABORTED
+        assert first.wait() is Outcome.ABORTED
 
 
 PROGRAM = """

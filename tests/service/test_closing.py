@@ -1,20 +1,24 @@
 """Ranks are opened and closed in every order, by any task, with or without transfers under way."""
 
+import asyncio
 import itertools
 import socket
 import threading
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 
 import anyio
 import pytest
 from typing_extensions import override
 
 import kvflow
-from kvflow.backends.base import OnBroken, OnEvents
-from kvflow.backends.memory import MemoryBackend
+from kvflow.backends.base import Backend, OnBroken, OnEvents, PostEnded
+from kvflow.backends.memory import FaultScript, MemoryBackend
 from kvflow.config import Limits, Timeouts
-from kvflow.errors import BackendError, FailureReason, LocalProtocolError, RankBroken, TransferFailed
+from kvflow.errors import BackendError, ConfigError, FailureReason, LocalProtocolError, RankBroken, TransferFailed
+from kvflow.geometry.plan import Descriptors
 from kvflow.state.tables import Memory, Outcome
+from kvflow.wire.channel import ZmqControl
 from tests.support.failures import catch, catch_into
 from tests.support.instances import (
     BACKENDS,
@@ -110,6 +114,73 @@ async def test_cancelled_engine_closes_everything() -> None:
         tasks.start_soon(serve)
         await started.wait()
         tasks.cancel_scope.cancel()
+
+
+class LingeringBackend(MemoryBackend):
+    """Each write fails, and may still land after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_events: OnEvents | None = None
+        self.num_ended = 0
+
+    @override
+    async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
+        await super().open(agent_name, on_events, on_broken)
+        self.on_events = on_events
+
+    @override
+    def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
+        asyncio.get_running_loop().call_soon(self._fail, post_id)
+
+    def _fail(self, post_id: int) -> None:
+        assert self.on_events is not None
+        self.on_events([PostEnded(post_id, "scripted failure", lingers=True)])
+        self.num_ended += 1
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_the_port_of_a_rank_that_has_left_is_refused_unless_bytes_may_still_land(breaks: bool) -> None:
+    """A refused port proves that nothing can land, so a rank of which a write lingers keeps it for its process."""
+    is_refused = ZmqControl().is_refused
+    async with (
+        kvflow.Registry() as registry,
+        kvflow.DecodeRank(decode_config(registry.endpoint), make_pool().layout) as decode,
+    ):
+
+        async def write_and_leave(room: int, backend: Backend, has_written: Callable[[], object]) -> str:
+            instance, source = f"prefill-{room}", make_pool()
+            rank = kvflow.PrefillRank(prefill_config(registry.endpoint, instance=instance), source.layout, backend)
+            await rank.__aenter__()
+
+            async def send() -> None:
+                async with rank.send(room) as sender:
+                    await sender.finish((0, 4), {"kv": [room]})
+
+            async def receive() -> None:
+                async with decode.receive(room, prefill=instance, tokens=(0, 4), pages={"kv": [room]}) as receiver:
+                    await receiver.done()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(catch, send)
+                tasks.start_soon(catch, receive)
+                await until(has_written)
+                if breaks:
+                    await crash(rank)
+                with pytest.RaisesGroup(ZeroDivisionError) if breaks else nullcontext():
+                    await rank.__aexit__(None, None, None)
+            return rank.endpoint
+
+        lingering, faults = LingeringBackend(), FaultScript()
+        faults.hold()
+        kept = await write_and_leave(1, lingering, lambda: lingering.num_ended)
+        given_up = await write_and_leave(2, MemoryBackend(faults=faults), lambda: faults.posted)
+        while not await is_refused(given_up, 5.0):  # noqa: ASYNC110 - as in `until`
+            await anyio.sleep(0.01)
+        assert not await is_refused(kept, 5.0)  # which had longer
+        await until(lambda: [transfer.room for transfer in decode.quarantined()] == [1])
+        with pytest.raises(ConfigError, match="cannot be bound"):
+            await kvflow.PrefillRank(prefill_config(registry.endpoint, bind=kept), make_pool().layout).__aenter__()
 
 
 class BrokenBackend(MemoryBackend):

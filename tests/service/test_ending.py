@@ -90,6 +90,7 @@ async def test_cancelled_scope_waits_for_the_proof_and_then_lets_go() -> None:
             await until(lambda: faults.posted)
             scope.cancel()
             await until(lambda: receiver.memory is Memory.DRAINING)
+            await until(lambda: has_failed(request, 0))  # so that it posts nothing more
             await anyio.wait_all_tasks_blocked()
             assert not left.is_set()
             assert request.num_written() == 0
@@ -148,6 +149,7 @@ async def test_write_in_doubt_keeps_the_pages_in_quarantine() -> None:
 async def test_lost_notice_is_a_success_for_nobody() -> None:
     """Every byte is written, but decode never hears of it: prefill must not call that delivered."""
     async with deploy() as deployment:
+        await undisturbed(deployment)  # the first handshake may take longer than this transfer may
         request = deployment.request(1, 8)
         deployment.faults[0].plan += [None, "lose_notice"]
         receiver = request.receiver(timeout_s=0.5)
@@ -167,6 +169,7 @@ async def test_lost_notice_is_a_success_for_nobody() -> None:
 
 async def test_deadline_reaches_both_sides() -> None:
     async with deploy() as deployment:
+        await undisturbed(deployment)  # the first handshake may take longer than this transfer may
         request = deployment.request(1, 8)
         failures: dict[str, TransferFailed] = {}
         deployment.faults[0].hold()

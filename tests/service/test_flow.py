@@ -15,14 +15,14 @@ from kvflow.errors import FailureReason
 from kvflow.geometry import Descriptors
 from kvflow.state.tables import Outcome
 from tests.support.failures import undisturbed
-from tests.support.instances import QUICK, Deployment, Request, decode_config, deploy, make_pool, prefill_config
+from tests.support.instances import PATIENT, Deployment, Request, decode_config, deploy, make_pool, prefill_config
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
 BYTES_PER_TOKEN = 192
 
-NEVER_LIFTED = replace(QUICK, ageing_s=3600.0)
+NEVER_LIFTED = replace(PATIENT, ageing_s=3600.0)
 
 
 @pytest.mark.parametrize("num_rooms", [1, 20], ids=["of one room", "of many rooms"])

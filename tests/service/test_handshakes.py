@@ -9,7 +9,7 @@ from kvflow.errors import FailureReason, TransferFailed
 from kvflow.wire.messages import Goodbye, Grant, Hello, Refuse
 from tests.support.failures import catch
 from tests.support.fake_prefill import FakePrefill
-from tests.support.instances import decode_config, deploy, make_pool
+from tests.support.instances import QUICK, decode_config, deploy, make_pool
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -112,7 +112,7 @@ async def test_of_two_decode_processes_with_one_name_the_second_is_refused_until
         first, second = deployment.request(1, 8), deployment.request(2, 8)
         await first.hand_over()
         [known] = deployment.decode
-        config = decode_config(deployment.registry.endpoint)
+        config = decode_config(deployment.registry.endpoint, timeouts=QUICK)
         async with kvflow.DecodeRank(config, make_pool().layout) as newcomer:
             failure = await catch(lambda: receive(newcomer, 3))
             assert failure.reason is FailureReason.REFUSED

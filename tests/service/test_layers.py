@@ -315,6 +315,6 @@ def test_a_scheduler_streams_layers_too(backend: str) -> None:
             sender.chunk((0, 10), table((0, 10)), layers=groups(source, (0, 10), (2, 4)))
             rest = (10, NUM_TOKENS)
             sender.finish(rest, table(rest), metadata=b"token", layers=groups(source, rest, (1, 4)))
-            assert (receiver.wait(10), sender.wait(10)) == (blocking.Outcome.SUCCESS, blocking.Outcome.SUCCESS)
+            assert (receiver.wait(), sender.wait()) == (blocking.Outcome.SUCCESS, blocking.Outcome.SUCCESS)
             assert receiver.result().num_notices == 4
             assert has_arrived(target, (0, 4))

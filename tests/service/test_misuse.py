@@ -219,7 +219,7 @@ def test_no_chunk_follows_the_last_one_of_a_scheduler() -> None:
             for give in (sender.chunk, sender.finish):
                 with pytest.raises(LocalProtocolError, match="finish"):
                     give((8, 8), {"kv": []})
-            assert sender.wait(10) is receiver.wait(10) is Outcome.SUCCESS
+            assert sender.wait() is receiver.wait() is Outcome.SUCCESS
 
 
 def test_a_scheduler_hears_why_it_need_not_go_on() -> None:
@@ -228,7 +228,7 @@ def test_a_scheduler_hears_why_it_need_not_go_on() -> None:
         sender.chunk((0, 4), {"kv": [5]})
         wait_until(lambda: pair.faults.posted)
         receiver.abort()
-        assert sender.wait(10) is Outcome.FAILED
+        assert sender.wait() is Outcome.FAILED
         for give in (sender.chunk, sender.finish):
             with pytest.raises(TransferFailed) as caught:
                 give((4, 8), {"kv": [2]})
@@ -446,7 +446,7 @@ def test_a_scheduler_goes_on_with_its_chunks_while_a_rank_drains(side: str) -> N
         rank.start_drain()
         assert not rank.is_drained
         sender.finish((4, 8), {"kv": [2]})
-        assert sender.wait(10) is receiver.wait(10) is Outcome.SUCCESS
+        assert sender.wait() is receiver.wait() is Outcome.SUCCESS
         wait_until(lambda: rank.is_drained)
         assert rank.drain(0.0)
 

@@ -289,14 +289,20 @@ async def test_an_engine_leaves_while_packed_pieces_are_under_way(side: str) -> 
     async with packing(slots=2) as deployment:
         (faults,) = deployment.faults
         request = deployment.request(1, 40)
+        receiver = request.receiver()
+
+        async def receive() -> None:
+            async with receiver:
+                await receiver.done()
+
         faults.hold()
         async with anyio.create_task_group() as tasks:
             sending, receiving = anyio.CancelScope(), anyio.CancelScope()
             tasks.start_soon(_within, sending, request.send)
-            tasks.start_soon(_within, receiving, request.receive)
+            tasks.start_soon(_within, receiving, receive)
             await until(lambda: len(faults.posted) == 2)
             (sending if side == "prefill" else receiving).cancel()
-            await anyio.wait_all_tasks_blocked()
+            await until(lambda: receiver.failure and request.senders[0].failure)  # what comes before is scattered
             faults.release()
         request.assert_untouched(40)
         await slots_are_back(deployment)
@@ -410,6 +416,7 @@ async def test_the_next_incarnation_of_a_prefill_rank_gets_a_window_of_its_own()
         (first,) = deployment.prefill
         bind = first.endpoint
         await deployment.close(first)
+        await until(lambda: not decode.statistics().peers)  # else the next room is granted to the first one
         config = prefill_config(
             deployment.registry.endpoint, bind=bind, packing="always", staging_slot_bytes=SLOT_BYTES, limits=PAGE_PIECES
         )

@@ -6,6 +6,7 @@ import pytest
 
 from kvflow.errors import FailureReason, KvflowError
 from kvflow.rank import Rank
+from kvflow.stages.submit import Submit
 from kvflow.state.decode import core as decode_core
 from kvflow.state.decode import handshake
 from kvflow.state.decode import rooms as decode_rooms
@@ -90,6 +91,10 @@ def sockets_have_no_heartbeats(patch: Patch) -> None:
     patch.setattr(Network, "_watch_silence", lambda *_: None)
 
 
+def ports_are_refused_while_bytes_may_still_land(patch: Patch) -> None:
+    patch.setattr(Submit, "may_still_land", False)
+
+
 def windows_do_not_come_back(patch: Patch) -> None:
     patch.setattr(StagingWindows, "fenced", lambda *_: None)
 
@@ -156,6 +161,7 @@ DEFECTS: Final[tuple[Fault, ...]] = (
     goodbye_is_said_first_and_proofs_after_it_are_dropped,
     the_fate_of_rooms_decides_about_an_instance,
     sockets_have_no_heartbeats,
+    ports_are_refused_while_bytes_may_still_land,
     windows_do_not_come_back,
     windows_of_ranks_that_left_are_remembered,
     broken_connections_say_nothing,

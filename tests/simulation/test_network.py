@@ -233,6 +233,29 @@ def test_only_the_host_itself_says_that_nobody_listens(world: World) -> None:
     assert ask() == [False]
 
 
+def test_a_port_that_is_kept_is_neither_refused_nor_free_until_its_process_ends(world: World) -> None:
+    server, client = Server(world), Client(world)
+    world.run(0.5)
+    control = world.ports(client.process).control
+
+    def is_refused() -> bool:
+        (answer,) = answer_to(world, lambda: control.is_refused(ENDPOINT, 1.0))
+        return bool(answer)
+
+    server.listener.close(keep_port=True)
+    world.run(0.5)
+    assert client.num_lost == 1
+    assert not is_refused()
+    with pytest.raises(ConfigError, match="in use"):
+        world.ports(client.process).control.listen(ENDPOINT, None, lambda *_: None)
+    server.process.kill()
+    assert is_refused()
+    client.send(b"to whoever comes")
+    again = Server(world)
+    world.run(0.5)
+    assert (server.heard, again.heard) == ([], [b"to whoever comes"])
+
+
 def test_a_port_belongs_to_one_process_at_a_time(world: World) -> None:
     server = Server(world)
     with pytest.raises(ConfigError, match="in use"):

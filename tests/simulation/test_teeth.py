@@ -54,6 +54,7 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "goodbye_is_said_first_and_proofs_after_it_are_dropped": 158,
         "the_fate_of_rooms_decides_about_an_instance": 3,
         "sockets_have_no_heartbeats": 10,
+        "ports_are_refused_while_bytes_may_still_land": "kvflow-rank-closed-before-its-bytes-landed",
         "windows_do_not_come_back": 7,
         "windows_of_ranks_that_left_are_remembered": 27,
         "broken_connections_say_nothing": 116,
@@ -73,6 +74,7 @@ RARE: Final = (
     "late_grant_is_obeyed_after_cancel",
     "slots_of_writes_that_linger_are_used_again",
     "windows_of_the_lost_go_to_others_without_a_proof",
+    "ports_are_refused_while_bytes_may_still_land",
 )
 """Faults that take several rare events in one order. Seeds find them, but not within a number that a test can run."""
 

@@ -49,6 +49,7 @@ class FakePrefill:
             layout=make_pool(num_ranks, rank).layout,
         )
         self._connection = b""
+        self._welcomed = -1
 
     async def __aenter__(self) -> Self:
         self._registry.send(encode(Register(record=self._record, lease_s=LEASE_S)))
@@ -76,9 +77,14 @@ class FakePrefill:
             self._registered.set()
 
     async def hear(self, kind: type[AnyKind]) -> AnyKind:
-        """Wait for a message of some kind, whatever else comes before it; answers go to where it came from."""
+        """Wait for a message of some kind, whatever else comes before it; answers go to where it came from.
+
+        A hello that was sent again before its Welcome came is no new one.
+        """
         while True:
             self._connection, message = await self._arrived.receive()
+            if isinstance(message, Hello) and message.attempt == self._welcomed:
+                continue
             if isinstance(message, Hello):
                 self.hello = message
             if isinstance(message, kind):
@@ -91,6 +97,7 @@ class FakePrefill:
     def welcome(self) -> None:
         """Accept the hello that was heard last."""
         assert self.hello is not None
+        self._welcomed = self.hello.attempt
         self.say(Welcome(peer=self.me, attempt=self.hello.attempt, version=PROTOCOL_VERSION))
 
     async def accept_hello(self) -> Hello:

@@ -18,7 +18,17 @@ from kvflow.statistics import RankStatistics
 from tests.support.pools import PagedShape, Pool
 from tests.support.waiting import until
 
-__all__ = ["BACKENDS", "QUICK", "Deployment", "Request", "decode_config", "deploy", "make_pool", "prefill_config"]
+__all__ = [
+    "BACKENDS",
+    "PATIENT",
+    "QUICK",
+    "Deployment",
+    "Request",
+    "decode_config",
+    "deploy",
+    "make_pool",
+    "prefill_config",
+]
 
 Side = kvflow.PrefillRank | kvflow.DecodeRank
 AnyRank = TypeVar("AnyRank", kvflow.PrefillRank, kvflow.DecodeRank)
@@ -35,10 +45,10 @@ UNTOUCHED = 0xEE
 """Fill of the decode pools; no cell has it, because its value would be larger than that of any cell."""
 
 QUICK = Timeouts(handshake_s=2.0, transfer_s=15.0, grant_s=5.0, drain_s=0.5, lease_s=2.0)
-"""Short, so that a test which waits for a deadline does not wait long; none is hit by accident."""
+"""For tests that wait for a deadline of a handshake, so that they do not wait long."""
 
 PATIENT = Timeouts(handshake_s=15.0, transfer_s=30.0, grant_s=20.0, drain_s=0.5, lease_s=2.0)
-"""For whole instances of which nobody is unreachable, however many ranks share a busy machine."""
+"""For ranks of which nobody is unreachable, however many share a busy machine."""
 
 DEFAULT_LIMITS = Limits()
 
@@ -223,12 +233,12 @@ def make_pool(tp_size: int = 1, tp_rank: int = 0, *, fingerprint: str = "test-mo
 
 
 def prefill_config(registry: str, rank: int = 0, num_ranks: int = 1, **changes: object) -> kvflow.PrefillConfig:
-    fields: dict[str, object] = {"instance": "prefill", "backend": "memory", "timeouts": QUICK}
+    fields: dict[str, object] = {"instance": "prefill", "backend": "memory", "timeouts": PATIENT}
     return kvflow.PrefillConfig(registry=registry, engine_rank=rank, num_ranks=num_ranks, **(fields | changes))  # type: ignore[arg-type]
 
 
 def decode_config(registry: str, rank: int = 0, num_ranks: int = 1, **changes: object) -> kvflow.DecodeConfig:
-    fields: dict[str, object] = {"instance": "decode", "backend": "memory", "timeouts": QUICK}
+    fields: dict[str, object] = {"instance": "decode", "backend": "memory", "timeouts": PATIENT}
     return kvflow.DecodeConfig(registry=registry, engine_rank=rank, num_ranks=num_ranks, **(fields | changes))  # type: ignore[arg-type]
 
 

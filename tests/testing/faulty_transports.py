@@ -25,7 +25,7 @@ class Contract(BackendContract):
 
 
 class TestNothingIsWrong(Contract):
-    pass
+    timeout_s = BackendContract.timeout_s  # nothing waits in vain
 
 
 class Altering(MemoryBackend):
@@ -211,11 +211,44 @@ class ViewsACopy(MemoryBackend):
         return np.array(super().view(memory))
 
 
-def suite_on(backend_class: Callable[[], Backend]) -> type[Contract]:
+class TellsErrorsLast(Altering):
+    """Tells what has failed behind what has ended well later, which is no fault."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[BackendEvent] = []
+
+    @override
+    async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
+        self.tell = on_events
+        await super().open(agent_name, on_events, on_broken)
+
+    @override
+    def alter(self, events: Sequence[BackendEvent]) -> Sequence[BackendEvent]:
+        self.held += [event for event in events if is_error(event)]
+        told = [event for event in events if not is_error(event)]
+        return [*told, *self.let_go()] if told else []
+
+    def let_go(self) -> list[BackendEvent]:
+        held, self.held = self.held, []
+        return held
+
+    @override
+    async def aclose(self) -> None:
+        await super().aclose()
+        if self.held:
+            self.tell(self.let_go())
+
+
+def is_error(event: BackendEvent) -> bool:
+    return isinstance(event, PostEnded) and event.error is not None
+
+
+def suite_on(backend_class: Callable[[], Backend], timeout_s: float = Contract.timeout_s) -> type[Contract]:
     def new_backend(_: Contract) -> Backend:
         return backend_class()
 
-    return type("Suite", (Contract,), {"new_backend": new_backend})
+    return type("Suite", (Contract,), {"new_backend": new_backend, "timeout_s": timeout_s})
 
 
 TestEndsTwice = suite_on(EndsTwice)
@@ -237,3 +270,4 @@ TestNeverForgetsAPeer = suite_on(NeverForgetsAPeer)
 TestWritesOnAfterClose = suite_on(WritesOnAfterClose)
 TestRegistersAgain = suite_on(RegistersAgain)
 TestViewsACopy = suite_on(ViewsACopy)
+TestTellsErrorsLast = suite_on(TellsErrorsLast, BackendContract.timeout_s)

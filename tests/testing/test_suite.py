@@ -35,11 +35,14 @@ FINDS: Final = {
 }
 """Which test finds which fault."""
 
+ALLOWED: Final = {"TestTellsErrorsLast": "test_a_target_that_closes_does_not_hold_up_other_peers"}
+"""What is no fault, and the test that must not take it for one."""
+
 
 @functools.cache
 def outcomes() -> dict[tuple[str, str], set[str]]:
     """How tests have ended ("PASSED", "FAILED", ...), by class and name; parametrised ones may end in several ways."""
-    pairs = [*FINDS.items(), *(("TestNothingIsWrong", test) for test in FINDS.values())]
+    pairs = [*FINDS.items(), *ALLOWED.items(), *(("TestNothingIsWrong", test) for test in FINDS.values())]
     nodes = [f"{FILE}::{suite}::{test}" for suite, test in dict.fromkeys(pairs)]
     command = [sys.executable, "-m", "pytest", "-rA", "--tb=no", "-p", "no:cacheprovider", *nodes]
     done = subprocess.run(command, capture_output=True, check=False, timeout=55, text=True)
@@ -62,6 +65,11 @@ def test_what_has_no_fault_passes(test: str) -> None:
     assert outcomes()["TestNothingIsWrong", test] == {"PASSED"}
 
 
+@pytest.mark.parametrize(("suite", "test"), ALLOWED.items())
+def test_what_is_allowed_passes(suite: str, test: str) -> None:
+    assert outcomes()[suite, test] == {"PASSED"}
+
+
 def test_every_fault_is_looked_for() -> None:
     suites = {name for name in vars(faulty_transports) if name.startswith("Test")}
-    assert suites == {*FINDS, "TestNothingIsWrong"}
+    assert suites == {*FINDS, *ALLOWED, "TestNothingIsWrong"}

@@ -9,6 +9,7 @@ import pytest
 from anyio.abc import SocketAttribute, SocketStream, TaskStatus
 
 from kvflow.errors import ConfigError
+from kvflow.wire import channel
 from tests.support.waiting import until
 from tests.wire.ends import LOCAL, Client, Server, meet
 
@@ -62,6 +63,27 @@ async def test_client_keeps_its_name_when_the_server_is_restarted() -> None:
         with closing(await bind_again(first.endpoint)) as second:
             assert await meet_again(second, client) == name
             assert client.num_lost == 1  # not once for each attempt to connect
+
+
+async def test_a_client_of_a_port_that_is_kept_finds_who_binds_it_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host connects it to nobody; each attempt ends with ZMQ's handshake, and breaks nothing that was made."""
+    monkeypatch.setattr(channel, "HANDSHAKE_MS", 100)
+    first = Server(f"tcp://{APART}:0")
+    first.close(keep_port=True)
+    with closing(Client(first.endpoint)) as client:
+        client.send(b"early")
+        await anyio.sleep(0.5)
+        assert (client.received, client.num_lost) == ([], 0)
+        with pytest.raises(ConfigError, match="cannot be bound") as caught:
+            Server(first.endpoint)
+        assert "in use" in str(caught.value.values["detail"])
+        channel._ports.close(first.listener._port_fd)  # as the end of the process does
+        with closing(await bind_again(first.endpoint)) as second:
+            name, frames = await second.receive()
+            assert frames == [b"early"]
+            second.send(name, b"late")
+            assert await client.receive() == [b"late"]
+            assert client.num_lost == 0
 
 
 async def meet_again(server: Server, client: Client) -> bytes:

@@ -76,11 +76,22 @@ def test_a_process_without_descriptors_says_so_and_leaks_none() -> None:
 FORKED = """
 import asyncio, os, sys
 from kvflow.wire.channel import ZmqControl
+from tests.support.waiting import until
 from tests.wire.ends import Client, Server, meet
+
+def is_closed(fd):
+    try:
+        os.fstat(fd)
+    except OSError:
+        return True
+    return False
 
 async def main():
     server = Server()
     await meet(server, Client(server.endpoint))
+    if "keep" in sys.argv:
+        server.close(keep_port=True)
+        await until(lambda: is_closed(server.listener._fd))
     if os.fork() == 0:
         os.write(1, (server.endpoint + "\\n").encode())
         sys.stdin.read()
@@ -92,21 +103,34 @@ asyncio.run(main())
 
 
 @contextmanager
-def killed_parent() -> Iterator[str]:
-    """A process has forked a child, which lives on, and was killed. Gives the endpoint at which it listened."""
-    with subprocess.Popen([sys.executable, "-c", FORKED], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+def parent_of_a_child(*words: str) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
+    """A process that listens has forked a child, which lives on when it is killed. Gives its endpoint, too."""
+    command = [sys.executable, "-c", FORKED, *words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
-        endpoint = parent.stdout.readline().decode().strip()
-        parent.kill()
-        parent.wait()
-        yield endpoint
+        try:
+            yield parent, parent.stdout.readline().decode().strip()
+        finally:
+            parent.kill()
 
 
 @pytest.mark.anyio
 async def test_a_forked_child_does_not_keep_the_port() -> None:
     """Peers take a port that is refused as the proof that its process has ended."""
-    with killed_parent() as endpoint:
+    with parent_of_a_child() as (parent, endpoint):
         assert endpoint.startswith("tcp://127.0.0.1:")
+        parent.kill()
+        parent.wait()
+        assert await ZmqControl().is_refused(endpoint, 5.0)
+
+
+@pytest.mark.anyio
+async def test_a_port_that_is_kept_is_refused_when_its_process_has_ended() -> None:
+    with parent_of_a_child("keep") as (parent, endpoint):
+        assert endpoint.startswith("tcp://127.0.0.1:")
+        assert not await ZmqControl().is_refused(endpoint, 5.0)
+        parent.kill()
+        parent.wait()
         assert await ZmqControl().is_refused(endpoint, 5.0)
 
 

@@ -230,7 +230,7 @@ class DecodeCore:
 
     def _refused(self, peer: PeerId, refuse: Refuse, now: float) -> list[DecodeEffect]:
         if refuse.peer != peer:  # somebody else answers at its port
-            return self._process_ended(peer, now)
+            return [*self._process_ended(peer, now), *self.peers.close(peer)]
         if refuse.attempt is not None:
             return self.instances.refused(peer, refuse, now)
         if refuse.to not in (None, self.me) or peer not in self.peers:
@@ -247,7 +247,7 @@ class DecodeCore:
         effects += self._over(peer, failure, now)
         if not goodbye.fenced:  # its process may end soon, which is a proof where the transport says so
             effects += self.peers.probe(peer)
-        return [*effects, *self.peers.close(peer)]
+        return [*effects, *self.peers.close(peer)]  # it is the last that comes over it
 
     # Peers -----------------------------------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class DecodeCore:
         is_fenced, effects = self.peers.ended(peer)
         if is_fenced:
             effects += self._fenced(peer, now, failure)
-        return [*effects, *self._over(peer, failure, now), *self.peers.close(peer)]
+        return [*effects, *self._over(peer, failure, now), *self._close_unless_awaited(peer, now)]
 
     def _over(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
         """Give up an incarnation that is over, connected or in the middle of a handshake."""
@@ -285,6 +285,9 @@ class DecodeCore:
         self._reclaim_windows()
         return effects
 
+    def _close_unless_awaited(self, peer: PeerId, now: float) -> list[DecodeEffect]:
+        return self.peers.close_unless_awaited(peer, now, is_awaited=self.rooms.await_proof_of(peer))
+
     def _left(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
         if not self.peers.left(peer):
             return []
@@ -292,6 +295,7 @@ class DecodeCore:
             log_loss("peer_disconnected", peer, failure),
             *self.rooms.peer_lost(peer, failure, now),
             *self.instances.lost(peer, now),
+            *self._close_unless_awaited(peer, now),
         ]
 
     def _reclaim_windows(self) -> None:
@@ -327,12 +331,16 @@ class DecodeCore:
         ]
 
     def _forget_if_unused(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Drop a rank that stayed silent, unless some transfer still waits for its proof."""
+        """Drop a rank that stayed silent, or close a connection, unless some transfer still waits for its proof."""
+        if peer not in self.peers and self.instances.is_handshaking(peer):  # the connection is in use again
+            return []
+        if self.peers.has_ended(peer):  # its last words have come by now, or never will
+            return self.peers.close(peer)
         if self.rooms.involve(peer):
             self.peers.lost(peer, now)
             return []
         failure = self._failure(FailureReason.PEER_LOST, f"{peer.rank} stayed silent")
-        return [*self._left(peer, failure, now), *self.peers.close(peer)]
+        return [*self._left(peer, failure, now), *self._close_unless_awaited(peer, now)]
 
     def _failure(self, reason: FailureReason, detail: str) -> Failure:
         return Failure(reason, Stage.BOOTSTRAP, str(self.me.rank), detail)

@@ -204,7 +204,7 @@ class Instances:
             return []
         if instance.state is InstanceState.LOOKING_UP and self._is_paused(instance, now):
             return []
-        effects = self._forget_hellos(instance, keep=[record.peer for record in event.records])
+        effects = self._forget_hellos(instance, now, keep=[record.peer for record in event.records])
         instance.records, instance.attempt = event.records, next(self._attempts)
         instance.apply(InstanceSignal.FOUND)
         self._timers.set_once(LookAgain(instance.name), now + LOOK_AGAIN_S)
@@ -283,7 +283,7 @@ class Instances:
         instance = self._instances.get(peer.rank.instance)
         if instance is None or peer not in instance.peers:
             return []
-        effects = self._forget_hellos(instance, keep=[other for other in instance.peers if other != peer])
+        effects = self._forget_hellos(instance, now, keep=[other for other in instance.peers if other != peer])
         instance.apply(InstanceSignal.LOST)
         return [*effects, *self._look_up(instance, now)]
 
@@ -357,19 +357,16 @@ class Instances:
             return []
         is_wanted = instance.waiting or any(self._rooms.involve(peer) for peer in instance.peers)
         if not is_wanted and now >= instance.wanted_at + UNWANTED_S:
-            return self._forget(instance)
+            return self._forget(instance, now)
         self._timers.set(LookAgain(instance.name), now + LOOK_AGAIN_S)
         return [LookUp(instance.name)]
 
-    def _forget(self, instance: _Instance) -> list[DecodeEffect]:
-        effects = self._forget_hellos(instance, keep=[])
+    def _forget(self, instance: _Instance, now: float) -> list[DecodeEffect]:
+        effects = self._forget_hellos(instance, now, keep=[])
         self._timers.clear(LookAgain(instance.name))
         self._timers.clear(HandshakeDeadline(instance.name))
         self._timers.clear(DeclineUnanswered(instance.name))
         del self._instances[instance.name]
-        for peer in instance.peers:
-            if peer not in self._peers:
-                effects += self._peers.close(peer)
         return effects
 
     def _say_hello(self, instance: _Instance, peer: PeerId, now: float, pause_s: float) -> list[DecodeEffect]:
@@ -412,7 +409,7 @@ class Instances:
         return [effect for peer in unanswered for effect in self._peers.send(peer, message)]
 
     def _refused(self, instance: _Instance, detail: str, now: float) -> list[DecodeEffect]:
-        effects = self._forget_hellos(instance, keep=[])
+        effects = self._forget_hellos(instance, now, keep=[])
         instance.apply(InstanceSignal.REFUSED)
         self._timers.set(LookAgain(instance.name), now + REFUSED_PAUSE_S)
         return [*effects, *self._give_up(instance, self._failure(FailureReason.REFUSED, detail), now)]
@@ -440,14 +437,16 @@ class Instances:
             effects.append(LogEvent("instance_unreachable", values, is_warning=True))
         return effects
 
-    def _forget_hellos(self, instance: _Instance, keep: list[PeerId]) -> list[DecodeEffect]:
+    def _forget_hellos(self, instance: _Instance, now: float, keep: list[PeerId]) -> list[DecodeEffect]:
         """Give the handshake with ranks up that are not connected. Those that never were give their windows back."""
         effects: list[DecodeEffect] = []
         for peer in instance.peers:
             self._timers.clear(HelloUnanswered(peer))
             if peer not in keep and peer not in self._peers:
                 self._peers.windows.take_back_unused(peer)
-                effects += [*self._peers.close(peer), *self._peers.probe(peer)]
+                is_awaited = self._rooms.await_proof_of(peer)
+                effects += self._peers.close_unless_awaited(peer, now, is_awaited=is_awaited)
+                effects += self._peers.probe(peer)
         instance.hellos.clear()
         instance.hello_pause_s.clear()
         return effects

@@ -32,7 +32,7 @@ class PingDue(msgspec.Struct, frozen=True):
 
 
 class PeerForgotten(msgspec.Struct, frozen=True):
-    """Timer: a peer that is lost has been silent for long enough to be forgotten."""
+    """Timer: a peer that is lost has been silent for long enough to be forgotten, or its connection to be closed."""
 
     peer: PeerId
 
@@ -111,7 +111,24 @@ class PrefillPeers:
 
     def close(self, peer: PeerId) -> list[DecodeEffect]:
         """Close a connection, if there is one."""
+        self._timers.clear(PeerForgotten(peer))
         return [Disconnect(peer)] if self._open.pop(peer, peer) is None else []
+
+    def close_unless_awaited(self, peer: PeerId, now: float, *, is_awaited: bool) -> list[DecodeEffect]:
+        """Close a connection that is not needed any more, unless it may bring a proof that something waits for.
+
+        The last words of a process can come after a probe has found that it has ended. One that lives and has
+        disconnected this rank says Goodbye when it leaves, perhaps without another handshake.
+
+        Args:
+            peer: Whose connection.
+            now: The time.
+            is_awaited: Pages wait for a proof of this incarnation.
+        """
+        if peer not in self._open or not (is_awaited or self.windows.awaits_fence(peer)):
+            return self.close(peer)
+        self.lost(peer, now)
+        return []
 
     def send(self, peer: PeerId, message: Message) -> list[DecodeEffect]:
         """Send over a connection; what is for a rank without one is lost, and retransmitted if it matters."""
@@ -150,7 +167,7 @@ class PrefillPeers:
         return self.send(peer, Ping(peer=self._me))
 
     def lost(self, peer: PeerId, now: float) -> None:
-        """Note that a rank is silent: it is forgotten unless it is heard again."""
+        """Note that a rank is silent: it is forgotten later, unless it is heard again or a proof of it is awaited."""
         self._timers.set(PeerForgotten(peer), now + LEASES_TO_FORGET * self._timeouts.lease_s)
 
     def left(self, peer: PeerId) -> bool:

@@ -97,6 +97,11 @@ class Room:
         """Say whether a peer was granted these pages."""
         return peer in self._granted
 
+    def awaits_proof_of(self, peer: PeerId) -> bool:
+        """Say whether a peer may still write to these pages."""
+        progress = self._progress_of(peer)
+        return progress is not None and not progress.state.is_quiet
+
     def grant(self, ranks: Sequence[ConnectedRank], timeout_s: float) -> list[DecodeEffect]:
         """Let every rank of the instance write; those that send nothing only learn that they are done."""
         self._granted = tuple(rank.peer for rank in ranks)

@@ -221,6 +221,10 @@ class Rooms:
         """Say whether a room, in quarantine or not, was granted to a prefill rank."""
         return any(room.involves(peer) for room in self.rooms.values())
 
+    def await_proof_of(self, peer: PeerId) -> bool:
+        """Say whether the pages of a room wait for a prefill rank to have written everything, or to write no more."""
+        return any(room.awaits_proof_of(peer) for room in self.rooms.values())
+
     def scattered_peers(self) -> dict[PeerId, None]:
         """Ranks whose staging slots are being read."""
         return {peer: None for room in self.rooms.values() for peer in room.scattered_peers()}

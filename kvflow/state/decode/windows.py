@@ -69,6 +69,10 @@ class StagingWindows:
         if peer in self._owners:
             self._fenced[peer] = None
 
+    def awaits_fence(self, peer: PeerId) -> bool:
+        """Say whether the window of an incarnation comes back only by the proof that nothing of it can land."""
+        return peer in self._owners and peer not in self._fenced
+
     @property
     def has_fenced(self) -> bool:
         """There is something to `reclaim`."""

@@ -128,8 +128,8 @@ class PrefillCore:
         return [] if known is None else known.peers
 
     def connections(self) -> list[bytes]:
-        """Name the connections over which decode ranks can be sent messages, during their handshake too."""
-        return [connection for connection, _ in self.peers.connections()]
+        """Name the connections over which decode ranks may be reached, during their handshake and after it."""
+        return list(self.peers.connections())
 
     @property
     def is_idle(self) -> bool:
@@ -217,7 +217,7 @@ class PrefillCore:
             case ev.TransportClosed():
                 return [
                     Reply(connection, Goodbye(peer=self.me, fenced=self.rooms.is_fenced(peer)))
-                    for connection, peer in self.peers.connections()
+                    for connection, peer in self.peers.connections().items()
                 ]
             case _:
                 assert_never(event)
@@ -291,8 +291,8 @@ class PrefillCore:
         peer = self.peers.at(connection)
         if peer is not None:
             return self._message_received(peer, message, now)
-        if isinstance(message, Goodbye) and message.peer == self.peers.claimant(connection):
-            return self._said_goodbye(message.peer, message, now)  # while its hello was being checked
+        if isinstance(message, Goodbye) and message.peer == self.peers.connections().get(connection):
+            return self._said_goodbye(message.peer, message, now)  # its hello was being checked, or it is disconnected
         if isinstance(message, Goodbye):
             self.peers.forget_newcomer(connection, message.peer)
             return []
@@ -355,7 +355,6 @@ class PrefillCore:
         is_new = hello.peer not in self.peers
         self.peers.admit(event.connection, hello, event.link, now)
         self.slots.connected(hello.peer, event.link.staging, now)
-        self.rooms.peer_restarted(hello.peer)
         news = [LogEvent("peer_connected", {"peer": str(hello.peer)})] if is_new else []
         return [*news, *self._welcome(event.connection, hello)]
 
@@ -369,6 +368,8 @@ class PrefillCore:
         return [Reply(connection, Welcome(peer=self.me, attempt=hello.attempt, version=version))]
 
     def _refuse_hello(self, connection: bytes, hello: Hello, detail: str) -> list[PrefillEffect]:
+        if hello.to == self.me:
+            self.peers.refused(connection, hello.peer)
         refusal = Refuse(peer=self.me, to=hello.peer, detail=detail, attempt=hello.attempt)
         return [CountAnomaly("hello_refused", hello.peer), Reply(connection, refusal)]
 
@@ -415,6 +416,15 @@ class PrefillCore:
         peer.liveness.heard(now)
         if not is_genuine(peer.id, message):
             return [CountAnomaly("message_in_the_name_of_another", peer.id)]
+        if isinstance(message, Goodbye):
+            return self._said_goodbye(peer.id, message, now)
+        if not peer.was_heard:
+            self.peers.heard(peer)
+            self.slots.peer_restarted(peer.id)
+            self.rooms.peer_restarted(peer.id)
+        return self._obey(peer, message, now)
+
+    def _obey(self, peer: DecodePeer, message: AnyMessage, now: float) -> list[PrefillEffect]:
         match message:
             case Grant():
                 return self.rooms.grant(peer, message, now, leaving=self._leaving.failure)
@@ -435,8 +445,6 @@ class PrefillCore:
                 return effects
             case Decline():
                 return self.rooms.decline(peer, message, now)
-            case Goodbye():
-                return self._said_goodbye(peer.id, message, now)
             case _:
                 return [CountAnomaly(f"unexpected_{type(message).__name__.lower()}", peer.id)]
 

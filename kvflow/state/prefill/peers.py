@@ -33,9 +33,14 @@ class ClosedGeneration(NamedTuple):
 
 
 class _Disconnected(NamedTuple):
-    """What is remembered of an incarnation that is gone: everything below `floor` was over then, for this reason."""
+    """What is remembered of the last incarnation that was heard and is gone.
+
+    Everything below `floor` was over then, for this reason. It may live, and miss the proof that nothing lands in its
+    pages: it is told Goodbye over its last `connection`.
+    """
 
     peer: PeerId
+    connection: bytes
     floor: int
     failure: Failure
 
@@ -49,6 +54,8 @@ class DecodePeer:
         link: What it wants from here.
         closed: Its generations that are over.
         floor: No generation from here on was ever used.
+        was_heard: It has said more than Hello and Goodbye, which only a rank does that has had a Welcome. A Hello alone
+            may have waited in a queue for longer than its sender lived.
         newcomer: The last hello of another incarnation of the same rank, and its connection, while it is not known
             whether this one lives.
         asked_at: When this one was pinged for the newcomer.
@@ -63,6 +70,7 @@ class DecodePeer:
         self.floor = before.floor if before else 0
         self.closed: ClosedGenerations[ClosedGeneration] = ClosedGenerations(MAX_CLOSED, self.floor)
         self.before = before
+        self.was_heard = False
         self.newcomer: tuple[bytes, Hello] | None = None
         self.asked_at = 0.0
         self.refused: PeerId | None = None
@@ -183,10 +191,24 @@ class DecodePeers:
                 self.end(peer, f"{peer} has said goodbye")
                 return
 
-    def connections(self) -> list[tuple[bytes, PeerId]]:
-        """Every connection over which a decode rank can be sent messages, also one whose hello is being checked."""
-        checking = [(connection, peer) for peer, (_, connection) in self._checking.items()]
-        return list(dict.fromkeys([*self._by_connection.items(), *checking]))
+    def connections(self) -> dict[bytes, PeerId]:
+        """Every connection over which a decode rank may be reached.
+
+        That includes one whose hello is being checked, and one that is disconnected and has not said goodbye.
+        """
+        found = dict(self._by_connection)
+        for peer, (_, connection) in self._checking.items():
+            found.setdefault(connection, peer)
+        for gone in self._disconnected.values():
+            if gone.peer not in self._over and gone.peer not in self._peers:
+                found.setdefault(gone.connection, gone.peer)
+        return found
+
+    def refused(self, connection: bytes, peer: PeerId) -> None:
+        """Note where a decode rank that is disconnected can be reached by now: its hello is refused."""
+        gone = self._disconnected.get(peer.rank)
+        if gone is not None and gone.peer == peer:
+            self._disconnected[peer.rank] = gone._replace(connection=connection)
 
     def is_checking(self, peer: PeerId) -> bool:
         """Say whether a hello of it is being checked."""
@@ -216,15 +238,24 @@ class DecodePeers:
         """
         known = self._peers.get(hello.peer)
         if known is None:
-            before = self._disconnected.pop(hello.peer.rank, None)
+            before = self._disconnected.get(hello.peer.rank)
             if before is not None and before.peer != hello.peer:
-                self.end(before.peer, f"a later incarnation of {before.peer.rank} has connected")
                 before = None
             known = self._peers[hello.peer] = DecodePeer(hello.peer, self._timers, before)
         self._by_connection.pop(known.connection, None)
         known.connection, known.attempt, known.link = connection, hello.attempt, link
         self._by_connection[connection] = hello.peer
         known.liveness.connected(hello.lease_s, now)
+
+    def heard(self, known: DecodePeer) -> None:
+        """Note that a decode rank has had its Welcome: now the incarnation before it is over.
+
+        Not earlier: that one may be the one that lives, and connect again.
+        """
+        known.was_heard = True
+        former = self._disconnected.pop(known.id.rank, None)
+        if former is not None and former.peer != known.id:
+            self.end(former.peer, f"a later incarnation of {former.peer.rank} has connected")
 
     def remove(self, peer: PeerId, failure: Failure) -> bool:
         """Drop a decode rank; whatever it asked for is over, for this reason. Say whether it was connected.
@@ -237,7 +268,10 @@ class DecodePeers:
         self._checking.pop(peer, None)
         known.liveness.left()
         self._by_connection.pop(known.connection, None)
-        self._disconnected[peer.rank] = _Disconnected(peer, known.floor, failure)
+        former = self._disconnected.get(peer.rank)
+        if known.was_heard or former is None or former.peer == peer:
+            self._disconnected[peer.rank] = _Disconnected(peer, known.connection, known.floor, failure)
+            self._disconnected.move_to_end(peer.rank)
         while len(self._disconnected) > MAX_DISCONNECTED:
             self._disconnected.popitem(last=False)
         return True

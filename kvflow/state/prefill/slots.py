@@ -160,7 +160,6 @@ class RemoteSlots:
 
     def connected(self, peer: PeerId, window: StagingWindow | None, now: float) -> None:
         """Note the window that a decode rank has given; what is not free of it from before stays so."""
-        self._drop([other for other in self._windows if other.rank == peer.rank and other != peer])
         known = self._windows.get(peer)
         if known is None or (known.pool.is_whole and known.window != window):
             self._windows.pop(peer, None)
@@ -182,6 +181,10 @@ class RemoteSlots:
         for delivery, seq in known.uses:
             self._timers.clear(SlotUnreturned(delivery, seq))
         self._forget_if_whole(peer)
+
+    def peer_restarted(self, peer: PeerId) -> None:
+        """Forget earlier incarnations of a decode rank."""
+        self._drop([other for other in self._windows if other.rank == peer.rank and other != peer])
 
     def left(self, peer: PeerId) -> None:
         """Forget an incarnation of a decode rank that is over."""

@@ -108,8 +108,7 @@ async def write(source: Endpoint, target: Endpoint, post_id: int) -> None:
     """Write 64 bytes that were not there before, and check that they arrived."""
     source.buffer.write(0, random_bytes(64, seed=1000 + post_id))
     source.post(post_id, target, copies(source, target))
-    await source.take_until(lambda: source.has_ended(post_id))
-    assert source.ends()[-1].error is None
+    assert (await source.take_end(post_id)).error is None
     assert same(source, target, 0, 64)
 
 

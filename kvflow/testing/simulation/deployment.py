@@ -229,19 +229,28 @@ class Deployment:
     def release_quarantine(self) -> None:
         """Release as an operator what ended processes have left in quarantine, when nothing is being written.
 
-        Then none of what could write there remains. Under load that may take a few looks.
+        Under load that may take a few looks.
         """
         latest = self.world.now + QUIET_S
         while self.world.plane.num_active:
             if self.world.now >= latest:
                 return
             self.world.run(POLL_S)
+        self.look_at_quarantine()
+        self.world.run(2 * POLL_S)
+
+    def look_at_quarantine(self) -> None:
+        """Release what ended processes have left in quarantine, unless something is being written now.
+
+        If nothing is, none of what could write there remains.
+        """
+        if self.world.plane.num_active:
+            return
         for worker in self.living():
             for one in list(worker.transfers):
-                if one.memory is Memory.QUARANTINED:
+                if one.memory is Memory.QUARANTINED and self.oracle.is_excused(one):
                     self.world.tell(f"operator releases {one}")
                     worker.process.call(worker.rank.release, one.transfer)
-        self.world.run(2 * POLL_S)
 
     def is_quiet(self) -> bool:
         """Nothing is open, in any engine or rank."""

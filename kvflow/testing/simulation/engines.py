@@ -125,12 +125,14 @@ class Worker:
         self._parked: dict[Sending | Receiving, None] = {}
         self._closing = anyio.Event()
         self._drain_s = 0.0
+        self._lives_on = False
         self._on_ends: dict[OnEnd, None] = {}
 
-    def close(self, drain_s: float = 0.0) -> None:
-        """Leave in order, perhaps after a drain. Call it in the process."""
+    def close(self, drain_s: float = 0.0, *, lives_on: bool = False) -> None:
+        """Leave in order, perhaps after a drain. Call it in the process, which ends then unless it lives on."""
         self.is_leaving = True
         self._drain_s = drain_s
+        self._lives_on = lives_on
         self._closing.set()
 
     def submit(self, request: Request, course: Course, on_end: OnEnd, after_s: float) -> None:
@@ -198,6 +200,8 @@ class Worker:
             await self._closing.wait()
             if self._drain_s:
                 await rank.drain(self._drain_s)
+        if self._lives_on:
+            await anyio.sleep_forever()
 
     async def _carry_out(
         self, prepare: Callable[[], AnyRoom | None], move: Callable[[AnyRoom], Awaitable[None]], wait_s: float

@@ -151,11 +151,11 @@ class SimulatedListener:
             raise Unreachable("peer does not take its messages", connection=connection.hex())
         self._network.transmit(session, 1, payload)
 
-    def close(self) -> None:
+    def close(self, *, keep_port: bool = False) -> None:
         """As the port says."""
         if not self.is_closed:
             self.is_closed = True
-            self._network.listener_closed(self)
+            self._network.listener_closed(self, keep_port=keep_port)
 
     def deliver(self, name: bytes, payload: bytes) -> None:
         """Take a message in, in the process."""
@@ -180,6 +180,7 @@ class Network:
         self._loop = world.loop
         self._rng: random.Random = world.rng
         self._listeners: dict[str, SimulatedListener] = {}
+        self._kept_ports: dict[str, Process] = {}
         self._hosts: dict[str, str] = {}
         self._absent_hosts: dict[str, None] = {}
         self._dialers: list[Dialer] = []
@@ -203,7 +204,7 @@ class Network:
             self._next_port += 1
             port = str(self._next_port)
         endpoint = f"tcp://{advertise or host}:{port}"
-        if endpoint in self._listeners:
+        if endpoint in self._listeners or endpoint in self._kept_ports:
             raise ConfigError("address cannot be bound", bind=bind, detail="address is in use")
         listener = SimulatedListener(self, process, endpoint, on_message)
         self._listeners[endpoint] = listener
@@ -237,7 +238,7 @@ class Network:
         if host is None or host in self._absent_hosts or self.is_cut(process.host, host):
             await anyio.sleep(timeout_s)
             return False
-        return endpoint not in self._listeners
+        return endpoint not in self._listeners and endpoint not in self._kept_ports
 
     def is_queue_full(self) -> bool:
         """Draw whether a message finds its queue full."""
@@ -306,6 +307,8 @@ class Network:
         for listener in [one for one in self._listeners.values() if one.process is process]:
             del self._listeners[listener.endpoint]
             listener.is_closed = True
+        for endpoint in [where for where, owner in self._kept_ports.items() if owner is process]:
+            del self._kept_ports[endpoint]
         for dialer in [one for one in self._dialers if one.process is process]:
             dialer.is_closed = True
             self._dialers.remove(dialer)
@@ -426,10 +429,12 @@ class Network:
         if dialer.session is not None:
             self._end_session(dialer.session, 0)
 
-    def listener_closed(self, listener: SimulatedListener) -> None:
+    def listener_closed(self, listener: SimulatedListener, *, keep_port: bool) -> None:
         """What was sent still leaves; then the connections end. Nobody can connect any more."""
         if self._listeners.get(listener.endpoint) is listener:
             del self._listeners[listener.endpoint]
+            if keep_port and listener.process.is_alive:
+                self._kept_ports[listener.endpoint] = listener.process
         for session in list(listener.sessions.values()):
             self._end_session(session, 1)
 

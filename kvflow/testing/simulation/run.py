@@ -23,6 +23,10 @@ STEP_S: Final = 0.25
 RECOVERY_S: Final = 5.0
 """After the last fault, the rate is back within this time."""
 
+OPERATOR_S: Final = 3.0
+"""So long after the last fault the deadline of every transfer of before is over, and an operator looks after what ended
+processes have left in quarantine. A pool may be full of it, so service cannot be back earlier."""
+
 STRICT_S: Final = 1.0
 """After the recovery, every request of so long a time succeeds."""
 
@@ -188,7 +192,7 @@ def _run(deployment: Deployment, router: Router) -> None:
     _pass_time(deployment, ACTIVE_S)
     injector.is_active = False
     _heal(deployment)
-    _pass_time(deployment, RECOVERY_S)
+    _recover(deployment)
     deployment.check_quarantine()
     deployment.release_quarantine()
     _check_rate(deployment, router)
@@ -210,6 +214,14 @@ def _heal(deployment: Deployment) -> None:
             worker.process.kill()
     deployment.restart_s = 0.1
     deployment.start_all()
+
+
+def _recover(deployment: Deployment) -> None:
+    """Give service time to come back, which also takes an operator where processes are gone without a proof."""
+    _pass_time(deployment, OPERATOR_S)
+    for _ in range(round((RECOVERY_S - OPERATOR_S) / STEP_S)):
+        deployment.look_at_quarantine()
+        _pass_time(deployment, STEP_S)
 
 
 def _pass_time(deployment: Deployment, lasts_s: float) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -356,6 +357,8 @@ class Scenario:
                 world.pause(worker.process, stalls=verb == "stops")
             case "goes on":
                 world.resume(worker.process)
+            case "closes its rank":
+                worker.process.call(functools.partial(worker.close, lives_on=True))
             case "closes" | "drains":
                 worker.process.call(worker.close, DRAINING_S if verb == "drains" else 0.0)
             case "breaks":

@@ -105,7 +105,8 @@ STATEMENTS: Final = {
     "compute": rf"(?P<who>{WHO}) computes (?P<room>\d+) up to (?P<stop>\d+)",
     "finish": rf"(?P<who>{WHO}) finishes (?P<room>\d+)",
     "abort": rf"(?P<who>{WHO}) aborts (?P<room>\d+)",
-    "process": rf"(?P<who>{WHO}) (?P<verb>dies|vanishes|starts|stops|is blocked|goes on|closes|drains|breaks)",
+    "process": rf"(?P<who>{WHO}) "
+    r"(?P<verb>dies|vanishes|starts|stops|is blocked|goes on|closes|closes its rank|drains|breaks)",
     "message": rf"(?P<verb>hold|drop|repeat) (?P<kind>[A-Z]\w+) from (?P<source>{WHO}) to (?P<target>{WHO})",
     "release_messages": r"release messages",
     "hold_writes": rf"hold writes(?: from (?P<source>{WHO}))?(?: to (?P<target>{WHO}))?",

@@ -278,6 +278,58 @@ def test_ranks_that_claim_the_same_address_are_never_granted_anything(core: Deco
     assert len(messages(core.connect(AGAIN, peer("prefill", 1, 2)), Grant)) == 2
 
 
+UNKNOWN_HERE = Refuse(peer=PREFILL, to=DECODE, detail="writes to you fail, connect again")
+
+
+def test_the_connection_to_a_rank_that_has_disconnected_this_one_is_closed(core: DecodeDriver) -> None:
+    core(request())
+    Transfer(core, core.connect(PREFILL)).notice(PREFILL, 0, (0, 8), last=True)
+    assert Disconnect(PREFILL) in core.hear(PREFILL, UNKNOWN_HERE)
+
+
+def test_the_connection_to_a_rank_that_has_disconnected_this_one_is_kept_for_its_proof(core: DecodeDriver) -> None:
+    """The directory may not answer, or the rank may leave before the next handshake."""
+    core(request())
+    core.connect(PREFILL)
+    effects = core.hear(PREFILL, UNKNOWN_HERE)
+    assert reports(effects) == [("failed", "draining")]
+    assert Disconnect(PREFILL) not in [*effects, *core.sleep(100.0)]
+    effects = core.hear(PREFILL, Goodbye(peer=PREFILL, fenced=True))
+    assert reports(effects) == [("failed", "safe")]
+    assert Disconnect(PREFILL) in effects
+
+
+def test_a_connection_that_was_kept_for_a_proof_is_closed_after_it(core: DecodeDriver) -> None:
+    core(request())
+    core.connect(PREFILL)
+    core.hear(PREFILL, UNKNOWN_HERE)
+    assert reports(core.hear(PREFILL, Drained(room=ROOM, generation=1, engine_rank=0))) == [("failed", "safe")]
+    assert Disconnect(PREFILL) in core.sleep(30.0)
+
+
+def test_a_connection_that_was_kept_for_a_proof_is_used_for_the_next_handshake(core: DecodeDriver) -> None:
+    core(request())
+    core.connect(PREFILL)
+    core.hear(PREFILL, UNKNOWN_HERE)
+    effects = core.compiled(core.found(PREFILL))
+    assert Connect(PREFILL, endpoint_of(PREFILL)) not in effects
+    hello = hello_to(effects, PREFILL)
+    core.hear(PREFILL, Drained(room=ROOM, generation=1, engine_rank=0))
+    core.sleep(10.0)
+    core(request(2))
+    assert Disconnect(PREFILL) not in core.sleep(21.0), "the handshake goes on"
+    accept(core, hello)
+    assert Disconnect(PREFILL) not in core.pass_time(31)
+
+
+def test_the_connection_to_an_incarnation_that_was_replaced_is_closed(core: DecodeDriver) -> None:
+    core(request())
+    Transfer(core, core.connect(PREFILL)).notice(PREFILL, 0, (0, 8), last=True)
+    core(ev.ConnectionLost(PREFILL))
+    core(request(2))
+    assert Disconnect(PREFILL) in core.connect(AGAIN)
+
+
 # Refusals ----------------------------------------------------------------------------------------------------------
 
 

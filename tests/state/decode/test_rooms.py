@@ -258,6 +258,40 @@ def test_death_proves_nothing_if_bytes_can_outlive_it() -> None:
     assert reports(core.sleep(5.0)) == [("failed", "quarantined")]
 
 
+LAST_WORDS = [Goodbye(peer=PREFILL, fenced=True), Drained(room=ROOM, generation=1, engine_rank=0)]
+
+
+@pytest.mark.parametrize("said", LAST_WORDS, ids=["goodbye", "drained"])
+def test_what_a_process_had_said_counts_after_a_probe_has_found_that_it_has_ended(said: Goodbye | Drained) -> None:
+    core = DecodeDriver(ends_with_process=False)
+    core.connect(PREFILL)
+    core(request())
+    assert Disconnect(PREFILL) not in core(GONE), "it may be on its way"
+    assert reports(core.hear(PREFILL, said)) == [("failed", "safe")]
+
+
+def test_the_connection_to_a_process_that_has_ended_is_not_kept_for_ever() -> None:
+    core = DecodeDriver(ends_with_process=False)
+    core.connect(PREFILL)
+    core(request())
+    core(GONE)
+    assert Disconnect(PREFILL) in core.sleep(30.0)
+    assert not core.core.is_idle
+
+
+def test_the_connection_to_a_process_whose_end_is_the_proof_is_closed_at_once(transfer: Transfer) -> None:
+    assert Disconnect(PREFILL) in transfer.core(GONE)
+
+
+def test_nothing_is_awaited_of_a_process_once_another_answers_at_its_port() -> None:
+    core = DecodeDriver(ends_with_process=False)
+    core.connect(PREFILL)
+    core(request())
+    core(GONE)
+    refusal = Refuse(peer=peer("prefill", incarnation=2), to=None, detail="handshake required")
+    assert Disconnect(PREFILL) in core.hear(PREFILL, refusal)
+
+
 def test_death_is_a_proof_once_the_transport_has_seen_the_last_bytes_land() -> None:
     core = DecodeDriver(ends_with_process=False)
     core.connect(PREFILL)

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from kvflow.config import Timeouts
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
 from kvflow.state import events as ev
-from kvflow.state.effects import DecodeEffect, LogEvent, ProbePeer, ScatterStaged, VerifyDigests
+from kvflow.state.effects import DecodeEffect, Disconnect, LogEvent, ProbePeer, ScatterStaged, VerifyDigests
 from kvflow.state.settings import WindowSettings
 from kvflow.wire.messages import (
     Ack,
@@ -25,6 +25,7 @@ from kvflow.wire.messages import (
 )
 from tests.support.cores import (
     ABORTED,
+    DECODE,
     OTHER_PREFILL,
     PREFILL,
     DecodeDriver,
@@ -337,6 +338,18 @@ def test_a_goodbye_gives_the_window_back_only_if_nothing_lands_any_more(fenced: 
     receiving = Receiving()
     receiving.core.hear(PREFILL, Goodbye(peer=PREFILL, fenced=fenced))
     assert receiving.core.core.windows.num_taken == (0 if fenced else 1)
+
+
+def test_a_rank_that_has_disconnected_this_one_can_still_give_its_window_back() -> None:
+    core = DecodeDriver(ends_with_process=False, staging=windows(1))
+    core(REQUEST)
+    core.connect(PREFILL)
+    core.hear(PREFILL, Drained(room=ROOM, generation=GENERATION, engine_rank=0))
+    assert core.core.is_idle
+    effects = core.hear(PREFILL, Refuse(peer=PREFILL, to=DECODE, detail="connect again"))
+    assert Disconnect(PREFILL) not in effects
+    assert Disconnect(PREFILL) in core.hear(PREFILL, Goodbye(peer=PREFILL, fenced=True))
+    assert core.core.windows_free
 
 
 def test_a_window_of_an_ended_rank_is_kept_while_it_is_being_read(receiving: Receiving) -> None:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from kvflow.errors import FailureReason
 from kvflow.state import events as ev
 from kvflow.state.effects import CheckHello, DisconnectTransport, LogEvent, PrefillEffect, Reply
-from kvflow.wire.messages import Failed, Goodbye, Grant, Hello, Notice, Ping, Pong, Refuse, Welcome
+from kvflow.wire.messages import Failed, Goodbye, Grant, Hello, Notice, PeerId, Ping, Pong, Refuse, Welcome
 from tests.support.cores import (
     ABORTED,
     DECODE,
@@ -236,6 +236,8 @@ def test_a_restarted_decode_rank_takes_the_place_of_its_former_incarnation(core:
     assert DisconnectTransport(DECODE) in effects
     (_, connected) = of_kind(effects, LogEvent)
     assert connected == LogEvent("peer_connected", {"peer": str(again)})
+    assert core.core.connections() == [connection_of(again), FIRST], "it may have been a hello of a dead one"
+    core.hear(again, Ping(peer=again))
     assert core.core.connections() == [connection_of(again)]
     assert messages(core.hear(DECODE, Ping(peer=DECODE)), Refuse)
 
@@ -243,7 +245,9 @@ def test_a_restarted_decode_rank_takes_the_place_of_its_former_incarnation(core:
 def test_an_incarnation_that_was_superseded_cannot_come_back(core: PrefillDriver) -> None:
     """What was written to it is not followed any more, so nothing that it asks could be answered truly."""
     core.connect(DECODE)
-    core.connect(peer("decode", incarnation=2))
+    again = peer("decode", incarnation=2)
+    core.connect(again)
+    core.hear(again, Ping(peer=again))
     [(_, refusal)] = replies(say(core, core.hello(attempt=7)))
     assert isinstance(refusal, Refuse)
     assert (refusal.to, refusal.attempt) == (DECODE, 7)
@@ -283,6 +287,7 @@ def test_the_place_of_a_process_that_has_ended_is_taken_at_once(core: PrefillDri
     assert DisconnectTransport(DECODE) in effects
     assert effects[-1] == CheckHello(connection_of(newcomer), hello)
     core(core.checked(hello))
+    core.hear(newcomer, Ping(peer=newcomer))
     assert core.core.connections() == [connection_of(newcomer)]
 
 
@@ -354,8 +359,49 @@ def test_a_hello_of_a_dead_incarnation_whose_check_ends_late_replaces_nobody(
         core(core.checked(living))
     else:
         assert len(messages(core.hear(again, Pong(peer=again)), Refuse)) == 1
-    assert core.core.connections() == [connection_of(again)]
     assert messages(core.hear(again, Ping(peer=again)), Pong) != []
+    assert core.core.connections() == [connection_of(again)]
+
+
+def _replaced_by_a_dead_one(core: PrefillDriver, dead: PeerId) -> None:
+    """Let a hello of a dead incarnation take the place of DECODE, whose connection is being made anew."""
+    hello = core.hello(dead)
+    core(ev.MessageArrived(connection_of(dead), hello))
+    assert core(ev.ReplyLost(FIRST))[-1] == CheckHello(connection_of(dead), hello)
+    assert messages(core(core.checked(hello)), Welcome)
+    assert core.core.connections() == [connection_of(dead), FIRST]
+
+
+@pytest.mark.parametrize("is_silent", [True, False], ids=["its host is off", "its process has ended"])
+def test_a_living_rank_comes_back_after_a_hello_of_a_dead_incarnation(core: PrefillDriver, is_silent: bool) -> None:
+    """Both hellos waited in the queue of a process that was stopped, and the connection of the living one broke."""
+    core.connect(DECODE)
+    core.hear(DECODE, grant(generation=5))
+    dead = peer("decode", incarnation=2)
+    _replaced_by_a_dead_one(core, dead)
+    again, connection = core.hello(attempt=7), connection_of(DECODE, 1)
+    assert replies(say(core, again, connection)) == [(connection_of(dead), Ping(peer=PREFILL))]
+    if is_silent:
+        core.sleep(LEASE_S)
+        say(core, again, connection)
+    else:
+        core(ev.ReplyLost(connection_of(dead)))
+    assert messages(core(core.checked(again, connection=connection)), Welcome)
+    assert core.core.connections() == [connection]
+    assert 5 in core.core.peers[DECODE].closed, "what it was granted before is over"
+    say(core, core.hello(dead), connection_of(dead, 1))
+    assert messages(core(ev.MessageArrived(connection, Pong(peer=DECODE))), Refuse)
+    assert core.core.connections() == [connection]
+
+
+def test_a_goodbye_that_waited_behind_the_hello_of_a_dead_incarnation_ends_that_one_only(core: PrefillDriver) -> None:
+    core.connect(DECODE)
+    dead = peer("decode", incarnation=2)
+    _replaced_by_a_dead_one(core, dead)
+    core(ev.MessageArrived(connection_of(dead), Goodbye(peer=dead)))
+    again = core.hello(attempt=7)
+    assert say(core, again) == [CheckHello(FIRST, again)]
+    assert messages(core(core.checked(again)), Welcome)
 
 
 def test_decode_ranks_do_not_disturb_each_other(core: PrefillDriver) -> None:
@@ -442,6 +488,66 @@ def test_goodbye_is_said_to_who_is_in_the_middle_of_a_handshake(core: PrefillDri
         (DECODE, Goodbye(peer=PREFILL, fenced=True)),
         (OTHER_DECODE, Goodbye(peer=PREFILL, fenced=True)),
     ]
+
+
+def disconnect(core: PrefillDriver) -> ev.DeliveryId:
+    """Post a write to a decode rank that falls silent then, and begin to close."""
+    core.connect()
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    core(chunk(0, 8, last=True))
+    assert DisconnectTransport(DECODE) in core.sleep(LEASE_S)
+    core(ev.CloseStarted(ABORTED))
+    return ev.DeliveryId(ROOM, DECODE, 1)
+
+
+@pytest.mark.parametrize("lingers", [False, True])
+def test_goodbye_is_said_to_a_decode_rank_that_was_disconnected(core: PrefillDriver, lingers: bool) -> None:
+    """It may live, and wait for the proof that the write has ended."""
+    delivery = disconnect(core)
+    core(ev.PostEnded(delivery, 0, ABORTED, lingers=lingers))
+    assert messages(core(ev.TransportClosed()), Goodbye) == [(DECODE, Goodbye(peer=PREFILL, fenced=not lingers))]
+
+
+def test_goodbye_goes_over_the_connection_of_the_last_hello(core: PrefillDriver) -> None:
+    disconnect(core)
+    [(_, refusal)] = replies(say(core, core.hello(), SECOND))
+    assert isinstance(refusal, Refuse)
+    assert refusal.detail == "prefill/0 is closing"
+    assert core.core.connections() == [SECOND]
+    assert [connection for connection, _ in replies(core(ev.TransportClosed()))] == [SECOND]
+
+
+def test_a_hello_to_the_former_incarnation_changes_no_connection(core: PrefillDriver) -> None:
+    disconnect(core)
+    say(core, core.hello(to=peer("prefill", incarnation=9)), SECOND)
+    assert core.core.connections() == [FIRST]
+
+
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["said goodbye", "restarted"])
+def test_goodbye_is_not_said_to_a_disconnected_decode_rank_that_is_over(
+    core: PrefillDriver, is_restarted: bool
+) -> None:
+    core.connect()
+    core.sleep(LEASE_S)
+    again = peer("decode", incarnation=2)
+    if is_restarted:
+        core.connect(again)
+        core.hear(again, Ping(peer=again))
+    else:
+        assert say(core, Goodbye(peer=DECODE)) == []
+    said = [to for to, _ in messages(core(ev.TransportClosed()), Goodbye)]
+    assert said == ([again] if is_restarted else [])
+
+
+def test_a_goodbye_of_a_disconnected_decode_rank_counts(core: PrefillDriver) -> None:
+    """Nobody wants to know any more when a write to it ends that lingers."""
+    delivery = disconnect(core)
+    core(ev.PostEnded(delivery, 0, ABORTED, lingers=True))
+    assert list(core.core.rooms.unfenced) == [delivery]
+    say(core, Goodbye(peer=DECODE))
+    assert not core.core.rooms.unfenced
+    assert core.core.connections() == []
 
 
 def test_who_says_goodbye_while_its_hello_is_checked_is_not_welcomed(core: PrefillDriver) -> None:

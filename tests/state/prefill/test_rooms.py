@@ -421,9 +421,20 @@ def test_bytes_that_linger_are_never_said_to_be_drained(granted: PrefillDriver) 
 def test_a_later_incarnation_asks_nothing_about_bytes_for_an_earlier_one(granted: PrefillDriver) -> None:
     granted(chunk(0, 8, last=True))
     end(granted, 0, failure=FAILURE, lingers=True)
-    assert len(granted.core.rooms.unfenced) == 1
-    granted.connect(DECODE._replace(incarnation=2))
+    later = DECODE._replace(incarnation=2)
+    granted.connect(later)
+    assert len(granted.core.rooms.unfenced) == 1, "a hello does not show that its sender lives"
+    granted.hear(later, Ping(peer=later))
     assert len(granted.core.rooms.unfenced) == 0
+
+
+def test_a_rank_that_a_dead_incarnation_had_replaced_is_told_no_proof_that_there_is_not(granted: PrefillDriver) -> None:
+    granted(chunk(0, 8, last=True))
+    end(granted, 0, failure=FAILURE, lingers=True)
+    granted.connect(DECODE._replace(incarnation=2))
+    granted.connect(DECODE)
+    granted.hear(DECODE, Ping(peer=DECODE))
+    assert messages(granted.hear(DECODE, Cancel(room=ROOM, generation=1, failure=ABORTED)), Drained) == []
 
 
 def test_two_incarnations_of_a_decode_rank_are_not_two_decode_ranks() -> None:
@@ -513,7 +524,9 @@ def test_the_end_of_a_post_of_a_former_incarnation_is_only_counted(granted: Pref
     granted(chunk(0, 8, last=True))
     granted(ev.PostInDoubt(DELIVERY, 0, FAILURE))
     granted(ev.QuarantineReleased(ROOM))
-    granted.connect(peer("decode", incarnation=2))
+    again = peer("decode", incarnation=2)
+    granted.connect(again)
+    granted.hear(again, Ping(peer=again))
     assert anomalies(end(granted, 0)) == ["end_of_unknown_post"]
     assert granted.core.queue.num_under_way == 0
 
@@ -522,7 +535,9 @@ def test_the_end_of_a_post_of_a_former_incarnation_is_only_counted(granted: Pref
 def test_a_lingering_write_to_a_rank_that_is_over_is_not_remembered(granted: PrefillDriver, is_restarted: bool) -> None:
     [piece] = pieces(granted(chunk(0, 4)))
     if is_restarted:
-        granted.connect(peer("decode", incarnation=2))
+        again = peer("decode", incarnation=2)
+        granted.connect(again)
+        granted.hear(again, Ping(peer=again))
     else:
         granted.hear(DECODE, Goodbye(peer=DECODE))
     granted(ev.PostEnded(piece.delivery, piece.seq, ABORTED, True))

@@ -295,6 +295,8 @@ def test_a_decode_rank_that_is_disconnected_and_returns_finds_its_slots_as_they_
 def test_another_incarnation_of_a_decode_rank_has_slots_of_its_own(core: PrefillDriver) -> None:
     again = peer("decode", 0, 2)
     core.connect(again, window=WINDOW)
+    assert core.core.slots.pool(DECODE) is not None, "it may be the one that lives"
+    core.hear(again, Ping(peer=again))
     assert core.core.slots.pool(DECODE) is None
     found = core.core.slots.pool(again)
     assert found is not None
@@ -302,6 +304,15 @@ def test_another_incarnation_of_a_decode_rank_has_slots_of_its_own(core: Prefill
     end(core, 0)
     core.hear(DECODE, released())
     assert found.num_free == 2
+
+
+def test_slots_of_a_rank_that_a_dead_incarnation_had_replaced_stay_taken(core: PrefillDriver) -> None:
+    core.connect(peer("decode", 0, 2), window=WINDOW)
+    core.connect(DECODE, window=WINDOW)
+    core.hear(DECODE, Ping(peer=DECODE))
+    found = pool(core)
+    assert not found.is_whole
+    assert core.core.slots.num_windows == 1
 
 
 def test_an_incarnation_that_said_goodbye_is_forgotten(core: PrefillDriver) -> None:

@@ -1,6 +1,5 @@
 """Peers in other processes, which can be killed."""
 
-import functools
 import json
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -129,6 +128,5 @@ class ProcessContract(ContractBase):
         await source.backend.connect(target.name, target.metadata)
         source.backend.post(post_id, target.name, target.pieces(source, *range(NUM_PIECES)), b"")
         source.posted.append(post_id)
-        await source.take_until(functools.partial(source.has_ended, post_id))
-        assert source.ends()[-1].error is None
+        assert (await source.take_end(post_id)).error is None
         assert await target.count(FILL + post_id) == SIZE
