@@ -7,6 +7,7 @@ from typing import Final
 from kvflow.cli.main import run_quietly
 
 NAMES: Final = {
+    "embedded": "handovers between engines, and what calls cost their scheduler",
     "hetero": "sides that keep the cache differently: direct, packed, and what is chosen",
     "scale": "cost and memory of a transfer among many, and with many peers",
     "idle": "CPU of connected ranks with nothing to do",

@@ -37,8 +37,12 @@ class TestNixl(BackendContract):
     impatient = IMPATIENT
 
 
+@pytest.mark.timeout(180)
 class TestMooncake(WriteContract, RangeContract, PeerContract, ProcessContract):
+    """100,000 descriptors in one post take Mooncake seconds, and most of a minute where all cores are busy."""
+
     backend = "mooncake"
+    timeout_s = 150.0
     impatient = IMPATIENT
 
 

@@ -95,6 +95,12 @@ def test_memory_is_measured_in_a_process_of_its_own() -> None:
     assert held.here > 0
 
 
+def test_embedded_times_handovers_and_calls(run: Run) -> None:
+    rows = run("embedded", "--engines=sleeps", "--shape=tiny", "--requests=4", "--rounds=1", "--gap=0.001")
+    assert [row["unit"] for row in rows] == ["ms"] * 2 + ["us"] * 5
+    assert all(0 < row["kvflow"] <= row["tail"]["kvflow_p99"] for row in rows)
+
+
 @pytest.mark.parametrize("backend", ["memory", "nixl", "mooncake"])
 def test_idle_gives_one_row(backend: str, run: Run) -> None:
     (row,) = run("idle", "--backend", backend, "--seconds=0.1", "--pairs=2")
@@ -211,6 +217,9 @@ def test_rows_are_drawn(tmp_path: Path, run: Run) -> None:
         (["hetero", "--backend", "memory"], "memory"),
         (["scale", "--rounds", "0"], "--rounds"),
         (["scale", "--cases", "nobody"], "nobody"),
+        (["embedded", "--engines", "nobody"], "nobody"),
+        (["embedded", "--gap", "0"], "--gap"),
+        (["embedded", "--backend", "memory"], "memory"),
         (["idle", "--pairs", "0"], "--pairs"),
         (["idle", "--seconds", "inf"], "--seconds"),
         (["idle", "--backend", "raven"], "raven"),
