@@ -144,7 +144,9 @@ class _BlockingTransfer:
 
     def _list(self) -> None:
         """Have `completed` tell of it; what changes before it has told is told with it."""
-        if not self.is_listed:
+        if self.is_listed:
+            self._rank.changes.tell()
+        else:
             self.is_listed = True
             self._rank.changes.add(self)
 

@@ -29,8 +29,12 @@ class Changes(Generic[Item]):
     def add(self, item: Item) -> None:
         """Note that an item has changed."""
         self._changed.append(item)
+        self.tell()
+
+    def tell(self) -> None:
+        """Have whoever waits look again: an item that was not taken yet has changed once more."""
         if self._num_waiting or self._pipe is not None:
-            self._tell()
+            self._wake()
 
     def take(self) -> list[Item]:
         """Give what has changed since the last call."""
@@ -82,7 +86,7 @@ class Changes(Generic[Item]):
         for end in pipe or ():
             os.close(end)
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         with self._news:
             self._news.notify_all()
             if self._pipe is not None:

@@ -62,6 +62,21 @@ def test_a_thread_that_waits_is_woken_by_a_change_and_by_closing() -> None:
     assert woken == [[7], []]
 
 
+def test_a_further_change_of_what_was_not_taken_wakes_too() -> None:
+    changes: Changes[list[int]] = Changes()
+    item: list[int] = []
+    changes.add(item)
+    thread = threading.Thread(target=changes.wait, args=(lambda: len(item) == 2, None))
+    thread.start()
+    for number in range(2):
+        while not changes._num_waiting:
+            time.sleep(1e-4)
+        item.append(number)
+        changes.tell()
+    thread.join()
+    assert changes.take() == [[0, 1]]
+
+
 def test_waiting_ends_in_time() -> None:
     changes: Changes[int] = Changes()
     changes.wait(lambda: False, 0.01)

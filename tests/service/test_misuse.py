@@ -476,7 +476,7 @@ def test_a_scheduler_hears_at_once_that_nobody_waits_for_its_room() -> None:
         wait_until(lambda: pair.prefill.statistics().waiting_grants)
         receiver.abort()
         wait_until(lambda: not pair.prefill.statistics().waiting_grants)
-        assert pair.prefill.send(1).outcome is Outcome.FAILED
+        assert pair.prefill.send(1).wait() is Outcome.FAILED
 
 
 # Transports --------------------------------------------------------------------------------------------------------
