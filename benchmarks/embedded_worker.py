@@ -152,7 +152,8 @@ class DecodeEngine:
             updates = clock.time("completed", rank.completed)
             for update in updates:
                 _check(update.failure)
-                ended[update.room] = time.monotonic_ns()
+                if update.outcome is Outcome.SUCCESS:
+                    ended.setdefault(update.room, time.monotonic_ns())
             if updates:
                 clock.calls_us["completed"].pop()
             else:

@@ -2,14 +2,18 @@
 
 The event loop runs in a thread. What a scheduler calls for a request or in a step never waits for that thread: calls
 check their arguments, queue what is to be done, and return; `completed` says in each step what has changed meanwhile.
-Only opening and closing a rank wait, and what says so.
+What does wait says so.
 """
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from threading import Lock
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+from typing_extensions import override
 
 from kvflow import decode, directory, prefill
 from kvflow.aio.changes import Changes
@@ -64,7 +68,7 @@ class TransferUpdate(NamedTuple, Generic[AnyTransfer]):
         outcome: Whether it succeeded; decided once.
         failure: Why it did not succeed, once that is decided.
         memory: Whether somebody can still touch the pages: they may be used again when it is SAFE. It can change long
-            after the outcome was decided, and of a sender before that.
+            after the outcome was decided; that of a sender may be SAFE before the outcome.
     """
 
     transfer: AnyTransfer
@@ -82,18 +86,18 @@ class _BlockingTransfer:
         transfer: Not begun yet; it begins on the event loop.
     """
 
-    __slots__ = ("_error", "_failure", "_is_queued", "_rank", "_transfer", "is_listed", "room")
+    __slots__ = ("_error", "_failure", "_is_changed", "_rank", "_told", "_transfer", "room")
 
     def __init__(self, rank: "_BlockingRank[Any, Any]", transfer: Transfer) -> None:
         self.room = transfer.room
-        self.is_listed = False
+        self._is_changed = False
+        self._told: tuple[object, ...] = ()
         self._rank = rank
         self._transfer = transfer
+        transfer.memory = Memory.HELD  # until it is refused, if it is
         self._error: KvflowError | None = None
         self._failure: Failure | None = None
-        self._is_queued = True
-        if not rank.put(self._begin):
-            raise LocalProtocolError("rank is not open")
+        rank._call_soon(self._begin)
 
     @property
     def outcome(self) -> Outcome:
@@ -108,7 +112,7 @@ class _BlockingTransfer:
     @property
     def memory(self) -> Memory:
         """Whether somebody can still touch the pages: they may be used again when it is SAFE."""
-        return Memory.HELD if self._is_queued else self._transfer.memory
+        return self._transfer.memory
 
     @property
     def is_settled(self) -> bool:
@@ -118,49 +122,60 @@ class _BlockingTransfer:
         return self.memory in (Memory.SAFE, Memory.QUARANTINED)
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
-        """Wait until `is_settled`, or until the time is up. For scripts and tests, not for schedulers."""
-        self._rank.changes.wait(lambda: self.is_settled, timeout_s)
+        """Wait until `is_settled`, until the rank is closed, or until the time is up. For scripts, not schedulers."""
+        changes = self._rank._changes
+        changes.wait(lambda: self.is_settled or changes.is_closed, timeout_s)
         return self.outcome
 
     def abort(self) -> None:
         """Give the transfer up. Its pages may not be safe yet: `memory` says so. Does nothing after the end."""
         if self.outcome is Outcome.PENDING:
-            self._rank.put(self._transfer.abort)
+            with suppress(LocalProtocolError):  # closing the rank ends it as well
+                self._rank._call_soon(self._transfer.abort)
 
     def _begin(self) -> None:
-        self._transfer.on_change = self._list
+        self._transfer.on_change = self._note_change
         try:
             self._transfer.open()
         except KvflowError as error:
+            self._transfer.never_begin()
             self._fail(_reason_of(error), error)
-        finally:
-            self._is_queued = False
-        if self._error is not None:
-            self._list()
+            self._note_change()
 
     def _fail(self, reason: FailureReason, error: KvflowError) -> None:
-        self._failure = self._rank.failure(reason, str(error))
+        self._failure = self._rank._opened.failure(reason, str(error))
         self._error = error
 
-    def _list(self) -> None:
+    def _note_change(self) -> None:
         """Have `completed` tell of it; what changes before it has told is told with it."""
-        if self.is_listed:
-            self._rank.changes.tell()
+        if self.outcome is not Outcome.PENDING and self.memory is Memory.SAFE:  # nothing follows
+            self._transfer.on_change = None
+        if self._is_changed:
+            self._rank._changes.notify()
         else:
-            self.is_listed = True
-            self._rank.changes.add(self)
+            self._is_changed = True
+            self._rank._changes.add(self)
+
+    def _news(self) -> tuple[object, ...]:
+        """Give what `completed` tells of."""
+        return self.outcome, self.failure, self.memory
 
     def _check_success(self) -> None:
         if self._transfer.failure is not None:
             raise self._transfer.error() from self._error
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         if self._transfer.outcome is Outcome.PENDING:
             raise LocalProtocolError("transfer has not ended; look at its outcome first", room=self.room)
 
 
-def _update(transfer: AnyTransfer) -> TransferUpdate[AnyTransfer]:
-    transfer.is_listed = False  # first: what changes from here on is told the next time
+def _take_update(transfer: AnyTransfer) -> TransferUpdate[AnyTransfer] | None:
+    """Say how a transfer stands, if it is news."""
+    transfer._is_changed = False  # first: what changes from here on is told the next time
+    news = transfer._news()
+    if news == transfer._told:
+        return None
+    transfer._told = news
     return TransferUpdate(transfer, transfer.room, transfer.outcome, transfer.failure, transfer.memory)
 
 
@@ -188,6 +203,16 @@ class BlockingSender(_BlockingTransfer):
         self._is_feeding = False
         self._is_finished = False
         super().__init__(rank, sender)
+
+    @property
+    def wanted(self) -> Mapping[str, TokenRange] | None:
+        """Tokens of each component that decode wants, once every decode rank has granted; see `kvflow.RoomSender`."""
+        return self._sender.wanted
+
+    @property
+    def queued_chunks(self) -> int:
+        """Chunks that wait in this object: the rank has as many as it takes (`Limits.queued_chunks`)."""
+        return len(self._chunks)
 
     def chunk(
         self,
@@ -246,35 +271,45 @@ class BlockingSender(_BlockingTransfer):
 
     def _put(self, chunk: Chunk) -> None:
         self._chunks.append(chunk)
-        self._rank.put(self._feed)
+        self._rank._call_soon(self._feed)
 
     def _feed(self) -> None:
         """Pass chunks on in order, and leave it to a task if one has to wait; the first refused one ends the room."""
         if self._is_feeding:
             return
         try:
-            while self._chunks and self._sender.outcome is Outcome.PENDING:
+            while self._has_chunks():
                 if not self._sender.offer_nowait(self._chunks[0]):
                     self._is_feeding = True
-                    self._rank.start_task(self._feed_patiently)
+                    self._rank._opened.start_task(self._feed_waiting)
                     return
                 self._chunks.popleft()
         except KvflowError as error:
             self._give_up(error)
 
-    async def _feed_patiently(self) -> None:
+    async def _feed_waiting(self) -> None:
         try:
-            while self._chunks and self._sender.outcome is Outcome.PENDING:
+            while self._has_chunks():
                 await self._sender.offer(self._chunks.popleft())
         except KvflowError as error:
             self._give_up(error)
         finally:
             self._is_feeding = False
 
+    def _has_chunks(self) -> bool:
+        if self.outcome is not Outcome.PENDING:  # nobody wants them any more
+            self._chunks.clear()
+        return bool(self._chunks)
+
     def _give_up(self, error: KvflowError) -> None:
-        if self._sender.outcome is Outcome.PENDING:  # else it has failed meanwhile, which is said elsewhere
+        if self.outcome is Outcome.PENDING:  # else it has failed meanwhile, which is said elsewhere
             self._fail(FailureReason.ABORTED, error)
             self._sender.abort()
+        self._chunks.clear()
+
+    @override
+    def _news(self) -> tuple[object, ...]:
+        return *super()._news(), self.wanted is None
 
 
 class BlockingReceiver(_BlockingTransfer):
@@ -307,9 +342,6 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         make_rank: Makes the rank; called on the event loop.
         loop: The thread to run on; one of its own by default.
         affinity: CPUs of its own thread, see `LoopThread`.
-
-    Attributes:
-        changes: Transfers that have changed and that `completed` has not told of.
     """
 
     def __init__(
@@ -317,13 +349,15 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
     ) -> None:
         if loop is not None and affinity is not None:
             raise ConfigError("affinity is that of the loop; give it to LoopThread", affinity=affinity)
-        self.changes: Changes[AnyTransfer] = Changes()
+        self._changes: Changes[AnyTransfer] = Changes()
         self._make_rank: Callable[[], AnyRank] = make_rank
         self._loop = loop
         self._affinity = affinity
+        self._rank: AnyRank | None = None
         self._was_opened = False
         self._is_open = False
         self._stack = ExitStack()
+        self._closing = Lock()
 
     def open(self) -> Self:
         """Open the rank, as entering the context does.
@@ -336,11 +370,12 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
             raise LocalProtocolError("a rank can be opened only once; make another one")
         self._was_opened = True
         with ExitStack() as stack:
-            stack.callback(self.changes.close)
+            stack.callback(self._changes.close)
             loop = self._loop or stack.enter_context(LoopThread(self._affinity))
-            self._portal = loop.portal
-            self._rank: AnyRank = self._portal.call(self._make_rank)
-            stack.enter_context(self._portal.wrap_async_context_manager(self._rank))
+            self._portal = stack.enter_context(loop.use())
+            rank = self._portal.call(self._make_rank)
+            stack.enter_context(self._portal.wrap_async_context_manager(rank))
+            self._rank = rank
             self._doorbell = self._portal.call(Doorbell)
             stack.callback(self._portal.call, self._doorbell.close)
             self._stack = stack.pop_all()
@@ -348,9 +383,13 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         return self
 
     def close(self) -> None:
-        """Fail every transfer that is open, and close the rank, as leaving the context does. May be called twice."""
+        """End every transfer that is open, and close the rank, as leaving the context does. Waits for that.
+
+        May be called twice, and from several threads.
+        """
         self._is_open = False
-        self._stack.close()
+        with self._closing:
+            self._stack.close()
 
     def __enter__(self) -> Self:
         return self.open()
@@ -363,90 +402,87 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
     def completed(self) -> list[TransferUpdate[AnyTransfer]]:
         """Tell of each transfer whose outcome or memory has changed since the last call. Call it in every step.
 
-        A transfer is told of at least once when its outcome is decided and once when its memory is SAFE or in
-        quarantine, at one time if both come together. What nobody has asked for is kept. Works after closing, too.
+        A sender is told of also when every decode rank has granted (`wanted`). Changes that come together are told
+        together, and no two records of a transfer are the same. What nobody has asked for is kept. Works after closing,
+        too.
         """
-        return [_update(transfer) for transfer in self.changes.take()]
+        updates = (_take_update(transfer) for transfer in self._changes.take())
+        return [update for update in updates if update is not None]
 
     def wait_any(self, timeout_s: float | None = None) -> list[TransferUpdate[AnyTransfer]]:
         """Wait until `completed` has something to tell, or until the time is up, and give it. For idle engines.
 
         A rank that is closed meanwhile ends the wait.
+
+        Raises:
+            LocalProtocolError: The rank was not opened.
         """
-        changes = self.changes
-        changes.wait(lambda: len(changes) or changes.is_closed, timeout_s)
-        return self.completed()
+        if not self._was_opened:
+            raise LocalProtocolError("rank is not open")
+        updates: list[TransferUpdate[AnyTransfer]] = []
+
+        def look() -> bool:
+            updates.extend(self.completed())
+            return bool(updates) or self._changes.is_closed
+
+        self._changes.wait(look, timeout_s)
+        return updates
 
     def fileno(self) -> int:
         """Give a descriptor that is readable while `completed` has something to tell, for engines that select.
 
-        The rank closes it. It may be readable once although there is nothing to tell any more.
+        The rank closes it, which does not end a `select`. It may be readable once although there is nothing to tell.
 
         Raises:
             LocalProtocolError: The rank is closed.
         """
         try:
-            return self.changes.fileno()
+            return self._changes.fileno()
         except ValueError as error:
             raise LocalProtocolError("rank is not open") from error
 
-    def put(self, call: Callable[[], None]) -> bool:
-        """Have something done on the event loop; say whether it will be: after closing nothing is."""
-        try:
-            self._doorbell.call_soon(call)
-        except RuntimeError:
-            return False
-        return True
-
-    def start_task(self, run: Callable[..., Awaitable[None]]) -> None:
-        """Start a task on the event loop."""
-        self._rank.start_task(run)
-
-    def failure(self, reason: FailureReason, detail: str) -> Failure:
-        """Describe a failure that this rank or its engine caused."""
-        return self._rank.failure(reason, detail)
-
     def statistics(self) -> RankStatistics:
-        """Give counts at this moment.
+        """Give counts at this moment. Waits for the event loop.
 
         Raises:
             LocalProtocolError: The rank is not open.
         """
-        return self._call(self._rank.statistics)
+        return self._call(self._opened.statistics)
 
     def quarantined(self) -> list[int]:
-        """Rooms of ended transfers whose pages are not proved quiet.
+        """Rooms of ended transfers whose pages are not proved quiet. Waits for the event loop.
 
         Raises:
             LocalProtocolError: The rank is not open.
         """
-        return self._call(lambda: [transfer.room for transfer in self._rank.quarantined()])
+        return self._call(lambda: [transfer.room for transfer in self._opened.quarantined()])
 
     def release(self, room: int) -> None:
-        """Take the pages of a room in quarantine back without a proof; see `kvflow.DecodeRank.release`.
+        """Take the pages of a room in quarantine back without a proof; see `kvflow.DecodeRank.release`. Waits for it.
 
         Raises:
             LocalProtocolError: No transfer of this room is in quarantine, or the rank is not open.
         """
 
         def release() -> None:
-            transfers = [transfer for transfer in self._rank.quarantined() if transfer.room == room]
+            transfers = [transfer for transfer in self._opened.quarantined() if transfer.room == room]
             if not transfers:
                 raise LocalProtocolError("room is not in quarantine", room=room)
             for transfer in transfers:
-                self._rank.release(transfer)
+                self._opened.release(transfer)
 
         self._call(release)
 
     def start_drain(self) -> None:
         """Take nothing new, and let what is open end; see `kvflow.DecodeRank.start_drain`.
 
-        A scheduler goes on with its steps, chunks of open rooms included, until `is_drained`.
+        Waits for the event loop, not for transfers: a scheduler goes on with its steps, chunks of open rooms included,
+        until `is_drained`.
 
         Raises:
             LocalProtocolError, RankBroken: The rank is not open, or broken.
         """
-        self._call(self._rank.start_drain)
+        self._call(self._opened.start_drain)
 
     @property
     def is_drained(self) -> bool:
@@ -456,7 +492,7 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
             LocalProtocolError: The rank is not open.
         """
         self._check_open()
-        return self._rank.is_drained
+        return self._opened.is_drained
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Start to drain, and wait until all is done. For scripts: chunks must come from another thread meanwhile.
@@ -470,16 +506,53 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         Raises:
             LocalProtocolError, RankBroken: The rank is not open, or broken.
         """
-        self._check_open()
-        return self._portal.call(self._rank.drain, timeout_s)
+        self.start_drain()
+        return self._portal.call(self._opened.drain, timeout_s)
+
+    @property
+    def _opened(self) -> AnyRank:
+        """The rank, which stays after closing.
+
+        Raises:
+            LocalProtocolError: The rank was not opened.
+        """
+        if self._rank is None:
+            raise LocalProtocolError("rank is not open")
+        return self._rank
 
     def _check_open(self) -> None:
         if not self._is_open:
             raise LocalProtocolError("rank is not open")
 
-    def _call(self, function: Callable[[], Result]) -> Result:
+    def _call_soon(self, call: Callable[[], None]) -> None:
+        """Have something done on the event loop, after all that was asked for before.
+
+        Raises:
+            LocalProtocolError: The rank is closed, or its event loop has ended.
+        """
         self._check_open()
-        return self._portal.call(function)
+        try:
+            self._doorbell.call_soon(call)
+        except RuntimeError as error:
+            raise LocalProtocolError("rank is not open") from error
+
+    def _call(self, function: Callable[[], Result]) -> Result:
+        """Call something on the event loop, in its turn, and wait for the result.
+
+        Raises:
+            LocalProtocolError: The rank is not open.
+            BaseException: What the function raises.
+        """
+        result: Future[Result] = Future()
+
+        def call() -> None:
+            try:
+                result.set_result(function())
+            except Exception as error:  # noqa: BLE001 - raised where it was called
+                result.set_exception(error)
+
+        self._call_soon(call)
+        return result.result()
 
 
 class PrefillRank(_BlockingRank[prefill.PrefillRank, BlockingSender]):
@@ -508,20 +581,24 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank, BlockingSender]):
 
     @property
     def endpoint(self) -> str:
-        """Address of the control socket, once the rank is open."""
-        return self._rank.endpoint
+        """Address of the control socket, once the rank is open.
+
+        Raises:
+            LocalProtocolError: It was not opened.
+        """
+        return self._opened.endpoint
 
     def send(self, room: int) -> BlockingSender:
         """Start to send a room; see `kvflow.PrefillRank.send`.
 
         Does not wait: a room that is in use, or a rank that drains, shows in `outcome` soon. Chunks are queued without
-        bound here: a scheduler that must not run ahead looks at `statistics().queued_chunks`.
+        bound here: a scheduler that must not run ahead looks at `queued_chunks` of the sender.
 
         Raises:
             LocalProtocolError: The room is no integer, or the rank is not open.
         """
         self._check_open()
-        return BlockingSender(self, self._rank.send(room))
+        return BlockingSender(self, self._opened.send(room))
 
 
 class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
@@ -569,7 +646,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
             ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range.
         """
         self._check_open()
-        receiver = self._rank.receive(
+        receiver = self._opened.receive(
             room,
             prefill=prefill,
             tokens=tokens,
@@ -610,7 +687,8 @@ class Registry:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             loop = self._loop or stack.enter_context(LoopThread())
-            stack.enter_context(loop.portal.wrap_async_context_manager(self._registry))
+            portal = stack.enter_context(loop.use())
+            stack.enter_context(portal.wrap_async_context_manager(self._registry))
             self.endpoint = self._registry.endpoint
             self._stack = stack.pop_all()
         return self

@@ -1,5 +1,6 @@
 """The service that an engine's decode worker embeds."""
 
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from types import TracebackType
 from typing import Self, assert_never
 
 import msgspec
+import numpy as np
 from typing_extensions import override
 
 from kvflow.backends.base import Backend, BackendEvent
@@ -132,12 +134,16 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
-            ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range.
+            ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range, or `digest` is no bool.
             LocalProtocolError: On entry: the room is being received already, or the rank is not open.
             CapacityExceeded: On entry: too many rooms are open, or too much memory is in quarantine.
             RankDraining: On entry: the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
         """
+        if digest is not None:
+            if not isinstance(digest, (bool, np.bool_)):
+                raise ConfigError("digest must be a bool, or None", digest=digest)
+            digest = bool(digest)
         parts = self._wanted(tokens, pages, digest=bool(digest))
         tables = build_page_tables(parts, self.layout, distinct=True)
         timeout_s = self.config.timeouts.transfer_s if timeout_s is None else timeout_s
@@ -160,10 +166,10 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     def _wanted(self, tokens: TokenRange, pages: Mapping[str, Pages], *, digest: bool) -> dict[str, TokenPages]:
         if digest:
             check_digestible(self.layout)
+        parts = normalize(pages, self.layout, tokens)
         if not pages.keys() >= self.layout.by_name.keys():
             unsaid = [name for name in self.layout.by_name if name not in pages]
             raise PlanError("pages must be given for each component, or None", missing=unsaid, given=sorted(pages))
-        parts = normalize(pages, self.layout, tokens)
         if not parts:
             raise PlanError("nothing is wanted", components=sorted(pages))
         return parts
@@ -209,7 +215,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             peers=core.num_peers,
             anomalies=dict(self._anomalies.counts),
             times=self._times,
-            loop_lag=self._loop_lag,
+            loop_lag=dataclasses.replace(self._loop_lag),
             staging=StagingStatistics(windows_taken=core.windows_taken, windows_free=core.windows_free),
         )
 

@@ -1,5 +1,6 @@
 """The service that an engine's prefill worker embeds."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self, assert_never
@@ -7,6 +8,7 @@ from typing import Self, assert_never
 import anyio.lowlevel
 from typing_extensions import override
 
+from kvflow.aio.flag import Flag
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.config import PrefillConfig, check_argument
 from kvflow.errors import FailureReason, LocalProtocolError, RemoteProtocolError, Stage, Unreachable
@@ -107,7 +109,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             peers=core.num_peers,
             anomalies=dict(self._anomalies.counts),
             times=self._times,
-            loop_lag=self._loop_lag,
+            loop_lag=dataclasses.replace(self._loop_lag),
             staging=StagingStatistics(
                 packed_posts=submit.packed.num_posts,
                 packed_bytes=submit.packed.num_bytes,
@@ -165,6 +167,9 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
                 self._planning.post_piece(piece)
             case ef.Reply(connection, message):
                 self._send(connection, message)
+            case ef.ReportGranted(room, wanted):
+                if (sender := self._transfers.get(room)) is not None:
+                    sender.report_granted(wanted)
             case ef.ReportSender(room, _, memory):
                 if memory is Memory.SAFE:
                     self._planning.drop_room(room)
@@ -243,13 +248,20 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
 
 class RoomSender(Transfer):
-    """One room, as the prefill engine sends it. Made by `PrefillRank.send`."""
+    """One room, as the prefill engine sends it. Made by `PrefillRank.send`.
 
-    __slots__ = ("_footprint", "_is_finished", "_rank")
+    Attributes:
+        wanted: Tokens `[start, stop)` of each component that decode wants, once every decode rank has granted; None
+            until then. What is before `start`, decode has already.
+    """
+
+    __slots__ = ("_footprint", "_granted", "_is_finished", "_rank", "wanted")
 
     def __init__(self, rank: PrefillRank, room: int) -> None:
         super().__init__(rank, room)
         self._rank = rank
+        self.wanted: Mapping[str, TokenRange] | None = None
+        self._granted = Flag()
         self._is_finished = False
         self._footprint = NO_MEMORY
 
@@ -329,7 +341,6 @@ class RoomSender(Transfer):
         Raises:
             LocalProtocolError, TransferFailed: As in `chunk`.
         """
-        self._check_begun()
         await anyio.lowlevel.checkpoint_if_cancelled()
         if not self.offer_nowait(chunk):
             line = self._rank.line
@@ -350,6 +361,7 @@ class RoomSender(Transfer):
         Raises:
             LocalProtocolError, TransferFailed: As in `chunk`.
         """
+        self._check_begun()
         self._raise_if_failed()
         if not self._rank.line.is_open(self.room):
             return False
@@ -366,11 +378,31 @@ class RoomSender(Transfer):
         self._is_finished = chunk.last
         self._footprint = self._footprint.plus(footprint)
 
+    def report_granted(self, wanted: Mapping[str, TokenRange]) -> None:
+        """Take in that every decode rank has granted."""
+        self.wanted = wanted
+        self._granted.set()
+        if self.on_change is not None:
+            self.on_change()
+
     @override
     def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
         super().report(outcome, memory, failure)
+        if outcome is not Outcome.PENDING:
+            self._granted.set()  # whoever waits for it has waited enough
         if failure is not None:
             self._rank.line.leave(self.room)
+
+    async def granted(self) -> Mapping[str, TokenRange]:
+        """Wait until every decode rank has granted, and give what they want, as `wanted` does.
+
+        Raises:
+            TransferFailed: That will not happen.
+        """
+        self._check_begun()
+        await self._granted.wait()
+        self._raise_if_failed()
+        return self.wanted or {}
 
     async def delivered(self) -> None:
         """Wait until every decode rank has said that it has everything.

@@ -63,6 +63,7 @@ class Transfer(abc.ABC):
         "_has_begun",
         "_home",
         "_is_given_up",
+        "_is_refused",
         "_is_told",
         "_opened_at",
         "_settled",
@@ -84,6 +85,7 @@ class Transfer(abc.ABC):
         self._settled = Flag()
         self._has_begun = False
         self._is_given_up = False
+        self._is_refused = False
         self._is_told = False
         self._opened_at = 0.0
 
@@ -105,7 +107,8 @@ class Transfer(abc.ABC):
         self.memory = Memory.HELD
 
     def never_begin(self) -> None:
-        """Note that it was refused, so that nobody will ever touch its pages."""
+        """Note that it was refused: nobody will ever touch its pages, and its room is that of another transfer."""
+        self._is_refused = True
         self.memory = Memory.SAFE
 
     def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
@@ -149,7 +152,7 @@ class Transfer(abc.ABC):
         Raises:
             LocalProtocolError: It is called on another event loop or thread.
         """
-        if self._has_begun and not self._decided.is_set:
+        if self._has_begun and not self._is_refused and not self._decided.is_set:
             self._home.check_loop()
             self._is_given_up = True
             self._abort()
@@ -176,6 +179,8 @@ class Transfer(abc.ABC):
             await to_the_end(self._settled.wait())
 
     def _check_begun(self) -> None:
+        if self._is_refused:
+            raise LocalProtocolError("this transfer was refused; make another one", room=self.room)
         if not self._has_begun:
             raise LocalProtocolError("enter the transfer with `async with` first", room=self.room)
         self._home.check_loop()

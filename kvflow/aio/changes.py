@@ -21,7 +21,7 @@ class Changes(Generic[Item]):
 
     def __init__(self) -> None:
         self._changed: deque[Item] = deque()
-        self._news = threading.Condition()
+        self._condition = threading.Condition()
         self._num_waiting = 0
         self._pipe: tuple[int, int] | None = None
         self.is_closed = False
@@ -29,19 +29,19 @@ class Changes(Generic[Item]):
     def add(self, item: Item) -> None:
         """Note that an item has changed."""
         self._changed.append(item)
-        self.tell()
+        self.notify()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Have whoever waits look again: an item that was not taken yet has changed once more."""
         if self._num_waiting or self._pipe is not None:
             self._wake()
 
     def take(self) -> list[Item]:
         """Give what has changed since the last call."""
-        if not self._changed:
-            return []
         if self._pipe is not None:
             self._clear()  # before looking: what comes after that makes it readable again
+        if not self._changed:
+            return []
         taken: list[Item] = []
         with suppress(IndexError):  # another thread has taken them
             taken.extend(self._changed.popleft() for _ in range(len(self._changed)))
@@ -49,10 +49,10 @@ class Changes(Generic[Item]):
 
     def wait(self, is_over: Callable[[], object], timeout_s: float | None) -> None:
         """Wait until a condition is true, or until the time is up; it is looked at whenever an item has changed."""
-        with self._news:
+        with self._condition:
             self._num_waiting += 1
             try:
-                self._news.wait_for(is_over, timeout_s)
+                self._condition.wait_for(is_over, timeout_s)
             finally:
                 self._num_waiting -= 1
 
@@ -66,7 +66,7 @@ class Changes(Generic[Item]):
         Raises:
             ValueError: It is closed.
         """
-        with self._news:
+        with self._condition:
             if self.is_closed:
                 raise ValueError("descriptor is closed")
             if self._pipe is None:
@@ -79,16 +79,16 @@ class Changes(Generic[Item]):
 
     def close(self) -> None:
         """Give the descriptor back, and let nobody wait any more."""
-        with self._news:
+        with self._condition:
             self.is_closed = True
             pipe, self._pipe = self._pipe, None
-            self._news.notify_all()
+            self._condition.notify_all()
         for end in pipe or ():
             os.close(end)
 
     def _wake(self) -> None:
-        with self._news:
-            self._news.notify_all()
+        with self._condition:
+            self._condition.notify_all()
             if self._pipe is not None:
                 try:
                     os.write(self._pipe[1], b"\0")
@@ -96,7 +96,7 @@ class Changes(Generic[Item]):
                     return
 
     def _clear(self) -> None:
-        with self._news:
+        with self._condition:
             if self._pipe is None:
                 return
             try:

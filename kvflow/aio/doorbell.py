@@ -1,9 +1,9 @@
 """Waking the event loop from a thread that has more to do.
 
-`call_soon_threadsafe` writes to a socket and gives the interpreter away for that moment. The event loop, just woken,
-takes it, and the thread waits for all that the event loop then does before it can go on: an owner thread with the long
-native call that it was about to make, a scheduler with its step. Ringing keeps the interpreter: the event loop wakes
-just as soon, but runs when the thread gives the interpreter away itself.
+`call_soon_threadsafe` writes to a socket and releases the GIL for that moment. The event loop, just woken, takes it,
+and the thread waits for all that the event loop then does before it can go on: an owner thread with the long native
+call that it was about to make, a scheduler with its step. Ringing holds the GIL: the event loop wakes just as soon, but
+runs when the thread releases the GIL itself.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ __all__ = ["Doorbell"]
 
 
 class Doorbell:
-    """Like `call_soon_threadsafe`, but keeps the interpreter. Create, and close, it on the event loop.
+    """Like `call_soon_threadsafe`, but holds the GIL. Create, and close, it on the event loop.
 
     Many calls that come at once wake the event loop once. Where the system has no such descriptors (they are Linux's),
     `call_soon_threadsafe` wakes it.
@@ -29,7 +29,7 @@ class Doorbell:
         self._calls: deque[Callable[[], None]] = deque()
         self._is_rung = False
         self._is_closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may ring in the middle of it
         self._fd = -1
         if sys.platform == "linux":
             self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -49,9 +49,13 @@ class Doorbell:
             self._calls.append(call)
             if self._is_rung:  # the event loop has not seen yet what came before this
                 return
-            self._is_rung = True
-            if self._fd < 0 or self._write(self._fd, 1) != 0:
-                self._loop.call_soon_threadsafe(self._make_all)
+            try:
+                self._is_rung = True
+                if self._fd < 0 or self._write(self._fd, 1) != 0:
+                    self._loop.call_soon_threadsafe(self._make_all)
+            except BaseException:  # a signal handler has raised: the next call rings again
+                self._is_rung = False
+                raise
 
     def close(self) -> None:
         """Make what is still to be called, and give the descriptor back."""
@@ -69,9 +73,12 @@ class Doorbell:
         self._make_all()
 
     def _make_all(self) -> None:
-        """Make calls in order, those that come meanwhile too; an error is the event loop's and ends no other call."""
+        """Make calls in order; those that come meanwhile ring again, so that the event loop has its turn.
+
+        An error is the event loop's, and ends no other call.
+        """
         self._is_rung = False
-        while self._calls:
+        for _ in range(len(self._calls)):
             call = self._calls.popleft()
             try:
                 call()

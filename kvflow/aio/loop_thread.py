@@ -2,9 +2,9 @@
 
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from threading import Thread
 from types import TracebackType
 from typing import Self
@@ -12,7 +12,7 @@ from typing import Self
 import anyio
 from anyio.from_thread import BlockingPortal
 
-from kvflow.errors import ConfigError
+from kvflow.errors import ConfigError, LocalProtocolError
 
 __all__ = ["LoopThread"]
 
@@ -28,15 +28,39 @@ class LoopThread:
             CPU names others here, or kvflow's threads wait whenever that one computes.
 
     Raises:
+        LocalProtocolError: On entry: it is entered already. On exit: ranks still use it.
         ConfigError: On entry: the system does not know these CPUs, or has no affinity.
     """
 
-    portal: BlockingPortal
-
     def __init__(self, affinity: Collection[int] | None = None) -> None:
         self._affinity = affinity
+        self._portal: BlockingPortal | None = None
+        self._num_users = 0
+
+    @property
+    def portal(self) -> BlockingPortal:
+        """What calls functions on the event loop.
+
+        Raises:
+            LocalProtocolError: The thread does not run.
+        """
+        if self._portal is None:
+            raise LocalProtocolError("enter the LoopThread first, and leave it last")
+        return self._portal
+
+    @contextmanager
+    def use(self) -> Iterator[BlockingPortal]:
+        """Use the event loop for a while, in which the thread cannot be left."""
+        portal = self.portal
+        self._num_users += 1
+        try:
+            yield portal
+        finally:
+            self._num_users -= 1
 
     def __enter__(self) -> Self:
+        if self._portal is not None:
+            raise LocalProtocolError("a LoopThread can be entered only once")
         self._running: Future[None] = Future()
         self._thread = Thread(target=self._run, name="kvflow-loop", daemon=True)
         self._thread.start()
@@ -46,8 +70,11 @@ class LoopThread:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._num_users:
+            raise LocalProtocolError("close every rank of a LoopThread before it is left", ranks=self._num_users)
+        portal, self._portal = self.portal, None
         with suppress(RuntimeError):  # it is not running any more
-            self.portal.call(self.portal.stop, exc_type is not None)
+            portal.call(portal.stop, exc_type is not None)
         self._thread.join()
 
     def _run(self) -> None:
@@ -70,6 +97,7 @@ class LoopThread:
             raise ConfigError("affinity must name CPUs of this machine", affinity=self._affinity) from error
 
     async def _serve(self) -> None:
-        async with BlockingPortal() as self.portal:
+        async with BlockingPortal() as portal:
+            self._portal = portal
             self._running.set_result(None)
-            await self.portal.sleep_until_stopped()
+            await portal.sleep_until_stopped()

@@ -169,7 +169,10 @@ def build_page_table(component: Component, given: TokenPages, *, distinct: bool 
 
 
 def _as_integers(component: Component, pages: PageIndices) -> NDArray[Any]:
-    array = np.asarray(pages)
+    try:
+        array = np.asarray(pages)
+    except ValueError:  # lists of different lengths
+        array = np.asarray(pages, object)
     if array.size == 0:
         array = array.astype(np.uint32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -234,9 +237,11 @@ def normalize(pages: Mapping[str, Pages], layout: KVLayout, tokens: TokenRange) 
     Components that are None are left out. Unknown components are kept; `build_page_tables` refuses them.
 
     Raises:
-        PlanError: A token range is invalid.
+        PlanError: A token range is invalid, or the pages are no mapping.
     """
     tokens = check_range(tokens)
+    if not isinstance(pages, Mapping):
+        raise PlanError("pages must be given by component", type=type(pages).__name__)
     normalized = {}
     for name, given in pages.items():
         if isinstance(given, TokenPages):

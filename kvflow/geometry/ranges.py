@@ -23,6 +23,7 @@ __all__ = [
     "check_range",
     "count_shared",
     "held_range",
+    "hull",
     "is_final",
     "layers_within",
     "overlap_pattern",
@@ -125,6 +126,15 @@ def check_range(tokens: TokenRange) -> TokenRange:
     if not 0 <= start <= stop <= MAX_TOKENS:
         raise PlanError("token range is not 0 <= start <= stop", tokens=tokens, limit=MAX_TOKENS)
     return start, stop
+
+
+def hull(one: TokenRange, other: TokenRange) -> TokenRange:
+    """Give the smallest range that has the tokens of two; an empty one has none, wherever it is."""
+    if one[0] == one[1]:
+        return other
+    if other[0] == other[1]:
+        return one
+    return min(one[0], other[0]), max(one[1], other[1])
 
 
 def layers_within(numbers: NDArray[np.int64], layers: LayerRange) -> NDArray[np.bool_]:

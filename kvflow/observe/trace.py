@@ -58,6 +58,7 @@ STAGES: Final[dict[type, Stage]] = {
     ef.DropPlan: Stage.PLANNING,
     ef.PostPiece: Stage.SUBMIT,
     ef.PostPlan: Stage.SUBMIT,
+    ef.ReportGranted: Stage.ENQUEUE,
     ef.ReportSender: Stage.SUBMIT,
     ef.LookUp: Stage.BOOTSTRAP,
     ef.CompileRoutes: Stage.BOOTSTRAP,
@@ -84,7 +85,11 @@ MESSAGE_STAGES: Final[dict[type, Stage]] = {
 }
 """Every other message is about the connection of two ranks."""
 
-NAMES: Final[dict[type, str]] = {ef.ReportSender: "sender_reported", ef.ReportReceiver: "receiver_reported"}
+NAMES: Final[dict[type, str]] = {
+    ef.ReportGranted: "grants_reported",
+    ef.ReportSender: "sender_reported",
+    ef.ReportReceiver: "receiver_reported",
+}
 """Lines that are not named after their class."""
 
 CARRIERS: Final = ("piece", "delivery", "notice", "message", "chunk", "hello", "opened", "rank")

@@ -46,7 +46,9 @@ def make_chunk(
     parts = normalize(pages, layout, tokens)
     tables = build_page_tables(parts, layout)
     ranges = {name: part.tokens for name, part in parts.items()}
-    groups = _check_layers(layers, ready) if layers else ()
+    if ready is not None and not callable(getattr(ready, "synchronize", None)):
+        raise PlanError("ready must have a method `synchronize`", type=type(ready).__name__)
+    groups = _check_layers(layers, ready) if len(layers) else ()
     return Chunk(tokens, ranges, tables, ready=ready, layers=groups)
 
 

@@ -40,6 +40,7 @@ __all__ = [
     "ProbePeer",
     "ReceivedRoom",
     "Reply",
+    "ReportGranted",
     "ReportReceiver",
     "ReportSender",
     "ScatterStaged",
@@ -168,6 +169,13 @@ class ContinueSoon(msgspec.Struct, frozen=True):
 
 class AdmitChunks(msgspec.Struct, frozen=True):
     """Offer chunks that wait for capacity, as far as `has_capacity` says that their rooms have some."""
+
+
+class ReportGranted(msgspec.Struct, frozen=True):
+    """Tell the engine that every decode rank has granted a room, and which tokens of each component they want."""
+
+    room: int
+    wanted: dict[str, TokenRange]
 
 
 class ReportSender(msgspec.Struct, frozen=True):
@@ -333,6 +341,7 @@ PrefillEffect = (
     | DropPlan
     | ContinueSoon
     | AdmitChunks
+    | ReportGranted
     | ReportSender
     | CountAnomaly
     | LogEvent

@@ -205,9 +205,9 @@ class _Ports:
         self._bound.pop(fd, None)
 
     def close(self, fd: int) -> None:
-        """Close a descriptor that libzmq does not have."""
-        self.remove(fd)
-        os.close(fd)
+        """Close a descriptor that libzmq does not have, unless this is a forked child, which has closed it."""
+        if self._bound.pop(fd, None) is not None:
+            os.close(fd)
 
     def _close(self) -> None:
         for fd, inode in self._bound.items():

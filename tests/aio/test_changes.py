@@ -72,7 +72,7 @@ def test_a_further_change_of_what_was_not_taken_wakes_too() -> None:
         while not changes._num_waiting:
             time.sleep(1e-4)
         item.append(number)
-        changes.tell()
+        changes.notify()
     thread.join()
     assert changes.take() == [[0, 1]]
 
@@ -96,6 +96,16 @@ def test_the_descriptor_is_readable_while_there_is_something_to_take(*, is_early
     for number in range(100_000):  # more than a pipe holds
         changes.add(number)
     assert len(changes.take()) == 100_000
+    changes.close()
+
+
+def test_a_descriptor_that_was_told_late_is_cleared_by_a_look_that_finds_nothing() -> None:
+    changes: Changes[int] = Changes()
+    fd = changes.fileno()
+    changes.notify()  # of what another look has taken already
+    assert is_readable(fd)
+    assert changes.take() == []
+    assert not is_readable(fd)
     changes.close()
 
 

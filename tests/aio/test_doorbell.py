@@ -122,6 +122,54 @@ async def test_calls_that_come_at_once_wake_the_event_loop_once(monkeypatch: pyt
     doorbell.close()
 
 
+async def test_a_call_from_a_signal_handler_in_the_middle_of_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    doorbell = Doorbell()
+    made: list[str] = []
+    write = doorbell._write
+
+    def be_interrupted(fd: int, value: int) -> int:
+        monkeypatch.setattr(doorbell, "_write", write)
+        doorbell.call_soon(lambda: made.append("handler"))
+        return int(write(fd, value))
+
+    monkeypatch.setattr(doorbell, "_write", be_interrupted)
+    doorbell.call_soon(lambda: made.append("thread"))
+    await until(lambda: len(made) == 2)
+    doorbell.close()
+
+
+async def test_a_signal_handler_that_raises_silences_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    doorbell = Doorbell()
+    made: list[str] = []
+    write = doorbell._write
+
+    def fail(fd: int, value: int) -> int:
+        monkeypatch.setattr(doorbell, "_write", write)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doorbell, "_write", fail)
+    with pytest.raises(KeyboardInterrupt):
+        doorbell.call_soon(lambda: made.append("first"))
+    doorbell.call_soon(lambda: made.append("second"))
+    await until(lambda: "second" in made)
+    doorbell.close()
+
+
+async def test_the_event_loop_has_its_turn_although_calls_go_on() -> None:
+    doorbell = Doorbell()
+    turns = 0
+
+    def again() -> None:
+        if turns < 10:
+            doorbell.call_soon(again)
+
+    doorbell.call_soon(again)
+    while turns < 10:  # never, if the calls were made until none is left
+        await asyncio.sleep(0)
+        turns += 1
+    doorbell.close()
+
+
 @pytest.mark.usefixtures("system")
 async def test_a_closed_one_takes_no_call() -> None:
     doorbell = Doorbell()

@@ -6,8 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,158 @@ def test_one_look_a_step_tells_of_everything(backend: str) -> None:
             for room, updates in told.items():
                 assert {update.transfer for update in updates} == {transfers[room]}
                 assert {update.failure for update in updates} == {None}
-                assert len(updates) == len({(update.outcome, update.memory) for update in updates})  # each is news
             assert rank.completed() == []
         assert [receiver.result().metadata for receiver in receivers.values()] == [b"%d" % room for room in range(8)]
+
+
+def test_a_refused_sender_leaves_the_other_one_of_its_room_alone() -> None:
+    with pair_of_ranks() as pair:
+        first, second, third = (pair.prefill.send(1) for _ in range(3))
+        second.finish(TOKENS, {"kv": [7, 8]}, metadata=b"second")
+        third.abort()
+        receiver = pair.receive(1)
+        for refused in (second, third):
+            assert (refused.wait(), refused.memory) == (Outcome.FAILED, Memory.SAFE)
+            with pytest.raises(LocalProtocolError, match="in use"):
+                refused.result()
+        assert first.outcome is Outcome.PENDING
+        first.finish(TOKENS, PAGES, metadata=b"first")
+        assert (first.wait(), receiver.wait()) == (Outcome.SUCCESS, Outcome.SUCCESS)
+        assert receiver.result().metadata == b"first"
+        np.testing.assert_array_equal(pair.target.cell("k", 0, 5, 0, 0), pair.source.cell("k", 0, 5, 0, 0))
+
+
+def test_a_refused_receiver_leaves_the_other_one_of_its_room_alone() -> None:
+    with pair_of_ranks() as pair:
+        first, second = pair.receive(1), pair.receive(1)
+        second.abort()
+        assert second.wait() is Outcome.FAILED
+        sender = pair.prefill.send(1)
+        sender.finish(TOKENS, PAGES)
+        assert (first.wait(), sender.wait()) == (Outcome.SUCCESS, Outcome.SUCCESS)
+
+
+def test_a_refusal_keeps_its_reason_although_chunks_follow() -> None:
+    with pair_of_ranks() as pair:
+        pair.prefill.start_drain()
+        sender = pair.prefill.send(1)
+        with suppress(RankDraining):  # if it is known already
+            sender.chunk((0, 4), {"kv": [5]})
+        assert sender.wait() is Outcome.FAILED
+        assert sender.failure is not None
+        assert sender.failure.reason is FailureReason.PEER_CLOSED
+        assert sender.queued_chunks == 0
+        for _ in range(3):
+            with pytest.raises(RankDraining) as caught:
+                sender.result()
+        assert len(traceback.extract_tb(caught.value.__traceback__)) < 5
+
+
+def test_what_ends_while_it_begins_is_told_as_it_stands() -> None:
+    """Decode has asked and given up before the engine sends, so the sender fails as it is opened."""
+    with pair_of_ranks() as pair:
+        receiver = pair.receive(1)
+        while not pair.prefill.statistics().waiting_grants:
+            time.sleep(1e-4)
+        receiver.abort()
+        while pair.prefill.statistics().waiting_grants:
+            time.sleep(1e-4)
+        sender = pair.prefill.send(1)
+        updates = pair.prefill.wait_any()
+        while updates[-1].memory is not Memory.SAFE:
+            updates += pair.prefill.wait_any()
+        assert (updates[-1].transfer, updates[-1].outcome) == (sender, Outcome.FAILED)
+
+
+def block(rank: blocking.PrefillRank | blocking.DecodeRank, until: threading.Event) -> None:
+    """Have the event loop do nothing until something is set."""
+
+    def wait() -> None:
+        until.wait()
+
+    rank._call_soon(wait)
+
+
+def test_a_drain_does_not_overtake_what_was_asked_for_before() -> None:
+    with pair_of_ranks() as pair:
+        receiver = pair.receive(1)
+        while not pair.prefill.statistics().waiting_grants:
+            time.sleep(1e-4)
+        go_on = threading.Event()
+        block(pair.prefill, go_on)
+        sender = pair.prefill.send(1)
+        threading.Timer(0.05, go_on.set).start()
+        pair.prefill.start_drain()
+        sender.finish(TOKENS, PAGES)
+        assert (sender.wait(), receiver.wait()) == (Outcome.SUCCESS, Outcome.SUCCESS)
+        assert pair.prefill.is_drained
+
+
+def test_a_sender_tells_what_decode_wants() -> None:
+    with pair_of_ranks() as pair:
+        sender = pair.prefill.send(1)
+        assert not sender.wanted
+        receiver = pair.decode.receive(1, prefill="prefill", tokens=(3, 8), pages=PAGES)
+        (update,) = pair.prefill.wait_any()
+        assert (update.transfer, update.outcome, update.memory) == (sender, Outcome.PENDING, Memory.HELD)
+        assert sender.wanted == {"kv": (3, 8)}
+        sender.finish(TOKENS, PAGES)
+        assert (sender.wait(), receiver.wait()) == (Outcome.SUCCESS, Outcome.SUCCESS)
+
+
+def test_the_caller_sees_how_many_chunks_wait() -> None:
+    with pair_of_ranks() as pair:
+        sender = pair.prefill.send(1)
+        go_on = threading.Event()
+        block(pair.prefill, go_on)
+        sender.chunk((0, 4), {"kv": [5]})
+        sender.chunk((4, 8), {"kv": [2]})
+        counts = [sender.queued_chunks]
+        go_on.set()
+        while counts[-1]:
+            counts.append(sender.queued_chunks)
+        assert counts[0] == 2
+
+
+def test_a_loop_thread_is_entered_once_and_left_last() -> None:
+    loop = LoopThread()
+    with pytest.raises(LocalProtocolError, match="enter the LoopThread"):
+        blocking.DecodeRank(decode_config("tcp://127.0.0.1:1"), make_pool().layout, loop=loop).open()
+    with loop:
+        with pytest.raises(LocalProtocolError, match="only once"):
+            loop.__enter__()
+        registry = blocking.Registry(loop=loop)
+        with registry:
+            with pytest.raises(LocalProtocolError, match="before it is left"):
+                loop.__exit__(None, None, None)
+            assert registry.endpoint
+
+
+@pytest.mark.parametrize("act", ["statistics", "quarantined", "start_drain", "wait_any"])
+def test_a_rank_that_was_never_opened_says_so(act: str) -> None:
+    rank = blocking.PrefillRank(prefill_config("tcp://127.0.0.1:1"), make_pool().layout)
+    with pytest.raises(LocalProtocolError, match="not open"):
+        getattr(rank, act)()
+    with pytest.raises(LocalProtocolError, match="not open"):
+        _ = rank.endpoint
+
+
+@pytest.mark.parametrize("pages", [[5, 2], {"kv": [[5], [2, 3]]}], ids=["no mapping", "ragged"])
+def test_pages_of_another_form_are_refused(pages: Any) -> None:
+    with pair_of_ranks() as pair, pytest.raises(PlanError, match="page"):
+        pair.decode.receive(1, prefill="prefill", tokens=TOKENS, pages=pages)
+
+
+def test_a_numpy_bool_is_a_bool_and_a_number_is_none() -> None:
+    with pair_of_ranks() as pair:
+        receiver = pair.decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES, digest=np.True_)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="digest"):
+            pair.decode.receive(2, prefill="prefill", tokens=TOKENS, pages=PAGES, digest=1)  # type: ignore[arg-type]
+        sender = pair.prefill.send(1)
+        with pytest.raises(PlanError, match="synchronize"):
+            sender.chunk((0, 4), {"kv": [5]}, ready=5)  # type: ignore[arg-type]
+        sender.finish(TOKENS, PAGES)
+        assert (sender.wait(), receiver.wait()) == (Outcome.SUCCESS, Outcome.SUCCESS)
 
 
 def test_what_could_not_begin_is_told_like_any_failure() -> None:
@@ -122,14 +272,8 @@ def test_what_could_not_begin_is_told_like_any_failure() -> None:
 
 def test_a_queued_transfer_holds_its_pages() -> None:
     with pair_of_ranks() as pair:
-        blocked, go_on = threading.Event(), threading.Event()
-
-        def block() -> None:
-            blocked.set()
-            go_on.wait()
-
-        pair.decode.put(block)
-        blocked.wait()
+        go_on = threading.Event()
+        block(pair.decode, go_on)
         receiver = pair.receive(1)  # returns although the event loop does nothing
         assert (receiver.outcome, receiver.memory, receiver.is_settled) == (Outcome.PENDING, Memory.HELD, False)
         receiver.abort()
@@ -236,7 +380,7 @@ def test_priority_travels_with_the_grant() -> None:
         receiver = pair.decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES, priority=5)
         while not pair.prefill.statistics().waiting_grants:
             time.sleep(1e-4)
-        waiting = pair.prefill._rank._core.rooms._waiting[1][pair.decode._rank.me]
+        waiting = pair.prefill._opened._core.rooms._waiting[1][pair.decode._opened.me]
         assert waiting.priority == 5
         receiver.abort()
         assert receiver.wait() is Outcome.ABORTED

@@ -5,7 +5,7 @@ import pytest
 from kvflow.config import Limits
 from kvflow.errors import FailureReason
 from kvflow.state import events as ev
-from kvflow.state.effects import CountAnomaly
+from kvflow.state.effects import CountAnomaly, ReportGranted
 from kvflow.state.events import Chunk, DeliveryId
 from kvflow.state.prefill.peers import MAX_CLOSED
 from kvflow.wire.messages import (
@@ -50,7 +50,7 @@ def prefill() -> PrefillDriver:
 
 def answer(prefill: PrefillDriver, asked: Grant, sender: PeerId = DECODE) -> Failed | None:
     """What a prefill rank says to a grant, if it only says something."""
-    effects = prefill.hear(sender, asked)
+    effects = [effect for effect in prefill.hear(sender, asked) if not isinstance(effect, ReportGranted)]
     if not effects:
         return None
     ((to, failed),) = messages(effects, Failed)

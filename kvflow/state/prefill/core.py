@@ -291,11 +291,9 @@ class PrefillCore:
         peer = self.peers.at(connection)
         if peer is not None:
             return self._message_received(peer, message, now)
-        if isinstance(message, Goodbye) and message.peer == self.peers.connections().get(connection):
-            return self._said_goodbye(message.peer, message, now)  # its hello was being checked, or it is disconnected
         if isinstance(message, Goodbye):
-            self.peers.forget_newcomer(connection, message.peer)
-            return []
+            is_known = self.peers.is_remembered(connection, message.peer)
+            return self._said_goodbye(message.peer, message, now) if is_known else []
         if isinstance(message, Refuse):
             return []
         return [Reply(connection, Refuse(peer=self.me, to=None, detail="handshake required"))]
@@ -419,9 +417,7 @@ class PrefillCore:
         if isinstance(message, Goodbye):
             return self._said_goodbye(peer.id, message, now)
         if not peer.was_heard:
-            self.peers.heard(peer)
-            self.slots.peer_restarted(peer.id)
-            self.rooms.peer_restarted(peer.id)
+            self.peers.heard(peer, [*self.slots.peer_restarted(peer.id), *self.rooms.peer_restarted(peer.id)])
         return self._obey(peer, message, now)
 
     def _obey(self, peer: DecodePeer, message: AnyMessage, now: float) -> list[PrefillEffect]:

@@ -1,7 +1,7 @@
 """Decode ranks that a prefill rank is connected to, their handshakes, and which of their grants are over. Pure."""
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from kvflow.state.closed import ClosedGenerations
@@ -17,7 +17,7 @@ MAX_CLOSED = 4_096
 """Closed generations that are remembered for each decode rank, so that late messages of them are recognised."""
 
 MAX_DISCONNECTED = 4_096
-"""Decode ranks that are gone and remembered, one number each, in case the same incarnation connects again."""
+"""Decode ranks that are gone and remembered, in case the same incarnation connects again, or waits for a proof."""
 
 MAX_WRITE_FAILURES = 3
 """Failed writes in a row after which a decode rank has to connect anew. One is no reason."""
@@ -172,6 +172,9 @@ class DecodePeers:
     def end(self, peer: PeerId, why: str) -> None:
         """Note that an incarnation is over: it must not connect again."""
         self._checking.pop(peer, None)
+        other = self.other_incarnation(peer)
+        if other is not None and other.newcomer is not None and other.newcomer[1].peer == peer:
+            other.newcomer = None
         self._over[peer] = why
         while len(self._over) > MAX_DISCONNECTED:
             self._over.popitem(last=False)
@@ -183,13 +186,22 @@ class DecodePeers:
             return connected
         return next((peer for peer, (_, over) in self._checking.items() if over == connection), None)
 
-    def forget_newcomer(self, connection: bytes, peer: PeerId) -> None:
-        """Note that a newcomer has said goodbye before it was known whether the rank that it claims to be lives."""
-        for known in self._peers.values():
-            if known.newcomer is not None and (known.newcomer[0], known.newcomer[1].peer) == (connection, peer):
-                known.newcomer = None
-                self.end(peer, f"{peer} has said goodbye")
-                return
+    def is_remembered(self, connection: bytes, peer: PeerId) -> bool:
+        """Say whether a decode rank that is not connected over it has said hello over a connection.
+
+        Its hello is being checked, it is disconnected, or it waits until it is known whether the rank that it claims to
+        be lives.
+        """
+        if peer in self._checking and self._checking[peer][1] == connection:
+            return True
+        if peer in self._peers or peer in self._over:
+            return False
+        gone = self._disconnected.get(peer.rank)
+        if gone is not None and (gone.connection, gone.peer) == (connection, peer):
+            return True
+        other = self.other_incarnation(peer)
+        newcomer = other.newcomer if other is not None else None
+        return newcomer is not None and (newcomer[0], newcomer[1].peer) == (connection, peer)
 
     def connections(self) -> dict[bytes, PeerId]:
         """Every connection over which a decode rank may be reached.
@@ -247,15 +259,20 @@ class DecodePeers:
         self._by_connection[connection] = hello.peer
         known.liveness.connected(hello.lease_s, now)
 
-    def heard(self, known: DecodePeer) -> None:
-        """Note that a decode rank has had its Welcome: now the incarnation before it is over.
+    def heard(self, known: DecodePeer, forgotten: Iterable[PeerId]) -> None:
+        """Note that a decode rank has had its Welcome: now the incarnations before it are over.
 
-        Not earlier: that one may be the one that lives, and connect again.
+        Not earlier: one of them may be the one that lives, and connect again.
+
+        Args:
+            known: The decode rank.
+            forgotten: Earlier incarnations of it, to which writes or slots were followed until now.
         """
         known.was_heard = True
-        former = self._disconnected.pop(known.id.rank, None)
-        if former is not None and former.peer != known.id:
-            self.end(former.peer, f"a later incarnation of {former.peer.rank} has connected")
+        gone = self._disconnected.pop(known.id.rank, None)
+        former = [*forgotten] if gone is None or gone.peer == known.id else [*forgotten, gone.peer]
+        for peer in former:
+            self.end(peer, f"a later incarnation of {peer.rank} has connected")
 
     def remove(self, peer: PeerId, failure: Failure) -> bool:
         """Drop a decode rank; whatever it asked for is over, for this reason. Say whether it was connected.

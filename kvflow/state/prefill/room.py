@@ -13,8 +13,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
-from kvflow.geometry.ranges import ALL_LAYERS, TokenRange
-from kvflow.state.effects import AwaitData, DropPlan, Piece, PostPlan, PrefillEffect, ReportSender
+from kvflow.geometry.ranges import ALL_LAYERS, TokenRange, hull
+from kvflow.state.effects import AwaitData, DropPlan, Piece, PostPlan, PrefillEffect, ReportGranted, ReportSender
 from kvflow.state.events import Chunk, DeliveryId, PeerRoute, PlanFinished, ReadyEvent
 from kvflow.state.packing import wants_slot
 from kvflow.state.prefill.peers import DecodePeers
@@ -461,7 +461,10 @@ class Room:
         self._on_change(delivery)
         self._num_decode_ranks = grant.num_decode_ranks
         self.deliveries[peer.rank] = delivery
-        return [*self._feed(delivery, self._chunks, now), *self.review()]
+        granted: list[PrefillEffect] = []
+        if len(self.deliveries) == grant.num_decode_ranks:
+            granted = [ReportGranted(self.room, self._wanted())]
+        return [*granted, *self._feed(delivery, self._chunks, now), *self.review()]
 
     def post_ended(
         self, delivery: Delivery, seq: int, failure: Failure | None, *, lingers: bool = False
@@ -546,6 +549,14 @@ class Room:
             self.state.apply(Signal.IN_DOUBT)
         after = (self.state.outcome, self.state.memory)
         return [self._report()] if after != before else []
+
+    def _wanted(self) -> dict[str, TokenRange]:
+        """Give the tokens that some decode rank wants, by component."""
+        wanted: dict[str, TokenRange] = {}
+        for delivery in self.deliveries.values():
+            for name, tokens in delivery.grant.ranges.items():
+                wanted[name] = hull(wanted.get(name, tokens), tokens)
+        return wanted
 
     def _on_change(self, delivery: Delivery) -> None:
         self.changed[delivery.id.peer.rank] = delivery

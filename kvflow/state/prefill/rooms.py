@@ -272,9 +272,15 @@ class Rooms:
                 for seq in delivery.posted:
                     self._release_credit(delivery.id, seq)
 
-    def peer_restarted(self, peer: PeerId) -> None:
-        """Forget unfenced deliveries to earlier incarnations of a decode rank: their pages are nobody's any more."""
-        self._forget_unfenced([key for key in self.unfenced if key.peer.rank == peer.rank and key.peer != peer])
+    def peer_restarted(self, peer: PeerId) -> list[PeerId]:
+        """Forget unfenced deliveries to earlier incarnations of a decode rank: their pages are nobody's any more.
+
+        Returns:
+            The incarnations.
+        """
+        keys = [key for key in self.unfenced if key.peer.rank == peer.rank and key.peer != peer]
+        self._forget_unfenced(keys)
+        return list(dict.fromkeys(key.peer for key in keys))
 
     def peer_ended(self, peer: PeerId) -> None:
         """Forget unfenced deliveries to an incarnation of a decode rank that is over."""

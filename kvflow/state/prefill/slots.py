@@ -182,9 +182,11 @@ class RemoteSlots:
             self._timers.clear(SlotUnreturned(delivery, seq))
         self._forget_if_whole(peer)
 
-    def peer_restarted(self, peer: PeerId) -> None:
-        """Forget earlier incarnations of a decode rank."""
-        self._drop([other for other in self._windows if other.rank == peer.rank and other != peer])
+    def peer_restarted(self, peer: PeerId) -> list[PeerId]:
+        """Forget earlier incarnations of a decode rank, and return them."""
+        earlier = [other for other in self._windows if other.rank == peer.rank and other != peer]
+        self._drop(earlier)
+        return earlier
 
     def left(self, peer: PeerId) -> None:
         """Forget an incarnation of a decode rank that is over."""

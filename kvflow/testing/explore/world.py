@@ -413,7 +413,7 @@ class SmallWorld:
                 self._check_change(before, (outcome, memory), event)
                 self.sent[number, room] = (outcome, memory)
                 self._check_sent(number, room)
-            case ef.DisconnectTransport() | ef.AdmitChunks() | ef.CountAnomaly() | ef.LogEvent():
+            case ef.ReportGranted() | ef.DisconnectTransport() | ef.AdmitChunks() | ef.CountAnomaly() | ef.LogEvent():
                 pass  # no chunk waits for capacity here, and nobody reads the logs
             case ef.PlanPiece() | ef.PostPlan() | ef.DropPlan() | ef.AwaitData():
                 raise PromiseBroken("explored worlds plan at once", effect=type(effect).__name__)

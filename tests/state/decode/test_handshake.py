@@ -735,3 +735,16 @@ def test_rooms_that_were_declined_do_not_keep_the_search_for_an_instance_going(c
     core(request())
     core.sleep(100.0)
     assert not of_kind(core.sleep(100.0), LookUp)
+
+
+def test_a_rank_that_answers_although_its_port_was_refused_is_forgotten_like_any_other(core: DecodeDriver) -> None:
+    """A proxy has refused in its place, while routes to it were compiled."""
+    core(request())
+    core.connect(PREFILL)
+    core(ev.ConnectionLost(PREFILL))
+    core.hear(PREFILL, Refuse(peer=PREFILL, to=DECODE, detail="look again"))
+    compiling = core.found(PREFILL)
+    core(ev.ProbeFinished(PREFILL, is_gone=True))
+    core.welcome(core.compiled(compiling))
+    core.sleep(600)
+    assert core.core.num_peers == 0

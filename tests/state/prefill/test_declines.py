@@ -5,7 +5,7 @@ import pytest
 from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
 from kvflow.state import events as ev
-from kvflow.state.effects import PrefillEffect, ReportSender
+from kvflow.state.effects import PrefillEffect, ReportGranted, ReportSender
 from kvflow.state.prefill import rooms
 from kvflow.wire.messages import Cancel, Decline, Drained, Failed, Failure, Ping
 from tests.support.cores import (
@@ -25,6 +25,7 @@ from tests.support.sending import ROOM, chunk, pieces, posted
 FIRST, SECOND = abort_failure("the first gave up"), abort_failure("the second gave up")
 FAILED = [("failed", "draining"), ("failed", "safe")]
 OPEN = ev.SendOpened(ROOM)
+GRANTED = [ReportGranted(ROOM, {"kv": (0, 8)})]
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_a_new_grant_forgets_that_the_room_was_given_up(core: PrefillDriver, giv
         core.hear(DECODE, grant())
         core.hear(DECODE, Cancel(room=ROOM, generation=1, failure=FIRST))
     core.hear(DECODE, grant(generation=2))
-    assert core(OPEN) == []
+    assert core(OPEN) == GRANTED
     assert posted(core(chunk(0, 8, last=True))) == [(0, (0, 8))]
 
 
@@ -140,7 +141,7 @@ def test_two_decode_ranks_that_gave_a_room_up_and_ask_anew_are_both_served(core:
     core.hear(OTHER_DECODE, decline(SECOND))
     for to in (DECODE, OTHER_DECODE):
         core.hear(to, grant(num_decode_ranks=2))
-    assert core(OPEN) == []
+    assert core(OPEN) == GRANTED
     assert len(posted(core(chunk(0, 8, last=True)))) == 2
 
 
@@ -164,13 +165,13 @@ def test_both_decode_ranks_that_gave_a_room_up_know_that_it_has_failed(core: Pre
     assert reports(core(OPEN)) == FAILED
     for to in (DECODE, OTHER_DECODE):
         assert core.hear(to, grant(num_decode_ranks=2)) == []
-    assert core(OPEN) == []
+    assert core(OPEN) == GRANTED
 
 
 def test_a_decline_of_a_room_that_this_rank_was_granted_meanwhile_is_too_late(core: PrefillDriver) -> None:
     core.hear(DECODE, grant())
     assert not reports(core.hear(DECODE, decline()))
-    assert core(OPEN) == []
+    assert core(OPEN) == GRANTED
     assert not reports(core.hear(DECODE, decline()))
     assert posted(core(chunk(0, 8, last=True))) == [(0, (0, 8))]
 
@@ -221,7 +222,7 @@ def test_a_decode_rank_that_was_lost_and_asks_anew_is_served(core: PrefillDriver
     decode = DECODE if incarnation is None else DECODE._replace(incarnation=incarnation)
     core.connect(decode)
     core.hear(decode, grant(generation=2))
-    assert core(OPEN) == []
+    assert core(OPEN) == GRANTED
     assert posted(core(chunk(0, 8, last=True))) == [(0, (0, 8))]
 
 
@@ -230,7 +231,7 @@ def test_a_request_that_goes_to_another_instance_is_served(core: PrefillDriver) 
     elsewhere = peer("elsewhere")
     core.connect(elsewhere)
     core.hear(elsewhere, grant())
-    assert core(OPEN) == []
+    assert core(OPEN) == GRANTED
     assert posted(core(chunk(0, 8, last=True)))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+import kvflow.state.prefill.peers
 from kvflow.errors import FailureReason
 from kvflow.state import events as ev
 from kvflow.state.effects import CheckHello, DisconnectTransport, LogEvent, PrefillEffect, Reply
@@ -25,7 +26,7 @@ from tests.support.cores import (
     peer,
     reports,
 )
-from tests.support.sending import ROOM, chunk, posted
+from tests.support.sending import ROOM, chunk, end, posted
 from tests.support.small_routes import layout
 
 LEAVING = abort_failure("leaving")
@@ -538,6 +539,39 @@ def test_goodbye_is_not_said_to_a_disconnected_decode_rank_that_is_over(
         assert say(core, Goodbye(peer=DECODE)) == []
     said = [to for to, _ in messages(core(ev.TransportClosed()), Goodbye)]
     assert said == ([again] if is_restarted else [])
+
+
+def test_an_incarnation_whose_writes_are_not_followed_any_more_cannot_come_back(
+    core: PrefillDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was forgotten among many others that have disconnected, and would be told a proof that there is not."""
+    monkeypatch.setattr(kvflow.state.prefill.peers, "MAX_DISCONNECTED", 2)
+    core.connect()
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    core(chunk(0, 8, last=True))
+    end(core, 0, failure=ABORTED, lingers=True)
+    core.sleep(LEASE_S)
+    for number in range(3):
+        core.connect(peer(f"other-{number}"))
+    core.sleep(LEASE_S)
+    again = peer("decode", incarnation=2)
+    core.connect(again)
+    core.hear(again, Ping(peer=again))
+    [(_, refusal)] = replies(say(core, core.hello(attempt=7)))
+    assert isinstance(refusal, Refuse)
+
+
+def test_a_goodbye_of_a_newcomer_ends_what_was_written_to_it(core: PrefillDriver) -> None:
+    core.connect()
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    core(chunk(0, 8, last=True))
+    end(core, 0, failure=ABORTED, lingers=True)
+    core.connect(peer("decode", incarnation=2))
+    say(core, core.hello(attempt=7), connection_of(DECODE, 1))
+    say(core, Goodbye(peer=DECODE), connection_of(DECODE, 1))
+    assert len(core.core.rooms.unfenced) == 0
 
 
 def test_a_goodbye_of_a_disconnected_decode_rank_counts(core: PrefillDriver) -> None:

@@ -5,7 +5,7 @@ import pytest
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError
 from kvflow.state import events as ev
-from kvflow.state.effects import AwaitData, CountAnomaly, DisconnectTransport, PrefillEffect
+from kvflow.state.effects import AwaitData, CountAnomaly, DisconnectTransport, PrefillEffect, ReportGranted
 from kvflow.state.events import Chunk
 from kvflow.wire.messages import Ack, Cancel, Drained, Failed, Goodbye, Notice, Ping, Pong
 from tests.support.cores import (
@@ -18,6 +18,7 @@ from tests.support.cores import (
     anomalies,
     grant,
     messages,
+    of_kind,
     peer,
     reports,
 )
@@ -54,6 +55,23 @@ def one_post_at_a_time() -> PrefillDriver:
     core(ev.SendOpened(ROOM))
     core.hear(DECODE, grant())
     return core
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["granted before it is opened", "opened before it is granted"])
+def test_the_engine_hears_what_is_wanted_when_the_last_decode_rank_has_granted(is_open: bool) -> None:
+    core = PrefillDriver()
+    core.connect(DECODE)
+    core.connect(OTHER_DECODE)
+    effects: list[PrefillEffect] = []
+    if is_open:
+        effects += core(ev.SendOpened(ROOM))
+    effects += core.hear(DECODE, grant(tokens=(4, 8), num_decode_ranks=2))
+    assert of_kind(effects, ReportGranted) == []
+    effects += core.hear(OTHER_DECODE, grant(tokens=(2, 6), num_decode_ranks=2))
+    if not is_open:
+        effects += core(ev.SendOpened(ROOM))
+    assert of_kind(effects, ReportGranted) == [ReportGranted(ROOM, {"kv": (2, 8)})]
+    assert of_kind(core.hear(DECODE, grant(tokens=(4, 8), num_decode_ranks=2)), ReportGranted) == []
 
 
 def failed_in(effects: list[PrefillEffect]) -> list[Failed]:
