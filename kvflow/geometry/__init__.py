@@ -17,8 +17,9 @@ from kvflow.geometry.engines import (
 )
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, RegionKey
 from kvflow.geometry.pages import PageTable, TokenPages, build_page_table, pages_spanned
+from kvflow.geometry.parts import OpaqueItem, PagePart
 from kvflow.geometry.plan import ComponentSlice, Descriptors, plan
-from kvflow.geometry.pointers import BufferLists, PagePart, buffers_of, layout_from_pointers, regions_from_pointers
+from kvflow.geometry.pointers import BufferLists, buffers_of, layout_from_pointers, regions_from_pointers
 from kvflow.geometry.ranges import TokenRange, TokenShard
 from kvflow.geometry.routes import RegionSlice, Route, compile_routes
 
@@ -35,6 +36,7 @@ __all__ = [
     "HeadSlice",
     "KVLayout",
     "MemoryRange",
+    "OpaqueItem",
     "PagePart",
     "PageTable",
     "Region",

@@ -4,6 +4,9 @@ An engine has three lists of equal length: `kv_data_ptrs` (start of each buffer)
 `kv_item_lens` (the bytes of one page in it). Buffers come in *groups*, one after another, each with one buffer per
 layer: `[k of layer 0, k of layer 1, ..., v of layer 0, ...]`. Draft layers come after all groups. Pointers say nothing
 about strides, so buffers must be packed: page after page, and each page as its `PagePart`s say.
+
+A rank that does not hold a layer may keep its place in the lists: an entry of length 0 is *elided*. It becomes no
+region and is not registered, and the entries after it keep their layers.
 """
 
 import operator
@@ -15,12 +18,11 @@ from numpy.typing import NDArray
 
 from kvflow.errors import LayoutError
 from kvflow.geometry.layout import ADDRESS_LIMIT, Component, KVLayout, MemoryKind, MemoryRange, Region, merge_ranges
+from kvflow.geometry.parts import OpaqueItem, PagePart
 
-__all__ = ["BufferLists", "PagePart", "buffers_of", "layout_from_pointers", "regions_from_pointers"]
+__all__ = ["BufferLists", "buffers_of", "layout_from_pointers", "regions_from_pointers"]
 
 Numbers = Sequence[int] | NDArray[Any]
-
-ORDERS = ("NHD", "HND")
 
 
 class BufferLists(msgspec.Struct, frozen=True):
@@ -28,11 +30,12 @@ class BufferLists(msgspec.Struct, frozen=True):
 
     Attributes:
         data_ptrs: Address of each buffer's first byte, uint64: bit 63 may be set, negative numbers are refused.
-        data_lens: Bytes of each buffer.
+        data_lens: Bytes of each buffer; 0 for an elided entry, whose address and item then mean nothing.
         item_lens: Bytes of one item of each buffer; an item is a page unless the reader is told otherwise.
 
     Raises:
-        LayoutError: Lists differ in length, or a number is not a positive integer that fits into 64 bits.
+        LayoutError: Lists differ in length, or a number is no unsigned 64-bit integer, or is 0 in an entry that is not
+            elided.
     """
 
     data_ptrs: Sequence[int]
@@ -47,7 +50,17 @@ class BufferLists(msgspec.Struct, frozen=True):
             raise LayoutError(
                 "pointer lists differ in length", data_ptrs=counts[0], data_lens=counts[1], item_lens=counts[2]
             )
-        for index, (address, length) in enumerate(zip(self.data_ptrs, self.data_lens, strict=True)):
+        for index, (address, length, item) in enumerate(
+            zip(self.data_ptrs, self.data_lens, self.item_lens, strict=True)
+        ):
+            if length and not (address and item):
+                raise LayoutError(
+                    "only an elided entry may have zeros; its length must be 0",
+                    field="item_lens" if address else "data_ptrs",
+                    index=index,
+                    expected="> 0",
+                    found=0,
+                )
             if address + length > ADDRESS_LIMIT:
                 raise LayoutError(
                     "buffer does not fit into 64-bit addresses",
@@ -73,8 +86,8 @@ class BufferLists(msgspec.Struct, frozen=True):
 
     @property
     def ranges(self) -> list[MemoryRange]:
-        """The buffers as memory ranges."""
-        return [MemoryRange(*pair) for pair in zip(self.data_ptrs, self.data_lens, strict=True)]
+        """The buffers that are not elided as memory ranges."""
+        return [MemoryRange(*pair) for pair in zip(self.data_ptrs, self.data_lens, strict=True) if pair[1]]
 
 
 def buffers_of(component: Component, tensors: Sequence[str]) -> BufferLists:
@@ -114,68 +127,9 @@ def buffers_of(component: Component, tensors: Sequence[str]) -> BufferLists:
     )
 
 
-class PagePart(msgspec.Struct, frozen=True):
-    """One tensor within an item: a packed block of cells. Most items have one part; interleaved K and V have two.
-
-    Attributes:
-        tensor: Name of the tensor: "k", "v", "latent", "index_k", ...
-        head_bytes: Size of a cell: one head of one token.
-        dtype: Name of the element type as in torch.
-        heads: Global heads `(start, stop)` in the buffer, see `head_range`.
-        order: "NHD" if the heads of a token are together, "HND" if the tokens of a head are.
-        tokens_per_cell: Tokens that share one cell (block scales).
-
-    Raises:
-        LayoutError: A size is not positive, or the order is unknown.
-    """
-
-    tensor: str
-    head_bytes: int
-    dtype: str
-    heads: tuple[int, int] = (0, 1)
-    order: str = "NHD"
-    tokens_per_cell: int = 1
-
-    def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise LayoutError(
-                "unknown order of a page", tensor=self.tensor, field="order", expected=ORDERS, found=self.order
-            )
-        for field in ("head_bytes", "tokens_per_cell"):
-            if getattr(self, field) < 1:
-                raise LayoutError(
-                    "size must be positive", tensor=self.tensor, field=field, expected="> 0", found=getattr(self, field)
-                )
-        if not 0 <= self.heads[0] < self.heads[1]:
-            raise LayoutError(
-                "part must hold at least one head", tensor=self.tensor, field="heads", expected="> 0", found=self.heads
-            )
-
-    @property
-    def num_heads(self) -> int:
-        """Heads held here."""
-        return self.heads[1] - self.heads[0]
-
-    def num_bytes(self, page_size: int) -> int:
-        """Return the bytes of the part in one page.
-
-        Raises:
-            LayoutError: A page does not hold whole cells.
-        """
-        if page_size < 1 or page_size % self.tokens_per_cell:
-            raise LayoutError(
-                "a page must hold whole cells",
-                tensor=self.tensor,
-                field="page_size",
-                expected=self.tokens_per_cell,
-                found=page_size,
-            )
-        return page_size // self.tokens_per_cell * self.num_heads * self.head_bytes
-
-
 def regions_from_pointers(
     buffers: BufferLists,
-    groups: Sequence[Sequence[PagePart]],
+    groups: Sequence[Sequence[PagePart] | OpaqueItem],
     *,
     page_size: int,
     layers: Sequence[int],
@@ -188,14 +142,15 @@ def regions_from_pointers(
         buffers: `[group 0 layer 0, group 0 layer 1, ..., group 1 layer 0, ...]`, nothing after it; see
             `BufferLists.split` for draft layers.
         groups: Parts of an item of each group, in memory order: `[[k], [v]]` for separate K and V buffers, `[[k, v]]`
-            where they are interleaved page by page.
+            where they are interleaved page by page, `[OpaqueItem("index")]` where the inside is not known.
         page_size: Tokens of a page; 1 for buffers with one item for each request.
         layers: Global number of each layer in a group.
         item_tokens: Tokens of one item: a page unless given. Ascend FIA buffers give the bytes of a token, so 1.
         optional: The decode side can do without these layers (draft layers).
 
     Returns:
-        One region for each buffer and part, in the order of the buffers. A pool has `data_len // page bytes` slots.
+        One region for each buffer and part, in the order of the buffers; none for elided entries. A pool has
+        `data_len // page bytes` slots.
 
     Raises:
         LayoutError: The number of buffers is not groups times layers, an item does not hold its parts, or a buffer is
@@ -203,6 +158,7 @@ def regions_from_pointers(
 
     Source: buffer groups of SGLang #23893, items of Ascend FIA buffers of SGLang #15852.
     """
+    layers = [operator.index(layer) for layer in layers]  # numpy's integers cannot be sent
     if not groups or not layers or not all(groups) or len(buffers) != len(groups) * len(layers):
         raise LayoutError(
             "pointer lists fit no arrangement of groups and layers",
@@ -212,7 +168,10 @@ def regions_from_pointers(
         )
     regions: list[Region] = []
     for index in range(len(buffers)):
-        parts, layer = groups[index // len(layers)], layers[index % len(layers)]
+        group, layer = groups[index // len(layers)], layers[index % len(layers)]
+        if not buffers.data_lens[index]:
+            continue
+        parts = [group.part(buffers.item_lens[index], page_size)] if isinstance(group, OpaqueItem) else group
         pool = _pool(buffers, index, parts, _Pages(layer, page_size, item_tokens or page_size))
         for part in parts:
             regions.append(_region(part, pool, optional=optional))
@@ -255,12 +214,12 @@ def _whole_numbers(field: str, values: Numbers) -> tuple[int, ...]:
             raise LayoutError(
                 "pointer lists must hold integers", field=field, index=index, expected="integer", found=value
             ) from None
-        if not 0 < number < ADDRESS_LIMIT:
+        if not 0 <= number < ADDRESS_LIMIT:
             raise LayoutError(
-                "number must be a positive unsigned 64-bit integer",
+                "number must be an unsigned 64-bit integer",
                 field=field,
                 index=index,
-                expected="> 0",
+                expected=">= 0",
                 found=number,
             )
         numbers.append(number)

@@ -149,7 +149,7 @@ def test_overlapping_buffers_are_registered_once() -> None:
         (([2**64], [8], [8]), "data_ptrs", 0, 2**64),
         (([float(2**63)], [8], [8]), "data_ptrs", 0, float(2**63)),
         ((["8"], [8], [8]), "data_ptrs", 0, "8"),
-        (([8], [0], [8]), "data_lens", 0, 0),
+        (([8], [-1], [8]), "data_lens", 0, -1),
         (([8], [8], [-8]), "item_lens", 0, -8),
     ],
 )

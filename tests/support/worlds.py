@@ -187,6 +187,7 @@ def component_specs(draw: st.DrawFn) -> list[ComponentSpec]:
         "mla": (TensorSpec("latent", 1, cell), TensorSpec("rope", 1, 2)),
         "scaled": (TensorSpec("k", heads, cell), TensorSpec("k_scale", heads, 4, draw(st.sampled_from([2, 4])))),
         "indexed": (TensorSpec("k", 1, cell), TensorSpec("index_k", 1, 3)),
+        "opaque": (TensorSpec("page", heads, 11, draw(st.sampled_from([2, 4]))),),
     }
     tensors = kinds[draw(st.sampled_from(sorted(kinds)))]
     layers = tuple(range(num_layers))
@@ -196,7 +197,7 @@ def component_specs(draw: st.DrawFn) -> list[ComponentSpec]:
         specs.append(ComponentSpec("swa", "paged", (TensorSpec("k", heads, 2),), layers, 0, num_tokens))
     if draw(st.booleans()):
         rows = draw(st.integers(1, 3))
-        state = (TensorSpec("conv.q", heads, 2), TensorSpec("ssm", heads, 5))
+        state = (TensorSpec("conv.q", heads, 2), TensorSpec("ssm", heads, 5, draw(st.sampled_from([1, rows]))))
         specs.append(ComponentSpec("mamba", "slot", state, layers, 0, rows))
     return specs
 
@@ -226,7 +227,7 @@ class Split:
 def splits(draw: st.DrawFn, specs: list[ComponentSpec]) -> Split:
     totals = {tensor.total_heads for spec in specs for tensor in spec.tensors}
     fitting = [tp for tp in TP_SIZES if all(not (total % tp and tp % total) for total in totals)]
-    grain = max(spec.grain for spec in specs)
+    grain = max(spec.grain for spec in specs if spec.kind == "paged")
     page_size = grain * draw(st.sampled_from([1, 2, 3, 4]))
     context = draw(st.sampled_from([1, 1, 1, 2, 3]))
     interleave = grain * draw(st.sampled_from([1, 2, page_size // grain]))
