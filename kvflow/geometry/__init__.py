@@ -17,7 +17,7 @@ from kvflow.geometry.engines import (
 )
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, RegionKey
 from kvflow.geometry.pages import PageTable, TokenPages, build_page_table, pages_spanned
-from kvflow.geometry.parts import OpaqueItem, PagePart
+from kvflow.geometry.parts import OpaqueItem, PagePart, PageRows
 from kvflow.geometry.plan import ComponentSlice, Descriptors, plan
 from kvflow.geometry.pointers import BufferLists, buffers_of, layout_from_pointers, regions_from_pointers
 from kvflow.geometry.ranges import TokenRange, TokenShard
@@ -38,6 +38,7 @@ __all__ = [
     "MemoryRange",
     "OpaqueItem",
     "PagePart",
+    "PageRows",
     "PageTable",
     "Region",
     "RegionKey",

@@ -1,10 +1,12 @@
 """What an item of a flat pointer list holds, as its owner declares it."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from kvflow.errors import LayoutError
 
-__all__ = ["OpaqueItem", "PagePart"]
+__all__ = ["ItemParts", "OpaqueItem", "PagePart", "PageRows"]
 
 ORDERS = ("NHD", "HND")
 
@@ -51,6 +53,11 @@ class PagePart(msgspec.Struct, frozen=True):
         """Heads held here."""
         return self.heads[1] - self.heads[0]
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of all heads of one token."""
+        return self.num_heads * self.head_bytes
+
     def num_bytes(self, page_size: int) -> int:
         """Return the bytes of the part in one page.
 
@@ -65,7 +72,43 @@ class PagePart(msgspec.Struct, frozen=True):
                 expected=self.tokens_per_cell,
                 found=page_size,
             )
-        return page_size // self.tokens_per_cell * self.num_heads * self.head_bytes
+        return page_size // self.tokens_per_cell * self.row_bytes
+
+
+class PageRows(msgspec.Struct, frozen=True):
+    """Tensors whose cells of one token lie side by side: each row of an item holds those of the first, then the second.
+
+    A convolution state is an example: each of its rows holds blocks of heads (x, B and C; or q, k and v), and tensor
+    parallelism shards each block by itself, so a rank's row is no range of the model's row.
+
+    Attributes:
+        parts: One for each block, in memory order, each with the heads of that block which this rank holds. Parts of
+            one row are of order NHD, and share `tokens_per_cell`.
+
+    Raises:
+        LayoutError: There is no part, or they cannot share rows.
+    """
+
+    parts: tuple[PagePart, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise LayoutError("rows must have a part", field="parts", expected="> 0", found=0)
+        for field in ("order", "tokens_per_cell"):
+            expected = "NHD" if field == "order" else self.parts[0].tokens_per_cell
+            for part in self.parts:
+                if getattr(part, field) != expected:
+                    raise LayoutError(
+                        "parts cannot share rows",
+                        tensor=part.tensor,
+                        field=field,
+                        expected=expected,
+                        found=getattr(part, field),
+                    )
+
+    def num_bytes(self, page_size: int) -> int:
+        """Return the bytes of the rows of one page; errors as in `PagePart.num_bytes`."""
+        return sum(part.num_bytes(page_size) for part in self.parts)
 
 
 class OpaqueItem(msgspec.Struct, frozen=True):
@@ -96,3 +139,7 @@ class OpaqueItem(msgspec.Struct, frozen=True):
         """Describe an item of a certain length, in bytes."""
         heads = (self.shard, self.shard + 1)
         return PagePart(self.tensor, item_bytes, "uint8", heads, tokens_per_cell=page_size)
+
+
+ItemParts = Sequence[PagePart | PageRows] | OpaqueItem
+"""What an item holds, in memory order."""

@@ -9,8 +9,9 @@ A rank that does not hold a layer may keep its place in the lists: an entry of l
 region and is not registered, and the entries after it keep their layers.
 """
 
+import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvflow.errors import LayoutError
 from kvflow.geometry.layout import ADDRESS_LIMIT, Component, KVLayout, MemoryKind, MemoryRange, Region, merge_ranges
-from kvflow.geometry.parts import OpaqueItem, PagePart
+from kvflow.geometry.parts import ItemParts, OpaqueItem, PagePart, PageRows
 
 __all__ = ["BufferLists", "buffers_of", "layout_from_pointers", "regions_from_pointers"]
 
@@ -129,7 +130,7 @@ def buffers_of(component: Component, tensors: Sequence[str]) -> BufferLists:
 
 def regions_from_pointers(
     buffers: BufferLists,
-    groups: Sequence[Sequence[PagePart] | OpaqueItem],
+    groups: Sequence[ItemParts],
     *,
     page_size: int,
     layers: Sequence[int],
@@ -142,7 +143,8 @@ def regions_from_pointers(
         buffers: `[group 0 layer 0, group 0 layer 1, ..., group 1 layer 0, ...]`, nothing after it; see
             `BufferLists.split` for draft layers.
         groups: Parts of an item of each group, in memory order: `[[k], [v]]` for separate K and V buffers, `[[k, v]]`
-            where they are interleaved page by page, `[OpaqueItem("index")]` where the inside is not known.
+            where they are interleaved page by page, `[[PageRows((k, v))]]` where they are so token by token, and
+            `[OpaqueItem("index")]` where the inside is not known.
         page_size: Tokens of a page; 1 for buffers with one item for each request.
         layers: Global number of each layer in a group.
         item_tokens: Tokens of one item: a page unless given. Ascend FIA buffers give the bytes of a token, so 1.
@@ -173,9 +175,7 @@ def regions_from_pointers(
             continue
         parts = [group.part(buffers.item_lens[index], page_size)] if isinstance(group, OpaqueItem) else group
         pool = _pool(buffers, index, parts, _Pages(layer, page_size, item_tokens or page_size))
-        for part in parts:
-            regions.append(_region(part, pool, optional=optional))
-            pool = pool._replace(address=pool.address + part.num_bytes(page_size))
+        regions += [_region(placed, pool, optional=optional) for placed in _place(parts, page_size)]
     return tuple(regions)
 
 
@@ -235,7 +235,7 @@ class _Pages(NamedTuple):
 
 
 class _Pool(NamedTuple):
-    """One buffer, checked; `address` is the start of the next part of its first page."""
+    """One buffer, checked."""
 
     address: int
     slots: int
@@ -244,10 +244,31 @@ class _Pool(NamedTuple):
     layer: int
 
 
-def _pool(buffers: BufferLists, index: int, parts: Sequence[PagePart], pages: _Pages) -> _Pool:
+class _Placed(NamedTuple):
+    """A part of an item: where it begins there, and how far apart its cells lie along the tokens, in bytes."""
+
+    part: PagePart
+    offset: int
+    token_stride: int
+
+
+def _place(parts: Sequence[PagePart | PageRows], page_size: int) -> Iterator[_Placed]:
+    """Lay the parts of an item out one after another, and those of a row side by side."""
+    offset = 0
+    for part in parts:
+        if isinstance(part, PageRows):
+            row_bytes = sum(inner.row_bytes for inner in part.parts)
+            starts = itertools.accumulate((inner.row_bytes for inner in part.parts), initial=offset)
+            yield from (_Placed(inner, start, row_bytes) for inner, start in zip(part.parts, starts, strict=False))
+        else:
+            yield _Placed(part, offset, part.row_bytes if part.order == "NHD" else part.head_bytes)
+        offset += part.num_bytes(page_size)
+
+
+def _pool(buffers: BufferLists, index: int, parts: Sequence[PagePart | PageRows], pages: _Pages) -> _Pool:
     """Check a buffer against what is declared about it."""
     layer, page_size, item_tokens = pages
-    place = {"tensor": parts[0].tensor, "layer": layer}
+    place = {"tensor": next(_place(parts, page_size)).part.tensor, "layer": layer}
     page_bytes = sum(part.num_bytes(page_size) for part in parts)
     if item_tokens < 1 or page_size % item_tokens:
         raise LayoutError(
@@ -268,18 +289,18 @@ def _pool(buffers: BufferLists, index: int, parts: Sequence[PagePart], pages: _P
     return _Pool(buffers.data_ptrs[index], length // page_bytes, page_bytes, page_size, layer)
 
 
-def _region(part: PagePart, pool: _Pool, *, optional: bool) -> Region:
-    cells = pool.page_size // part.tokens_per_cell
+def _region(placed: _Placed, pool: _Pool, *, optional: bool) -> Region:
+    part = placed.part
     return Region(
         tensor=part.tensor,
         layer=pool.layer,
-        address=pool.address,
+        address=pool.address + placed.offset,
         slots=pool.slots,
         slot_stride=pool.page_bytes,
         tokens_per_slot=pool.page_size,
-        token_stride=part.head_bytes * (part.num_heads if part.order == "NHD" else 1),
+        token_stride=placed.token_stride,
         heads=part.heads,
-        head_stride=part.head_bytes * (1 if part.order == "NHD" else cells),
+        head_stride=part.head_bytes * (1 if part.order == "NHD" else pool.page_size // part.tokens_per_cell),
         head_bytes=part.head_bytes,
         dtype=part.dtype,
         optional=optional,

@@ -20,6 +20,7 @@ from kvflow.geometry import (
 )
 from tests.support.items import FILL, Bytes, ItemMemory, move
 
+HIGH = 0xFFFF81AB54E01000
 K, V = PagePart("k", 8, "uint8"), PagePart("v", 8, "uint8")
 
 
@@ -107,7 +108,7 @@ def test_opaque_items_arrive_from_stages_that_elide_what_they_do_not_hold(data: 
     content = [[rng.integers(1, 200, (num_pages, length), np.uint8) for length in lengths] for _ in range(shards)]
 
     def rank_of(pools: list[Bytes | None], tp_rank: int) -> tuple[ItemMemory, Component]:
-        memory = ItemMemory(pools, high=bool(tp_rank % 2))
+        memory = ItemMemory(pools, base=HIGH if tp_rank % 2 else None)
         item = OpaqueItem("index", shard=0 if is_shared else tp_rank)
         regions = regions_from_pointers(memory.lists, [item], page_size=page_size, layers=range(num_layers))
         return memory, Component("index", regions)

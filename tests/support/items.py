@@ -21,18 +21,18 @@ class ItemMemory:
 
     Args:
         pools: uint8[items, item bytes] for each buffer, copied; None for an entry that the rank does not hold.
-        high: Whether bit 63 of the addresses is set.
+        base: Address that the lists give to the first byte; by default where it really is.
 
     Attributes:
         lists: The buffers, as the engine lists them.
         pools: Views of the copies.
     """
 
-    def __init__(self, pools: Sequence[Bytes | None], *, high: bool = False) -> None:
-        self.base = 0xFFFF81AB54E01000 if high else 4096
+    def __init__(self, pools: Sequence[Bytes | None], *, base: int | None = None) -> None:
         sizes = [0 if pool is None else pool.size for pool in pools]
         starts = np.cumsum([3, *(size + 5 for size in sizes)]).tolist()
         self.memory = np.full(starts[-1], FILL, np.uint8)
+        self.base = self.memory.ctypes.data if base is None else base
         self.pools: list[Bytes | None] = []
         for pool, start in zip(pools, starts, strict=False):
             self.pools.append(None if pool is None else self.memory[start : start + pool.size].reshape(pool.shape))
@@ -47,8 +47,9 @@ class ItemMemory:
 
     def rank(self, components: Sequence[Component], tables: Mapping[str, list[int]]) -> Rank:
         """Give the rank that these components make of it; `tables` hold the request's pages, from token 0."""
-        layout = layout_from_pointers(components, "model", buffers=[self.lists])
-        return Rank(self.memory, self.base, layout, dict(tables))
+        return Rank(
+            self.memory, self.base, layout_from_pointers(components, "model", buffers=[self.lists]), dict(tables)
+        )
 
 
 def move(
