@@ -147,7 +147,8 @@ def regions_from_pointers(
             `[OpaqueItem("index")]` where the inside is not known.
         page_size: Tokens of a page; 1 for buffers with one item for each request.
         layers: Global number of each layer in a group.
-        item_tokens: Tokens of one item: a page unless given. Ascend FIA buffers give the bytes of a token, so 1.
+        item_tokens: Tokens of one item: a page unless given. Ascend FIA buffers give the bytes of a token, so 1; an
+            item that is a ring of n tokens has pages of one token, so n (see `ring_pages`).
         optional: The decode side can do without these layers (draft layers).
 
     Returns:
@@ -270,21 +271,27 @@ def _pool(buffers: BufferLists, index: int, parts: Sequence[PagePart | PageRows]
     layer, page_size, item_tokens = pages
     place = {"tensor": next(_place(parts, page_size)).part.tensor, "layer": layer}
     page_bytes = sum(part.num_bytes(page_size) for part in parts)
-    if item_tokens < 1 or page_size % item_tokens:
+    if item_tokens < 1 or (page_size % item_tokens and item_tokens % page_size):
         raise LayoutError(
-            "a page must hold whole items", **place, field="item_tokens", expected=page_size, found=item_tokens
+            "a page must hold whole items, or an item whole pages",
+            **place,
+            field="item_tokens",
+            expected=page_size,
+            found=item_tokens,
         )
     item, length = buffers.item_lens[index], buffers.data_lens[index]
-    if item * (page_size // item_tokens) != page_bytes:
+    if item * page_size != page_bytes * item_tokens:
         message = "item does not hold the parts of a page"
         if item_tokens == page_size and item * page_size == page_bytes:
             message = "item is a token, not a page: declare item_tokens=1 if it is (Ascend FIA)"
         raise LayoutError(
             message, **place, field="item_lens", expected=page_bytes * item_tokens // page_size, found=item
         )
-    if length % page_bytes:
+    whole = max(item, page_bytes)
+    if length % whole:
+        things = "pages" if whole == page_bytes else "items"
         raise LayoutError(
-            "buffer is not a whole number of pages", **place, field="data_lens", expected=page_bytes, found=length
+            f"buffer is not a whole number of {things}", **place, field="data_lens", expected=whole, found=length
         )
     return _Pool(buffers.data_ptrs[index], length // page_bytes, page_bytes, page_size, layer)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.errors import LayoutError, RouteError
+from kvflow.errors import LayoutError, PlanError, RouteError
 from kvflow.geometry import (
     BufferLists,
     Component,
@@ -17,8 +17,10 @@ from kvflow.geometry import (
     compile_routes,
     layout_from_pointers,
     regions_from_pointers,
+    ring_pages,
 )
 from tests.support.items import FILL, Bytes, ItemMemory, move
+from tests.support.worlds import Rank
 
 HIGH = 0xFFFF81AB54E01000
 K, V = PagePart("k", 8, "uint8"), PagePart("v", 8, "uint8")
@@ -134,3 +136,50 @@ def test_opaque_items_arrive_from_stages_that_elide_what_they_do_not_hold(data: 
     move(prefill, decode, {"index": (0, num_tokens)}, cuts)
     for rank, memory_then in zip(decode, expected, strict=True):
         np.testing.assert_array_equal(rank.memory, memory_then)
+
+
+def test_tail_wraps_around_the_end_of_its_ring() -> None:
+    """Groups of 4 tokens, 6 places: of 7 tokens three are live, and the last of them is at the ring's begin."""
+    tokens, pages = ring_pages((4, 7), 6, row=3)
+    assert (tokens, list(pages)) == ((4, 7), [22, 23, 18])
+    assert list(ring_pages((16, 16), 6, row=3).pages) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ring_size", "row", "message"),
+    [
+        ((0, 7), 6, 0, "does not hold so many"),
+        ((5, 4), 6, 0, "range"),
+        ((0, 1), 0, 0, "outside any pool"),
+        ((0, 1), 6, -1, "outside any pool"),
+        ((0, 1), 2**16, 2**15, "outside any pool"),
+    ],
+)
+def test_impossible_rings_are_refused(tokens: tuple[int, int], ring_size: int, row: int, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        ring_pages(tokens, ring_size, row=row)
+
+
+@given(st.tuples(st.integers(1, 7), st.integers(1, 7)), st.integers(0, 30), st.data())
+def test_tails_arrive_in_rings_of_another_size(sizes: tuple[int, int], start: int, data: st.DataObject) -> None:
+    stop = start + data.draw(st.integers(0, min(sizes)))
+    cuts = {"tail": sorted(data.draw(st.sets(st.integers(start, stop), max_size=2)))}
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    keys, scales = rng.integers(1, 200, (stop, 5), np.uint8), rng.integers(1, 200, (stop, 2), np.uint8)
+    groups = [[PagePart("key", 5, "uint8")], [PagePart("scale", 2, "uint8")]]
+    ranks: list[Rank] = []
+    for ring_size, has_tail in zip(sizes, (True, False), strict=True):
+        row = int(rng.integers(3))
+        pools = [filled(3, ring_size * content.shape[1]) for content in (keys, scales)]
+        full = [pool.copy() for pool in pools]
+        for pool, content in zip(full, (keys, scales), strict=True):
+            for token in range(start, stop):
+                pool[row].reshape(ring_size, -1)[token % ring_size] = content[token]
+        memory = ItemMemory(full if has_tail else pools, base=HIGH)
+        expected = ItemMemory(full).memory
+        regions = regions_from_pointers(memory.lists, groups, page_size=1, layers=[2], item_tokens=ring_size)
+        table = [row * ring_size + token % ring_size for token in range(stop)]
+        assert list(ring_pages((start, stop), ring_size, row=row).pages) == table[start:]
+        ranks.append(memory.rank([Component("tail", regions)], {"tail": table}))
+    move(ranks[:1], ranks[1:], {"tail": (start, stop)}, cuts)
+    np.testing.assert_array_equal(ranks[1].memory, expected)
