@@ -16,7 +16,7 @@ from kvflow.geometry.engines import (
     total_heads,
     window_tokens,
 )
-from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, RegionKey
+from kvflow.geometry.layout import Component, KVLayout, Location, MemoryRange, Region, RegionKey
 from kvflow.geometry.pages import PageTable, TokenPages, build_page_table, pages_spanned
 from kvflow.geometry.parts import OpaqueItem, PagePart, PageRows
 from kvflow.geometry.plan import ComponentSlice, Descriptors, plan
@@ -36,6 +36,7 @@ __all__ = [
     "DigestScope",
     "HeadSlice",
     "KVLayout",
+    "Location",
     "MemoryRange",
     "OpaqueItem",
     "PagePart",

@@ -18,7 +18,16 @@ import msgspec
 from numpy.typing import NDArray
 
 from kvflow.errors import LayoutError
-from kvflow.geometry.layout import ADDRESS_LIMIT, Component, KVLayout, MemoryKind, MemoryRange, Region, merge_ranges
+from kvflow.geometry.layout import (
+    ADDRESS_LIMIT,
+    Component,
+    KVLayout,
+    Location,
+    MemoryKind,
+    MemoryRange,
+    Region,
+    merge_ranges,
+)
 from kvflow.geometry.parts import ItemParts, OpaqueItem, PagePart, PageRows
 
 __all__ = ["BufferLists", "buffers_of", "layout_from_pointers", "regions_from_pointers"]
@@ -33,6 +42,7 @@ class BufferLists(msgspec.Struct, frozen=True):
         data_ptrs: Address of each buffer's first byte, uint64: bit 63 may be set, negative numbers are refused.
         data_lens: Bytes of each buffer; 0 for an elided entry, whose address and item then mean nothing.
         item_lens: Bytes of one item of each buffer; an item is a page unless the reader is told otherwise.
+        location: Where they are, if not where `layout_from_pointers` says for all lists.
 
     Raises:
         LayoutError: Lists differ in length, or a number is no unsigned 64-bit integer, or is 0 in an entry that is not
@@ -42,6 +52,7 @@ class BufferLists(msgspec.Struct, frozen=True):
     data_ptrs: Sequence[int]
     data_lens: Sequence[int]
     item_lens: Sequence[int]
+    location: Location | None = None
 
     def __post_init__(self) -> None:
         for field in ("data_ptrs", "data_lens", "item_lens"):
@@ -82,13 +93,16 @@ class BufferLists(msgspec.Struct, frozen=True):
         """
         if not 0 <= count <= len(self):
             raise LayoutError("pointer lists are too short", field="data_ptrs", expected=count, found=len(self))
-        lists = (self.data_ptrs, self.data_lens, self.item_lens)
-        return BufferLists(*(values[:count] for values in lists)), BufferLists(*(values[count:] for values in lists))
+        return self._part(slice(count)), self._part(slice(count, None))
+
+    def _part(self, chosen: slice) -> "BufferLists":
+        return BufferLists(self.data_ptrs[chosen], self.data_lens[chosen], self.item_lens[chosen], self.location)
 
     @property
     def ranges(self) -> list[MemoryRange]:
         """The buffers that are not elided as memory ranges."""
-        return [MemoryRange(*pair) for pair in zip(self.data_ptrs, self.data_lens, strict=True) if pair[1]]
+        pairs = zip(self.data_ptrs, self.data_lens, strict=True)
+        return [MemoryRange(address, length, self.location) for address, length in pairs if length]
 
 
 def buffers_of(component: Component, tensors: Sequence[str]) -> BufferLists:
@@ -195,11 +209,11 @@ def layout_from_pointers(
         fingerprint: Identifies the content (model and revision).
         buffers: Every list that the components were made from. Each buffer is one registration; buffers that overlap
             are registered together.
-        memory_kind: "DRAM" or "VRAM".
-        device_id: Device ordinal; 0 for host memory.
+        memory_kind: "DRAM" or "VRAM", of the lists that do not say where they are.
+        device_id: Device ordinal, of the same lists; 0 for host memory.
 
     Raises:
-        LayoutError: A region lies outside the buffers.
+        LayoutError: A region lies outside the buffers, or a component in several locations.
     """
     allocations = merge_ranges(item for lists in buffers for item in lists.ranges)
     return KVLayout(tuple(components), fingerprint, allocations, memory_kind, device_id)

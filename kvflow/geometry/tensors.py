@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvflow.errors import LayoutError
 from kvflow.geometry.axes import Axes
-from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, merge_ranges
+from kvflow.geometry.layout import Component, KVLayout, Location, MemoryRange, Region, merge_ranges
 from kvflow.geometry.strided import Strided, strided
 
 if TYPE_CHECKING:
@@ -159,23 +159,26 @@ def layout_from_components(components: Sequence[Component], fingerprint: str, *,
     Args:
         components: All pools of the rank, each with its own page table.
         fingerprint: Identifies the content (model and revision).
-        tensors: The tensors whose memory the components describe, all on one device.
+        tensors: The tensors whose memory the components describe; those of one component are on one device.
 
     Returns:
         A layout with one allocation for each storage, from its first to its last byte in use, so that one pool is one
-        registration.
+        registration. Each is where its tensors are.
 
     Raises:
-        LayoutError: Tensors differ in device, a region lies outside all of them, or a pool is refused as above.
+        LayoutError: There are no tensors, those of a component differ in device, a region lies outside all of them, or
+            a pool is refused as above.
     """
     pools = [strided(tensor) for tensor in tensors]
-    device, number = _device_of(pools)
+    if not pools:
+        raise LayoutError("layout needs tensors", field="tensors", found=0)
+    usual = pools[0].location
     return KVLayout(
         components=tuple(components),
         fingerprint=fingerprint,
-        allocations=_allocations(components, pools),
-        memory_kind="DRAM" if device == "cpu" else "VRAM",
-        device_id=number,
+        allocations=_allocations(components, pools, usual),
+        memory_kind=usual.memory_kind,
+        device_id=usual.device_id,
     )
 
 
@@ -335,9 +338,13 @@ def _device_of(tensors: Iterable[Strided]) -> tuple[str, int]:
     return devices[0]
 
 
-def _allocations(components: Iterable[Component], tensors: Iterable[Strided]) -> tuple[MemoryRange, ...]:
-    """From the first to the last used byte of each storage."""
-    storages = merge_ranges(tensor.storage for tensor in tensors)
+def _allocations(
+    components: Iterable[Component], tensors: Iterable[Strided], usual: Location
+) -> tuple[MemoryRange, ...]:
+    """From the first to the last used byte of each storage, with its location if it is not the usual one."""
+    storages = merge_ranges(
+        MemoryRange(tensor.storage.address, tensor.storage.length, tensor.location) for tensor in tensors
+    )
     starts = [storage.address for storage in storages]
     touched: dict[int, tuple[int, int]] = {}
     for component in components:
@@ -355,4 +362,5 @@ def _allocations(components: Iterable[Component], tensors: Iterable[Strided]) ->
                 )
             start, end = touched.get(index, (region.address, region.end))
             touched[index] = (min(start, region.address), max(end, region.end))
-    return tuple(MemoryRange(start, end - start) for _, (start, end) in sorted(touched.items()))
+    locations = [None if storage.location == usual else storage.location for storage in storages]
+    return tuple(MemoryRange(start, end - start, locations[index]) for index, (start, end) in sorted(touched.items()))

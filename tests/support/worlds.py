@@ -5,14 +5,14 @@ which tokens a rank holds is found by counting.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvflow.geometry import Component, Descriptors, KVLayout, MemoryRange, Region, TokenShard, head_range
+from kvflow.geometry import Component, Descriptors, KVLayout, Location, MemoryRange, Region, TokenShard, head_range
 
 __all__ = ["ComponentSpec", "Rank", "RankBuilder", "Split", "TensorSpec", "World", "execute", "worlds"]
 
@@ -66,8 +66,17 @@ class Rank:
             replace(item, regions=tuple(replace(region, address=region.address + shift) for region in item.regions))
             for item in self.layout.components
         )
-        allocations = tuple(MemoryRange(item.address + shift, item.length) for item in self.layout.allocations)
-        self.layout = KVLayout(components, self.layout.fingerprint, allocations)
+        allocations = tuple(replace(item, address=item.address + shift) for item in self.layout.allocations)
+        self.layout = replace(self.layout, components=components, allocations=allocations)
+
+    def scatter(self, locations: Sequence[Location]) -> None:
+        """Make each component an allocation of its own, in one location after another; bytes stay as they are."""
+        allocations = []
+        for component, location in zip(self.layout.components, locations, strict=False):
+            start = min(region.address for region in component.regions)
+            end = max(region.end for region in component.regions)
+            allocations.append(MemoryRange(start, end - start, location))
+        self.layout = replace(self.layout, allocations=tuple(allocations))
 
     def pages(self, name: str, tokens: tuple[int, int]) -> list[int]:
         """The pages that the held ones of some tokens touch."""
