@@ -91,10 +91,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     ) -> None:
         check_argument("config", config, DecodeConfig)
         check_argument("layout", layout, KVLayout)
-        if config.digest_every and layout.memory_kind != "DRAM":
-            raise ConfigError(
-                "digests need host memory", digest_every=config.digest_every, memory_kind=layout.memory_kind
-            )
+        if config.digest_every and not layout.is_on_host:
+            raise ConfigError("digests need host memory", digest_every=config.digest_every, memory_kind="VRAM")
         super().__init__(config, layout, backend, ports=ports)
         self._generations = itertools.count(1)
         self._secret = self._ports.random_bytes(SECRET_BYTES)

@@ -200,7 +200,8 @@ class Backend(abc.ABC):
         Args:
             post_id: Chosen by the caller, never reused.
             peer: A connected peer.
-            descriptors: At least one, uint64[n, 3] on each side. The backend owns the arrays from now on.
+            descriptors: At least one, uint64[n, 3] on each side, all of one kind of memory and on one device at each
+                end. The backend owns the arrays from now on.
             notice: Delivered to the peer after the last byte; empty for none. Only with `in_band_notices`.
 
         Raises:

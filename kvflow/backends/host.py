@@ -26,8 +26,9 @@ def host_view(registered: RegisteredMemory, memory: MemoryRange, real_address: i
     Raises:
         BackendError: It is device memory, or not inside one registered range.
     """
-    if registered.memory_kind != "DRAM":
-        raise BackendError("only host memory can be read", memory_kind=registered.memory_kind)
-    descriptor = np.array([(memory.address, memory.length, registered.device_id)], np.uint64)
-    registered.check(descriptor, side="local")
+    location = registered.find(memory)
+    if location is None:
+        raise BackendError("range is not registered", side="local", address=hex(memory.address), length=memory.length)
+    if location.memory_kind != "DRAM":
+        raise BackendError("only host memory can be read", memory_kind=location.memory_kind)
     return np.ctypeslib.as_array((ctypes.c_uint8 * memory.length).from_address(real_address))

@@ -21,8 +21,8 @@ from typing_extensions import override
 from kvflow.backends.base import Backend, Capabilities, NoticeArrived, OnBroken, OnEvents, PostEnded, PostInDoubt
 from kvflow.backends.delivery import Delivery
 from kvflow.backends.host import host_view
-from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_unregistered
-from kvflow.errors import BackendError, RegistrationError
+from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_memory_kinds, check_unregistered
+from kvflow.errors import BackendError
 from kvflow.geometry.layout import KVLayout, MemoryRange
 from kvflow.geometry.plan import Descriptors
 
@@ -161,12 +161,9 @@ class MemoryBackend(Backend):
 
     @override
     async def register(self, layout: KVLayout) -> None:
-        if layout.memory_kind not in self.capabilities.memory_kinds:
-            raise RegistrationError(
-                "backend cannot register this kind of memory", backend=self.name, memory_kind=layout.memory_kind
-            )
+        check_memory_kinds(layout, self.capabilities.memory_kinds, self.name)
         check_unregistered(self._memory, self.name)
-        self._memory = RegisteredMemory(layout.allocations, layout.memory_kind, layout.device_id)
+        self._memory = RegisteredMemory.of(layout)
 
     @override
     def metadata(self) -> bytes:
@@ -199,8 +196,11 @@ class MemoryBackend(Backend):
     def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
         if self._delivery is None or self._memory is None or peer not in self._peers:
             raise BackendError("peer is not connected", peer=peer)
+        theirs = self._peers[peer].memory
         self._memory.check(descriptors.src, side="source")
-        self._peers[peer].memory.check(descriptors.dst, side="destination")
+        theirs.check(descriptors.dst, side="destination")
+        self._memory.kind_of(descriptors.src)  # one kind at each end, as others need it
+        theirs.kind_of(descriptors.dst)
         fault = self._faults.next(peer, descriptors.num_bytes) if self._faults else None
         columns = np.column_stack((descriptors.src[:, 0], descriptors.dst[:, 0], descriptors.src[:, 1]))
         first_byte = int(descriptors.dst[0, 0])

@@ -6,33 +6,83 @@ here first, on both sides. A damaged blob makes a peer's name unusable inside NI
 
 import functools
 import zlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Self
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.errors import BackendError, RegistrationError
-from kvflow.geometry.layout import ADDRESS_LIMIT, MemoryKind, MemoryRange
+from kvflow.geometry.layout import ADDRESS_LIMIT, KVLayout, Location, MemoryKind, MemoryRange
 
-__all__ = ["PeerMetadata", "RegisteredMemory", "check_unregistered"]
+__all__ = ["PeerMetadata", "RegisteredMemory", "check_memory_kinds", "check_unregistered"]
 
 Words = NDArray[np.uint64]
 
 
 class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
-    """Ranges that one side has registered; sorted, disjoint, all of one kind and device."""
+    """Ranges that one side has registered; sorted and disjoint.
+
+    Attributes:
+        ranges: Each may say where it is.
+        memory_kind: Of the ranges that do not say it.
+        device_id: Of the same ranges.
+    """
 
     ranges: tuple[MemoryRange, ...]
     memory_kind: MemoryKind
     device_id: int
 
-    def __post_init__(self) -> None:
-        """Refuse ranges that would wrap around in native code.
+    @classmethod
+    def of(cls, layout: KVLayout) -> Self:
+        """All that a layout wants to be registered."""
+        return cls(layout.allocations, layout.memory_kind, layout.device_id)
+
+    @functools.cached_property
+    def by_kind(self) -> Mapping[MemoryKind, Sequence[tuple[MemoryRange, int]]]:
+        """The ranges and their device ordinals, by kind of memory."""
+        found: dict[MemoryKind, list[tuple[MemoryRange, int]]] = {}
+        for item in self.ranges:
+            kind, device = self.location_of(item)
+            found.setdefault(kind, []).append((item, device))
+        return found
+
+    def location_of(self, item: MemoryRange) -> Location:
+        """Say where one of the ranges is."""
+        return item.location or Location(self.memory_kind, self.device_id)
+
+    def find(self, memory: MemoryRange) -> Location | None:
+        """Say where some memory is; None if it is empty, or not inside one of the ranges."""
+        for item in self.ranges:
+            if item.address <= memory.address < memory.end <= item.end:
+                return self.location_of(item)
+        return None
+
+    def kind_of(self, descriptors: Words) -> MemoryKind:
+        """Say of which kind descriptors are that `check` has let pass.
 
         Raises:
-            BackendError: Naming the range.
+            BackendError: There are several kinds, which a transport cannot move with one write.
+        """
+        if len(self.by_kind) == 1 or not len(descriptors):
+            return next(iter(self.by_kind), self.memory_kind)
+        owners = np.unique(self._owners(descriptors[:, 0]))
+        kinds = {self.location_of(self.ranges[owner - 1]).memory_kind for owner in owners.tolist()}
+        if len(kinds) > 1:
+            raise BackendError("one write cannot have several kinds of memory at one end", found=sorted(kinds))
+        return kinds.pop()
+
+    def __post_init__(self) -> None:
+        """Refuse ranges and devices that would wrap around in native code.
+
+        Raises:
+            BackendError: Naming the range or the device.
         """
         end = 0
+        for device in {self.device_id, *(self.location_of(item).device_id for item in self.ranges)}:
+            if not 0 <= device < ADDRESS_LIMIT:
+                raise BackendError("device of memory is impossible", device_id=device)
         for item in self.ranges:
             if item.length <= 0 or item.address < end or item.end > ADDRESS_LIMIT:
                 raise BackendError("range of memory is impossible", address=item.address, length=item.length)
@@ -48,22 +98,28 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         Raises:
             BackendError: Naming the first one that does not fit.
         """
-        starts, lengths = self._bounds
+        starts, lengths, devices = self._bounds
         address, length, device = descriptors[:, 0], descriptors[:, 1], descriptors[:, 2]
-        owner = starts.searchsorted(address, side="right") - 1
+        owner = self._owners(address)
         offset, left = address - starts[owner], lengths[owner]
-        inside = (offset <= left) & (length - np.uint64(1) < left - offset) & (device == self.device_id)
+        inside = (offset <= left) & (length - np.uint64(1) < left - offset) & (device == devices[owner])
         if not np.logical_and.reduce(inside):
             first = [int(word) for word in descriptors[np.flatnonzero(~inside)[0]]]
             raise BackendError(
                 "range is not registered", side=side, address=hex(first[0]), length=first[1], device=first[2]
             )
 
+    def _owners(self, addresses: Words) -> NDArray[np.intp]:
+        """Return the range that each address is in, if there is one, as its position behind an empty range at 0."""
+        owners: NDArray[np.intp] = self._bounds[0].searchsorted(addresses, side="right") - 1
+        return owners
+
     @functools.cached_property
-    def _bounds(self) -> tuple[Words, Words]:
-        """Starts and lengths of the ranges, behind an empty range at 0 that owns every address before the first one."""
+    def _bounds(self) -> tuple[Words, Words, Words]:
+        """Starts, lengths and devices, behind an empty range at 0 that owns every address before the first one."""
         starts = np.array([0, *(memory.address for memory in self.ranges)], np.uint64)
-        return starts, np.array([0, *(memory.length for memory in self.ranges)], np.uint64)
+        lengths = np.array([0, *(memory.length for memory in self.ranges)], np.uint64)
+        return starts, lengths, np.array([0, *(self.location_of(one).device_id for one in self.ranges)], np.uint64)
 
 
 class PeerMetadata(msgspec.Struct, frozen=True):
@@ -101,6 +157,19 @@ class PeerMetadata(msgspec.Struct, frozen=True):
         if not metadata.memory.ranges:
             raise BackendError("peer has registered no memory", backend=backend)
         return metadata
+
+
+def check_memory_kinds(layout: KVLayout, memory_kinds: Collection[MemoryKind], backend: str) -> None:
+    """Refuse kinds of memory that a backend cannot register.
+
+    Raises:
+        RegistrationError: Naming one of them.
+    """
+    unknown = {location.memory_kind for location in layout.registered_locations} - set(memory_kinds)
+    if unknown:
+        raise RegistrationError(
+            "backend cannot register this kind of memory", backend=backend, memory_kind=min(unknown)
+        )
 
 
 def check_unregistered(memory: RegisteredMemory | None, backend: str) -> None:

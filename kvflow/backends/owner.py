@@ -15,7 +15,7 @@ from kvflow.aio.doorbell import Doorbell
 from kvflow.backends.base import Backend, OnBroken, OnEvents
 from kvflow.backends.delivery import Delivery
 from kvflow.backends.host import host_view
-from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_unregistered
+from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_memory_kinds, check_unregistered
 from kvflow.backends.owner_thread import OwnerThread, Polled, PollIntervals
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.layout import KVLayout, MemoryRange
@@ -144,12 +144,9 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
     @override
     async def register(self, layout: KVLayout) -> None:
         self._running()
-        if layout.memory_kind not in self.capabilities.memory_kinds:
-            raise RegistrationError(
-                "backend cannot register this kind of memory", backend=self.name, memory_kind=layout.memory_kind
-            )
+        check_memory_kinds(layout, self.capabilities.memory_kinds, self.name)
         check_unregistered(self._memory, self.name)
-        memory = RegisteredMemory(layout.allocations, layout.memory_kind, layout.device_id)
+        memory = RegisteredMemory.of(layout)
         self._blob = await self._call(lambda agent: agent.register(memory), RegistrationError)
         self._memory = memory
 

@@ -11,14 +11,16 @@ from kvflow.geometry.engines import (
     head_slice,
     kv_to_page_indices,
     prompt_tokens,
+    ring_pages,
     stage_slices,
     total_heads,
     window_tokens,
 )
-from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, RegionKey
+from kvflow.geometry.layout import Component, KVLayout, Location, MemoryRange, Region, RegionKey
 from kvflow.geometry.pages import PageTable, TokenPages, build_page_table, pages_spanned
+from kvflow.geometry.parts import OpaqueItem, PagePart, PageRows
 from kvflow.geometry.plan import ComponentSlice, Descriptors, plan
-from kvflow.geometry.pointers import BufferLists, PagePart, buffers_of, layout_from_pointers, regions_from_pointers
+from kvflow.geometry.pointers import BufferLists, buffers_of, layout_from_pointers, regions_from_pointers
 from kvflow.geometry.ranges import TokenRange, TokenShard
 from kvflow.geometry.routes import RegionSlice, Route, compile_routes
 
@@ -34,8 +36,11 @@ __all__ = [
     "DigestScope",
     "HeadSlice",
     "KVLayout",
+    "Location",
     "MemoryRange",
+    "OpaqueItem",
     "PagePart",
+    "PageRows",
     "PageTable",
     "Region",
     "RegionKey",
@@ -59,6 +64,7 @@ __all__ = [
     "plan",
     "prompt_tokens",
     "regions_from_pointers",
+    "ring_pages",
     "stage_slices",
     "total_heads",
     "window_tokens",

@@ -15,6 +15,8 @@ AXIS_NAMES: Final = ("layer", "kv", "page", "token", "head", "dim", "1")
 OTHER_NAMES: Final = {"slot": "page", "row": "token", "block": "token"}
 """Other words for them, for pools that are addressed by request and for block scales."""
 
+KNOWN_NAMES: Final = (*AXIS_NAMES, *OTHER_NAMES)
+
 
 class Axes(msgspec.Struct, frozen=True):
     """What each dimension of a pool tensor means.
@@ -33,13 +35,14 @@ class Axes(msgspec.Struct, frozen=True):
     Attributes:
         order: The names, separated by spaces: "page token head dim" (NHD), "page head token dim" (HND).
         heads: Global heads `(start, stop)` in the tensor, see `head_range`. An MLA latent has one.
-        page_size: Tokens of a page. Required where `token` is fused; otherwise it is read from the tensor, and compared
-            if given.
-        tokens_per_cell: Tokens that share one cell (block scales).
+        page_size: Tokens of a page. Required where `token` is fused, and where a `page` has no `token` axis: the shape
+            does not tell a page of one token from one whose cells hold several. Otherwise it is read from the tensor,
+            and compared if given. A `slot` needs none.
+        tokens_per_cell: Tokens that share one cell (block scales, pages that are opaque).
 
     Raises:
-        LayoutError: The order is no text, or the heads are no pair; a name is unknown or given twice, there is no page,
-            or the counts contradict each other.
+        LayoutError: An argument has the wrong type; a name is unknown or given twice, there is no page, the page size
+            is missing, or the counts contradict each other.
     """
 
     order: str
@@ -48,11 +51,13 @@ class Axes(msgspec.Struct, frozen=True):
     tokens_per_cell: int = 1
 
     def __post_init__(self) -> None:
-        _check_types(self.order, self.heads)
+        _check_types(self.order, self.heads, page_size=self.page_size or 0, tokens_per_cell=self.tokens_per_cell)
         factors = [factor for name in self.names for factor in name.split("*")]
         for factor in factors:
             if factor not in AXIS_NAMES:
-                raise LayoutError("axes have an unknown name", field="order", order=self.order, name=factor)
+                raise LayoutError(
+                    "axes have an unknown name", field="order", order=self.order, name=factor, known=KNOWN_NAMES
+                )
             if factors.count(factor) > 1 and factor not in ("dim", "1"):
                 raise LayoutError("axes have a name twice", field="order", order=self.order, name=factor)
         if "page" not in factors:
@@ -70,6 +75,25 @@ class Axes(msgspec.Struct, frozen=True):
             raise LayoutError("a fused token axis needs the page size", field="page_size", order=self.order)
         if self.page_size is not None and self.page_size < 1:
             raise LayoutError("page size must be positive", field="page_size", page_size=self.page_size)
+        if "slot" not in self.order.replace("*", " ").split():
+            self.check_page_size_is_known()
+
+    def check_page_size_is_known(self) -> None:
+        """Refuse pages without a token axis and without a page size.
+
+        They would be taken for pages of one token, and the wrong bytes would move: an engine whose pages are opaque
+        blocks of 16 tokens asks for 16 times too many of them.
+
+        Raises:
+            LayoutError: Neither is given.
+        """
+        if self.page_size is None and not any("token" in name.split("*") for name in self.names):
+            raise LayoutError(
+                "pages without a token axis need page_size (1 if a page is one token), and tokens_per_cell where "
+                "tokens share a cell",
+                field="page_size",
+                order=self.order,
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,8 +116,11 @@ class Axes(msgspec.Struct, frozen=True):
         return sizes
 
 
-def _check_types(order: object, heads: object) -> None:
+def _check_types(order: object, heads: object, **counts: object) -> None:
     if not isinstance(order, str):
         raise LayoutError("axes must be names separated by spaces", field="order", order=order)
     if not isinstance(heads, Sequence) or len(heads) != 2:
         raise LayoutError("heads must be a pair, start and stop", field="heads", heads=heads)
+    for field, count in counts.items():
+        if not isinstance(count, int):
+            raise LayoutError("count must be an integer", field=field, found=count)

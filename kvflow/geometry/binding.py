@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvflow.errors import RouteError
 from kvflow.geometry.expected import ExpectedBytes, ExpectedBytesBuilder
-from kvflow.geometry.layout import HeldRegion, KVLayout, Region, RegionKey
+from kvflow.geometry.layout import HeldRegion, KVLayout, Location, Region, RegionKey
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange, layers_within, overlap_pattern
 from kvflow.geometry.routes import RegionSlice, Route, check_cells_match
 
@@ -55,6 +55,7 @@ class CopyGroup:
         layers: int64[num_slices], global layer of each slice.
         src_bases: uint64[num_slices], address of the first wanted head of page 0, token 0 on the sending side.
         dst_bases: uint64[num_slices], the same on the receiving side.
+        locations: Where the memory of the sending and of the receiving side is.
     """
 
     component: str
@@ -66,6 +67,7 @@ class CopyGroup:
     layers: NDArray[np.int64]
     src_bases: NDArray[np.uint64]
     dst_bases: NDArray[np.uint64]
+    locations: tuple[Location, Location]
 
     @functools.cached_property
     def heads_contiguous(self) -> bool:
@@ -122,15 +124,17 @@ class BoundRoute(NamedTuple):
 
     Attributes:
         copy_groups: The route's region slices, grouped by geometry.
-        src_device: Device ordinal of the sending side.
-        dst_device: Device ordinal of the receiving side.
+        src_device: Device ordinal of staging memory on the sending side, which is where all of its other memory is.
+        dst_device: The same on the receiving side.
         expected: Expected bytes of each component of the route.
+        locations: Where each component of the route is, on the sending and on the receiving side.
     """
 
     copy_groups: tuple[CopyGroup, ...]
     src_device: int
     dst_device: int
     expected: dict[str, ExpectedBytes]
+    locations: dict[str, tuple[Location, Location]]
 
     @property
     def descriptors_per_run(self) -> int:
@@ -141,6 +145,13 @@ class BoundRoute(NamedTuple):
     def pages_contiguous(self) -> bool:
         """Whether neighbouring pages of the pools share one descriptor for each tensor and layer."""
         return all(group.pages_contiguous for group in self.copy_groups)
+
+    def by_location(self, ranges: Mapping[str, TokenRange]) -> list[dict[str, TokenRange]]:
+        """Divide the tokens of some components by where they are: a write goes from one location to one other."""
+        parts: dict[tuple[Location, Location] | None, dict[str, TokenRange]] = {}
+        for name, tokens in ranges.items():
+            parts.setdefault(self.locations.get(name), {})[name] = tokens
+        return list(parts.values())
 
     def num_bytes(self, component: str, tokens: TokenRange, *, final: bool) -> int:
         """Return the bytes that a token range of a component takes; 0 if the route does not have it."""
@@ -191,17 +202,20 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
         groups.setdefault(shape, []).append(bases)
         builder = builders.setdefault(region_slice.component, ExpectedBytesBuilder(source.shard, target.shard, {}))
         builder.add(region.tokens_per_cell, region_slice.layer, num_heads * region.head_bytes)
+    locations = {name: (src.locations[name], dst.locations[name]) for name in builders}
     copy_groups = [
         CopyGroup(
             *shape,
             layers=np.array([layer for layer, _, _ in bases], np.int64),
             src_bases=np.array([base for _, base, _ in bases], np.uint64),
             dst_bases=np.array([base for _, _, base in bases], np.uint64),
+            locations=locations[shape.component],
         )
         for shape, bases in groups.items()
     ]
     expected = {name: builder.build() for name, builder in builders.items()}
-    return BoundRoute(tuple(copy_groups), src.device_id, dst.device_id, expected)
+    src_device, dst_device = (min(side.registered_locations).device_id for side in (src, dst))
+    return BoundRoute(tuple(copy_groups), src_device, dst_device, expected, locations)
 
 
 def _check_slices(route: Route, holdings: Mapping[RegionKey, HeldRegion]) -> None:

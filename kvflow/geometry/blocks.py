@@ -3,7 +3,8 @@
 Where pages look the same on both sides, a copy is a pair of block numbers instead of addresses and lengths. For each
 region slice a list has one run of blocks that are as long as a page. Where pages and cells follow each other without
 gaps, it also has a run of blocks that are as long as the cells of a token, for pages that are moved in part. Routes
-that blocks cannot express, and chunks of too many blocks, are planned as descriptors.
+that blocks cannot express, and chunks of too many blocks, are planned as descriptors. What lies in different memory has
+lists of its own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.geometry.binding import BoundRoute, CopyGroup
+from kvflow.geometry.layout import Location
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.plan import ComponentSlice, Descriptors
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, cell_range, layers_within
@@ -22,6 +24,7 @@ __all__ = ["BlockLists", "Blocks", "RouteBlocks", "run_extents"]
 
 UInt64Array = NDArray[np.uint64]
 Positions = NDArray[np.int32]
+Locations = tuple[Location, Location]
 
 MAX_BLOCKS: Final = 2**15
 """With more blocks, pages are short and form long runs, for which there are fewer descriptors."""
@@ -133,14 +136,14 @@ class RouteBlocks:
     """Plans chunks for one peer in blocks.
 
     Args:
-        lists: The block lists of the route.
+        lists: The block lists of the route, by where the memory of both sides is.
         groups: Its copy groups, with the runs of their blocks.
 
     Attributes:
-        lists: The block lists that the positions of its plans refer to.
+        lists: The block lists that the positions of its plans refer to, by location.
     """
 
-    def __init__(self, lists: BlockLists, groups: tuple[_GroupBlocks, ...]) -> None:
+    def __init__(self, lists: Mapping[Locations, BlockLists], groups: tuple[_GroupBlocks, ...]) -> None:
         self.lists = lists
         self._groups = groups
 
@@ -150,14 +153,15 @@ class RouteBlocks:
         pages_are_blocks = route.copy_groups and all(map(_page_is_block, route.copy_groups))
         if not pages_are_blocks or _most_blocks(route) > MAX_POSITIONS:
             return None
-        lists = _Lists(route)
+        built: dict[Locations, _Lists] = {}
         groups = []
         for group in route.copy_groups:
+            lists = built.setdefault(group.locations, _Lists(group.locations))
             num_cells = _cells_per_page(group)
             pages = lists.add(group, num_cells * group.num_heads * group.head_bytes, blocks_per_page=1)
             cells = lists.add(group, group.unit_bytes, blocks_per_page=num_cells) if group.pages_contiguous else None
             groups.append(_GroupBlocks(group, pages, cells))
-        return cls(lists.finished(), tuple(groups))
+        return cls({locations: lists.finished() for locations, lists in built.items()}, tuple(groups))
 
     def plan(self, components: Mapping[str, ComponentSlice], layers: LayerRange = ALL_LAYERS) -> Blocks | None:
         """Compute the blocks that move some tokens.
@@ -168,15 +172,21 @@ class RouteBlocks:
 
         Returns:
             None if there are no blocks or too many, or if the chunk needs descriptors: it begins or ends within a page
-            of interleaved tensors, the tokens are sharded, or a page table does not cover its tokens.
+            of interleaved tensors, the tokens are sharded, components are in several locations, or a page table does
+            not cover its tokens.
         """
         segments: list[_Segment] = []
+        used: set[Locations] = set()
         for blocks in self._groups:
             if blocks.group.component in components:
                 found = blocks.segments(components[blocks.group.component], layers)
                 if found is None:
                     return None
                 segments += found
+                used.add(blocks.group.locations)
+        if len(used) != 1:
+            return None
+        lists = self.lists[used.pop()]
         counts = [segment.num_blocks for segment in segments]
         if not 0 < sum(counts) <= MAX_BLOCKS:
             return None
@@ -184,15 +194,15 @@ class RouteBlocks:
         src = [np.add.outer(segment.starts.src, segment.src).ravel() for segment in segments]
         dst = [np.add.outer(segment.starts.dst, segment.dst).ravel() for segment in segments]
         if len(segments) == 1:
-            return Blocks(self.lists, src[0], dst[0], num_bytes)
-        return Blocks(self.lists, np.concatenate(src), np.concatenate(dst), num_bytes)
+            return Blocks(lists, src[0], dst[0], num_bytes)
+        return Blocks(lists, np.concatenate(src), np.concatenate(dst), num_bytes)
 
 
 class _Lists:
-    """Builds block lists."""
+    """Builds block lists for memory in one location on each side."""
 
-    def __init__(self, route: BoundRoute) -> None:
-        self._devices = (route.src_device, route.dst_device)
+    def __init__(self, locations: Locations) -> None:
+        self._devices = tuple(location.device_id for location in locations)
         self._runs: tuple[list[UInt64Array], list[UInt64Array]] = ([], [])
         self._counts = [0, 0]
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from kvflow.errors import LayoutError, PlanError
 from kvflow.geometry.layout import MAX_SLOTS
-from kvflow.geometry.pages import PageIndices
-from kvflow.geometry.ranges import MAX_TOKENS, TokenRange
+from kvflow.geometry.pages import PageIndices, TokenPages
+from kvflow.geometry.ranges import MAX_TOKENS, TokenRange, check_range
 
 __all__ = [
     "HeadSlice",
@@ -20,6 +20,7 @@ __all__ = [
     "head_slice",
     "kv_to_page_indices",
     "prompt_tokens",
+    "ring_pages",
     "stage_slices",
     "total_heads",
     "window_tokens",
@@ -298,6 +299,36 @@ def window_tokens(num_tokens: int, window: int, page_size: int) -> TokenRange:
         raise PlanError("window and page size must be positive", window=window, page_size=page_size)
     first = max(0, num_tokens - window)
     return first - first % page_size, num_tokens
+
+
+def ring_pages(tokens: TokenRange, ring_size: int, *, row: int) -> TokenPages:
+    """Return the places of tokens in a ring: a row of a request, with the token at position `p` in place `p mod n`.
+
+    The ring's pool is described with pages of one token, so rings of different sizes fit each other, and a range may
+    begin and wrap around anywhere.
+
+    Args:
+        tokens: Positions `[start, stop)` that are still in the ring. For the tail of a pool of compressed keys those
+            since the last whole group: `(n - n % group, n)`, which is empty after a whole one.
+        ring_size: Tokens of a row on this side.
+        row: The request's row in the pool.
+
+    Returns:
+        The tokens and, for each of them, the page of one token `row * ring_size + position % ring_size`.
+
+    Raises:
+        PlanError: The range is reversed or negative, or longer than the ring, which has lost its first tokens then; the
+            ring has no size, or the row is negative or outside any pool.
+
+    Source: DSA tails and SWA rings of SGLang.
+    """
+    start, stop = check_range(tokens)
+    if ring_size < 1 or row < 0 or (row + 1) * ring_size > MAX_SLOTS:
+        raise PlanError("ring lies outside any pool", row=row, ring_size=ring_size)
+    if stop - start > ring_size:
+        raise PlanError("ring does not hold so many tokens", tokens=(start, stop), ring_size=ring_size)
+    places = np.arange(start, stop, dtype=np.int64) % ring_size + row * ring_size
+    return TokenPages((start, stop), places.astype(np.uint32))
 
 
 def _indices(indices: PageIndices, name: str) -> NDArray[Any]:

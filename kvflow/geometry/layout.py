@@ -19,7 +19,17 @@ import msgspec
 from kvflow.errors import LayoutError
 from kvflow.geometry.ranges import WHOLE, TokenRange, TokenShard
 
-__all__ = ["ADDRESS_LIMIT", "Component", "HeldRegion", "KVLayout", "MemoryKind", "MemoryRange", "Region", "RegionKey"]
+__all__ = [
+    "ADDRESS_LIMIT",
+    "Component",
+    "HeldRegion",
+    "KVLayout",
+    "Location",
+    "MemoryKind",
+    "MemoryRange",
+    "Region",
+    "RegionKey",
+]
 
 ADDRESS_LIMIT = 2**64
 """One past the last address, in bytes."""
@@ -41,11 +51,30 @@ class RegionKey(NamedTuple):
     layer: int
 
 
+class Location(NamedTuple):
+    """Where memory is.
+
+    Attributes:
+        memory_kind: "DRAM" or "VRAM".
+        device_id: Device ordinal; 0 for host memory.
+    """
+
+    memory_kind: MemoryKind
+    device_id: int
+
+
 class MemoryRange(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Bytes to register with a transport: `[address, address + length)`."""
+    """Bytes to register with a transport: `[address, address + length)`.
+
+    Attributes:
+        address: Of the first byte, uint64.
+        length: In bytes.
+        location: Where they are; None where the owner of the range says it for all of its ranges.
+    """
 
     address: int
     length: int
+    location: Location | None = None
 
     @property
     def end(self) -> int:
@@ -251,13 +280,15 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         components: Pools, each with its own page table; the main one is usually called "kv".
         fingerprint: Identifies the content: model, revision, whatever makes two caches interchangeable. Ranks with
             different fingerprints exchange no data.
-        allocations: Memory to register with the transport, sorted and disjoint; every region lies inside one.
-        memory_kind: "DRAM" or "VRAM".
-        device_id: Device ordinal; 0 for host memory.
+        allocations: Memory to register with the transport, sorted and disjoint; every region lies inside one, and all
+            regions of a component in memory of one location. An allocation may say where it is (states on the host of
+            a rank whose pages are on a GPU).
+        memory_kind: "DRAM" or "VRAM", of the allocations that do not say it.
+        device_id: Device ordinal, of the same allocations; 0 for host memory.
 
     Raises:
-        LayoutError: Two components have one name, the fingerprint is no text, or a region lies outside every
-            allocation.
+        LayoutError: Two components have one name, the fingerprint is no text, a region lies outside every allocation,
+            or a component lies in several locations.
     """
 
     components: tuple[Component, ...]
@@ -272,13 +303,29 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         names = [component.name for component in self.components]
         if not names or len(set(names)) != len(names):
             raise LayoutError("layout needs components with distinct names", components=names)
-        if self.memory_kind not in MEMORY_KINDS:
-            raise LayoutError("unknown memory kind", memory_kind=self.memory_kind, known=MEMORY_KINDS)
-        if self.device_id < 0:
-            raise LayoutError("device id must not be negative", device_id=self.device_id)
+        for memory_kind, device_id in {self.location, *(one.location or self.location for one in self.allocations)}:
+            if memory_kind not in MEMORY_KINDS:
+                raise LayoutError("unknown memory kind", memory_kind=memory_kind, known=MEMORY_KINDS)
+            if device_id < 0:
+                raise LayoutError("device id must not be negative", device_id=device_id)
         if not self.allocations:
             msgspec.structs.force_setattr(self, "allocations", merge_ranges(self._extents()))
         self._check_allocations()
+
+    @property
+    def location(self) -> Location:
+        """Where the allocations are that do not say it."""
+        return Location(self.memory_kind, self.device_id)
+
+    @cached_property
+    def registered_locations(self) -> frozenset[Location]:
+        """Where the allocations are."""
+        return frozenset(allocation.location or self.location for allocation in self.allocations)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether all of it is host memory."""
+        return all(location.memory_kind == "DRAM" for location in self.registered_locations)
 
     @cached_property
     def by_name(self) -> Mapping[str, Component]:
@@ -326,23 +373,50 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         for allocation in self.allocations:
             if allocation.address < 0 or allocation.length <= 0 or allocation.end > ADDRESS_LIMIT:
                 raise LayoutError("allocation does not fit into 64-bit addresses", allocation=allocation)
-        starts = [allocation.address for allocation in self.allocations]
         for key, region in self.regions().items():
-            index = bisect_right(starts, region.address) - 1
-            if index < 0 or region.end > self.allocations[index].end:
+            if self._allocation_of(region) is None:
                 raise LayoutError("region lies outside every allocation", **key._asdict())
+        for component in self.components if len(self.registered_locations) > 1 else ():
+            found = {self._location_of(region) for region in component.regions}
+            if len(found) > 1:
+                raise LayoutError(
+                    "regions of a component must be in memory of one kind and device",
+                    component=component.name,
+                    found=sorted(found),
+                )
+
+    @cached_property
+    def locations(self) -> Mapping[str, Location]:
+        """Where each component is, by name."""
+        return {component.name: self._location_of(component.regions[0]) for component in self.components}
+
+    def _location_of(self, region: Region) -> Location:
+        allocation = self._allocation_of(region)
+        return self.location if allocation is None or allocation.location is None else allocation.location
+
+    def _allocation_of(self, region: Region) -> MemoryRange | None:
+        """Return the allocation that holds a region; None if there is none."""
+        index = bisect_right(self.allocations, region.address, key=lambda allocation: allocation.address) - 1
+        if index < 0 or region.end > self.allocations[index].end:
+            return None
+        return self.allocations[index]
 
 
 def merge_ranges(ranges: Iterable[MemoryRange]) -> tuple[MemoryRange, ...]:
     """Sort ranges and join those that overlap.
 
     Ranges that only touch stay apart: they may be separate allocations, which a transport cannot register as one.
+
+    Raises:
+        LayoutError: Two ranges that overlap are in different locations.
     """
     merged: list[MemoryRange] = []
-    for current in sorted(ranges):
+    for current in sorted(ranges, key=lambda one: (one.address, one.length)):
         if merged and current.address < merged[-1].end:
-            end = max(merged[-1].end, current.end)
-            merged[-1] = MemoryRange(merged[-1].address, end - merged[-1].address)
+            last = merged[-1]
+            if current.location != last.location:
+                raise LayoutError("memory of two locations overlaps", address=current.address, found=(last, current))
+            merged[-1] = MemoryRange(last.address, max(last.end, current.end) - last.address, last.location)
         else:
             merged.append(current)
     return tuple(merged)

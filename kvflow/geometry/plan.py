@@ -101,13 +101,9 @@ class ExtentPlan(NamedTuple):
 
     Attributes:
         parts: Copy groups, with their extents.
-        src_device: Device ordinal of the sending side.
-        dst_device: Device ordinal of the receiving side.
     """
 
     parts: Sequence[tuple[CopyGroup, _Extents]]
-    src_device: int
-    dst_device: int
 
     @property
     def num_descriptors(self) -> int:
@@ -126,7 +122,6 @@ class ExtentPlan(NamedTuple):
                 "plan has too many descriptors; send smaller chunks", descriptors=total, limit=MAX_DESCRIPTORS
             )
         src, dst = np.empty((total, 3), np.uint64), np.empty((total, 3), np.uint64)
-        src[:, 2], dst[:, 2] = self.src_device, self.dst_device
         first = 0
         for group, extents in self.parts:
             shape = (len(group.src_bases), len(extents.lengths))
@@ -135,6 +130,7 @@ class ExtentPlan(NamedTuple):
             np.add.outer(group.dst_bases, extents.dst, out=dst[chosen, 0].reshape(shape))
             src[chosen, 1].reshape(shape)[:] = extents.lengths
             dst[chosen, 1].reshape(shape)[:] = extents.lengths
+            src[chosen, 2], dst[chosen, 2] = (location.device_id for location in group.locations)
             first = chosen.stop
         return Descriptors(src, dst)
 
@@ -147,7 +143,7 @@ def plan_extents(
     max_bytes: int | None = None,
 ) -> ExtentPlan:
     """Compute a plan without writing out its descriptors; arguments and errors as in `plan`."""
-    return ExtentPlan(list(_parts(route, components, layers, max_bytes)), route.src_device, route.dst_device)
+    return ExtentPlan(list(_parts(route, components, layers, max_bytes)))
 
 
 def _parts(

@@ -4,23 +4,35 @@ An engine has three lists of equal length: `kv_data_ptrs` (start of each buffer)
 `kv_item_lens` (the bytes of one page in it). Buffers come in *groups*, one after another, each with one buffer per
 layer: `[k of layer 0, k of layer 1, ..., v of layer 0, ...]`. Draft layers come after all groups. Pointers say nothing
 about strides, so buffers must be packed: page after page, and each page as its `PagePart`s say.
+
+A rank that does not hold a layer may keep its place in the lists: an entry of length 0 is *elided*. It becomes no
+region and is not registered, and the entries after it keep their layers.
 """
 
+import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 from numpy.typing import NDArray
 
 from kvflow.errors import LayoutError
-from kvflow.geometry.layout import ADDRESS_LIMIT, Component, KVLayout, MemoryKind, MemoryRange, Region, merge_ranges
+from kvflow.geometry.layout import (
+    ADDRESS_LIMIT,
+    Component,
+    KVLayout,
+    Location,
+    MemoryKind,
+    MemoryRange,
+    Region,
+    merge_ranges,
+)
+from kvflow.geometry.parts import ItemParts, OpaqueItem, PagePart, PageRows
 
-__all__ = ["BufferLists", "PagePart", "buffers_of", "layout_from_pointers", "regions_from_pointers"]
+__all__ = ["BufferLists", "buffers_of", "layout_from_pointers", "regions_from_pointers"]
 
 Numbers = Sequence[int] | NDArray[Any]
-
-ORDERS = ("NHD", "HND")
 
 
 class BufferLists(msgspec.Struct, frozen=True):
@@ -28,16 +40,19 @@ class BufferLists(msgspec.Struct, frozen=True):
 
     Attributes:
         data_ptrs: Address of each buffer's first byte, uint64: bit 63 may be set, negative numbers are refused.
-        data_lens: Bytes of each buffer.
+        data_lens: Bytes of each buffer; 0 for an elided entry, whose address and item then mean nothing.
         item_lens: Bytes of one item of each buffer; an item is a page unless the reader is told otherwise.
+        location: Where they are, if not where `layout_from_pointers` says for all lists.
 
     Raises:
-        LayoutError: Lists differ in length, or a number is not a positive integer that fits into 64 bits.
+        LayoutError: Lists differ in length, or a number is no unsigned 64-bit integer, or is 0 in an entry that is not
+            elided.
     """
 
     data_ptrs: Sequence[int]
     data_lens: Sequence[int]
     item_lens: Sequence[int]
+    location: Location | None = None
 
     def __post_init__(self) -> None:
         for field in ("data_ptrs", "data_lens", "item_lens"):
@@ -47,7 +62,17 @@ class BufferLists(msgspec.Struct, frozen=True):
             raise LayoutError(
                 "pointer lists differ in length", data_ptrs=counts[0], data_lens=counts[1], item_lens=counts[2]
             )
-        for index, (address, length) in enumerate(zip(self.data_ptrs, self.data_lens, strict=True)):
+        for index, (address, length, item) in enumerate(
+            zip(self.data_ptrs, self.data_lens, self.item_lens, strict=True)
+        ):
+            if length and not (address and item):
+                raise LayoutError(
+                    "only an elided entry may have zeros; its length must be 0",
+                    field="item_lens" if address else "data_ptrs",
+                    index=index,
+                    expected="> 0",
+                    found=0,
+                )
             if address + length > ADDRESS_LIMIT:
                 raise LayoutError(
                     "buffer does not fit into 64-bit addresses",
@@ -68,13 +93,16 @@ class BufferLists(msgspec.Struct, frozen=True):
         """
         if not 0 <= count <= len(self):
             raise LayoutError("pointer lists are too short", field="data_ptrs", expected=count, found=len(self))
-        lists = (self.data_ptrs, self.data_lens, self.item_lens)
-        return BufferLists(*(values[:count] for values in lists)), BufferLists(*(values[count:] for values in lists))
+        return self._part(slice(count)), self._part(slice(count, None))
+
+    def _part(self, chosen: slice) -> "BufferLists":
+        return BufferLists(self.data_ptrs[chosen], self.data_lens[chosen], self.item_lens[chosen], self.location)
 
     @property
     def ranges(self) -> list[MemoryRange]:
-        """The buffers as memory ranges."""
-        return [MemoryRange(*pair) for pair in zip(self.data_ptrs, self.data_lens, strict=True)]
+        """The buffers that are not elided as memory ranges."""
+        pairs = zip(self.data_ptrs, self.data_lens, strict=True)
+        return [MemoryRange(address, length, self.location) for address, length in pairs if length]
 
 
 def buffers_of(component: Component, tensors: Sequence[str]) -> BufferLists:
@@ -114,68 +142,9 @@ def buffers_of(component: Component, tensors: Sequence[str]) -> BufferLists:
     )
 
 
-class PagePart(msgspec.Struct, frozen=True):
-    """One tensor within an item: a packed block of cells. Most items have one part; interleaved K and V have two.
-
-    Attributes:
-        tensor: Name of the tensor: "k", "v", "latent", "index_k", ...
-        head_bytes: Size of a cell: one head of one token.
-        dtype: Name of the element type as in torch.
-        heads: Global heads `(start, stop)` in the buffer, see `head_range`.
-        order: "NHD" if the heads of a token are together, "HND" if the tokens of a head are.
-        tokens_per_cell: Tokens that share one cell (block scales).
-
-    Raises:
-        LayoutError: A size is not positive, or the order is unknown.
-    """
-
-    tensor: str
-    head_bytes: int
-    dtype: str
-    heads: tuple[int, int] = (0, 1)
-    order: str = "NHD"
-    tokens_per_cell: int = 1
-
-    def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise LayoutError(
-                "unknown order of a page", tensor=self.tensor, field="order", expected=ORDERS, found=self.order
-            )
-        for field in ("head_bytes", "tokens_per_cell"):
-            if getattr(self, field) < 1:
-                raise LayoutError(
-                    "size must be positive", tensor=self.tensor, field=field, expected="> 0", found=getattr(self, field)
-                )
-        if not 0 <= self.heads[0] < self.heads[1]:
-            raise LayoutError(
-                "part must hold at least one head", tensor=self.tensor, field="heads", expected="> 0", found=self.heads
-            )
-
-    @property
-    def num_heads(self) -> int:
-        """Heads held here."""
-        return self.heads[1] - self.heads[0]
-
-    def num_bytes(self, page_size: int) -> int:
-        """Return the bytes of the part in one page.
-
-        Raises:
-            LayoutError: A page does not hold whole cells.
-        """
-        if page_size < 1 or page_size % self.tokens_per_cell:
-            raise LayoutError(
-                "a page must hold whole cells",
-                tensor=self.tensor,
-                field="page_size",
-                expected=self.tokens_per_cell,
-                found=page_size,
-            )
-        return page_size // self.tokens_per_cell * self.num_heads * self.head_bytes
-
-
 def regions_from_pointers(
     buffers: BufferLists,
-    groups: Sequence[Sequence[PagePart]],
+    groups: Sequence[ItemParts],
     *,
     page_size: int,
     layers: Sequence[int],
@@ -188,14 +157,17 @@ def regions_from_pointers(
         buffers: `[group 0 layer 0, group 0 layer 1, ..., group 1 layer 0, ...]`, nothing after it; see
             `BufferLists.split` for draft layers.
         groups: Parts of an item of each group, in memory order: `[[k], [v]]` for separate K and V buffers, `[[k, v]]`
-            where they are interleaved page by page.
+            where they are interleaved page by page, `[[PageRows((k, v))]]` where they are so token by token, and
+            `[OpaqueItem("index")]` where the inside is not known.
         page_size: Tokens of a page; 1 for buffers with one item for each request.
         layers: Global number of each layer in a group.
-        item_tokens: Tokens of one item: a page unless given. Ascend FIA buffers give the bytes of a token, so 1.
+        item_tokens: Tokens of one item: a page unless given. Ascend FIA buffers give the bytes of a token, so 1; an
+            item that is a ring of n tokens has pages of one token, so n (see `ring_pages`).
         optional: The decode side can do without these layers (draft layers).
 
     Returns:
-        One region for each buffer and part, in the order of the buffers. A pool has `data_len // page bytes` slots.
+        One region for each buffer and part, in the order of the buffers; none for elided entries. A pool has
+        `data_len // page bytes` slots.
 
     Raises:
         LayoutError: The number of buffers is not groups times layers, an item does not hold its parts, or a buffer is
@@ -203,6 +175,7 @@ def regions_from_pointers(
 
     Source: buffer groups of SGLang #23893, items of Ascend FIA buffers of SGLang #15852.
     """
+    layers = [operator.index(layer) for layer in layers]  # numpy's integers cannot be sent
     if not groups or not layers or not all(groups) or len(buffers) != len(groups) * len(layers):
         raise LayoutError(
             "pointer lists fit no arrangement of groups and layers",
@@ -212,11 +185,12 @@ def regions_from_pointers(
         )
     regions: list[Region] = []
     for index in range(len(buffers)):
-        parts, layer = groups[index // len(layers)], layers[index % len(layers)]
+        group, layer = groups[index // len(layers)], layers[index % len(layers)]
+        if not buffers.data_lens[index]:
+            continue
+        parts = [group.part(buffers.item_lens[index], page_size)] if isinstance(group, OpaqueItem) else group
         pool = _pool(buffers, index, parts, _Pages(layer, page_size, item_tokens or page_size))
-        for part in parts:
-            regions.append(_region(part, pool, optional=optional))
-            pool = pool._replace(address=pool.address + part.num_bytes(page_size))
+        regions += [_region(placed, pool, optional=optional) for placed in _place(parts, page_size)]
     return tuple(regions)
 
 
@@ -235,11 +209,11 @@ def layout_from_pointers(
         fingerprint: Identifies the content (model and revision).
         buffers: Every list that the components were made from. Each buffer is one registration; buffers that overlap
             are registered together.
-        memory_kind: "DRAM" or "VRAM".
-        device_id: Device ordinal; 0 for host memory.
+        memory_kind: "DRAM" or "VRAM", of the lists that do not say where they are.
+        device_id: Device ordinal, of the same lists; 0 for host memory.
 
     Raises:
-        LayoutError: A region lies outside the buffers.
+        LayoutError: A region lies outside the buffers, or a component in several locations.
     """
     allocations = merge_ranges(item for lists in buffers for item in lists.ranges)
     return KVLayout(tuple(components), fingerprint, allocations, memory_kind, device_id)
@@ -255,12 +229,12 @@ def _whole_numbers(field: str, values: Numbers) -> tuple[int, ...]:
             raise LayoutError(
                 "pointer lists must hold integers", field=field, index=index, expected="integer", found=value
             ) from None
-        if not 0 < number < ADDRESS_LIMIT:
+        if not 0 <= number < ADDRESS_LIMIT:
             raise LayoutError(
-                "number must be a positive unsigned 64-bit integer",
+                "number must be an unsigned 64-bit integer",
                 field=field,
                 index=index,
-                expected="> 0",
+                expected=">= 0",
                 found=number,
             )
         numbers.append(number)
@@ -276,7 +250,7 @@ class _Pages(NamedTuple):
 
 
 class _Pool(NamedTuple):
-    """One buffer, checked; `address` is the start of the next part of its first page."""
+    """One buffer, checked."""
 
     address: int
     slots: int
@@ -285,42 +259,69 @@ class _Pool(NamedTuple):
     layer: int
 
 
-def _pool(buffers: BufferLists, index: int, parts: Sequence[PagePart], pages: _Pages) -> _Pool:
+class _Placed(NamedTuple):
+    """A part of an item: where it begins there, and how far apart its cells lie along the tokens, in bytes."""
+
+    part: PagePart
+    offset: int
+    token_stride: int
+
+
+def _place(parts: Sequence[PagePart | PageRows], page_size: int) -> Iterator[_Placed]:
+    """Lay the parts of an item out one after another, and those of a row side by side."""
+    offset = 0
+    for part in parts:
+        if isinstance(part, PageRows):
+            row_bytes = sum(inner.row_bytes for inner in part.parts)
+            starts = itertools.accumulate((inner.row_bytes for inner in part.parts), initial=offset)
+            yield from (_Placed(inner, start, row_bytes) for inner, start in zip(part.parts, starts, strict=False))
+        else:
+            yield _Placed(part, offset, part.row_bytes if part.order == "NHD" else part.head_bytes)
+        offset += part.num_bytes(page_size)
+
+
+def _pool(buffers: BufferLists, index: int, parts: Sequence[PagePart | PageRows], pages: _Pages) -> _Pool:
     """Check a buffer against what is declared about it."""
     layer, page_size, item_tokens = pages
-    place = {"tensor": parts[0].tensor, "layer": layer}
+    place = {"tensor": next(_place(parts, page_size)).part.tensor, "layer": layer}
     page_bytes = sum(part.num_bytes(page_size) for part in parts)
-    if item_tokens < 1 or page_size % item_tokens:
+    if item_tokens < 1 or (page_size % item_tokens and item_tokens % page_size):
         raise LayoutError(
-            "a page must hold whole items", **place, field="item_tokens", expected=page_size, found=item_tokens
+            "a page must hold whole items, or an item whole pages",
+            **place,
+            field="item_tokens",
+            expected=page_size,
+            found=item_tokens,
         )
     item, length = buffers.item_lens[index], buffers.data_lens[index]
-    if item * (page_size // item_tokens) != page_bytes:
+    if item * page_size != page_bytes * item_tokens:
         message = "item does not hold the parts of a page"
         if item_tokens == page_size and item * page_size == page_bytes:
             message = "item is a token, not a page: declare item_tokens=1 if it is (Ascend FIA)"
         raise LayoutError(
             message, **place, field="item_lens", expected=page_bytes * item_tokens // page_size, found=item
         )
-    if length % page_bytes:
+    whole = max(item, page_bytes)
+    if length % whole:
+        things = "pages" if whole == page_bytes else "items"
         raise LayoutError(
-            "buffer is not a whole number of pages", **place, field="data_lens", expected=page_bytes, found=length
+            f"buffer is not a whole number of {things}", **place, field="data_lens", expected=whole, found=length
         )
     return _Pool(buffers.data_ptrs[index], length // page_bytes, page_bytes, page_size, layer)
 
 
-def _region(part: PagePart, pool: _Pool, *, optional: bool) -> Region:
-    cells = pool.page_size // part.tokens_per_cell
+def _region(placed: _Placed, pool: _Pool, *, optional: bool) -> Region:
+    part = placed.part
     return Region(
         tensor=part.tensor,
         layer=pool.layer,
-        address=pool.address,
+        address=pool.address + placed.offset,
         slots=pool.slots,
         slot_stride=pool.page_bytes,
         tokens_per_slot=pool.page_size,
-        token_stride=part.head_bytes * (part.num_heads if part.order == "NHD" else 1),
+        token_stride=placed.token_stride,
         heads=part.heads,
-        head_stride=part.head_bytes * (1 if part.order == "NHD" else cells),
+        head_stride=part.head_bytes * (1 if part.order == "NHD" else pool.page_size // part.tokens_per_cell),
         head_bytes=part.head_bytes,
         dtype=part.dtype,
         optional=optional,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.errors import LayoutError
-from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.layout import Location, MemoryRange
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,12 @@ class Strided(NamedTuple):
     dtype: str
     device: tuple[str, int]
     storage: MemoryRange
+
+    @property
+    def location(self) -> Location:
+        """Where it is, as transports call it."""
+        kind, number = self.device
+        return Location("DRAM", 0) if kind == "cpu" else Location("VRAM", number)
 
     def unbind(self, dimension: int) -> list[Strided]:
         """Give one view for each entry of a dimension, without that dimension."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvflow.errors import LayoutError
 from kvflow.geometry.axes import Axes
-from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, merge_ranges
+from kvflow.geometry.layout import Component, KVLayout, Location, MemoryRange, Region, merge_ranges
 from kvflow.geometry.strided import Strided, strided
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def regions_from_tensors(
             tensors of any device, or writable numpy arrays; any strides. The caller keeps them alive as long as any
             rank that was given the layout.
         axes: What the dimensions mean, the same for all pools.
-        layers: Global number of each layer, or of the first if they are consecutive.
+        layers: Global number of each layer, or of the first if they are consecutive; the same for all pools of a name.
         optional: The decode side can do without them (draft layers).
 
     Returns:
@@ -93,6 +94,7 @@ def regions_from_tensors(
             layer, field and both values. A pool is no tensor, or an array that is read-only or holds no plain numbers.
     """
     names = (tensor,) if isinstance(tensor, str) else tuple(tensor)
+    layers = _whole_layers(layers)
     views: list[_View] = []
     for pool in tensors:
         whole = _View(strided(pool), axes.names, names[0], _layer_number(layers, len(views)))
@@ -157,33 +159,38 @@ def layout_from_components(components: Sequence[Component], fingerprint: str, *,
     Args:
         components: All pools of the rank, each with its own page table.
         fingerprint: Identifies the content (model and revision).
-        tensors: The tensors whose memory the components describe, all on one device.
+        tensors: The tensors whose memory the components describe; those of one component are on one device.
 
     Returns:
         A layout with one allocation for each storage, from its first to its last byte in use, so that one pool is one
-        registration.
+        registration. Each is where its tensors are.
 
     Raises:
-        LayoutError: Tensors differ in device, a region lies outside all of them, or a pool is refused as above.
+        LayoutError: There are no tensors, those of a component differ in device, a region lies outside all of them, or
+            a pool is refused as above.
     """
     pools = [strided(tensor) for tensor in tensors]
-    device, number = _device_of(pools)
+    if not pools:
+        raise LayoutError("layout needs tensors", field="tensors", found=0)
+    usual = pools[0].location
     return KVLayout(
         components=tuple(components),
         fingerprint=fingerprint,
-        allocations=_allocations(components, pools),
-        memory_kind="DRAM" if device == "cpu" else "VRAM",
-        device_id=number,
+        allocations=_allocations(components, pools, usual),
+        memory_kind=usual.memory_kind,
+        device_id=usual.device_id,
     )
 
 
-def layout_from_tensors(
+def layout_from_tensors(  # noqa: PLR0913 - what a pool is like, by keyword, each with a default
     tensors: Mapping[str, Sequence[torch.Tensor | NDArray[Any]]],
     *,
     axes: str,
     heads: tuple[int, int],
     fingerprint: str,
-    first_layer: int = 0,
+    page_size: int | None = None,
+    tokens_per_cell: int = 1,
+    layers: int | Sequence[int] = 0,
     component: str = "kv",
 ) -> KVLayout:
     """Describe a paged KV pool that is held in torch tensors or numpy arrays.
@@ -194,30 +201,48 @@ def layout_from_tensors(
         axes: What each dimension means, e.g. "page token head dim" (NHD) or "page head token dim" (HND); see `Axes`.
         heads: Global KV heads `(start, stop)` in these tensors, see `head_range`.
         fingerprint: Identifies the content (model and revision).
-        first_layer: Global number of the first layer, for pipeline-parallel stages.
+        page_size: Tokens of a page. Required if the axes have no `token`, or fuse it; otherwise read from the tensors,
+            and compared if given.
+        tokens_per_cell: Tokens that share one cell. If the order within a page is not known, a page is one cell for
+            each head: axes "page head dim dim", `page_size=16`, `tokens_per_cell=16`.
+        layers: Global number of each layer, or of the first if they are consecutive (pipeline-parallel stages, models
+            of which only some layers have a cache).
         component: Name of the component.
 
     Returns:
         A layout whose allocations are the used parts of the tensors' storages.
 
     Raises:
-        LayoutError: An argument has the wrong type, an axis has no known name, a tensor's shape contradicts its axes
-            and heads, `dim` is not contiguous, tensors differ in device, or an array is read-only or holds no plain
-            numbers.
+        LayoutError: An argument has the wrong type, an axis has no known name, the page size is missing, a tensor's
+            shape contradicts its axes, heads, page size or layers, `dim` is not contiguous, tensors differ in device,
+            or an array is read-only or holds no plain numbers.
     """
     if not isinstance(tensors, Mapping):
         raise LayoutError(
             "tensors must be a mapping from names to pools", field="tensors", found=type(tensors).__name__
         )
-    meaning = Axes(axes, heads)
-    flat = [tensor for layers in tensors.values() for tensor in layers]
+    meaning = Axes(axes, heads, page_size, tokens_per_cell)
+    meaning.check_page_size_is_known()  # also of what the axes call a slot: pages of this component hold tokens
+    flat = [tensor for pools in tensors.values() for tensor in pools]
     _device_of([strided(tensor) for tensor in flat])
     regions = [
         region
-        for name, layers in tensors.items()
-        for region in regions_from_tensors(name, layers, meaning, layers=first_layer)
+        for name, pools in tensors.items()
+        for region in regions_from_tensors(name, pools, meaning, layers=layers)
     ]
     return layout_from_components([Component(component, tuple(regions))], fingerprint, tensors=flat)
+
+
+def _whole_layers(layers: object) -> int | tuple[int, ...]:
+    """Convert to Python integers, which engines may have as numpy's."""
+    try:
+        return operator.index(layers)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    try:
+        return tuple(operator.index(layer) for layer in layers)  # type: ignore[attr-defined]
+    except TypeError:
+        raise LayoutError("layers must be a number or numbers", field="layers", found=layers) from None
 
 
 def _layer_number(layers: int | Sequence[int], index: int) -> int | None:
@@ -289,6 +314,8 @@ def _check_size(view: _View, name: str, expected: int) -> None:
         message = {"head": "tensor has another number of heads", "token": "tensor has another page size"}.get(
             name, "an axis that carries nothing must have size 1"
         )
+        if name == "token" and name not in view.names:
+            message = "a page without a token axis is one cell: tokens_per_cell must be the page size"
         raise view.error(message, name, expected=expected, found=sizes[0] if len(sizes) == 1 else sizes)
 
 
@@ -311,9 +338,13 @@ def _device_of(tensors: Iterable[Strided]) -> tuple[str, int]:
     return devices[0]
 
 
-def _allocations(components: Iterable[Component], tensors: Iterable[Strided]) -> tuple[MemoryRange, ...]:
-    """From the first to the last used byte of each storage."""
-    storages = merge_ranges(tensor.storage for tensor in tensors)
+def _allocations(
+    components: Iterable[Component], tensors: Iterable[Strided], usual: Location
+) -> tuple[MemoryRange, ...]:
+    """From the first to the last used byte of each storage, with its location if it is not the usual one."""
+    storages = merge_ranges(
+        MemoryRange(tensor.storage.address, tensor.storage.length, tensor.location) for tensor in tensors
+    )
     starts = [storage.address for storage in storages]
     touched: dict[int, tuple[int, int]] = {}
     for component in components:
@@ -331,4 +362,5 @@ def _allocations(components: Iterable[Component], tensors: Iterable[Strided]) ->
                 )
             start, end = touched.get(index, (region.address, region.end))
             touched[index] = (min(start, region.address), max(end, region.end))
-    return tuple(MemoryRange(start, end - start) for _, (start, end) in sorted(touched.items()))
+    locations = [None if storage.location == usual else storage.location for storage in storages]
+    return tuple(MemoryRange(start, end - start, locations[index]) for index, (start, end) in sorted(touched.items()))

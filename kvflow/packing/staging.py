@@ -48,7 +48,9 @@ class StagingMemory:
 
     def added_to(self, layout: KVLayout) -> KVLayout:
         """Give the layout with this memory among what is to be registered."""
-        return msgspec.structs.replace(layout, allocations=merge_ranges([*layout.allocations, self.range]))
+        (location,) = layout.registered_locations
+        added = self.range if location == layout.location else msgspec.structs.replace(self.range, location=location)
+        return msgspec.structs.replace(layout, allocations=merge_ranges([*layout.allocations, added]))
 
     def windows(self, *, slot_bytes: int, num_slots: int) -> WindowSettings:
         """Say how a decode rank divides it into windows; arguments as in `WindowSettings`."""
@@ -58,23 +60,28 @@ class StagingMemory:
 def staging_memory(config: RankConfig, layout: KVLayout) -> StagingMemory | None:
     """Make the staging memory of a rank; None if it wants none, or nothing here can copy its kind of memory.
 
+    A rank whose memory is in several locations has none: a payload would have to be packed from all of them.
+
     Raises:
         ConfigError: There is not so much of it.
     """
+    if len(layout.registered_locations) > 1:
+        return None
     never_packs = isinstance(config, PrefillConfig) and config.packing == "never"
-    num_bytes = 0 if never_packs else config.staging_bytes_for(is_on_host=layout.memory_kind == "DRAM")
+    num_bytes = 0 if never_packs else config.staging_bytes_for(is_on_host=layout.is_on_host)
     copier = _copier_for(layout) if num_bytes else None
     return None if copier is None else StagingMemory(num_bytes, copier)
 
 
 def _copier_for(layout: KVLayout) -> Copier | None:
-    if layout.memory_kind == "DRAM":
+    if layout.is_on_host:
         return HostCopier()
     try:
         from kvflow.packing.device import DeviceCopier, find_device  # noqa: PLC0415 - torch is slow to import
     except ImportError:
         return None
-    device = find_device(layout.device_id)
+    (location,) = layout.registered_locations
+    device = find_device(location.device_id)
     return None if device is None else DeviceCopier(device)
 
 

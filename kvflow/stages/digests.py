@@ -124,7 +124,7 @@ def check_digestible(layout: KVLayout) -> None:
     """Refuse digests of memory that this process cannot read.
 
     Raises:
-        PlanError: It is device memory.
+        PlanError: Some of it is device memory.
     """
-    if layout.memory_kind != "DRAM":
-        raise PlanError("digests need host memory", memory_kind=layout.memory_kind)
+    if not layout.is_on_host:
+        raise PlanError("digests need host memory", memory_kind="VRAM")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.errors import BackendError
-from kvflow.geometry.layout import ADDRESS_LIMIT, MemoryRange
+from kvflow.geometry.layout import ADDRESS_LIMIT, Location, MemoryRange
 
 BASE = 0x7F00_0000_0000
 MEMORY = RegisteredMemory((MemoryRange(BASE, 100), MemoryRange(BASE + 100, 50), MemoryRange(2**63, 10)), "DRAM", 3)
@@ -87,6 +87,9 @@ def test_fields_of_a_later_version_are_ignored() -> None:
         pytest.param(msgspec.msgpack.encode(fields(ranges=[[1]])), id="half a range"),
         pytest.param(msgspec.msgpack.encode(fields(ranges=[[1.5, 2]])), id="fractional address"),
         pytest.param(msgspec.msgpack.encode(fields(device_id=None)), id="no device"),
+        pytest.param(msgspec.msgpack.encode(fields(device_id=-1)), id="negative device"),
+        pytest.param(msgspec.msgpack.encode(fields(ranges=[[BASE, 9, ["VRAM", -1]]])), id="negative device of a range"),
+        pytest.param(msgspec.msgpack.encode(fields(ranges=[[BASE, 9, ["VRAM"]]])), id="half a location"),
         pytest.param(msgspec.msgpack.encode(fields()).replace(b"\xa6memory\xa5", b"\xa6mem\xffry\xa5"), id="no UTF-8"),
         pytest.param(b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0", id="too deep"),
     ],
@@ -99,8 +102,10 @@ def test_a_checksum_does_not_make_it_metadata(body: bytes) -> None:
 def oracle(memory: RegisteredMemory, row: Row) -> bool:
     """The rule, in unbounded integers."""
     address, length, device = row
-    inside = any(owner.address <= address and address + length <= owner.end for owner in memory.ranges)
-    return inside and length > 0 and device == memory.device_id
+    return length > 0 and any(
+        owner.address <= address and address + length <= owner.end and device == memory.location_of(owner).device_id
+        for owner in memory.ranges
+    )
 
 
 BASES = (0, 1000, 2**63 - 8, 2**63, ADDRESS_LIMIT - 64)
@@ -112,7 +117,8 @@ def memories(draw: st.DrawFn) -> RegisteredMemory:
     address = draw(st.sampled_from(BASES))
     ranges = []
     for gap, length in draw(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 9)), min_size=1, max_size=4)):
-        ranges.append(MemoryRange(address + gap, length))
+        location = draw(st.none() | st.builds(Location, st.sampled_from(["DRAM", "VRAM"]), st.integers(0, 2)))
+        ranges.append(MemoryRange(address + gap, length, location))
         address += gap + length
     return RegisteredMemory(tuple(ranges), "DRAM", draw(st.integers(0, 2)))
 
@@ -120,6 +126,29 @@ def memories(draw: st.DrawFn) -> RegisteredMemory:
 near = st.builds(lambda base, offset: (base + offset) % ADDRESS_LIMIT, st.sampled_from(BASES), st.integers(-9, 70))
 huge = st.integers(0, 70).map(lambda offset: (ADDRESS_LIMIT - offset) % ADDRESS_LIMIT)
 any_row = st.tuples(near, st.integers(0, 30) | huge, st.integers(0, 2))
+
+
+MIXED = RegisteredMemory((MemoryRange(0, 10), MemoryRange(10, 10, Location("DRAM", 0)), MemoryRange(20, 5)), "VRAM", 3)
+
+
+def test_one_write_has_one_kind_at_an_end() -> None:
+    assert MIXED.kind_of(words((0, 5, 3), (21, 4, 3))) == "VRAM"
+    assert MIXED.kind_of(words((10, 10, 0))) == "DRAM"
+    assert MEMORY.kind_of(words((BASE, 1, 3))) == "DRAM"
+    with pytest.raises(BackendError, match="several kinds"):
+        MIXED.kind_of(words((0, 5, 3), (10, 1, 0)))
+    with pytest.raises(BackendError, match="not registered"):
+        MIXED.check(words((10, 1, 3)), side="source")
+
+
+def test_ranges_are_found_and_ordered_by_kind() -> None:
+    assert MIXED.find(MemoryRange(12, 8)) == Location("DRAM", 0)
+    assert MIXED.find(MemoryRange(2, 8)) == Location("VRAM", 3)
+    assert [MIXED.find(MemoryRange(*outside)) for outside in [(8, 4), (8, 0), (-1, 2), (24, 2**64 - 8)]] == [None] * 4
+    assert {kind: [(one.address, device) for one, device in items] for kind, items in MIXED.by_kind.items()} == {
+        "VRAM": [(0, 3), (20, 3)],
+        "DRAM": [(10, 0)],
+    }
 
 
 @given(memories(), any_row)

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvflow.geometry import BlockLists, Blocks
 from tests.backends.endpoints import Endpoint, open_endpoints, same
@@ -78,11 +79,12 @@ async def test_lists_that_are_refused_end_the_post_and_no_later_one(lists: Lists
     """A peer says of which kind its memory is, and may say it wrongly."""
     async with open_endpoints("nixl", NUM_SLOTS * SLOT) as (source, target):
         backend: Any = source.backend
-        outbox = backend._peers[target.name].outbox
-        outbox.kind = "VRAM"
+        peer = backend._peers[target.name]
+        honest = peer.memory
+        peer.memory = replace(honest, memory_kind="VRAM")
         await write(source, target, 0)
         assert lists.wanted == [("NIXL_INIT_AGENT", "DRAM"), (target.name, "VRAM")]
-        outbox.kind = "DRAM"
+        peer.memory = honest
         await write(source, target, 1)
         assert [end.error is None for end in source.ends()] == [False, True]
         assert sorted(lists.held.values()) == sorted([("NIXL_INIT_AGENT", "DRAM"), (target.name, "DRAM")])

@@ -3,9 +3,8 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kvflow.geometry import BoundRoute, plan
-from tests.support.links import chunk_slices, links
-from tests.support.worlds import Rank, World, execute, worlds
+from tests.support.links import links, send
+from tests.support.worlds import World, worlds
 
 
 @pytest.mark.timeout(0)
@@ -16,14 +15,3 @@ def test_every_wanted_cell_arrives_and_nothing_else_changes(world: World) -> Non
     for _, bound, source, target in links(world):
         send(world, bound, source, target)
     world.assert_arrived()
-
-
-def send(world: World, bound: BoundRoute, source: Rank, target: Rank) -> None:
-    """Plan and carry out each chunk of each component."""
-    for name, component in chunk_slices(world, bound, source, target):
-        start, stop = component.tokens
-        assert len(plan(bound, {name: component}).src) <= bound.max_descriptors(name, stop - start)
-        descriptors = plan(bound, {name: component}, max_bytes=7)
-        assert descriptors.num_bytes == bound.num_bytes(name, component.tokens, final=component.final)
-        assert int(descriptors.src[:, 1].max(initial=0)) <= 7
-        execute(descriptors, source, target)

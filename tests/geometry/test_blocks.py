@@ -55,7 +55,7 @@ def test_whole_pages_are_a_block_for_each_region() -> None:
     assert blocks is not None
     planned = blocks.plan({"kv": ComponentSlice((0, 8), table(1, 5), table(7, 0))})
     assert planned is not None
-    assert planned.lists is blocks.lists
+    assert [planned.lists] == list(blocks.lists.values())
     regions = np.arange(6) * SHAPE.num_pages
     np.testing.assert_array_equal(planned.src, np.add.outer(regions, [1, 5]).ravel())
     np.testing.assert_array_equal(planned.dst, np.add.outer(regions, [7, 0]).ravel())

@@ -149,7 +149,7 @@ def test_overlapping_buffers_are_registered_once() -> None:
         (([2**64], [8], [8]), "data_ptrs", 0, 2**64),
         (([float(2**63)], [8], [8]), "data_ptrs", 0, float(2**63)),
         ((["8"], [8], [8]), "data_ptrs", 0, "8"),
-        (([8], [0], [8]), "data_lens", 0, 0),
+        (([8], [-1], [8]), "data_lens", 0, -1),
         (([8], [8], [-8]), "item_lens", 0, -8),
     ],
 )
@@ -190,6 +190,9 @@ def test_lists_that_fit_no_arrangement_are_refused(groups: list[list[PagePart]],
         (1280, 256, 1, "item_lens", 64, 256),
         (1280, 256, 3, "item_tokens", 4, 3),
         (1280, 256, -1, "item_tokens", 4, -1),
+        (1280, 384, 6, "item_tokens", 4, 6),
+        (1280, 256, 8, "item_lens", 512, 256),
+        (1280, 512, 8, "data_lens", 512, 1280),
     ],
 )
 def test_buffers_that_do_not_fit_are_refused(

@@ -9,8 +9,10 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -159,6 +161,20 @@ KINDS = {
         Axes("page block head", (0, 2), tokens_per_cell=4),
         lambda pools, _, layer, page, block, head: pools[layer][page, block, head],
         (1, 5, 4, 2),
+    ),
+    "pages of which only the heads are known": Kind(
+        ("kv",),
+        (random_pool(5, 3, 4, 16), random_pool(5, 3, 4, 16)),
+        Axes("page head dim dim", (3, 6), page_size=4, tokens_per_cell=4),
+        lambda pools, _, layer, page, __, head: pools[layer][page, head],
+        (2, 5, 1, 3),
+    ),
+    "pages of one token, said so": Kind(
+        ("k",),
+        (random_pool(5, 3, 8),),
+        Axes("page head dim", (3, 6), page_size=1),
+        lambda pools, _, layer, page, __, head: pools[layer][page, head],
+        (1, 5, 1, 3),
     ),
     "indexer pages: keys of a page, then their scales": Kind(
         ("index_k",),
@@ -318,7 +334,7 @@ def test_regions_that_reach_over_the_named_tensors_are_refused(bytes_off: int) -
 
 def test_layout_from_tensors_describes_one_ordinary_pool() -> None:
     pools = {name: [torch.zeros(5, 4, 3, 8, dtype=torch.bfloat16) for _ in range(2)] for name in ("k", "v")}
-    layout = layout_from_tensors(pools, axes="page token head dim", heads=(6, 9), fingerprint="m", first_layer=10)
+    layout = layout_from_tensors(pools, axes="page token head dim", heads=(6, 9), fingerprint="m", layers=10)
     assert (layout.memory_kind, layout.device_id, layout.fingerprint) == ("DRAM", 0, "m")
     assert [(region.tensor, region.layer, region.dtype) for region in layout.component("kv").regions] == [
         ("k", 10, "bfloat16"),
@@ -326,6 +342,25 @@ def test_layout_from_tensors_describes_one_ordinary_pool() -> None:
         ("v", 10, "bfloat16"),
         ("v", 11, "bfloat16"),
     ]
+
+
+@pytest.mark.parametrize("new_pool", [torch.zeros, np.zeros], ids=["torch", "numpy"])
+def test_layout_from_tensors_takes_opaque_pages_of_some_layers(new_pool: Callable[[tuple[int, ...]], Any]) -> None:
+    layers = list(np.array([3, 7], np.int32))
+    layout = layout_from_tensors(
+        {"kv": [new_pool((5, 2, 16, 8)) for _ in layers]},
+        axes="page head dim dim",
+        heads=(0, 2),
+        fingerprint="m",
+        page_size=16,
+        tokens_per_cell=16,
+        layers=layers,
+    )
+    (first, second) = layout.component("kv").regions
+    assert (first.layer, second.layer) == (3, 7)
+    assert all(type(region.layer) is int for region in (first, second))
+    assert (first.tokens_per_slot, first.cells_per_slot, first.num_heads) == (16, 1, 2)
+    assert (first.slot_stride, first.head_stride) == (2 * first.head_bytes, first.head_bytes)
 
 
 def test_views_of_one_allocation_are_registered_once() -> None:

@@ -34,7 +34,13 @@ REFUSALS = {
         8,
         7,
     ),
-    "several unknown fused sizes": (torch.zeros(8, 8), Axes("layer*page dim"), "layer*page", 1, ["layer", "page"]),
+    "several unknown fused sizes": (
+        torch.zeros(8, 8),
+        Axes("layer*page dim", page_size=1),
+        "layer*page",
+        1,
+        ["layer", "page"],
+    ),
     "cells with gaps": (torch.zeros(4, 4, 2, 8)[..., ::2], NHD, "stride", 4, 8),
     "dims in another order": (torch.zeros(4, 8, 3).transpose(1, 2), Axes("slot dim dim"), "stride", 4, 12),
     "no kv axis": (torch.zeros(4, 2, 4, 2, 8), Axes("page kv token head dim", (0, 2)), "kv", 1, 2),
@@ -76,6 +82,9 @@ def test_overlapping_cells_and_missing_memory_are_refused() -> None:
         ("page token dim", (0, 1), 0, 1, "must be positive"),
         ("page token dim", (0, 1), 16, 3, "whole cells"),
         ("page token dim", (0, 1), None, 0, "whole cells"),
+        ("page head dim dim", (0, 2), None, 1, "pages without a token axis"),
+        ("page head dim", (0, 2), None, 1, "pages without a token axis"),
+        ("layer*page dim", (0, 1), None, 1, "pages without a token axis"),
     ],
 )
 def test_impossible_axes_are_refused(
@@ -85,11 +94,41 @@ def test_impossible_axes_are_refused(
         Axes(order, heads, page_size, tokens_per_cell)
 
 
+def test_unknown_axes_list_the_known_ones() -> None:
+    with pytest.raises(LayoutError, match="unknown name") as error:
+        Axes("page token heads dim")
+    assert error.value.values["name"] == "heads"
+    assert set(error.value.values["known"]) == {  # type: ignore[call-overload]
+        *("layer", "kv", "page", "token", "head", "dim", "1"),
+        *("slot", "row", "block"),
+    }
+
+
+@pytest.mark.parametrize("order", ["page head dim dim", "slot head dim dim", "slot head*dim"])
+def test_pages_of_a_paged_pool_are_never_taken_for_tokens(order: str) -> None:
+    """A pool of opaque blocks that is described as its shape suggests: each page would be one token."""
+    shape = (5, 2, 16, 8) if order.endswith("dim dim") else (5, 32)
+    with pytest.raises(LayoutError, match="pages without a token axis need page_size") as error:
+        layout_from_tensors({"kv": [torch.zeros(shape)]}, axes=order, heads=(0, 2), fingerprint="m")
+    assert error.value.values == {"field": "page_size", "order": order}
+
+
+def test_pages_that_are_one_cell_need_the_tokens_that_share_it() -> None:
+    with pytest.raises(LayoutError, match="tokens_per_cell must be the page size") as error:
+        layout_from_tensors(
+            {"kv": [torch.zeros(5, 2, 16, 8)]}, axes="page head dim dim", heads=(0, 2), fingerprint="m", page_size=16
+        )
+    assert error.value.values["tensor"] == "kv"
+
+
 WRONG_TYPES: dict[str, dict[str, Any]] = {
     "tensors": {"tensors": [torch.zeros(4, 4, 2, 8)]},
     "order": {"axes": ["page", "token", "head", "dim"]},
     "heads": {"heads": 2},
     "fingerprint": {"fingerprint": None},
+    "page_size": {"page_size": "16"},
+    "tokens_per_cell": {"tokens_per_cell": 1.0},
+    "layers": {"layers": "first"},
 }
 
 

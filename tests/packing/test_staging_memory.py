@@ -6,6 +6,7 @@ import pytest
 
 from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.errors import ConfigError
+from kvflow.geometry import Location, MemoryRange
 from kvflow.packing import staging
 from kvflow.packing.host import HostCopier
 from kvflow.packing.staging import staging_memory
@@ -35,6 +36,39 @@ def test_device_memory_is_taken_only_if_it_is_asked_for(
     memory = staging_memory(asked, DEVICE)
     assert memory is not None
     assert memory.range.length == 2**25
+
+
+@pytest.mark.parametrize("kind", ["DRAM", "VRAM"])
+def test_rank_with_memory_in_several_places_does_not_pack(kind: str) -> None:
+    (pages,) = HOST.allocations
+    halves = tuple(
+        msgspec.structs.replace(HOST.components[0], name=name, regions=(one,))
+        for name, one in zip("ab", HOST.components[0].regions, strict=False)
+    )
+    first, second = (one.regions[0] for one in halves)
+    layout = msgspec.structs.replace(
+        HOST,
+        components=halves,
+        allocations=(
+            MemoryRange(first.address, first.span),
+            MemoryRange(second.address, second.span, Location("VRAM", 1)),
+        ),
+        memory_kind=kind,
+    )
+    assert pages.address == first.address
+    asked = DecodeConfig(instance="x", registry="tcp://127.0.0.1:1", staging_bytes=2**25)
+    assert staging_memory(asked, layout) is None
+
+
+def test_staging_memory_is_where_the_pages_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is the allocations that say where that is."""
+    monkeypatch.setattr(staging, "_copier_for", lambda _: HostCopier())  # as if torch could copy there
+    gpu = Location("VRAM", 2)
+    moved = tuple(msgspec.structs.replace(one, location=gpu) for one in HOST.allocations)
+    layout = msgspec.structs.replace(HOST, allocations=moved)
+    memory = staging_memory(DecodeConfig(instance="x", registry="tcp://127.0.0.1:1", staging_bytes=2**25), layout)
+    assert memory is not None
+    assert memory.added_to(layout).registered_locations == {gpu}
 
 
 def test_host_without_memory_says_which_setting_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Components besides the main one: windows, states, and what decode does not want (requirements S4)."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
@@ -9,7 +9,7 @@ import pytest
 
 import kvflow
 from kvflow.errors import FailureReason, PlanError
-from kvflow.geometry import TokenPages, TokenShard, window_tokens
+from kvflow.geometry import Location, TokenPages, TokenShard, window_tokens
 from tests.support.failures import catch
 from tests.support.instances import decode_config, prefill_config
 from tests.support.worlds import ComponentSpec, Rank, RankBuilder, Split, TensorSpec, World
@@ -75,8 +75,13 @@ def make_world(source: Rank, target: Rank, wanted: dict[str, tuple[int, int]]) -
 
 
 @asynccontextmanager
-async def bench(backend: str) -> AsyncIterator[Bench]:
+async def bench(
+    backend: str, source_locations: Sequence[Location] = (), target_locations: Sequence[Location] = ()
+) -> AsyncIterator[Bench]:
     source, target = make_rank(1, is_decode=False), make_rank(2, is_decode=True)
+    for rank, locations in ((source, source_locations), (target, target_locations)):
+        if locations:
+            rank.scatter(locations)
     make_world(source, target, EVERYTHING).compute()
     async with kvflow.Registry() as registry:
         prefill = kvflow.PrefillRank(prefill_config(registry.endpoint, backend=backend), source.layout)

@@ -18,7 +18,7 @@ from kvflow.backends.base import Backend, BackendEvent, Capabilities, NoticeArri
 from kvflow.backends.memory import FaultScript, MemoryBackend
 from kvflow.backends.nixl import NixlBackend
 from kvflow.errors import ConfigError, FailureReason, PlanError, Stage, TransferFailed
-from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.layout import Location, MemoryRange
 from kvflow.state.tables import Memory, Outcome
 from tests.service.test_any_layout import hand_over, posts, small_worlds, stops_of_layers
 from tests.support.examples import examples
@@ -259,6 +259,13 @@ async def test_prefill_refuses_digests_of_device_memory() -> None:
             assert {failure.reason for failure in failures.values()} == {FailureReason.INVALID_PAGES}
             assert "digests need host memory (memory_kind='VRAM')" in failures["decode/0"].detail
             assert await end(deployment.request(2, 10), digest=False) == {}
+
+
+def test_decode_refuses_digests_if_some_memory_is_on_a_device() -> None:
+    layout = make_pool().layout
+    moved = tuple(replace(one, location=Location("VRAM", 0)) for one in layout.allocations)
+    with pytest.raises(ConfigError, match="host memory"):
+        kvflow.DecodeRank(decode_config("tcp://127.0.0.1:1", digest_every=4), replace(layout, allocations=moved))
 
 
 def test_decode_refuses_digests_of_device_memory() -> None:

@@ -4,10 +4,19 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvflow.geometry import BoundRoute, ComponentSlice, Route, TokenPages, bind_route, build_page_table, compile_routes
-from tests.support.worlds import Rank, World
+from kvflow.geometry import (
+    BoundRoute,
+    ComponentSlice,
+    Route,
+    TokenPages,
+    bind_route,
+    build_page_table,
+    compile_routes,
+    plan,
+)
+from tests.support.worlds import Rank, World, execute
 
-__all__ = ["Link", "chunk_slices", "links"]
+__all__ = ["Link", "chunk_slices", "links", "send"]
 
 
 class Link(NamedTuple):
@@ -38,3 +47,14 @@ def chunk_slices(world: World, bound: BoundRoute, source: Rank, target: Rank) ->
         for chunk in pairwise([start, *world.cuts[name], stop]):
             src = build_page_table(source.layout.component(name), TokenPages(chunk, source.pages(name, chunk)))
             yield name, ComponentSlice(chunk, src, dst, final=chunk[1] == stop)
+
+
+def send(world: World, bound: BoundRoute, source: Rank, target: Rank) -> None:
+    """Plan and carry out each chunk of each component."""
+    for name, component in chunk_slices(world, bound, source, target):
+        start, stop = component.tokens
+        assert len(plan(bound, {name: component}).src) <= bound.max_descriptors(name, stop - start)
+        descriptors = plan(bound, {name: component}, max_bytes=7)
+        assert descriptors.num_bytes == bound.num_bytes(name, component.tokens, final=component.final)
+        assert int(descriptors.src[:, 1].max(initial=0)) <= 7
+        execute(descriptors, source, target)

@@ -5,14 +5,14 @@ which tokens a rank holds is found by counting.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvflow.geometry import Component, Descriptors, KVLayout, MemoryRange, Region, TokenShard, head_range
+from kvflow.geometry import Component, Descriptors, KVLayout, Location, MemoryRange, Region, TokenShard, head_range
 
 __all__ = ["ComponentSpec", "Rank", "RankBuilder", "Split", "TensorSpec", "World", "execute", "worlds"]
 
@@ -66,8 +66,17 @@ class Rank:
             replace(item, regions=tuple(replace(region, address=region.address + shift) for region in item.regions))
             for item in self.layout.components
         )
-        allocations = tuple(MemoryRange(item.address + shift, item.length) for item in self.layout.allocations)
-        self.layout = KVLayout(components, self.layout.fingerprint, allocations)
+        allocations = tuple(replace(item, address=item.address + shift) for item in self.layout.allocations)
+        self.layout = replace(self.layout, components=components, allocations=allocations)
+
+    def scatter(self, locations: Sequence[Location]) -> None:
+        """Make each component an allocation of its own, in one location after another; bytes stay as they are."""
+        allocations = []
+        for component, location in zip(self.layout.components, locations, strict=False):
+            start = min(region.address for region in component.regions)
+            end = max(region.end for region in component.regions)
+            allocations.append(MemoryRange(start, end - start, location))
+        self.layout = replace(self.layout, allocations=tuple(allocations))
 
     def pages(self, name: str, tokens: tuple[int, int]) -> list[int]:
         """The pages that the held ones of some tokens touch."""
@@ -187,6 +196,7 @@ def component_specs(draw: st.DrawFn) -> list[ComponentSpec]:
         "mla": (TensorSpec("latent", 1, cell), TensorSpec("rope", 1, 2)),
         "scaled": (TensorSpec("k", heads, cell), TensorSpec("k_scale", heads, 4, draw(st.sampled_from([2, 4])))),
         "indexed": (TensorSpec("k", 1, cell), TensorSpec("index_k", 1, 3)),
+        "opaque": (TensorSpec("page", heads, 11, draw(st.sampled_from([2, 4]))),),
     }
     tensors = kinds[draw(st.sampled_from(sorted(kinds)))]
     layers = tuple(range(num_layers))
@@ -196,7 +206,7 @@ def component_specs(draw: st.DrawFn) -> list[ComponentSpec]:
         specs.append(ComponentSpec("swa", "paged", (TensorSpec("k", heads, 2),), layers, 0, num_tokens))
     if draw(st.booleans()):
         rows = draw(st.integers(1, 3))
-        state = (TensorSpec("conv.q", heads, 2), TensorSpec("ssm", heads, 5))
+        state = (TensorSpec("conv.q", heads, 2), TensorSpec("ssm", heads, 5, draw(st.sampled_from([1, rows]))))
         specs.append(ComponentSpec("mamba", "slot", state, layers, 0, rows))
     return specs
 
@@ -226,7 +236,7 @@ class Split:
 def splits(draw: st.DrawFn, specs: list[ComponentSpec]) -> Split:
     totals = {tensor.total_heads for spec in specs for tensor in spec.tensors}
     fitting = [tp for tp in TP_SIZES if all(not (total % tp and tp % total) for total in totals)]
-    grain = max(spec.grain for spec in specs)
+    grain = max(spec.grain for spec in specs if spec.kind == "paged")
     page_size = grain * draw(st.sampled_from([1, 2, 3, 4]))
     context = draw(st.sampled_from([1, 1, 1, 2, 3]))
     interleave = grain * draw(st.sampled_from([1, 2, page_size // grain]))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from kvflow.errors import FailureReason, Stage
-from kvflow.geometry.layout import Component, KVLayout, Region
+from kvflow.geometry.layout import Component, KVLayout, Location, MemoryRange, Region
 from kvflow.geometry.routes import RegionSlice, Route
 from kvflow.wire import messages as wm
 from kvflow.wire.codec import encode
@@ -44,6 +44,7 @@ LAYOUT: Final = KVLayout(
         ),
     ),
     fingerprint="model",
+    allocations=(MemoryRange(2**63, 992, Location("DRAM", 2)),),
     memory_kind="VRAM",
     device_id=1,
 )

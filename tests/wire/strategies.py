@@ -3,9 +3,10 @@
 from typing import Final
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, Stage
-from kvflow.geometry.layout import ADDRESS_LIMIT, Component, KVLayout, Region
+from kvflow.geometry.layout import ADDRESS_LIMIT, Component, KVLayout, Location, Region
 from kvflow.geometry.routes import RegionSlice, Route
 from kvflow.wire import messages as wm
 
@@ -57,15 +58,20 @@ def components(draw: st.DrawFn, name: str) -> Component:
     return Component(name, tuple(draw(regions(tensor, layer, pages)) for tensor, layer in keys))
 
 
+kinds: Final = st.sampled_from(["DRAM", "VRAM"])
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> KVLayout:
     chosen = draw(st.lists(names, min_size=1, max_size=2, unique=True))
-    return KVLayout(
+    layout = KVLayout(
         components=tuple(draw(components(name)) for name in chosen),
         fingerprint=draw(names),
-        memory_kind=draw(st.sampled_from(["DRAM", "VRAM"])),
+        memory_kind=draw(kinds),
         device_id=draw(st.integers(0, 2**63 - 1)),
     )
+    location = draw(st.none() | st.builds(Location, kinds, st.integers(0, 2**63 - 1)))
+    return replace(layout, allocations=tuple(replace(one, location=location) for one in layout.allocations))
 
 
 slices: Final = st.builds(RegionSlice, names, names, signed, st.tuples(signed, signed))

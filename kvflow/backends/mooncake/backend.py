@@ -170,7 +170,7 @@ class MooncakeBackend(OwnerBackend[Agent, ConnectedPeer]):
         A connection whose far end is not on this host is known to be dry only when it is closed. So where other
         processes keep connections from other hosts, this waits for those, too.
         """
-        is_on_host = self._memory is not None and self._memory.memory_kind == "DRAM"
+        is_on_host = self._memory is not None and set(self._memory.by_kind) == {"DRAM"}
         if self._settings.protocol != "tcp" or not is_on_host:
             return False
         try:

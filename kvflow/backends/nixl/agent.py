@@ -33,6 +33,7 @@ from kvflow.backends.nixl.notices import pack_notices, unpack_notices
 from kvflow.backends.nixl.posts import Connection, Outbox, Post, PreparedLists, Write, joined
 from kvflow.errors import BackendError, RemoteProtocolError
 from kvflow.geometry.blocks import Blocks
+from kvflow.geometry.layout import MemoryKind
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
 
@@ -147,7 +148,7 @@ class NixlAgent:
             return None
         try:
             payload = pack_notices(write.notice for write in writes)
-            handle = self._make_handle(connection, outbox.kind, joined(writes), payload)
+            handle = self._make_handle(connection, writes[0].kinds, joined(writes), payload)
         except Exception as error:  # noqa: BLE001 - nothing was posted; the caller learns it as an event
             connection.has_erred = True
             self._emit([PostEnded(write.post_id, error_text(error)) for write in writes])
@@ -156,12 +157,18 @@ class NixlAgent:
         self._num_posts += 1
         return post
 
-    def _make_handle(self, connection: Connection, kind: str, moves: Descriptors | Blocks, payload: bytes) -> Any:
+    def _make_handle(
+        self,
+        connection: Connection,
+        kinds: tuple[MemoryKind, MemoryKind],
+        moves: Descriptors | Blocks,
+        payload: bytes,
+    ) -> Any:
         if isinstance(moves, Blocks):
-            src, dst = connection.lists.of(connection.agent, moves.lists, (self._agents.kind, kind), self._clean_up)
+            src, dst = connection.lists.of(connection.agent, moves.lists, kinds, self._clean_up)
             return connection.agent.make_prepped_xfer("WRITE", src, moves.src, dst, moves.dst, payload)
         make = connection.agent.get_xfer_descs
-        src, dst = make(moves.src, self._agents.kind), make(moves.dst, kind)
+        src, dst = make(moves.src, kinds[0]), make(moves.dst, kinds[1])
         return connection.agent.initialize_xfer("WRITE", src, dst, connection.peer, payload)
 
     def watch(self, active: bool) -> None:

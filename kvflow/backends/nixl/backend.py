@@ -35,6 +35,7 @@ from kvflow.backends.nixl.library import ENGINE_CONFIG
 from kvflow.backends.nixl.posts import Outbox, Write
 from kvflow.backends.owner import ConnectedPeer, OwnerBackend, PollIntervals
 from kvflow.geometry.blocks import BlockLists, Blocks, run_extents
+from kvflow.geometry.layout import MemoryKind
 from kvflow.geometry.plan import Descriptors
 
 __all__ = ["FORMAT", "NixlBackend"]
@@ -50,10 +51,12 @@ class _Peer(ConnectedPeer):
     Attributes:
         outbox: A new one each time that the peer is connected, so that nothing goes over a later connection.
         lists: The last ones that were found to be of registered memory.
+        kinds: Of memory that they are in, here and at the peer.
     """
 
     outbox: Outbox
     lists: BlockLists | None = None
+    kinds: tuple[MemoryKind, MemoryKind] = ("DRAM", "DRAM")
 
 
 class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
@@ -108,11 +111,12 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
     @override
     async def _connect(self, peer: str, theirs: PeerMetadata) -> _Peer:
         await self._call(lambda agent: agent.connect(peer, theirs.agent))
-        return _Peer(peer, theirs.memory, Outbox(peer, theirs.memory.memory_kind))
+        return _Peer(peer, theirs.memory, Outbox(peer))
 
     @override
     def _post(self, post_id: int, peer: _Peer, descriptors: Descriptors, notice: bytes) -> None:
-        self._submit(peer.outbox, Write(post_id, descriptors, notice))
+        kinds = (self._registered().kind_of(descriptors.src), peer.memory.kind_of(descriptors.dst))
+        self._submit(peer.outbox, Write(post_id, descriptors, kinds, notice))
 
     @override
     def post_blocks(self, post_id: int, peer: str, blocks: Blocks, notice: bytes) -> None:
@@ -120,8 +124,9 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
         if to.lists is not blocks.lists:
             mine.check(run_extents(blocks.lists.src), side="source")
             to.memory.check(run_extents(blocks.lists.dst), side="destination")
+            to.kinds = (mine.kind_of(blocks.lists.src), to.memory.kind_of(blocks.lists.dst))
             to.lists = blocks.lists
-        self._submit(to.outbox, Write(post_id, blocks, notice))
+        self._submit(to.outbox, Write(post_id, blocks, to.kinds, notice))
 
     def _submit(self, outbox: Outbox, write: Write) -> None:
         owner, agent = self._running()

@@ -7,6 +7,7 @@ from typing import Any, Final
 from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.nixl.library import error_text
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
+from kvflow.geometry.layout import MemoryKind
 
 __all__ = ["MAX_AGENTS", "NativeAgents"]
 
@@ -23,18 +24,14 @@ class NativeAgents:
         plugin: NIXL plugin to use.
         plugin_options: Its parameters.
 
-    Attributes:
-        kind: Of the memory that is registered.
-
     Raises:
         BackendUnavailable: The plugin does not start.
     """
 
     def __init__(self, api: Any, name: str, plugin: str, plugin_options: dict[str, str]) -> None:
-        self.kind = "DRAM"
         self._name = name
         self._start = functools.partial(_start, api, plugin=plugin, plugin_options=plugin_options)
-        self._rows: list[tuple[int, int, int, str]] = []
+        self._rows: dict[MemoryKind, list[tuple[int, int, int, str]]] = {}
         self._registered: list[tuple[Any, Any]] = []
         self._agents: list[Any] = [self._start(name)]
 
@@ -55,8 +52,10 @@ class NativeAgents:
         Raises:
             RegistrationError: NIXL does not take it.
         """
-        self._rows = [(item.address, item.length, memory.device_id, "") for item in memory.ranges]
-        self.kind = memory.memory_kind
+        self._rows = {
+            kind: [(item.address, item.length, device, "") for item, device in items]
+            for kind, items in memory.by_kind.items()
+        }
         self._register_with(self.first)
         return bytes(self.first.get_agent_metadata())
 
@@ -96,18 +95,16 @@ class NativeAgents:
         self._agents.clear()
 
     def _register_with(self, agent: Any) -> None:
-        try:
-            registered = agent.register_memory(self._rows, self.kind)
-        except Exception as error:
-            raise RegistrationError(
-                "NIXL refused to register memory",
-                memory_kind=self.kind,
-                ranges=len(self._rows),
-                detail=error_text(error),
-            ) from error
-        if registered is None:  # how NIXL reports arguments that it does not understand
-            raise RegistrationError("NIXL did not accept the memory ranges", ranges=self._rows[:4])
-        self._registered.append((agent, registered))
+        for kind, rows in self._rows.items():
+            try:
+                registered = agent.register_memory(rows, kind)
+            except Exception as error:
+                raise RegistrationError(
+                    "NIXL refused to register memory", memory_kind=kind, ranges=len(rows), detail=error_text(error)
+                ) from error
+            if registered is None:  # how NIXL reports arguments that it does not understand
+                raise RegistrationError("NIXL did not accept the memory ranges", ranges=rows[:4])
+            self._registered.append((agent, registered))
 
 
 def _start(api: Any, name: str, *, plugin: str, plugin_options: dict[str, str]) -> Any:

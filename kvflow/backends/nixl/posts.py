@@ -14,6 +14,7 @@ import numpy as np
 
 from kvflow.backends.base import PostEnded, PostInDoubt
 from kvflow.geometry.blocks import BlockLists, Blocks
+from kvflow.geometry.layout import MemoryKind
 from kvflow.geometry.plan import Descriptors
 
 __all__ = ["Connection", "Outbox", "Post", "PreparedLists", "Write", "joined"]
@@ -36,11 +37,13 @@ class Write:
     """A post that has not begun.
 
     Attributes:
+        kinds: Of memory, here and at the peer.
         notice: Empty for none.
     """
 
     post_id: int
     moves: Descriptors | Blocks
+    kinds: tuple[MemoryKind, MemoryKind]
     notice: bytes
 
     @functools.cached_property
@@ -51,7 +54,7 @@ class Write:
     def goes_with(self, other: "Write") -> bool:
         """Say whether two writes to one peer may be joined."""
         mine, theirs = (write.moves.lists if isinstance(write.moves, Blocks) else None for write in (self, other))
-        return mine is theirs and max(self.num_bytes, other.num_bytes) <= MAX_SMALL_BYTES
+        return mine is theirs and self.kinds == other.kinds and max(self.num_bytes, other.num_bytes) <= MAX_SMALL_BYTES
 
 
 class Outbox:
@@ -59,12 +62,10 @@ class Outbox:
 
     Args:
         peer: Its agent name.
-        kind: Of the memory that it has registered.
     """
 
-    def __init__(self, peer: str, kind: str) -> None:
+    def __init__(self, peer: str) -> None:
         self.peer = peer
-        self.kind = kind
         self._waiting: deque[Write] = deque()
 
     def put(self, write: Write) -> None:

@@ -43,6 +43,9 @@ def split_chunk(
 ) -> list[ChunkPart]:
     """Split a chunk between its layers if they get ready apart and are worth it, else along its tokens if it is large.
 
+    What lies in other memory (states on the host, pages on a device) is split by itself: a write has one location at
+    each end.
+
     Args:
         chunk: From the engine.
         ranges: By component, what of it the decode rank wants; none is empty.
@@ -52,21 +55,13 @@ def split_chunk(
     """
     if not ranges:
         return [_part(chunk, ranges, _ready(chunk))]
-    policy = link.split_policy.choose(
-        ranges, wanted, lambda: sum(_count_runs(chunk, name, tokens, grant) for name, tokens in ranges.items())
-    )
-    ready = chunk.ready
-    if chunk.layers:
-        groups = policy.split_layers([group.stop for group in chunk.layers], ranges, wanted)
-        if len(groups) > 1:
-            return [
-                _part(chunk, ranges, chunk.layers[group].ready, layers, is_end=layers[1] is None)
-                for layers, group in groups
-            ]
-        ready = chunk.layers[groups[0].group].ready
-    splits = policy.split_tokens(ranges, wanted)
-    end = len(splits) - 1
-    return [_part(chunk, split, None if number else ready, is_end=number == end) for number, split in enumerate(splits)]
+    groups = link.route.by_location(ranges)
+    end = len(groups) - 1
+    return [
+        part
+        for number, group in enumerate(groups)
+        for part in _split_group(chunk, group, grant, wanted, link, is_end=number == end)
+    ]
 
 
 def cost_of(
@@ -86,6 +81,36 @@ def cost_of(
     )
     num_splits = num_bytes // max_descriptor_bytes if max_descriptor_bytes else 0
     return Cost(num_bytes, num_descriptors + num_splits)
+
+
+def _split_group(
+    chunk: Chunk,
+    ranges: dict[str, TokenRange],
+    grant: Grant,
+    wanted: Mapping[str, TokenRange],
+    link: PeerRoute,
+    *,
+    is_end: bool,
+) -> list[ChunkPart]:
+    """Split the part of a chunk that is in one location on both sides; `is_end` if nothing of the chunk follows."""
+    policy = link.split_policy.choose(
+        ranges, wanted, lambda: sum(_count_runs(chunk, name, tokens, grant) for name, tokens in ranges.items())
+    )
+    ready = chunk.ready
+    if chunk.layers:
+        groups = policy.split_layers([group.stop for group in chunk.layers], ranges, wanted)
+        if len(groups) > 1:
+            return [
+                _part(chunk, ranges, chunk.layers[group].ready, layers, is_end=is_end and layers[1] is None)
+                for layers, group in groups
+            ]
+        ready = chunk.layers[groups[0].group].ready
+    splits = policy.split_tokens(ranges, wanted)
+    last = len(splits) - 1
+    return [
+        _part(chunk, split, None if number else ready, is_end=is_end and number == last)
+        for number, split in enumerate(splits)
+    ]
 
 
 def _ready(chunk: Chunk) -> ReadyEvent | None:

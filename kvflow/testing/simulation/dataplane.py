@@ -394,7 +394,7 @@ class SimulatedBackend(Backend):
     @override
     async def register(self, layout: KVLayout) -> None:
         check_unregistered(self._memory, self.name)
-        self._memory = RegisteredMemory(layout.allocations, layout.memory_kind, layout.device_id)
+        self._memory = RegisteredMemory.of(layout)
         for item in layout.allocations:
             mapped = self._mapped.get(item.address)
             view = memoryview(_real(item.address, item.length) if mapped is None else mapped).cast("B")

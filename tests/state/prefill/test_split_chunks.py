@@ -5,13 +5,14 @@ from msgspec.structs import replace
 
 from kvflow.config import Limits
 from kvflow.geometry.binding import bind_route
-from kvflow.geometry.layout import Component
+from kvflow.geometry.layout import Component, KVLayout, Location, MemoryRange
 from kvflow.geometry.ranges import TokenShard
 from kvflow.geometry.routes import compile_routes
 from kvflow.geometry.split import split_policy_for
 from kvflow.state import events as ev
 from kvflow.state.effects import AwaitData
 from kvflow.state.events import Chunk
+from kvflow.state.prefill.pieces import split_chunk
 from kvflow.wire.messages import Ack, Notice
 from tests.support.cores import (
     DECODE,
@@ -26,7 +27,7 @@ from tests.support.cores import (
 )
 from tests.support.receiving import Transfer, request
 from tests.support.sending import DELIVERY, ROOM, chunk, end, pieces, posted
-from tests.support.small_routes import layout, small_pieces
+from tests.support.small_routes import MODEL, layout, peer_route, small_pieces
 
 FOUR_TOKENS = small_pieces(8)
 """Four tokens to a piece."""
@@ -76,6 +77,28 @@ def test_the_first_piece_waits_for_the_device_and_the_last_one_ends_the_transfer
         ((4, 8), False, b""),
         ((8, 12), True, b"m"),
     ]
+
+
+def test_what_is_in_other_memory_is_a_piece_of_its_own() -> None:
+    """Pages on a device and states on the host; the last piece of all ends the transfer."""
+    kv, state = layout().components[0], layout("state").components[0]
+    gap = 2**20
+    moved = replace(state, regions=tuple(replace(one, address=one.address + gap) for one in state.regions))
+    both = KVLayout(
+        (kv, moved),
+        MODEL,
+        (*layout().allocations, MemoryRange(4096 + gap, layout().allocations[0].length, Location("VRAM", 0))),
+    )
+    (route,) = compile_routes({0: both}, both, decode_rank=0)
+    link = peer_route(both, both, route)
+    device, ranges = Device(), {"kv": (0, 4), "state": (0, 4)}
+    whole = Chunk((0, 4), {}, ready=device, last=True, metadata=b"m")
+    parts = split_chunk(whole, ranges, grant(tokens=(0, 4)), ranges, link)
+    assert [(part.ranges, part.ready, part.last, part.metadata) for part in parts] == [
+        ({"kv": (0, 4)}, device, False, b""),
+        ({"state": (0, 4)}, device, True, b"m"),
+    ]
+    assert len(split_chunk(whole, {"kv": (0, 4)}, grant(tokens=(0, 4)), ranges, link)) == 1
 
 
 def test_a_chunk_that_is_small_enough_is_one_piece(core: PrefillDriver) -> None:
