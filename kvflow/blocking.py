@@ -91,7 +91,7 @@ class _BlockingTransfer:
     def __init__(self, rank: "_BlockingRank[Any, Any]", transfer: Transfer) -> None:
         self.room = transfer.room
         self._is_changed = False
-        self._told: tuple[object, ...] = ()
+        self._told: object = None
         self._rank = rank
         self._transfer = transfer
         transfer.memory = Memory.HELD  # until it is refused, if it is
@@ -156,9 +156,10 @@ class _BlockingTransfer:
             self._is_changed = True
             self._rank._changes.add(self)
 
-    def _news(self) -> tuple[object, ...]:
-        """Give what `completed` tells of."""
-        return self.outcome, self.failure, self.memory
+    @property
+    def _has_grants(self) -> bool:
+        """It is a sender that every decode rank has granted."""
+        return False
 
     def _check_success(self) -> None:
         if self._transfer.failure is not None:
@@ -172,11 +173,12 @@ class _BlockingTransfer:
 def _take_update(transfer: AnyTransfer) -> TransferUpdate[AnyTransfer] | None:
     """Say how a transfer stands, if it is news."""
     transfer._is_changed = False  # first: what changes from here on is told the next time
-    news = transfer._news()
+    update = TransferUpdate(transfer, transfer.room, transfer.outcome, transfer.failure, transfer.memory)
+    news = (update.outcome, update.memory, transfer._has_grants)
     if news == transfer._told:
         return None
     transfer._told = news
-    return TransferUpdate(transfer, transfer.room, transfer.outcome, transfer.failure, transfer.memory)
+    return update
 
 
 def _reason_of(error: KvflowError) -> FailureReason:
@@ -307,9 +309,10 @@ class BlockingSender(_BlockingTransfer):
             self._sender.abort()
         self._chunks.clear()
 
+    @property
     @override
-    def _news(self) -> tuple[object, ...]:
-        return *super()._news(), self.wanted is None
+    def _has_grants(self) -> bool:
+        return self.wanted is not None
 
 
 class BlockingReceiver(_BlockingTransfer):
