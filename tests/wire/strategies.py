@@ -141,7 +141,7 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         digest=st.booleans(),
         **transfer_ids,
     ),
-    wm.Decline: st.builds(wm.Decline, room=signed, failure=failures),
+    wm.Decline: st.builds(wm.Decline, failure=failures, **transfer_ids),
     wm.Notice: st.builds(
         wm.Notice,
         token=signed,
