@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.observe.times import StageTimes
+from kvflow.observe.times import Duration, StageTimes
 from kvflow.statistics import RankStatistics, StagingStatistics
 from tests.support.instances import BACKENDS, Deployment, deploy
 
@@ -48,7 +48,7 @@ def take_census(deployment: Deployment) -> Census:
         descriptors=len(list(Path("/proc/self/fd").iterdir())),
         threads=sorted(thread.name for thread in threading.enumerate()),
         tables=[
-            statistics._replace(times=StageTimes(), staging=StagingStatistics())
+            statistics._replace(times=StageTimes(), loop_lag=Duration(), staging=StagingStatistics())
             for statistics in deployment.statistics()
         ],
         objects=objects,
