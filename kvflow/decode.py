@@ -138,10 +138,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             RankDraining: On entry: the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
         """
-        if digest is not None:
-            if not isinstance(digest, (bool, np.bool_)):
-                raise ConfigError("digest must be a bool, or None", digest=digest)
-            digest = bool(digest)
+        digest = _check_digest(digest)
         parts = self._wanted(tokens, pages, digest=bool(digest))
         tables = build_page_tables(parts, self.layout, distinct=True)
         timeout_s = self.config.timeouts.transfer_s if timeout_s is None else timeout_s
@@ -373,6 +370,19 @@ class RoomReceiver(Transfer):
     def _abort(self) -> None:
         detail = "the decode engine left the room before it was complete"
         self._rank.dispatch(ev.ReceiveAborted(self.room, self._rank.failure(FailureReason.ABORTED, detail)))
+
+
+def _check_digest(digest: object) -> bool | None:
+    """Turn any kind of bool into one; None stays what it is.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if digest is None:
+        return None
+    if not isinstance(digest, (bool, np.bool_)):
+        raise ConfigError("digest must be a bool, or None", digest=digest)
+    return bool(digest)
 
 
 def _check_instance(name: object) -> str:
