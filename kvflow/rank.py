@@ -267,6 +267,11 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self.check_loop()
         self.check_usable()
 
+    @property
+    def is_usable(self) -> bool:
+        """It is open and not broken."""
+        return self._is_open and self._error is None
+
     def check_usable(self) -> None:
         """Refuse a call that needs an open rank, in any thread.
 

@@ -10,6 +10,7 @@ from kvflow.directory.client import RegistryClient
 from kvflow.errors import Unreachable
 from kvflow.observe.logs import BoundLogger
 from kvflow.ports import Ports
+from kvflow.state.decode.instances import MAX_REFS
 from kvflow.state.events import InstanceAt, InstanceRef
 from kvflow.wire.messages import RankRecord
 
@@ -18,14 +19,13 @@ __all__ = ["Directories"]
 UNUSED_S: Final = 30.0
 """A connection to an address is closed after so long without a question."""
 
-MAX_ADDRESSES: Final = 1_024
-"""Connections held at once; the one that has not been used for the longest time is closed for another."""
-
 OnFound = Callable[[InstanceRef, tuple[RankRecord, ...], int], None]
 
 
 class Directories:
     """Asks whoever knows an instance. A question that cannot be asked is lost: ask again.
+
+    The core asks for no more addresses at once than connections are held; those of others are closed.
 
     Args:
         registry: Address of the registry for names; None if there is none.
@@ -71,7 +71,7 @@ class Directories:
         if instance in self._at:
             client = self._at[instance][0]
         else:
-            while len(self._at) >= MAX_ADDRESSES:
+            while len(self._at) >= MAX_REFS:
                 self._at.popitem(last=False)[1][0].close()
 
             def take(_: str | None, records: tuple[RankRecord, ...], number: int) -> None:

@@ -196,17 +196,14 @@ async def test_tickets_need_an_open_rank() -> None:
         rank.ticket(1)
 
 
-async def test_connections_to_addresses_are_closed_when_unused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookups, "UNUSED_S", 0.2)
-    monkeypatch.setattr(lookups, "MAX_ADDRESSES", 2)
+async def test_connections_to_addresses_are_bounded_and_closed_when_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "MAX_REFS", 1)
     async with prefill_ranks() as ranks, decode_rank() as decode:
-        directories = decode._directories
-        async with anyio.create_task_group() as tasks:
-            for room, port in enumerate((1, 2, 3)):
-                tasks.start_soon(catch, lambda room=room, port=port: receive(decode, Endpoint("::1", port), room))
-            await until(lambda: len(directories) == 2)
-        await hand_over(ranks, decode, Endpoint.parse(ranks[0].endpoint), 9)
-        await until(lambda: len(directories) <= 2)
+        await hand_over(ranks, decode, ranks[0].ticket(1), 1)
+        monkeypatch.setattr(lookups, "UNUSED_S", 0.1)
+        await hand_over(ranks, decode, Endpoint.parse(ranks[0].endpoint), 2)
+        assert len(decode._directories) == 1
+        await until(lambda: not len(decode._directories))
 
 
 def test_blocking_ranks_need_no_registry() -> None:

@@ -15,13 +15,10 @@ from kvflow.state.events import ConnectedRank, InstanceAt, InstanceFound, Instan
 from kvflow.state.tables import INSTANCE, InstanceSignal, InstanceState
 from kvflow.wire.messages import Failure, Hello, PeerId, RankRecord
 
-__all__ = ["Declined", "Instance", "InstanceTable", "Waiting"]
+__all__ = ["MAX_REFS", "Declined", "Instance", "InstanceTable", "Waiting"]
 
-MAX_INSTANCES = 4_096
-"""Instances, or addresses that have not answered, that are known at once."""
-
-MAX_REFS = 64
-"""References to one instance that are remembered."""
+MAX_REFS = 1_024
+"""References that are remembered: so many addresses may be asked at once."""
 
 
 class Waiting(NamedTuple):
@@ -129,10 +126,16 @@ class InstanceTable:
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._instances.values())
 
-    @property
-    def is_full(self) -> bool:
-        """No further instance can be added."""
-        return len(self._instances) >= MAX_INSTANCES
+    def make_room(self) -> bool:
+        """Forget the oldest reference by which no room waits, if there are many; say whether another can be added."""
+        if len(self._by_ref) < MAX_REFS:
+            return True
+        for ref, instance in self._by_ref.items():
+            if all(room.opened.instance != ref for room, _ in instance.waiting.values()):
+                del self._by_ref[ref]
+                del instance.refs[ref]
+                return True
+        return False
 
     def numbered(self, number: int) -> Instance:
         """Give an instance that is known."""
@@ -186,13 +189,6 @@ class InstanceTable:
         return instance
 
     def _point(self, ref: InstanceRef, instance: Instance) -> Instance:
-        """Let a reference be to an instance; one of those that nobody uses is forgotten if there are many."""
         instance.refs[ref] = None
         self._by_ref[ref] = instance
-        if len(instance.refs) > MAX_REFS:
-            used = dict.fromkeys((ref, *instance.refs_waiting))
-            unused = next((ref for ref in instance.refs if ref not in used), None)
-            if unused is not None:
-                del instance.refs[unused]
-                del self._by_ref[unused]
         return instance

@@ -219,7 +219,7 @@ def test_addresses_are_forgotten_when_nobody_asks_for_them(core: DecodeDriver) -
 
 
 def test_the_number_of_instances_is_bounded(core: DecodeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instances, "MAX_INSTANCES", 1)
+    monkeypatch.setattr(instances, "MAX_REFS", 1)
     core(request(1, room=1, instance=HERE))
     assert failures(core(request(2, room=2, instance=ELSEWHERE))) == [(2, FailureReason.CAPACITY)]
     assert core(request(3, room=3, instance=HERE)) == []
@@ -235,3 +235,5 @@ def test_the_number_of_references_to_an_instance_is_bounded(
         assert rooms_granted(core(request(generation, room=generation, instance=ref, issuer=PREFILL))) == [generation]
     (known,) = core.core.instances._instances
     assert len(known.refs) == 3
+    core(request(20, room=20, instance=HERE))
+    assert rooms_granted(answer(core, HERE, PREFILL)) == [20]
