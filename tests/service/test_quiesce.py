@@ -214,6 +214,11 @@ async def test_misuse_is_told() -> None:
                 await sender.quiesce()
 
 
+def wait_until_quiesced(rank: blocking.PrefillRank, sender: blocking.BlockingSender) -> None:
+    while not sender.is_quiesced:
+        assert [update.transfer for update in rank.wait_any(10)] == [sender]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_scheduler_preempts(backend: str) -> None:
     source, target = make_pool(), make_pool()
@@ -235,8 +240,7 @@ def test_a_scheduler_preempts(backend: str) -> None:
             sender.quiesce()
             with pytest.raises(LocalProtocolError, match="being quiesced"):
                 sender.chunk((40, 41), {})
-            while not sender.is_quiesced:
-                assert [update.transfer for update in prefill.wait_any(10)] == [sender]
+            wait_until_quiesced(prefill, sender)
             start = sender.resume_at
             assert start is not None
             assert start < NUM_TOKENS
@@ -246,9 +250,9 @@ def test_a_scheduler_preempts(backend: str) -> None:
             assert not sender.is_quiesced
             assert (receiver.wait(10), sender.wait(10)) == (blocking.Outcome.SUCCESS, blocking.Outcome.SUCCESS)
             assert receiver.result().metadata == b"token"
+            prefill.completed()
             sender.quiesce()
-            while not sender.is_quiesced:
-                prefill.wait_any(10)
+            wait_until_quiesced(prefill, sender)
             check_arrived(target)
         with pytest.raises(LocalProtocolError, match="not open"):
             sender.quiesce()
@@ -260,8 +264,7 @@ def test_a_scheduler_hears_why_it_may_not_go_on() -> None:
         sender = prefill.send(1)
         sender.chunk((0, 8), table(FIRST, (0, 8)))
         sender.quiesce()
-        while not sender.is_quiesced:
-            prefill.wait_any(10)
+        wait_until_quiesced(prefill, sender)
         sender.chunk((4, 8), table(FIRST, (4, 8)))
         assert sender.wait(10) is blocking.Outcome.FAILED
         with pytest.raises(TransferFailed) as caught:

@@ -36,6 +36,9 @@ PATIENCE_S: Final = 1.0
 SETTLE_S: Final = 4.0
 """After the last request, nothing is left within this time."""
 
+PREEMPTING: Final = 0.35
+"""Chance that prefill engines preempt requests."""
+
 SPLITS: Final = (*[(1, 1)] * 8, *[(2, 1)] * 4, *[(1, 2)] * 4, (2, 2))
 
 POOL_TOKENS: Final = 32
@@ -101,7 +104,12 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None) ->
 
 def _run_watched(rng: random.Random, deployment: Deployment, result: Result) -> None:
     world = deployment.world
-    router = Router(deployment, num_clients=rng.choice((1, 1, 2)), interval_s=rng.uniform(0.7, 1.6))
+    router = Router(
+        deployment,
+        num_clients=rng.choice((1, 1, 2)),
+        interval_s=rng.uniform(0.7, 1.6),
+        preemptions=_draw_preemptions(result.seed),
+    )
     try:
         _run(deployment, router)
     except Exception as error:  # noqa: BLE001 - whatever the code under test lets out is a violation
@@ -154,6 +162,12 @@ def _draw_deployment(rng: random.Random, world: World) -> Deployment:
         fixed_ports=rng.random() < 0.5,
         may_lose_messages=may_lose_messages(world.faults),
     )
+
+
+def _draw_preemptions(seed: int) -> random.Random | None:
+    """Prefill engines of every third seed preempt. Whether they do changes nothing else that is drawn."""
+    rng = random.Random(f"preemptions {seed}")  # noqa: S311 - chance must be repeatable here
+    return rng if rng.random() < PREEMPTING else None
 
 
 def may_lose_messages(faults: Faults) -> bool:
