@@ -11,8 +11,10 @@ import kvflow
 from kvflow import blocking
 from kvflow.config import Limits
 from kvflow.errors import FailureReason, LocalProtocolError, TransferFailed
-from tests.support.instances import BACKENDS, PAGE_SIZE, Deployment, decode_config, deploy, make_pool, prefill_config
+from tests.support.instances import BACKENDS, NUM_PAGES, PAGE_SIZE, Deployment, decode_config, deploy, make_pool, prefill_config
 from tests.support.pools import Pool
+from tests.support.prefill_client import prefill_process
+from tests.support.prefill_process import FILL, MANY_PAGES
 from tests.support.registries import registry_in_thread
 from tests.support.waiting import until
 
@@ -212,6 +214,31 @@ async def test_misuse_is_told() -> None:
             sender.abort()
             with pytest.raises(TransferFailed):
                 await sender.quiesce()
+
+
+@pytest.mark.timeout(60)
+async def test_another_process_reads_nothing_that_came_after() -> None:
+    """Over NIXL, with writes under way: the pages are overwritten the moment that they are said to be quiet."""
+    target = make_pool()
+    whole = list(range(MANY_PAGES))
+    async with (
+        kvflow.Registry() as registry,
+        prefill_process(registry.endpoint, 0) as prefill,
+        kvflow.DecodeRank(decode_config(registry.endpoint, backend="nixl"), target.layout) as decode,
+    ):
+        for room in range(1, 6):
+            for buffer in target.buffers:
+                buffer[:] = 0
+            await prefill.tell("preempt", room=room)
+            async with decode.receive(
+                room, prefill="prefill", tokens=(0, MANY_PAGES * PAGE_SIZE), pages={"kv": whole}
+            ) as receiver:
+                await prefill.expect("quiesced", room)
+                await receiver.done()
+            await prefill.expect("over", room)
+            for buffer in target.buffers:
+                assert (buffer.reshape(2, NUM_PAGES, -1)[:, :MANY_PAGES] == FILL).all()
+        await prefill.tell("leave")
 
 
 def wait_until_quiesced(rank: blocking.PrefillRank, sender: blocking.BlockingSender) -> None:

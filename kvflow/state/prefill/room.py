@@ -202,6 +202,13 @@ class Delivery:
         return any(notice.staged is None for notice in self._posted.values())
 
     @property
+    def has_tail(self) -> bool:
+        """What is not under way comes after all that is, so that it can be forgotten."""
+        begun = [*self._planned, *self._posted, *(notice.seq for notice in self._written)]
+        numbers = sorted(begun) + list(self._unposted)
+        return numbers == sorted(numbers) and (not self.state.is_pending or numbers == list(range(self._next_seq)))
+
+    @property
     def posted(self) -> tuple[int, ...]:
         """Pieces whose writes are posted and not known to have ended."""
         return tuple(self._posted)

@@ -222,6 +222,7 @@ class SmallWorld:
         self._num_tokens = num_tokens
         self._generations = {room: number for number, room in enumerate(setup.rooms, 1)}
         self.script: list[tuple[str, int, Any]] = [item for room in setup.rooms for item in self._requests(room)]
+        self.quiescing: dict[tuple[int, int], None] = {}
         self.sent: dict[tuple[int, int], tuple[Outcome, Memory]] = {}
         self.received: dict[tuple[int, int], tuple[Outcome, Memory]] = {}
         if setup.is_connected:
@@ -391,8 +392,11 @@ class SmallWorld:
         if core is None:
             return
         if isinstance(core, PrefillCore):
+            if isinstance(event, ev.QuiesceAsked):
+                self.quiescing[number, event.room] = None
             for effect in core.handle(event, self.now):
                 self._carry_out_prefill(number, effect, event)
+            self._check_told(number)
         else:
             for decode_effect in core.handle(event, self.now):
                 self._carry_out_decode(number, decode_effect, event)
@@ -556,7 +560,16 @@ class SmallWorld:
                 if (piece.decode, piece.generation) == (number, generation):
                     raise PromiseBroken("pages are given back while bytes are scattered into them", piece=piece)
 
+    def _check_told(self, number: int) -> None:
+        """See that an engine which has asked for its pages hears of it when every write has ended."""
+        for rank, room in self.quiescing:
+            if rank == number and self.sent.get((number, room)) == (Outcome.PENDING, Memory.SAFE):
+                raise PromiseBroken("pages are quiet, but the engine is not told", room=room)
+
     def _check_quiesced(self, number: int, room: int) -> None:
+        if (number, room) not in self.quiescing:
+            raise PromiseBroken("an engine is told that its pages are quiet, but has not asked", room=room)
+        del self.quiescing[number, room]
         writes = [post for post in (*self.posts, *self.in_doubt) if post.local is None]
         if any((post.prefill, post.delivery.room) == (number, room) for post in writes):
             raise PromiseBroken("a write may read pages that are said to be quiet", room=room)

@@ -166,7 +166,7 @@ def _draw_deployment(rng: random.Random, world: World) -> Deployment:
 
 def _draw_preemptions(seed: int) -> random.Random | None:
     """Prefill engines of every third seed preempt. Whether they do changes nothing else that is drawn."""
-    rng = random.Random(f"preemptions {seed}")  # noqa: S311 - chance must be repeatable here
+    rng = random.Random(f"preempting {seed}")  # noqa: S311 - chance must be repeatable here
     return rng if rng.random() < PREEMPTING else None
 
 
