@@ -19,6 +19,7 @@ from collections.abc import Hashable, Iterator
 import msgspec
 
 from kvflow.errors import FailureReason, Stage
+from kvflow.room import RoomId
 from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import Room
@@ -518,7 +519,7 @@ class Instances:
             for effect in self._decline(instance, room, declined)
         ]
 
-    def _decline(self, instance: Instance, room: int, declined: Declined) -> list[DecodeEffect]:
+    def _decline(self, instance: Instance, room: RoomId, declined: Declined) -> list[DecodeEffect]:
         if declined.issuer is not None and declined.issuer not in instance.peers:  # who gave its ticket is gone
             instance.declined.pop(room, None)
             return []

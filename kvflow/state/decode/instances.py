@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvflow.room import RoomId
 from kvflow.state.decode.room import Room
 from kvflow.state.events import ConnectedRank, InstanceAt, InstanceFound, InstanceRef
 from kvflow.state.tables import INSTANCE, InstanceSignal, InstanceState
@@ -83,7 +84,7 @@ class Instance:
         self.waiting: dict[int, Waiting] = {}
         self.fails_at: float | None = None
         self.failure: Failure | None = None
-        self.declined: OrderedDict[int, Declined] = OrderedDict()
+        self.declined: OrderedDict[RoomId, Declined] = OrderedDict()
         self.num_declines = 0
         self.wanted_at = now
         self.refused_at = 0.0

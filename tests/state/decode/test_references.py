@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
+from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.decode import instances
 from kvflow.state.effects import CompileRoutes, DecodeEffect, LookUp, ProbePeer, ReportReceiver
@@ -49,7 +50,7 @@ def connect(core: DecodeDriver, ref: ev.InstanceRef, *peers: PeerId) -> None:
     assert rooms_granted(granted) == [1] * len(peers)
 
 
-def rooms_granted(effects: list[DecodeEffect]) -> list[int]:
+def rooms_granted(effects: list[DecodeEffect]) -> list[RoomId]:
     return [message.room for _, message in messages(effects, Grant) if isinstance(message, Grant)]
 
 
