@@ -18,6 +18,7 @@ from kvflow.wire.ticket import Ticket
 from tests.observe.lines import printed
 from tests.support.failures import catch
 from tests.support.instances import QUICK, decode_config, make_pool, prefill_config
+from tests.support.ports import unused_port
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -104,10 +105,9 @@ async def test_a_ticket_of_an_instance_in_a_registry_works_without_that_registry
 
 @pytest.mark.parametrize("host", ["[::1]", "127.0.0.1"])
 async def test_an_instance_restarts_at_its_address(host: str) -> None:
-    bind = f"tcp://{host}:0"
+    bind = f"tcp://{host}:{unused_port()}"
     async with decode_rank() as decode:
         async with prefill_ranks(bind=bind) as ranks:
-            bind = ranks[0].endpoint
             stale = ranks[0].ticket(2)
             await hand_over(ranks, decode, Endpoint.parse(bind), 1)
         async with prefill_ranks(bind=bind) as ranks:
@@ -119,9 +119,9 @@ async def test_an_instance_restarts_at_its_address(host: str) -> None:
 
 
 async def test_another_instance_answers_at_an_address() -> None:
+    bind = f"tcp://127.0.0.1:{unused_port()}"
     async with decode_rank() as decode:
-        async with prefill_ranks() as ranks:
-            bind = ranks[0].endpoint
+        async with prefill_ranks(bind=bind) as ranks:
             stale = ranks[0].ticket(2)
             await hand_over(ranks, decode, Endpoint.parse(bind), 1)
         async with prefill_ranks(bind=bind, instance="other") as ranks:

@@ -1,8 +1,8 @@
 """A prefill instance in a process of its own: `python -m tests.support.prefill_process OPTIONS`.
 
-Told to `send` a room, it sends the first page, reports `half`, and sends the rest when it is told to `finish`, or
-gives the room up when it is told to `abort`; then it reports `over`. On SIGTERM it finishes what it has begun, reports
-`drained` and ends.
+Asked for a `ticket`, it gives one. Told to `send` a room, it sends the first page, reports `half`, and sends the rest
+when it is told to `finish`, or gives the room up when it is told to `abort`; then it reports `over`. On SIGTERM it
+finishes what it has begun, reports `drained` and ends.
 """
 
 import signal
@@ -26,9 +26,9 @@ FILL = 0x77
 
 
 class PrefillOptions(msgspec.Struct, frozen=True):
-    """Where it is found, what finds it, and further settings."""
+    """Who finds it, itself if nobody, where it listens, and further settings."""
 
-    registry: str
+    registry: str | None
     bind: str
     settings: dict[str, Any] = {}
 
@@ -49,7 +49,10 @@ async def main(options: PrefillOptions, line: Line) -> None:
 
 async def serve(rank: kvflow.PrefillRank, line: Line, until_done: anyio.CancelScope) -> None:
     line.report("ready")
-    while (order := await next_order(line))["do"] == "send":
+    while (order := await next_order(line))["do"] in {"send", "ticket"}:
+        if order["do"] == "ticket":
+            line.report("ticket", room=order["room"], ticket=rank.ticket(order["room"]))
+            continue
         with suppress(kvflow.TransferFailed):  # the other side says so, too
             await send(rank, order["room"], line)
         line.report("over", room=order["room"])
