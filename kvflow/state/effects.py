@@ -41,6 +41,7 @@ __all__ = [
     "ReceivedRoom",
     "Reply",
     "ReportGranted",
+    "ReportQuiesced",
     "ReportReceiver",
     "ReportSender",
     "ScatterStaged",
@@ -129,10 +130,14 @@ class DisconnectTransport(msgspec.Struct, frozen=True):
 
 
 class AwaitData(msgspec.Struct, frozen=True):
-    """Wait until the device has computed a piece, beside the event loop, then say DataReady."""
+    """Wait until the device has computed a piece, beside the event loop, then say DataReady.
+
+    Attributes:
+        wait: Counts the waits of the delivery: a piece that was quiesced gives its own number to another one.
+    """
 
     delivery: DeliveryId
-    seq: int
+    wait: int
     ready: ReadyEvent
 
 
@@ -176,6 +181,17 @@ class ReportGranted(msgspec.Struct, frozen=True):
 
     room: int
     wanted: dict[str, TokenRange]
+
+
+class ReportQuiesced(msgspec.Struct, frozen=True):
+    """Tell the engine that nothing which was posted reads the source pages of a room any more.
+
+    Attributes:
+        resume_at: Where chunks go on; None if everything is posted, the last chunk too.
+    """
+
+    room: int
+    resume_at: int | None
 
 
 class ReportSender(msgspec.Struct, frozen=True):
@@ -347,6 +363,7 @@ PrefillEffect = (
     | ContinueSoon
     | AdmitChunks
     | ReportGranted
+    | ReportQuiesced
     | ReportSender
     | CountAnomaly
     | LogEvent

@@ -45,6 +45,7 @@ __all__ = [
     "PrefillEvent",
     "ProbeFinished",
     "QuarantineReleased",
+    "QuiesceAsked",
     "RankRoute",
     "ReadyEvent",
     "ReceiveAborted",
@@ -156,6 +157,12 @@ class ChunkOffered(msgspec.Struct, frozen=True):
     footprint: Footprint = NO_MEMORY
 
 
+class QuiesceAsked(msgspec.Struct, frozen=True):
+    """The engine wants the source pages of a room back, and will go on with the room later."""
+
+    room: int
+
+
 class SendAborted(msgspec.Struct, frozen=True):
     """The engine gave a room up."""
 
@@ -202,11 +209,12 @@ class DataReady(msgspec.Struct, frozen=True):
     """The device has computed what `AwaitData` named, or failed to.
 
     Attributes:
+        wait: Its number.
         failure: None if the pages may be read.
     """
 
     delivery: DeliveryId
-    seq: int
+    wait: int
     failure: Failure | None = None
 
 
@@ -481,6 +489,7 @@ class TimePassed(msgspec.Struct, frozen=True):
 PrefillEvent = (
     SendOpened
     | ChunkOffered
+    | QuiesceAsked
     | SendAborted
     | MessageArrived
     | ReplyLost

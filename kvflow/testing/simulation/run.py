@@ -40,6 +40,9 @@ SETTLE_S: Final = 4.0
 BY_NAME: Final = 0.6
 """How often every request names its instance."""
 
+PREEMPTING: Final = 0.35
+"""Chance that prefill engines preempt requests."""
+
 SPLITS: Final = (*[(1, 1)] * 8, *[(2, 1)] * 4, *[(1, 2)] * 4, (2, 2))
 
 POOL_TOKENS: Final = 32
@@ -106,7 +109,12 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
 
 def _run_watched(rng: random.Random, deployment: Deployment, result: Result) -> None:
     world = deployment.world
-    router = Router(deployment, num_clients=rng.choice((1, 1, 2)), interval_s=rng.uniform(0.7, 1.6))
+    router = Router(
+        deployment,
+        num_clients=rng.choice((1, 1, 2)),
+        interval_s=rng.uniform(0.7, 1.6),
+        preemptions=_draw_preemptions(result.seed),
+    )
     try:
         _run(deployment, router)
     except Exception as error:  # noqa: BLE001 - whatever the code under test lets out is a violation
@@ -168,6 +176,12 @@ def _draw_references(seed: int, instances: list[Instance]) -> References | None:
     if rng.random() < BY_NAME:
         return None
     return References.draw(rng, [one.name for one in instances if not one.is_decode])
+
+
+def _draw_preemptions(seed: int) -> random.Random | None:
+    """Prefill engines of every third seed preempt. Whether they do changes nothing else that is drawn."""
+    rng = random.Random(f"preempting {seed}")  # noqa: S311 - chance must be repeatable here
+    return rng if rng.random() < PREEMPTING else None
 
 
 def may_lose_messages(faults: Faults) -> bool:
