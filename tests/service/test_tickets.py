@@ -165,7 +165,7 @@ async def test_names_need_a_registry() -> None:
             decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
         with pytest.raises(LocalProtocolError, match="Endpoint or a ticket"):
             decode.receive(1, prefill=7, tokens=TOKENS, pages=PAGES)  # type: ignore[arg-type]
-        with pytest.raises(LocalProtocolError, match="room must be given"):
+        with pytest.raises(LocalProtocolError, match="come with a ticket"):
             decode.receive(prefill=Endpoint("::1", 1), tokens=TOKENS, pages=PAGES)
 
 
