@@ -66,6 +66,9 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
+LookupNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+"""There may be one for each room."""
+
 Priority = Annotated[int, msgspec.Meta(ge=0, lt=NUM_PRIORITIES)]
 
 
@@ -185,7 +188,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
     instance: str | None
     timeout_s: Seconds
-    number: Count = 0
+    number: LookupNumber = 0
 
 
 class Records(Message, frozen=True, tag="records"):
@@ -198,7 +201,7 @@ class Records(Message, frozen=True, tag="records"):
 
     instance: str | None
     records: tuple[RankRecord, ...]
-    number: Count = 0
+    number: LookupNumber = 0
 
 
 class StagingWindow(msgspec.Struct, frozen=True, array_like=True):

@@ -408,7 +408,7 @@ class Instances:
 
     def _ask(self, instance: Instance) -> list[DecodeEffect]:
         """Ask wherever rooms wait for an answer."""
-        return [LookUp(ref, self._number) for ref in instance.refs_waiting if ref in instance.refs]
+        return [LookUp(ref, self._number) for ref in instance.refs_waiting]
 
     def _look_again(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Ask the directory again while the handshake is going on and somebody wants it, or a rank is suspect."""

@@ -107,8 +107,9 @@ class Instance:
 
     @property
     def refs_waiting(self) -> list[InstanceRef]:
-        """References by which rooms wait; the last one that was used if none does."""
-        return list(dict.fromkeys(room.opened.instance for room, *_ in self.waiting.values())) or [self.ref]
+        """References by which rooms wait; if none does, the last one that was used, or that is left."""
+        waiting = list(dict.fromkeys(room.opened.instance for room, *_ in self.waiting.values()))
+        return waiting or ([self.ref] if self.ref in self.refs else list(self.refs)[-1:])
 
     def is_meant_by(self, room: Room) -> bool:
         """Say whether its ranks are those that a room refers to: the issuer of its ticket, or who was found last."""
