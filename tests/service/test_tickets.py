@@ -19,6 +19,7 @@ from tests.observe.lines import printed
 from tests.support.failures import catch
 from tests.support.instances import QUICK, decode_config, make_pool, prefill_config
 from tests.support.ports import unused_port
+from tests.support.slow import MOONCAKE_SLOWLY
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -45,9 +46,9 @@ async def prefill_ranks(num_ranks: int = 1, **settings: object) -> AsyncIterator
 
 
 @asynccontextmanager
-async def decode_rank(registry: str | None = None) -> AsyncIterator[kvflow.DecodeRank]:
+async def decode_rank(registry: str | None = None, backend: str = "memory") -> AsyncIterator[kvflow.DecodeRank]:
     pool = make_pool()
-    async with kvflow.DecodeRank(decode_config(registry, timeouts=QUICK), pool.layout) as rank:
+    async with kvflow.DecodeRank(decode_config(registry, timeouts=QUICK, backend=backend), pool.layout) as rank:
         yield rank
 
 
@@ -85,8 +86,9 @@ async def test_an_instance_is_found_by_address_ticket_and_name_with_one_handshak
         assert [rank.statistics().anomalies for rank in ranks] == [{}] * num_ranks
 
 
-async def test_a_ticket_has_the_room_and_names_who_answers() -> None:
-    async with prefill_ranks(2) as ranks, decode_rank() as decode:
+@pytest.mark.parametrize("backend", MOONCAKE_SLOWLY)
+async def test_a_ticket_has_the_room_and_names_who_answers(backend: str) -> None:
+    async with prefill_ranks(2, backend=backend) as ranks, decode_rank(backend=backend) as decode:
         tickets = [through_a_router(rank.ticket(7)) for rank in ranks]
         assert [ticket["engine_rank"] for ticket in tickets] == [0, 1]
         assert {ticket["address"] for ticket in tickets} == {ranks[0].endpoint}
