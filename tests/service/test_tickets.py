@@ -11,6 +11,7 @@ import pytest
 import kvflow
 import kvflow.blocking
 from kvflow import Endpoint
+from kvflow.config import join_address
 from kvflow.directory import lookups
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, TicketError
 from kvflow.wire.messages import PeerId, RankId
@@ -18,7 +19,7 @@ from kvflow.wire.ticket import Ticket
 from tests.observe.lines import printed
 from tests.support.failures import catch
 from tests.support.instances import QUICK, decode_config, make_pool, prefill_config
-from tests.support.ports import unused_port
+from tests.support.ports import is_free, unused_port
 from tests.support.slow import MOONCAKE_SLOWLY
 from tests.support.waiting import until
 
@@ -105,13 +106,15 @@ async def test_a_ticket_of_an_instance_in_a_registry_works_without_that_registry
             await hand_over([prefill], decode, prefill.ticket(1), 1)
 
 
-@pytest.mark.parametrize("host", ["[::1]", "127.0.0.1"])
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
 async def test_an_instance_restarts_at_its_address(host: str) -> None:
-    bind = f"tcp://{host}:{unused_port()}"
+    port = unused_port()
+    bind = join_address(host, port)
     async with decode_rank() as decode:
         async with prefill_ranks(bind=bind) as ranks:
             stale = ranks[0].ticket(2)
             await hand_over(ranks, decode, Endpoint.parse(bind), 1)
+        await until(lambda: is_free(port, host))
         async with prefill_ranks(bind=bind) as ranks:
             failure = await catch(lambda: receive(decode, stale))
             assert failure.reason is FailureReason.STALE_TICKET
@@ -121,11 +124,13 @@ async def test_an_instance_restarts_at_its_address(host: str) -> None:
 
 
 async def test_another_instance_answers_at_an_address() -> None:
-    bind = f"tcp://127.0.0.1:{unused_port()}"
+    port = unused_port()
+    bind = f"tcp://127.0.0.1:{port}"
     async with decode_rank() as decode:
         async with prefill_ranks(bind=bind) as ranks:
             stale = ranks[0].ticket(2)
             await hand_over(ranks, decode, Endpoint.parse(bind), 1)
+        await until(lambda: is_free(port))
         async with prefill_ranks(bind=bind, instance="other") as ranks:
             failure = await catch(lambda: receive(decode, stale))
             assert failure.reason is FailureReason.STALE_TICKET
@@ -138,6 +143,19 @@ async def test_a_registry_has_no_instance_of_its_own() -> None:
         failure = await catch(lambda: receive(decode, Endpoint.parse(registry.endpoint), 1))
         assert failure.reason is FailureReason.UNREACHABLE
         assert registry.endpoint in failure.detail
+
+
+async def test_a_rank_that_has_a_registry_answers_for_nobody_and_says_so() -> None:
+    async with kvflow.Registry() as registry:
+        config = prefill_config(registry.endpoint)
+        async with kvflow.PrefillRank(config, make_pool().layout) as prefill, decode_rank() as decode:
+            with printed() as lines:
+                failure = await catch(lambda: receive(decode, Endpoint.parse(prefill.endpoint), 1))
+                assert (failure.reason, prefill.endpoint in failure.detail) == (FailureReason.UNREACHABLE, True)
+                assert lines.named("lookup_refused")
+                sibling = prefill_config(prefill.endpoint, 1, 2)
+                async with kvflow.PrefillRank(sibling, make_pool(2, 1).layout):
+                    await until(lambda: lines.named("registration_refused"))
 
 
 async def test_who_answers_for_an_instance_registers_nobody_else() -> None:

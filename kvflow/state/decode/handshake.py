@@ -581,7 +581,11 @@ class Instances:
             return next(self._silent(instance), "a rank is about to be connected")
         if instance.found is None:
             ref = instance.ref
-            return f"nobody answers at {ref.address}" if isinstance(ref, InstanceAt) else "registry does not answer"
+            return (
+                f"nobody answers for an instance at {ref.address}"
+                if isinstance(ref, InstanceAt)
+                else "registry does not answer"
+            )
         ended = [str(record.peer.rank) for record in instance.found.records if self._peers.has_ended(record.peer)]
         if ended:
             return f"processes have ended whose records are still registered: {', '.join(ended)}"
