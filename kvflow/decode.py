@@ -174,15 +174,12 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         Raises:
             LocalProtocolError, ConfigError, TicketError: As in `receive`.
         """
-        registry = self.config.registry
         if isinstance(prefill, Mapping):
             ticket = Ticket.parse(prefill)
             ticket.check(None if room is None else check_room(room), self.layout.fingerprint)
-            name = ticket.issuer.rank.instance
-            known_here = ticket.address == registry
-            return ticket.room, name if known_here else ev.InstanceAt(ticket.address, name), ticket.issuer
+            return ticket.room, ev.InstanceAt(ticket.address, ticket.issuer.rank.instance), ticket.issuer
         if room is None:
-            raise LocalProtocolError("room must be given, unless a ticket has it")
+            raise LocalProtocolError("room must be an integer, or come with a ticket", room=room)
         room = check_room(room)
         if isinstance(prefill, Endpoint):
             return room, ev.InstanceAt(str(prefill)), None
@@ -190,7 +187,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             raise LocalProtocolError(
                 "prefill must be the name of an instance, an Endpoint or a ticket", prefill=prefill
             )
-        if registry is None:
+        if self.config.registry is None:
             raise ConfigError("prefill by name needs a registry", setting="registry", prefill=prefill)
         return room, prefill, None
 

@@ -151,6 +151,9 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     @override
     def _open(self) -> None:
         backend, capabilities = self._backend, self._backend.capabilities
+        if self.config.registry is not None:
+            self._registry = RegistryClient(self.config.registry, self._ports, self._log, self._ignore_records)
+            self._resources.callback(self._registry.close)
         staging = None
         if self._staging is not None:
             overhead_s = capabilities.descriptor_overhead_s
@@ -180,13 +183,11 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             backend=backend.name,
             layout=self.layout,
         )
-        if self.config.registry is None:
+        if self._registry is not None:
+            self._registry.publish(record)
+        else:
             self._directory = DirectoryService(self._listener.send, self._ports.now, self._anomalies, record)
             self._resources.callback(self._directory.close)
-        else:
-            self._registry = RegistryClient(self.config.registry, self._ports, self._log, self._ignore_records)
-            self._resources.callback(self._registry.close)
-            self._registry.publish(record)
         self._resources.callback(self._withdraw)
 
     @override

@@ -1,11 +1,9 @@
 """What routers call requests. Pure."""
 
 import operator
-from typing import Annotated, Final, SupportsIndex, TypeAlias
+from typing import Final, SupportsIndex, TypeAlias
 
-import msgspec
-
-__all__ = ["MAX_ROOM_BYTES", "RoomId", "WireRoom", "as_room"]
+__all__ = ["MAX_ROOM", "MAX_ROOM_BYTES", "RoomId", "as_room"]
 
 RoomId: TypeAlias = int | str
 """The router's id of a request, the same on both sides: an integer in 0 ... 2**63 - 1, or a string."""
@@ -14,12 +12,6 @@ MAX_ROOM: Final = 2**63 - 1
 
 MAX_ROOM_BYTES: Final = 256
 """Longest string that is a room, in bytes of UTF-8."""
-
-WireRoom: TypeAlias = (
-    Annotated[int, msgspec.Meta(ge=0, le=MAX_ROOM)]
-    | Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ROOM_BYTES)]
-)
-"""A room in a message. Its length counts characters there, which bounds it as well."""
 
 
 def as_room(value: object) -> RoomId | None:

@@ -21,7 +21,7 @@ from kvflow.errors import ConfigError, FailureReason, RemoteProtocolError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange
 from kvflow.geometry.routes import Route
-from kvflow.room import WireRoom
+from kvflow.room import MAX_ROOM, MAX_ROOM_BYTES
 
 __all__ = [
     "OLDEST_VERSION",
@@ -67,7 +67,17 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
+LookupNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+"""There may be one for each room."""
+
 Priority = Annotated[int, msgspec.Meta(ge=0, lt=NUM_PRIORITIES)]
+
+
+WireRoom = (
+    Annotated[int, msgspec.Meta(ge=0, le=MAX_ROOM)]
+    | Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ROOM_BYTES)]
+)
+"""A room in a message. Its length counts characters there, which bounds it as well."""
 
 
 class RankId(NamedTuple):
@@ -186,7 +196,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
     instance: str | None
     timeout_s: Seconds
-    number: Count = 0
+    number: LookupNumber = 0
 
 
 class Records(Message, frozen=True, tag="records"):
@@ -199,7 +209,7 @@ class Records(Message, frozen=True, tag="records"):
 
     instance: str | None
     records: tuple[RankRecord, ...]
-    number: Count = 0
+    number: LookupNumber = 0
 
 
 class StagingWindow(msgspec.Struct, frozen=True, array_like=True):

@@ -19,6 +19,7 @@ from kvflow.testing.simulation.interference import Interference
 from kvflow.testing.simulation.loop import Violation
 from kvflow.testing.simulation.model import KV, MODELS, Model, Shape
 from kvflow.testing.simulation.oracle import Instance
+from kvflow.testing.simulation.references import References
 from kvflow.testing.simulation.requests import Receiving, Request, Sending
 from kvflow.testing.simulation.run import settle
 from kvflow.testing.simulation.script import ScenarioError, Statement, parse
@@ -138,6 +139,7 @@ class Scenario:
     def __init__(self) -> None:
         self._model: Model = MODELS[0]
         self._instances: list[Instance] = []
+        self._answering: list[str] = []
         self._timeouts = TIMEOUTS
         self._limits = Limits()
         self._transport: list[str] = []
@@ -230,6 +232,7 @@ class Scenario:
                 limits=self._limits,
                 staging=self._staging,
                 fixed_ports=True,
+                references=References(world.rng, self._answering, names=True),
             )
             self._on_stage = _Stage(deployment)
             deployment.start_all()
@@ -254,6 +257,8 @@ class Scenario:
             page_size=int(given.pop("page", 2)),
             slots=int(given.pop("pages", 8)),
         )
+        if given.pop("answers for", None) == "itself":
+            self._answering.append(name)
         if given:
             raise ScenarioError("instance has no such option", given=sorted(given))
         self._instances.append(Instance(name, kind == "decode", shape))
@@ -292,6 +297,14 @@ class Scenario:
         request = Request(room, self._num_tries, tokens, has or 0, True, prefill, decode, num_ranks)
         self._requests[room] = request
         self._stage.deployment.oracle.routed(request)
+
+    def _ticket(self, who: str, room: RoomId) -> None:
+        for rank in self._ranks(who):
+            worker = self._worker(rank)
+            if not isinstance(worker, PrefillWorker):
+                raise ScenarioError("only a prefill rank gives tickets", rank=str(rank))
+            reference = worker.rank.ticket(room)
+            self._requests[room] = dataclasses.replace(self._requests[room], reference=reference)
 
     def _open(self, who: str, verb: str, room: RoomId) -> None:
         for rank in self._ranks(who):

@@ -177,6 +177,17 @@ def test_a_ticket_of_a_sibling_that_the_directory_never_knows_is_stale_in_the_en
     assert rooms_granted(core(request(3, room=3, instance=TICKET, issuer=PREFILL))) == [3, 3]
 
 
+def test_tickets_that_are_not_known_yet_wait_each_for_its_own_time(core: DecodeDriver) -> None:
+    connect(core, TICKET, PREFILL, OTHER_PREFILL)
+    for generation, incarnation in ((2, 2), (3, 3)):
+        issuer = OTHER_PREFILL._replace(incarnation=incarnation)
+        core(request(generation, room=generation, instance=TICKET, issuer=issuer))
+        answer(core, TICKET, PREFILL, OTHER_PREFILL)
+        failed = failures(core.pass_time(3.0))
+    assert failed == [(2, FailureReason.STALE_TICKET)]
+    assert failures(core.pass_time(2.0)) == [(3, FailureReason.STALE_TICKET)]
+
+
 def test_a_ticket_that_is_newer_than_a_failed_handshake_waits_for_another(core: DecodeDriver) -> None:
     core(request(1, room=1, instance=TICKET, issuer=PREFILL))
     core.compiled(answer(core, TICKET, PREFILL))
