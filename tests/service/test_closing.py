@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import socket
 import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
