@@ -148,6 +148,11 @@ class OwnerThread:
         finally:
             self._in_use.release()
 
+    def poll_now(self) -> bool:
+        """Poll as `run_now` runs a command; say whether anything has happened."""
+        before = self._found_at
+        return self.run_now(self._poll) and self._found_at != before
+
     async def call(self, function: Callable[[], Result]) -> Result:
         """Run a function on the thread, in order, and give its result or raise its exception.
 

@@ -254,6 +254,18 @@ async def test_a_short_call_that_fails_is_a_crash() -> None:
         assert [type(error) for error in owner.crashes] == [IndexError]
 
 
+async def test_polling_at_once_says_whether_anything_was_found() -> None:
+    agent = Agent()
+    agent.busy = False
+    async with owner_thread() as owner:
+        await owner.poll_agent(agent)
+        await until(owner.poll_now)
+        agent.eventful = False
+        polled = agent.num_polls
+        while agent.num_polls == polled:
+            assert not owner.poll_now()
+
+
 async def test_an_interrupted_short_call_does_not_keep_the_thread_out() -> None:
     """A signal handler raises where the lock was taken, but not yet given back."""
     async with owner_thread() as owner:

@@ -93,6 +93,11 @@ class NixlAgent:
         self._is_watching = False
         self._agents = NativeAgents(api, name, plugin, plugin_options)
 
+    @property
+    def epolls(self) -> tuple[int, ...]:
+        """As in `find_epolls`, of the agent that peers write to."""
+        return self._agents.epolls
+
     def register(self, memory: RegisteredMemory) -> bytes:
         """Register memory, and give the metadata of the agent.
 

@@ -27,10 +27,11 @@ from typing import Final
 
 from typing_extensions import override
 
-from kvflow.backends.base import Capabilities
+from kvflow.backends.base import Capabilities, OnBroken, OnEvents
 from kvflow.backends.delivery import Delivery
 from kvflow.backends.metadata import PeerMetadata
 from kvflow.backends.nixl.agent import NixlAgent
+from kvflow.backends.nixl.arrivals import Arrivals
 from kvflow.backends.nixl.library import ENGINE_CONFIG
 from kvflow.backends.nixl.posts import Outbox, Write
 from kvflow.backends.owner import ConnectedPeer, OwnerBackend, PollIntervals
@@ -102,11 +103,31 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
         self.capabilities = dataclasses.replace(
             self.capabilities, ends_with_process=ends_with_process, descriptor_overhead_s=descriptor_overhead_s
         )
+        self._arrivals: Arrivals | None = None
         self._inline_bytes = inline_bytes
         self._plugin = plugin
         self._plugin_options = dict({"engine_config": ENGINE_CONFIG} if plugin == "UCX" else {})
         self._plugin_options.update(plugin_options or {})
         self._environment = environment
+
+    @override
+    async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
+        await super().open(agent_name, on_events, on_broken)
+        _, agent = self._running()
+        self._arrivals = Arrivals(agent.epolls, self._poll)
+
+    @override
+    async def aclose(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.close()
+        await super().aclose()
+
+    def _poll(self) -> bool:
+        """Poll on the event loop, because something has come."""
+        if self._owner is None or not self._owner.poll_now():
+            return False
+        self._delivery.deliver()
+        return True
 
     @override
     def _create_agent(self, agent_name: str, delivery: Delivery) -> NixlAgent:
