@@ -19,6 +19,7 @@ from kvflow import decode, directory, prefill
 from kvflow.aio.changes import Changes
 from kvflow.aio.doorbell import Doorbell
 from kvflow.aio.loop_thread import LoopThread
+from kvflow.aio.rehearsals import Rehearsals
 from kvflow.aio.switching import SWITCHING
 from kvflow.backends.base import Backend
 from kvflow.config import DecodeConfig, PrefillConfig
@@ -152,6 +153,7 @@ class _BlockingTransfer:
         """Have `completed` tell of it; what changes before it has told is told with it."""
         if self.outcome is not Outcome.PENDING and self.memory is Memory.SAFE:  # nothing follows
             self._transfer.on_change = None
+        self._rank._rehearsals.skip()
         if self.is_settled:
             self._rank._note_settled(self)
         if self._is_changed:
@@ -358,6 +360,7 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
             raise ConfigError("affinity is that of the loop; give it to LoopThread", affinity=affinity)
         self._changes: Changes[AnyTransfer] = Changes()
         self._unsettled: set[_BlockingTransfer] = set()
+        self._rehearsals: Rehearsals[_BlockingTransfer]
         self._switch_interval_s: float | None = None
         self._make_rank: Callable[[], AnyRank] = make_rank
         self._loop = loop
@@ -383,12 +386,14 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
             stack.callback(self._forget_unsettled)
             loop = self._loop or stack.enter_context(LoopThread(self._affinity))
             self._switch_interval_s = loop.switch_interval_s
+            self._rehearsals = Rehearsals(self._rehearse, loop.rehearsal_interval_s)
             self._portal = stack.enter_context(loop.use())
             rank = self._portal.call(self._make_rank)
             stack.enter_context(self._portal.wrap_async_context_manager(rank))
             self._rank = rank
             self._doorbell = self._portal.call(Doorbell)
             stack.callback(self._portal.call, self._doorbell.close)
+            stack.callback(self._portal.call, self._rehearsals.close)
             self._stack = stack.pop_all()
         self._is_open = True
         return self
@@ -532,16 +537,24 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         return self._rank
 
     def _note_begun(self, transfer: _BlockingTransfer) -> None:
-        """Have the interpreter switch threads soon while some transfer is open."""
+        """Have the interpreter switch threads soon while some transfer is open, and rehearse it."""
+        self._rehearsals.add(transfer)
         if not self._unsettled and self._switch_interval_s is not None:
             SWITCHING.shorten(self._switch_interval_s)
         self._unsettled.add(transfer)
 
     def _note_settled(self, transfer: _BlockingTransfer) -> None:
         if transfer in self._unsettled:
+            self._rehearsals.remove(transfer)
             self._unsettled.remove(transfer)
             if not self._unsettled and self._switch_interval_s is not None:
                 SWITCHING.restore(self._switch_interval_s)
+
+    def _rehearse(self, transfer: _BlockingTransfer) -> bool:
+        try:
+            return self._opened.rehearse(transfer.room)
+        except KvflowError:  # the rank is broken or closed
+            return False
 
     def _forget_unsettled(self) -> None:
         for transfer in list(self._unsettled):

@@ -18,6 +18,7 @@ from kvflow.errors import ConfigError, LocalProtocolError
 __all__ = ["LoopThread"]
 
 SWITCH_INTERVAL_S: Final = 0.0005
+REHEARSAL_INTERVAL_S: Final = 0.003
 
 
 class LoopThread:
@@ -32,19 +33,28 @@ class LoopThread:
         switch_interval_s: `sys.setswitchinterval` of the process while a transfer of its ranks is open, unless it is
             shorter already; it is put back afterwards. With Python's own 5 ms, each thread of a handover may wait as
             long for an engine that computes in Python. None leaves it alone.
+        rehearsal_interval_s: How often ranks rehearse a transfer that waits (`kvflow.PrefillRank.rehearse`), which is
+            quicker then when its time has come. None for never.
 
     Raises:
         LocalProtocolError: On entry: it is entered already. On exit: ranks still use it.
-        ConfigError: `switch_interval_s` is no duration. On entry: the system does not know these CPUs, or has no
+        ConfigError: An interval is no duration. On entry: the system does not know these CPUs, or has no
             affinity.
     """
 
     def __init__(
-        self, affinity: Collection[int] | None = None, *, switch_interval_s: float | None = SWITCH_INTERVAL_S
+        self,
+        affinity: Collection[int] | None = None,
+        *,
+        switch_interval_s: float | None = SWITCH_INTERVAL_S,
+        rehearsal_interval_s: float | None = REHEARSAL_INTERVAL_S,
     ) -> None:
         if switch_interval_s is not None:
             check_duration("switch_interval_s", switch_interval_s)
+        if rehearsal_interval_s is not None:
+            check_duration("rehearsal_interval_s", rehearsal_interval_s)
         self.switch_interval_s = switch_interval_s
+        self.rehearsal_interval_s = rehearsal_interval_s
         self._affinity = affinity
         self._portal: BlockingPortal | None = None
         self._num_users = 0
