@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from kvflow.backends import known_backends
-    from kvflow.config import DecodeConfig, Limits, PrefillConfig, Timeouts
+    from kvflow.config import DecodeConfig, Endpoint, Limits, PrefillConfig, Timeouts
     from kvflow.decode import DecodeRank, Handover, RoomReceiver
     from kvflow.directory.server import Registry
     from kvflow.errors import (
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RouteError,
         Stage,
         ThreadShortage,
+        TicketError,
         TransferFailed,
         Unreachable,
     )
@@ -50,6 +51,7 @@ __all__ = [
     "ConfigError",
     "DecodeConfig",
     "DecodeRank",
+    "Endpoint",
     "FailureReason",
     "Handover",
     "KVLayout",
@@ -75,6 +77,7 @@ __all__ = [
     "RouteError",
     "Stage",
     "ThreadShortage",
+    "TicketError",
     "Timeouts",
     "TokenPages",
     "TransferFailed",
@@ -94,6 +97,7 @@ _HOMES: Final = {
     "ConfigError": "kvflow.errors",
     "DecodeConfig": "kvflow.config",
     "DecodeRank": "kvflow.decode",
+    "Endpoint": "kvflow.config",
     "FailureReason": "kvflow.errors",
     "Handover": "kvflow.decode",
     "KVLayout": "kvflow.geometry.layout",
@@ -120,6 +124,7 @@ _HOMES: Final = {
     "RouteError": "kvflow.errors",
     "Stage": "kvflow.errors",
     "ThreadShortage": "kvflow.errors",
+    "TicketError": "kvflow.errors",
     "Timeouts": "kvflow.config",
     "TransferFailed": "kvflow.errors",
     "Unreachable": "kvflow.errors",

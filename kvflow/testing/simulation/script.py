@@ -104,6 +104,7 @@ STATEMENTS: Final = {
     "receive": rf"(?P<who>{WHO}) (?P<verb>receives|cannot receive) (?P<room>\d+)(?: within (?P<within>{DURATION}))?",
     "compute": rf"(?P<who>{WHO}) computes (?P<room>\d+) up to (?P<stop>\d+)",
     "finish": rf"(?P<who>{WHO}) finishes (?P<room>\d+)",
+    "preempt": rf"(?P<who>{WHO}) preempts (?P<room>\d+)",
     "abort": rf"(?P<who>{WHO}) aborts (?P<room>\d+)",
     "process": rf"(?P<who>{WHO}) "
     r"(?P<verb>dies|vanishes|starts|stops|is blocked|goes on|closes|closes its rank|drains|breaks)",
