@@ -541,6 +541,13 @@ class Room:
         """Decode ranks that have asked for it."""
         return [delivery.id.peer for delivery in self.deliveries.values()]
 
+    @property
+    def next_delivery(self) -> Delivery | None:
+        """A delivery for which chunks are to come."""
+        if self.is_finished or not self.state.is_pending:
+            return None
+        return next(iter(self.deliveries.values()), None)
+
     def delivery_to(self, peer: PeerId) -> Delivery | None:
         """Find what is sent to this incarnation of a decode rank."""
         delivery = self.deliveries.get(peer.rank)
