@@ -27,6 +27,7 @@ __all__ = [
     "DeliveryId",
     "DigestsVerified",
     "DrainStarted",
+    "FenceImpossible",
     "HelloChecked",
     "InstanceFound",
     "LayersReady",
@@ -396,6 +397,12 @@ class PeerFenced(msgspec.Struct, frozen=True):
     peer: PeerId
 
 
+class FenceImpossible(msgspec.Struct, frozen=True):
+    """The transport cannot tell when what an ended process had written has landed."""
+
+    peer: PeerId
+
+
 class DigestsVerified(msgspec.Struct, frozen=True):
     """What arrived was compared with its digests, see `VerifyDigests`.
 
@@ -484,6 +491,7 @@ DecodeEvent = (
     | NoticeDelivered
     | ProbeFinished
     | PeerFenced
+    | FenceImpossible
     | DigestsVerified
     | Scattered
     | QuarantineReleased

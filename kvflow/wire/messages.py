@@ -4,8 +4,8 @@ Version history:
     1: first version.
     2: a Notice may be of some layers only (`layers`).
     3: standard names for messages and fields; Welcome and Refuse repeat the attempt that they answer; Decline and
-       RegistrationConflict are new; Goodbye says whether it is a fence. Versions 1 and 2 were never deployed and are
-       not spoken any more.
+       RegistrationConflict are new; Goodbye says whether it is a fence; Welcome names a domain. Versions 1 and 2 were
+       never deployed and are not spoken any more.
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.
@@ -22,6 +22,7 @@ from kvflow.geometry.ranges import ALL_LAYERS, LayerRange
 from kvflow.geometry.routes import Route
 
 __all__ = [
+    "MAX_DOMAIN_BYTES",
     "OLDEST_VERSION",
     "PROTOCOL_VERSION",
     "Ack",
@@ -64,6 +65,8 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 """A duration. Clocks differ between hosts, so no point in time ever travels."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+MAX_DOMAIN_BYTES = 256
 
 Priority = Annotated[int, msgspec.Meta(ge=0, lt=NUM_PRIORITIES)]
 
@@ -231,11 +234,16 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """Prefill -> decode: the answer to a Hello that fits."""
+    """Prefill -> decode: the answer to a Hello that fits.
+
+    Attributes:
+        domain: Where what the rank's transport leaves behind can be seen; see `kvflow.backends.base.Backend.domain`.
+    """
 
     peer: PeerId
     attempt: Count
     version: int
+    domain: Annotated[bytes, msgspec.Meta(max_length=MAX_DOMAIN_BYTES)] = b""
 
 
 class Refuse(Message, frozen=True, tag="refuse"):

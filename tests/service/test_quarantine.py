@@ -9,7 +9,6 @@ import anyio
 import pytest
 
 import kvflow
-from kvflow.backends.nixl import NixlBackend
 from kvflow.cli.processes import ChildProcess
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage, TransferFailed
@@ -83,8 +82,7 @@ async def test_a_full_quarantine_admits_nothing_until_an_operator_releases_it() 
             assert refused.value.values == {"transfers": 2, "pages": 4, "num_bytes": 4 * 4 * 192}
         for rank in (prefill, decode):
             (first, _) = rank.quarantined()
-            rank.release(first)  # type: ignore[arg-type]
-            assert first.memory is Memory.SAFE
+            rank.release(first)
             assert len(rank.quarantined()) == 1
         await other.hand_over()
         other.assert_arrived()
@@ -101,13 +99,16 @@ async def test_a_release_is_for_what_is_in_quarantine_and_happens_once() -> None
     async with deploy(timeouts=QUICK_DRAIN) as deployment:
         decode = deployment.decode[0]
         await doubt(deployment, 1)
-        (receiver,) = decode.quarantined()
-        decode.release(receiver)
-        with pytest.raises(LocalProtocolError, match="not in quarantine"):
-            decode.release(receiver)
-        async with deployment.request(2, 8).receiver() as held:
+        (record,) = decode.quarantined()
+        decode.release(record)
+        for again in (record, record.room):
             with pytest.raises(LocalProtocolError, match="not in quarantine"):
-                decode.release(held)
+                decode.release(again)
+        async with deployment.request(2, 8).receiver():
+            with pytest.raises(LocalProtocolError, match="not in quarantine"):
+                decode.release(2)
+        with pytest.raises(LocalProtocolError, match="room must be"):
+            decode.release(None)  # type: ignore[arg-type]
         await until(lambda: decode.statistics().quarantined == 0)  # the proof may take longer than the drain time
 
 
@@ -123,7 +124,7 @@ async def test_releasing_source_pages_proves_nothing_to_the_decode_rank(monkeypa
         prefill.release(prefill.quarantined()[0])
         cancels = watch_core(monkeypatch, PrefillCore, is_cancel)
         await until(lambda: len(cancels) >= 2)  # the decode rank asks again, and would not if it was answered
-        assert decode.quarantined() == [receiver]
+        assert [record.room for record in decode.quarantined()] == [receiver.room]
         faults.release()
         await until(lambda: receiver.memory is Memory.SAFE)
         assert request.num_written() == 4 * 192
@@ -143,11 +144,12 @@ async def test_what_is_in_quarantine_when_its_rank_is_closed_can_still_be_releas
     async with deploy(timeouts=QUICK_DRAIN) as deployment:
         decode = deployment.decode[0]
         await doubt(deployment, 1)
-        (receiver,) = decode.quarantined()
         await deployment.close(decode)
-        assert decode.quarantined() == [receiver]
-        decode.release(receiver)
-        assert (receiver.memory, decode.quarantined()) == (Memory.SAFE, [])
+        (record,) = decode.quarantined()
+        decode.release(record)
+        assert decode.quarantined() == []
+        with pytest.raises(LocalProtocolError, match="not in quarantine"):
+            decode.release(record)
 
 
 # Peers that fail ---------------------------------------------------------------------------------------------------
@@ -221,7 +223,7 @@ def num_hellos(prefill: kvflow.PrefillRank) -> int:
 async def decode_rank(registry: str) -> AsyncIterator[kvflow.DecodeRank]:
     pool = make_pool()
     settings = decode_config(registry, backend="nixl", timeouts=Timeouts(lease_s=1.0, drain_s=0.3))
-    async with kvflow.DecodeRank(settings, pool.layout, NixlBackend(ends_with_process=True)) as decode:
+    async with kvflow.DecodeRank(settings, pool.layout) as decode:
         yield decode
 
 

@@ -10,9 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
+from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.geometry.ranges import ALL_LAYERS, TokenRange, hull
 from kvflow.state.effects import AwaitData, DropPlan, Piece, PostPlan, PrefillEffect, ReportGranted, ReportSender
 from kvflow.state.events import Chunk, DeliveryId, PeerRoute, PlanFinished, ReadyEvent
@@ -426,6 +429,14 @@ class Room:
     def peers(self) -> list[PeerId]:
         """Decode ranks that have asked for it."""
         return [delivery.id.peer for delivery in self.deliveries.values()]
+
+    def pages(self) -> dict[str, bytes]:
+        """Give the pages of its chunks as `WIRE_PAGES`, by component, each once."""
+        tables: dict[str, list[NDArray[np.uint32]]] = {}
+        for chunk in self._chunks:
+            for name, table in chunk.pages.items():
+                tables.setdefault(name, []).append(table.pages)
+        return {name: np.unique(np.concatenate(lists)).astype(WIRE_PAGES).tobytes() for name, lists in tables.items()}
 
     def delivery_to(self, peer: PeerId) -> Delivery | None:
         """Find what is sent to this incarnation of a decode rank."""

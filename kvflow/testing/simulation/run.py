@@ -36,6 +36,9 @@ PATIENCE_S: Final = 1.0
 SETTLE_S: Final = 4.0
 """After the last request, nothing is left within this time."""
 
+SHOWN: Final = 0.4
+"""Part of the seeds with a transport that shows when the last bytes of a dead process have landed."""
+
 SPLITS: Final = (*[(1, 1)] * 8, *[(2, 1)] * 4, *[(1, 2)] * 4, (2, 2))
 
 POOL_TOKENS: Final = 32
@@ -87,6 +90,7 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None) ->
             faults=drawn if faults is None else faults,
             ends_with_process=rng.random() < 0.4,
             in_band_notices=rng.random() < 0.7,
+            shows_last_bytes=_own(seed, "last bytes").random() < SHOWN,
             tells=tells,
         ) as world:
             world.plane.shares_network = rng.random() < 0.5
@@ -97,6 +101,11 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None) ->
         if was_collecting:
             gc.enable()
     return result
+
+
+def _own(seed: int, what: str) -> random.Random:
+    """Give chance of its own, so that everything else is drawn as it was without it."""
+    return random.Random(f"kvflow {what} {seed}")  # noqa: S311 - chance must be repeatable here
 
 
 def _run_watched(rng: random.Random, deployment: Deployment, result: Result) -> None:
