@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from kvflow.backends import known_backends
-    from kvflow.config import DecodeConfig, Limits, PrefillConfig, Proofs, Timeouts
+    from kvflow.config import DecodeConfig, Endpoint, Limits, PrefillConfig, Proofs, Timeouts
     from kvflow.decode import DecodeRank, Handover, RoomReceiver
     from kvflow.directory.server import Registry
     from kvflow.errors import (
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         RouteError,
         Stage,
         ThreadShortage,
+        TicketError,
         TransferFailed,
         Unreachable,
     )
@@ -54,6 +55,7 @@ __all__ = [
     "ConfigError",
     "DecodeConfig",
     "DecodeRank",
+    "Endpoint",
     "FailureReason",
     "Handover",
     "KVLayout",
@@ -83,6 +85,7 @@ __all__ = [
     "RouteError",
     "Stage",
     "ThreadShortage",
+    "TicketError",
     "Timeouts",
     "TokenPages",
     "TransferFailed",
@@ -103,6 +106,7 @@ _HOMES: Final = {
     "ConfigError": "kvflow.errors",
     "DecodeConfig": "kvflow.config",
     "DecodeRank": "kvflow.decode",
+    "Endpoint": "kvflow.config",
     "FailureReason": "kvflow.errors",
     "Handover": "kvflow.decode",
     "KVLayout": "kvflow.geometry.layout",
@@ -133,6 +137,7 @@ _HOMES: Final = {
     "RouteError": "kvflow.errors",
     "Stage": "kvflow.errors",
     "ThreadShortage": "kvflow.errors",
+    "TicketError": "kvflow.errors",
     "Timeouts": "kvflow.config",
     "TransferFailed": "kvflow.errors",
     "Unreachable": "kvflow.errors",

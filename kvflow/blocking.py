@@ -21,7 +21,7 @@ from kvflow.aio.doorbell import Doorbell
 from kvflow.aio.loop_thread import LoopThread
 from kvflow.backends.base import Backend
 from kvflow.config import DecodeConfig, PrefillConfig
-from kvflow.decode import Handover
+from kvflow.decode import Handover, Prefill
 from kvflow.errors import (
     CapacityExceeded,
     ConfigError,
@@ -168,9 +168,9 @@ class _BlockingTransfer:
             self._rank._changes.add(self)
 
     @property
-    def _has_grants(self) -> bool:
-        """It is a sender that every decode rank has granted."""
-        return False
+    def _progress(self) -> object:
+        """What else is worth telling when it changes."""
+        return None
 
     def _check_success(self) -> None:
         if self._transfer.failure is not None:
@@ -185,7 +185,7 @@ def _take_update(transfer: AnyTransfer) -> TransferUpdate[AnyTransfer] | None:
     """Say how a transfer stands, if it is news."""
     transfer._is_changed = False  # first: what changes from here on is told the next time
     update = TransferUpdate(transfer, transfer.room, transfer.outcome, transfer.failure, transfer.memory)
-    news = (update.outcome, update.memory, transfer._has_grants)
+    news = (update.outcome, update.memory, transfer._progress)
     if news == transfer._told:
         return None
     transfer._told = news
@@ -210,19 +210,42 @@ def _reason_of(error: KvflowError) -> FailureReason:
 class BlockingSender(_BlockingTransfer):
     """One room, as the prefill engine sends it. Made by `PrefillRank.send`."""
 
-    __slots__ = ("_chunks", "_is_feeding", "_is_finished", "_sender")
+    __slots__ = (
+        "_awaits_quiet",
+        "_chunks",
+        "_is_feeding",
+        "_is_finished",
+        "_is_quiesced",
+        "_is_quiescing",
+        "_num_quiesced",
+        "_sender",
+    )
 
     def __init__(self, rank: "PrefillRank", sender: prefill.RoomSender) -> None:
         self._sender = sender
         self._chunks: deque[Chunk] = deque()
         self._is_feeding = False
         self._is_finished = False
+        self._is_quiescing = False
+        self._awaits_quiet = False
+        self._is_quiesced = False
+        self._num_quiesced = 0
         super().__init__(rank, sender)
 
     @property
     def wanted(self) -> Mapping[str, TokenRange] | None:
         """Tokens of each component that decode wants, once every decode rank has granted; see `kvflow.RoomSender`."""
         return self._sender.wanted
+
+    @property
+    def is_quiesced(self) -> bool:
+        """Nothing reads the pages of any chunk, and none was offered since `quiesce`."""
+        return self._is_quiesced
+
+    @property
+    def resume_at(self) -> int | None:
+        """After `quiesce`, the token at which chunks go on; None if everything is posted, see `kvflow.RoomSender`."""
+        return self._sender.resume_at
 
     @property
     def queued_chunks(self) -> int:
@@ -242,7 +265,7 @@ class BlockingSender(_BlockingTransfer):
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;
                 the room stays open.
-            LocalProtocolError: After `finish`, or after the end.
+            LocalProtocolError: After `finish`, after the end, or while the sender is being quiesced.
             TransferFailed: The transfer has failed; there is no need to compute the rest.
         """
         self._check_unfinished()
@@ -267,6 +290,27 @@ class BlockingSender(_BlockingTransfer):
         self._put(finish_chunk(chunk, metadata, self._sender.max_metadata_bytes))
         self._is_finished = True
 
+    def quiesce(self) -> None:
+        """Take the source pages back, and keep the room; see `kvflow.RoomSender.quiesce`. Does not wait.
+
+        `is_quiesced` and `completed` show that the pages may be overwritten. Chunks are refused until then, and go on
+        at `resume_at`. If the pages do not get quiet, the transfer fails.
+
+        Raises:
+            LocalProtocolError: The rank is not open.
+            As `result`, if the transfer has failed.
+        """
+        if self.outcome in (Outcome.FAILED, Outcome.ABORTED):
+            self._check_success()
+        if self._is_quiescing:
+            return
+        self._is_quiescing, self._is_quiesced = True, False
+        try:
+            self._rank._call_soon(self._quiesce)
+        except LocalProtocolError:
+            self._is_quiescing = False
+            raise
+
     def result(self) -> None:
         """Return if every decode rank has everything.
 
@@ -281,10 +325,13 @@ class BlockingSender(_BlockingTransfer):
     def _check_unfinished(self) -> None:
         if self.outcome in (Outcome.FAILED, Outcome.ABORTED):
             self._check_success()
+        if self._is_quiescing:
+            raise LocalProtocolError("room is being quiesced", room=self.room)
         if self._is_finished or self.outcome is not Outcome.PENDING:
             raise LocalProtocolError("no chunk follows `finish`", room=self.room)
 
     def _put(self, chunk: Chunk) -> None:
+        self._is_quiesced = False
         self._chunks.append(chunk)
         self._rank._call_soon(self._feed)
 
@@ -322,10 +369,31 @@ class BlockingSender(_BlockingTransfer):
             self._sender.abort()
         self._chunks.clear()
 
+    def _quiesce(self) -> None:
+        """Forget what waits here, and pass it on; what has failed is told elsewhere."""
+        self._chunks.clear()
+        self._awaits_quiet = True
+        try:
+            self._sender.quiesce_nowait()
+        except KvflowError as error:
+            self._awaits_quiet = False
+            self._give_up(error)
+        if self._awaits_quiet and self._sender.is_quiesced:  # after a success, of which nothing more is told
+            self._note_change()
+
+    @override
+    def _note_change(self) -> None:
+        if self._awaits_quiet and self._sender.is_quiesced:
+            self._awaits_quiet = False
+            self._num_quiesced += 1
+            self._is_finished = self._sender.resume_at is None
+            self._is_quiesced, self._is_quiescing = True, False
+        super()._note_change()
+
     @property
     @override
-    def _has_grants(self) -> bool:
-        return self.wanted is not None
+    def _progress(self) -> tuple[bool, int]:
+        return self.wanted is not None, self._num_quiesced
 
 
 class BlockingReceiver(_BlockingTransfer):
@@ -418,7 +486,7 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
     def completed(self) -> list[TransferUpdate[AnyTransfer]]:
         """Tell of each transfer whose outcome or memory has changed since the last call. Call it in every step.
 
-        A sender is told of also when every decode rank has granted (`wanted`). Changes that come together are told
+        A sender is told of also when every decode rank has granted (`wanted`), and when it `is_quiesced`. Changes that come together are told
         together, and no two records of a transfer are the same. What nobody has asked for is kept. Works after closing,
         too.
         """
@@ -611,6 +679,16 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank, BlockingSender]):
         self._check_open()
         return BlockingSender(self, self._opened.send(room))
 
+    def ticket(self, room: int) -> dict[str, object]:
+        """Give what a decode rank needs to receive a room from this instance; see `kvflow.PrefillRank.ticket`.
+
+        Raises:
+            LocalProtocolError: The room is no integer, or the rank is not open.
+            RankBroken: The rank is broken.
+        """
+        self._check_open()
+        return self._opened.ticket(room)
+
 
 class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
     """`kvflow.DecodeRank` for a scheduler loop. Use it as a context manager; the arguments are the same.
@@ -638,9 +716,9 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
 
     def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,
-        room: int,
+        room: int | None = None,
         *,
-        prefill: str,
+        prefill: Prefill,
         tokens: TokenRange,
         pages: Mapping[str, Pages],
         num_ranks: int | None = None,
@@ -654,7 +732,9 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
-            ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range.
+            ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range, or `prefill` is a name and the settings
+                have no registry.
+            TicketError: The ticket is malformed, or it is for another room, model or protocol version.
         """
         self._check_open()
         receiver = self._opened.receive(

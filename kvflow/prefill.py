@@ -11,7 +11,8 @@ from typing_extensions import override
 from kvflow.aio.flag import Flag
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.config import PrefillConfig, check_argument
-from kvflow.errors import FailureReason, LocalProtocolError, RemoteProtocolError, Stage, Unreachable
+from kvflow.directory import DirectoryMessage, DirectoryService, RegistryClient
+from kvflow.errors import FailureReason, KvflowError, LocalProtocolError, RemoteProtocolError, Stage, Unreachable
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
@@ -31,10 +32,11 @@ from kvflow.state.quarantine import NO_MEMORY
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import RankStatistics, StagingStatistics
-from kvflow.transfer import Transfer
+from kvflow.transfer import Transfer, check_room
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.hosts import host_of
 from kvflow.wire.messages import MAX_DOMAIN_BYTES, Failure, Goodbye, Message, RankRecord
+from kvflow.wire.ticket import Ticket
 
 __all__ = ["PrefillRank", "RoomSender"]
 
@@ -65,6 +67,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         check_argument("config", config, PrefillConfig)
         check_argument("layout", layout, KVLayout)
         super().__init__(config, layout, backend, ports=ports)
+        self._directory: DirectoryService | None = None
+        self._registry: RegistryClient | None = None
 
     @property
     def endpoint(self) -> str:
@@ -88,6 +92,23 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             TransferFailed: On exit: the transfer failed, and nobody has been told.
         """
         return RoomSender(self, room)
+
+    def ticket(self, room: int) -> dict[str, object]:
+        """Give what a decode rank needs to receive a room from this instance, for a router to hand through unread.
+
+        It is a small dict that survives JSON. It names this very process: a decode rank refuses it when this rank has
+        restarted. The room need not be open, nothing waits, and any thread may call it.
+
+        Args:
+            room: The router's id of the request, the same on both sides.
+
+        Raises:
+            LocalProtocolError: The room is none, or the rank is not open.
+            RankBroken: The rank is broken.
+        """
+        self.check_usable()
+        address = self.config.registry or self.endpoint
+        return Ticket(check_room(room), address, self.me, self.layout.fingerprint).as_dict()
 
     def statistics(self) -> RankStatistics:
         """Give counts at this moment.
@@ -158,7 +179,13 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             backend=backend.name,
             layout=self.layout,
         )
-        self._registry.publish(record)
+        if self.config.registry is None:
+            self._directory = DirectoryService(self._listener.send, self._ports.now, self._anomalies, record)
+            self._resources.callback(self._directory.close)
+        else:
+            self._registry = RegistryClient(self.config.registry, self._ports, self._log, self._ignore_records)
+            self._resources.callback(self._registry.close)
+            self._registry.publish(record)
         self._resources.callback(self._withdraw)
 
     @override
@@ -171,6 +198,9 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             case ef.ReportGranted(room, wanted):
                 if (sender := self._transfers.get(room)) is not None:
                     sender.report_granted(wanted)
+            case ef.ReportQuiesced(room, resume_at):
+                if (sender := self._transfers.get(room)) is not None:
+                    sender.report_quiesced(resume_at)
             case ef.ReportSender(room, _, memory):
                 if memory is Memory.SAFE:
                     self._planning.drop_room(room)
@@ -212,8 +242,14 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._anomalies.count(
                 "message_rejected", stage=Stage.BOOTSTRAP.value, connection=connection.hex(), detail=str(error)
             )
-        else:
+            return
+        if self._directory is None or not isinstance(message, DirectoryMessage):
             self.dispatch(ev.MessageArrived(connection, message))
+            return
+        try:
+            self._directory.take(connection, message)
+        except RemoteProtocolError as error:
+            self._anomalies.count("registration_rejected", connection=connection.hex(), detail=str(error))
 
     def _send(self, connection: bytes, message: Message) -> None:
         """Send; what cannot be sent is lost: it is retransmitted if it matters, or the lease ends."""
@@ -227,8 +263,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     def _take_backend_event(self, event: BackendEvent) -> None:
         self._submit.take(event)
 
-    @override
-    def _take_records(self, instance: str, records: tuple[RankRecord, ...]) -> None:
+    def _ignore_records(self, instance: str | None, records: tuple[RankRecord, ...], number: int) -> None:
         self._anomalies.count("records_on_prefill_rank", instance=instance)
 
     @override
@@ -238,7 +273,10 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
     @override
     def _withdraw(self) -> None:
-        self._registry.withdraw(self.me)
+        if self._directory is not None:
+            self._directory.withdraw()
+        if self._registry is not None:
+            self._registry.withdraw(self.me)
 
     @override
     def _settle_after_break(self) -> None:
@@ -254,14 +292,32 @@ class RoomSender(Transfer):
     Attributes:
         wanted: Tokens `[start, stop)` of each component that decode wants, once every decode rank has granted; None
             until then. What is before `start`, decode has already.
+        is_quiesced: Nothing reads the pages of any chunk, and none was offered since `quiesce`.
+        resume_at: After `quiesce`, the token at which chunks go on; None if everything is posted, the last chunk too.
     """
 
-    __slots__ = ("_footprint", "_granted", "_is_finished", "_rank", "wanted")
+    __slots__ = (
+        "_footprint",
+        "_granted",
+        "_is_finished",
+        "_is_quiescing",
+        "_num_quiesced",
+        "_quiesced",
+        "_rank",
+        "is_quiesced",
+        "resume_at",
+        "wanted",
+    )
 
     def __init__(self, rank: PrefillRank, room: int) -> None:
         super().__init__(rank, room)
         self._rank = rank
         self.wanted: Mapping[str, TokenRange] | None = None
+        self.is_quiesced = False
+        self.resume_at: int | None = None
+        self._quiesced = Flag()
+        self._is_quiescing = False
+        self._num_quiesced = 0
         self._granted = Flag()
         self._is_finished = False
         self._footprint = NO_MEMORY
@@ -287,7 +343,8 @@ class RoomSender(Transfer):
         """Send tokens that are computed, or will be when `ready` is, or layer by layer as `layers` says.
 
         Returns at once unless too many chunks wait already for a decode rank of this room (`Limits.queued_chunks`);
-        cancelled while it waits, it has offered nothing. The pages must stay as they are until the block is left.
+        cancelled while it waits, it has offered nothing. The pages must stay as they are until the block is left, or
+        until `quiesce` has returned.
 
         Args:
             tokens: Positions `[start, stop)` in the request; must continue the chunk before.
@@ -307,7 +364,8 @@ class RoomSender(Transfer):
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;
                 the room stays open.
-            LocalProtocolError: The tokens do not continue the chunk before, or `finish` was called.
+            LocalProtocolError: The tokens do not continue the chunk before (or begin behind `resume_at`), `finish` was
+                called, or `quiesce` has not returned yet.
             TransferFailed: The transfer has failed in the meantime; there is no need to compute the rest.
         """
         await self.offer(make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers))
@@ -344,10 +402,11 @@ class RoomSender(Transfer):
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         if not self.offer_nowait(chunk):
-            line = self._rank.line
+            line, num_quiesced = self._rank.line, self._num_quiesced
             await line.wait(self.room)
             try:
-                self._offer(chunk)
+                if num_quiesced == self._num_quiesced:  # else it is forgotten, as what waits behind this line is
+                    self._offer(chunk)
             finally:
                 line.admit()
         if not chunk.last:  # others get their turn; after the last one the engine waits anyway
@@ -364,6 +423,8 @@ class RoomSender(Transfer):
         """
         self._check_begun()
         self._raise_if_failed()
+        if self._is_quiescing:
+            raise LocalProtocolError("room is being quiesced", room=self.room, tokens=chunk.tokens)
         if not self._rank.line.is_open(self.room):
             return False
         self._offer(chunk)
@@ -377,6 +438,7 @@ class RoomSender(Transfer):
         self._rank.request(ev.ChunkOffered(self.room, chunk, footprint))
         self._raise_if_failed()
         self._is_finished = chunk.last
+        self.is_quiesced = False
         self._footprint = self._footprint.plus(footprint)
 
     def report_granted(self, wanted: Mapping[str, TokenRange]) -> None:
@@ -386,11 +448,70 @@ class RoomSender(Transfer):
         if self.on_change is not None:
             self.on_change()
 
+    async def quiesce(self) -> int | None:
+        """Take the source pages back, and keep the room: what the engine calls when it preempts a request.
+
+        What is posted is waited for, and so is the rest of a chunk of which some layers have left, device events
+        included. Whatever else was offered is forgotten, `finish` too. When this returns, nothing reads the pages any
+        more, and they may be overwritten. `chunk` and `finish` go on whenever the tokens are there again, in whatever
+        pages; nothing is sent twice.
+
+        Called again while it is being done, or cancelled, it is done once.
+
+        Returns:
+            The token at which chunks go on, or before: offer again whatever comes with tokens from there on, windows
+            and slots included, and `finish`. None if everything is posted, the last chunk too: there is nothing left to
+            offer.
+
+        Raises:
+            LocalProtocolError: The transfer was not entered, or this is another event loop.
+            TransferFailed: The transfer has failed, or fails because the pages are not quiet within `drain_s`; look at
+                its `memory`.
+        """
+        self.quiesce_nowait()
+        await self._quiesced.wait()
+        self._raise_if_failed()
+        return self.resume_at
+
+    def quiesce_nowait(self) -> None:
+        """Begin with `quiesce`; `is_quiesced` shows the end.
+
+        Raises:
+            LocalProtocolError, TransferFailed: As in `quiesce`.
+        """
+        self._check_begun()
+        self._raise_if_failed()
+        if self.outcome is not Outcome.PENDING:  # the core may know the room as that of a later transfer by now
+            self.report_quiesced(None)
+        elif not self._is_quiescing:
+            self._is_quiescing, self.is_quiesced, self._quiesced = True, False, Flag()
+            try:
+                self._rank.request(ev.QuiesceAsked(self.room))
+            except KvflowError:
+                self._is_quiescing = False
+                raise
+            self._num_quiesced += 1
+            self._rank.line.leave(self.room)
+
+    def report_quiesced(self, resume_at: int | None) -> None:
+        """Take in that nothing that was posted reads the pages any more."""
+        self._note_quiesced(resume_at)
+        if self.on_change is not None:
+            self.on_change()
+
+    def _note_quiesced(self, resume_at: int | None) -> None:
+        self._is_quiescing, self.is_quiesced, self.resume_at = False, True, resume_at
+        self._is_finished = resume_at is None
+        self._quiesced.set()
+
     @override
     def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
+        if outcome is Outcome.SUCCESS and self._is_quiescing:
+            self._note_quiesced(None)
         super().report(outcome, memory, failure)
         if outcome is not Outcome.PENDING:
             self._granted.set()  # whoever waits for it has waited enough
+            self._quiesced.set()
         if failure is not None:
             self._rank.line.leave(self.room)
 

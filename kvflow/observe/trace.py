@@ -31,6 +31,7 @@ __all__ = ["AnomalyLog", "TransferLine", "describe", "log_transfer"]
 STAGES: Final[dict[type, Stage]] = {
     ev.SendOpened: Stage.ENQUEUE,
     ev.ChunkOffered: Stage.ENQUEUE,
+    ev.QuiesceAsked: Stage.ENQUEUE,
     ev.SendAborted: Stage.ENQUEUE,
     ev.HelloChecked: Stage.BOOTSTRAP,
     ev.ReplyLost: Stage.BOOTSTRAP,
@@ -60,6 +61,7 @@ STAGES: Final[dict[type, Stage]] = {
     ef.PostPiece: Stage.SUBMIT,
     ef.PostPlan: Stage.SUBMIT,
     ef.ReportGranted: Stage.ENQUEUE,
+    ef.ReportQuiesced: Stage.SUBMIT,
     ef.ReportSender: Stage.SUBMIT,
     ef.LookUp: Stage.BOOTSTRAP,
     ef.CompileRoutes: Stage.BOOTSTRAP,
@@ -88,6 +90,7 @@ MESSAGE_STAGES: Final[dict[type, Stage]] = {
 
 NAMES: Final[dict[type, str]] = {
     ef.ReportGranted: "grants_reported",
+    ef.ReportQuiesced: "quiesced_reported",
     ef.ReportSender: "sender_reported",
     ef.ReportReceiver: "receiver_reported",
 }
@@ -151,7 +154,7 @@ def _fields(item: object) -> dict[str, object]:
         field: getattr(item, field) for field in SHOWN if getattr(item, field, None) is not None
     }
     if hasattr(item, "instance"):
-        shown["prefill"] = item.instance  # the line's own "instance" is the rank that writes it
+        shown["prefill"] = str(item.instance)  # the line's own "instance" is the rank that writes it
     if "peer" in shown:
         shown["peer"] = str(shown["peer"])
     if isinstance(item, (Notice, Drained, Failed)):

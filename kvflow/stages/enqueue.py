@@ -200,4 +200,4 @@ class DeviceWaits:
             except Exception as error:  # noqa: BLE001 - it is the engine's object; only this transfer suffers
                 detail = f"{type(error).__name__}: {error}"
                 failure = self._context.failure(FailureReason.NOT_READY, Stage.ENQUEUE, detail)
-        self._context.dispatch(DataReady(effect.delivery, effect.seq, failure))
+        self._context.dispatch(DataReady(effect.delivery, effect.wait, failure))

@@ -11,7 +11,7 @@ import msgspec
 
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange
-from kvflow.state.events import ConnectedRank, DeliveryId, PeerRoute, ReadyEvent, ReceiveOpened
+from kvflow.state.events import ConnectedRank, DeliveryId, InstanceRef, PeerRoute, ReadyEvent, ReceiveOpened
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure, Grant, Hello, Message, Notice, PeerId, RankRecord
 
@@ -41,6 +41,7 @@ __all__ = [
     "ReceivedRoom",
     "Reply",
     "ReportGranted",
+    "ReportQuiesced",
     "ReportReceiver",
     "ReportSender",
     "ScatterStaged",
@@ -129,10 +130,14 @@ class DisconnectTransport(msgspec.Struct, frozen=True):
 
 
 class AwaitData(msgspec.Struct, frozen=True):
-    """Wait until the device has computed a piece, beside the event loop, then say DataReady."""
+    """Wait until the device has computed a piece, beside the event loop, then say DataReady.
+
+    Attributes:
+        wait: Counts the waits of the delivery: a piece that was quiesced gives its own number to another one.
+    """
 
     delivery: DeliveryId
-    seq: int
+    wait: int
     ready: ReadyEvent
 
 
@@ -178,6 +183,17 @@ class ReportGranted(msgspec.Struct, frozen=True):
     wanted: dict[str, TokenRange]
 
 
+class ReportQuiesced(msgspec.Struct, frozen=True):
+    """Tell the engine that nothing which was posted reads the source pages of a room any more.
+
+    Attributes:
+        resume_at: Where chunks go on; None if everything is posted, the last chunk too.
+    """
+
+    room: int
+    resume_at: int | None
+
+
 class ReportSender(msgspec.Struct, frozen=True):
     """Tell the engine how a room that it sends stands."""
 
@@ -198,9 +214,14 @@ class SendMessage(msgspec.Struct, frozen=True):
 
 
 class LookUp(msgspec.Struct, frozen=True):
-    """Ask the directory for the ranks of an instance; it says InstanceFound when it knows something."""
+    """Ask the directory for the ranks of an instance; it says InstanceFound when it knows something.
 
-    instance: str
+    Attributes:
+        number: The answer repeats it, or a higher one that was asked with meanwhile.
+    """
+
+    instance: InstanceRef
+    number: int = 0
 
 
 class CompileRoutes(msgspec.Struct, frozen=True):
@@ -347,6 +368,7 @@ PrefillEffect = (
     | ContinueSoon
     | AdmitChunks
     | ReportGranted
+    | ReportQuiesced
     | ReportSender
     | CountAnomaly
     | LogEvent

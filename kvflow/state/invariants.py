@@ -76,6 +76,7 @@ def _check_prefill(core: PrefillCore) -> None:
             _require(delivery.now_waits == delivery.waits, "timers of a delivery are not up to date", room=number)
             if delivery.state.is_safe:
                 _require(not delivery.has_posts, "safe delivery with a running post", delivery=delivery.id)
+            _require(delivery.has_tail, "a piece is under way before one that waits", delivery=delivery.id)
             if not room.state.is_pending:
                 _require(not delivery.state.is_pending, "room has ended, delivery has not", delivery=delivery.id)
     if not rooms.rooms and not rooms.unfenced:

@@ -122,7 +122,7 @@ def _digest(effect: Effect) -> bytes:
             piece.must_pack, piece.grant,
         )  # fmt: skip
     elif isinstance(effect, ef.AwaitData):
-        shown = (effect.delivery, effect.seq)
+        shown = (effect.delivery, effect.wait)
     else:
         shown = effect
     return hashlib.blake2b(_encoder.encode(shown), digest_size=DIGEST_BYTES).digest()

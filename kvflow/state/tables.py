@@ -21,6 +21,9 @@ A receiver also follows each prefill rank that it expects bytes from (`RANK`), k
 complete when every rank is COMPLETE and what arrived has the digests that were asked for, if any. It is quiet when
 every rank is COMPLETE or DRAINED and no local thread reads or writes its pages any more.
 
+A sender also follows what it takes from its engine (`FEED`): chunks, until the last one, and nothing while it is
+quiesced.
+
 A rank follows each peer (`PEER`): one incarnation of one rank at the other end, from the handshake to its loss. A
 decode rank also follows each prefill instance (`INSTANCE`), from the lookup of its ranks to the handshake with all of
 them.
@@ -34,11 +37,14 @@ from types import MappingProxyType
 from typing import Final
 
 __all__ = [
+    "FEED",
     "INSTANCE",
     "MEMORY",
     "OUTCOME",
     "PEER",
     "RANK",
+    "FeedSignal",
+    "FeedState",
     "InstanceSignal",
     "InstanceState",
     "Memory",
@@ -144,6 +150,51 @@ MEMORY: Final[Mapping[tuple[Memory, Signal], Memory]] = MappingProxyType(
         (Memory.QUARANTINED, Signal.IN_DOUBT): Memory.QUARANTINED,
         (Memory.QUARANTINED, Signal.RELEASED): Memory.SAFE,
         **{(Memory.SAFE, signal): Memory.SAFE for signal in Signal},
+    }
+)
+
+
+class FeedSignal(enum.StrEnum):
+    """What can happen to what a sender takes from its engine."""
+
+    LAST_CHUNK = "last_chunk"
+    """The engine has offered the last chunk."""
+    ROLLED_BACK = "rolled_back"
+    """The engine wants its pages back; what was not posted is forgotten, the last chunk included."""
+    KEPT = "kept"
+    """The engine wants its pages back, and everything is posted already."""
+    QUIET = "quiet"
+    """Nothing that was posted reads the pages any more."""
+
+
+class FeedState(enum.StrEnum):
+    """What a sender takes from its engine."""
+
+    OPEN = "open"
+    """Chunks."""
+    FINISHED = "finished"
+    """Nothing more: it has had the last chunk."""
+    QUIESCING = "quiescing"
+    """Nothing until the pages are quiet; then it goes on."""
+    SETTLING = "settling"
+    """Nothing more, and the engine waits until the pages are quiet."""
+
+
+FEED: Final[Mapping[tuple[FeedState, FeedSignal], FeedState]] = MappingProxyType(
+    {
+        (FeedState.OPEN, FeedSignal.LAST_CHUNK): FeedState.FINISHED,
+        (FeedState.OPEN, FeedSignal.ROLLED_BACK): FeedState.QUIESCING,
+        # More must come, whatever is posted.
+        (FeedState.OPEN, FeedSignal.KEPT): FeedState.OPEN,
+        (FeedState.OPEN, FeedSignal.QUIET): FeedState.OPEN,
+        (FeedState.FINISHED, FeedSignal.LAST_CHUNK): FeedState.FINISHED,
+        (FeedState.FINISHED, FeedSignal.ROLLED_BACK): FeedState.QUIESCING,
+        (FeedState.FINISHED, FeedSignal.KEPT): FeedState.SETTLING,
+        (FeedState.FINISHED, FeedSignal.QUIET): FeedState.FINISHED,
+        # Asked for twice, it is done once.
+        **{(state, signal): state for state in (FeedState.QUIESCING, FeedState.SETTLING) for signal in FeedSignal},
+        (FeedState.QUIESCING, FeedSignal.QUIET): FeedState.OPEN,
+        (FeedState.SETTLING, FeedSignal.QUIET): FeedState.FINISHED,
     }
 )
 

@@ -2,10 +2,15 @@
 
 import errno
 import socket
+from collections.abc import Awaitable, Callable
+from typing import Final
 
 import anyio
 
-__all__ = ["host_of", "host_towards", "is_own_address"]
+__all__ = ["default_host", "host_of", "host_towards", "is_own_address"]
+
+ELSEWHERE: Final = ("tcp://192.0.2.1:1", "tcp://[2001:db8::1]:1")
+"""Addresses that are kept for documentation: they are on no network but behind the default route."""
 
 
 def host_of(endpoint: str) -> str:
@@ -45,3 +50,15 @@ def is_own_address(address: bytes) -> bool:
     except OSError as error:
         return error.errno != errno.EADDRNOTAVAIL
     return True
+
+
+async def default_host(towards: Callable[[str], Awaitable[str | None]]) -> str | None:
+    """Give the address of this host on the network of the default route; None if there is none.
+
+    Args:
+        towards: What `host_towards` does.
+    """
+    for endpoint in ELSEWHERE:
+        if (host := await towards(endpoint)) is not None:
+            return host
+    return None

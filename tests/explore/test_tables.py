@@ -9,6 +9,7 @@ import pytest
 
 from kvflow.state import peers, tables
 from kvflow.state.decode import handshake, progress
+from kvflow.state.prefill import room
 from kvflow.testing.explore import Setup, explore
 from tests.explore.worlds import WORLDS
 from tests.support.slow import slow_except
@@ -19,6 +20,7 @@ USED_BY: Final = MappingProxyType(
     {
         "OUTCOME": (tables,),
         "MEMORY": (tables,),
+        "FEED": (tables, room),
         "RANK": (tables, progress),
         "PEER": (tables, peers),
         "INSTANCE": (tables, handshake),
@@ -29,10 +31,23 @@ USED_BY: Final = MappingProxyType(
 TABLES: Final[Mapping[str, Table]] = MappingProxyType({name: getattr(tables, name) for name in USED_BY})
 
 TRANSFERS: Final = (WORLDS["one fault"],)
-ANY: Final = (WORLDS["handshake without faults"], *TRANSFERS, WORLDS["one fault with the handshake"])
+QUIESCED: Final = (WORLDS["two writes that are quiesced"],)
+ANY: Final = (
+    WORLDS["handshake without faults"],
+    *TRANSFERS,
+    *QUIESCED,
+    WORLDS["one fault with the handshake"],
+)
 
 SEARCHED: Final[Mapping[str, tuple[Setup, ...]]] = MappingProxyType(
-    {"OUTCOME": TRANSFERS, "MEMORY": TRANSFERS, "RANK": TRANSFERS, "PEER": ANY, "INSTANCE": ANY}
+    {
+        "OUTCOME": TRANSFERS,
+        "MEMORY": TRANSFERS,
+        "FEED": QUIESCED,
+        "RANK": (*TRANSFERS, *QUIESCED),
+        "PEER": ANY,
+        "INSTANCE": ANY,
+    }
 )
 
 TWO_FAULTS: Final = (Setup(max_faults=2),)
@@ -48,7 +63,8 @@ REACHED: Final = MappingProxyType(
             "HELD WRITTEN, HELD COMPLETED, HELD FAILED, HELD ABORTED, DRAINING WRITTEN, DRAINING COMPLETED, "
             "DRAINING QUIET, DRAINING IN_DOUBT, SAFE WRITTEN, SAFE COMPLETED, SAFE FAILED, SAFE ABORTED, SAFE QUIET"
         ),
-        "RANK": "WRITING COMPLETED, WRITING DRAINED, WRITING FENCED",
+        "FEED": "OPEN LAST_CHUNK, FINISHED ROLLED_BACK, FINISHED KEPT, QUIESCING QUIET, SETTLING QUIET",
+        "RANK": "WRITING NOTICED, WRITING COMPLETED, WRITING DRAINED, WRITING FENCED",
         "PEER": "CONNECTED DISCONNECTED, SUSPECT LEFT, LOST CONNECTED",
         "INSTANCE": ("LOOKING_UP FOUND, COMPILING COMPILED, CONNECTING CONNECTED, CONNECTING LOST, CONNECTED LOST"),
     }
@@ -94,6 +110,8 @@ EQUIVALENT: Final = MappingProxyType(
         "MEMORY QUARANTINED WRITTEN is QUARANTINED": QUIET_FOLLOWS,
         "RANK WRITING DRAINED is COMPLETE": FAILED_ALREADY,
         "RANK WRITING FENCED is COMPLETE": FAILED_ALREADY,
+        "FEED SETTLING QUIET is SETTLING": "all that follows is the Ack, which ends the room",
+        "RANK WRITING NOTICED is LOST": "its last notice proves as much as that of another rank",
         "PEER CONNECTED DISCONNECTED is CONNECTED": PROBE_FOLLOWS,
         "PEER CONNECTED DISCONNECTED is LOST": PROBE_FOLLOWS,
         "PEER CONNECTED DISCONNECTED is LEFT": PROBE_FOLLOWS,

@@ -355,6 +355,59 @@ def windows_of_the_lost_go_to_others_without_a_proof(patch: Patch) -> None:
     patch.setattr(decode_core.DecodeCore, "_left", left)
 
 
+def quiesced_pages_are_not_waited_for(patch: Patch) -> None:
+    patch.setattr(prefill_room.Delivery, "reads_pages", property(lambda _: False))
+
+
+def plans_of_quiesced_pages_are_not_waited_for(patch: Patch) -> None:
+    """Pieces whose plans are being made are posted after the engine was told that nothing reads its pages."""
+
+    def reads_pages(self: prefill_room.Delivery) -> bool:
+        return any(notice.staged is None for notice in self._posted.values())
+
+    patch.setattr(prefill_room.Delivery, "reads_pages", property(reads_pages))
+
+
+def tokens_that_were_forgotten_do_not_come_again(patch: Patch) -> None:
+    original = prefill_room.Delivery.roll_back
+
+    def roll_back(self: prefill_room.Delivery) -> int | None:
+        positions = dict(self._positions)
+        found = original(self)
+        self._positions.update(positions)
+        return found
+
+    patch.setattr(prefill_room.Delivery, "roll_back", roll_back)
+
+
+def events_of_forgotten_data_count_for_what_comes_again(patch: Patch) -> None:
+    patch.setattr(prefill_room.Delivery, "awaits", lambda self, _: bool(self._not_ready))
+
+
+def layers_that_have_left_come_again(patch: Patch) -> None:
+    """Nothing of a chunk is waited for that is not posted, although layers of it are."""
+    original = prefill_room.Delivery.roll_back
+
+    def roll_back(self: prefill_room.Delivery) -> int | None:
+        self._has_begun_layers = False
+        return original(self)
+
+    patch.setattr(prefill_room.Delivery, "roll_back", roll_back)
+
+
+def empty_notices_overtake_pieces(patch: Patch) -> None:
+    def say_empty(self: prefill_room.Delivery) -> list[PrefillEffect]:
+        effects: list[PrefillEffect] = []
+        for seq, (notice, _) in list(self._unposted.items()):
+            if not notice.num_bytes:
+                del self._unposted[seq]
+                self._written.append(notice)
+                effects += self._context.peers.send(self.id.peer, notice)
+        return effects
+
+    patch.setattr(prefill_room.Delivery, "_say_empty", say_empty)
+
+
 FAULTS: Final[tuple[Fault, ...]] = (
     abort_releases_pages,
     failure_releases_pages,
@@ -390,4 +443,10 @@ FAULTS: Final[tuple[Fault, ...]] = (
     slots_of_writes_that_linger_are_used_again,
     slots_are_not_asked_for,
     windows_of_the_lost_go_to_others_without_a_proof,
+    quiesced_pages_are_not_waited_for,
+    plans_of_quiesced_pages_are_not_waited_for,
+    tokens_that_were_forgotten_do_not_come_again,
+    events_of_forgotten_data_count_for_what_comes_again,
+    layers_that_have_left_come_again,
+    empty_notices_overtake_pieces,
 )

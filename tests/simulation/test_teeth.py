@@ -60,6 +60,12 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "windows_of_ranks_that_left_are_remembered": 27,
         "broken_connections_say_nothing": 116,
         "engines_are_told_when_pages_are_quiet": 7,
+        "quiesced_pages_are_not_waited_for": 13,
+        "plans_of_quiesced_pages_are_not_waited_for": 13,
+        "tokens_that_were_forgotten_do_not_come_again": 18,
+        "events_of_forgotten_data_count_for_what_comes_again": 13,
+        "layers_that_have_left_come_again": 26,
+        "empty_notices_overtake_pieces": 334,
         "errors_lose_the_remaining_effects": 5,
     }
 )
@@ -76,6 +82,7 @@ RARE: Final = (
     "slots_of_writes_that_linger_are_used_again",
     "windows_of_the_lost_go_to_others_without_a_proof",
     "ports_are_refused_while_bytes_may_still_land",
+    "empty_notices_overtake_pieces",
 )
 """Faults that take several rare events in one order. Seeds find them, but not within a number that a test can run."""
 

@@ -308,7 +308,7 @@ async def test_a_device_that_fails_fails_its_piece_only() -> None:
         await until(lambda: bench.events)
         (told,) = bench.events
         assert isinstance(told, DataReady)
-        assert (told.delivery, told.seq) == (DeliveryId(1, DECODE, 1), 4)
+        assert (told.delivery, told.wait) == (DeliveryId(1, DECODE, 1), 4)
         assert told.failure is not None
         assert (told.failure.reason, told.failure.stage) == (FailureReason.NOT_READY, Stage.ENQUEUE)
         assert told.failure.detail == "RuntimeError: illegal memory access"

@@ -50,8 +50,8 @@ def offer(
     effects, found = core(ev.ChunkOffered(ROOM, chunk)), []
     while waits := of_kind(effects, AwaitData):
         (wait,) = waits
-        effects = core(ev.DataReady(DELIVERY, wait.seq))
-        found += [(piece, wait.ready if piece.seq == wait.seq else None) for piece in pieces(effects)]
+        effects = core(ev.DataReady(DELIVERY, wait.wait))
+        found += [(piece, None if number else wait.ready) for number, piece in enumerate(pieces(effects))]
     return found
 
 

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 import pytest
 
 from kvflow.state.tables import (
+    FEED,
     INSTANCE,
     MEMORY,
     OUTCOME,
     PEER,
     RANK,
+    FeedSignal,
+    FeedState,
     InstanceSignal,
     InstanceState,
     Memory,
@@ -30,6 +33,7 @@ from kvflow.state.tables import (
     [
         (OUTCOME, Outcome, Signal),
         (MEMORY, Memory, Signal),
+        (FEED, FeedState, FeedSignal),
         (RANK, RankState, RankSignal),
         (PEER, PeerState, PeerSignal),
         (INSTANCE, InstanceState, InstanceSignal),

@@ -1,7 +1,8 @@
 """A prefill instance in a process of its own: `python -m tests.support.prefill_process OPTIONS`.
 
 Told to `send` a room, it sends the first page, reports `half`, and sends the rest when it is told to `finish`, or
-gives the room up when it is told to `abort`; then it reports `over`. On SIGTERM it finishes what it has begun, reports
+gives the room up when it is told to `abort`; then it reports `over`. Told to `preempt` a room, it sends it page by page,
+takes the pages back in the middle of that, overwrites them, reports `quiesced`, and goes on from others. On SIGTERM it finishes what it has begun, reports
 `drained` and ends.
 """
 
@@ -17,12 +18,16 @@ import msgspec
 import kvflow
 from kvflow.cli.processes import Line, Report, run_child
 from tests.support.instances import make_pool, prefill_config
+from tests.support.pools import Pool
 
-__all__ = ["FILL", "PAGES", "TOKENS", "PrefillOptions"]
+__all__ = ["FILL", "MANY_PAGES", "OVERWRITTEN", "PAGES", "TOKENS", "PrefillOptions"]
 
 TOKENS = (0, 8)
 PAGES = {"kv": [3, 9]}
 FILL = 0x77
+OVERWRITTEN = 0xDD
+MANY_PAGES = 28
+"""Pages of a room that is preempted; the pool holds twice as many."""
 
 
 class PrefillOptions(msgspec.Struct, frozen=True):
@@ -35,23 +40,30 @@ class PrefillOptions(msgspec.Struct, frozen=True):
 
 async def main(options: PrefillOptions, line: Line) -> None:
     pool = make_pool()
-    for buffer in pool.buffers:
-        buffer[:] = FILL
+    fill(pool, FILL)
     settings = prefill_config(options.registry, backend="nixl", bind=options.bind, **options.settings)
     async with kvflow.PrefillRank(settings, pool.layout) as rank, anyio.create_task_group() as tasks:
         with anyio.open_signal_receiver(signal.SIGTERM) as signals:
-            tasks.start_soon(serve, rank, line, tasks.cancel_scope)
+            tasks.start_soon(serve, rank, pool, line, tasks.cancel_scope)
             async for _ in signals:
                 await rank.drain()
                 line.report("drained")
                 tasks.cancel_scope.cancel()
 
 
-async def serve(rank: kvflow.PrefillRank, line: Line, until_done: anyio.CancelScope) -> None:
+def fill(pool: Pool, value: int, num_pages: int | None = None) -> None:
+    for buffer in pool.buffers:
+        buffer.reshape(2, pool.shape.num_pages, -1)[:, :num_pages] = value
+
+
+async def serve(rank: kvflow.PrefillRank, pool: Pool, line: Line, until_done: anyio.CancelScope) -> None:
     line.report("ready")
-    while (order := await next_order(line))["do"] == "send":
+    while (order := await next_order(line))["do"] in ("send", "preempt"):
         with suppress(kvflow.TransferFailed):  # the other side says so, too
-            await send(rank, order["room"], line)
+            if order["do"] == "send":
+                await send(rank, order["room"], line)
+            else:
+                await preempt(rank, pool, order["room"], line)
         line.report("over", room=order["room"])
     until_done.cancel()
 
@@ -64,6 +76,20 @@ async def send(rank: kvflow.PrefillRank, room: int, line: Line) -> None:
             sender.abort()
         else:
             await sender.finish((4, 8), {"kv": PAGES["kv"][1:]})
+
+
+async def preempt(rank: kvflow.PrefillRank, pool: Pool, room: int, line: Line) -> None:
+    size = pool.shape.page_size
+    fill(pool, FILL)
+    async with rank.send(room) as sender:
+        await sender.granted()
+        for page in range(MANY_PAGES):
+            await sender.chunk((page * size, (page + 1) * size), {"kv": [page]})
+        start = await sender.quiesce() or 0
+        fill(pool, OVERWRITTEN, MANY_PAGES)
+        line.report("quiesced", room=room, start=start)
+        others = list(range(MANY_PAGES + start // size, 2 * MANY_PAGES))
+        await sender.finish((start, MANY_PAGES * size), {"kv": others})
 
 
 async def next_order(line: Line) -> Report:

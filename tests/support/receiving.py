@@ -22,11 +22,13 @@ def request(
     timeout_s: float = 60.0,
     footprint: Footprint = NO_MEMORY,
     digest: bool = False,
+    instance: ev.InstanceRef = "prefill",
+    issuer: PeerId | None = None,
 ) -> ev.ReceiveOpened:
     return ev.ReceiveOpened(
         room=room,
         generation=generation,
-        instance="prefill",
+        instance=instance,
         ranges={"kv": tokens},
         pages={"kv": generation.to_bytes(4, "little") if generation < NUM_PAGES else b""},
         num_decode_ranks=1,
@@ -34,6 +36,7 @@ def request(
         secret=b"0123456789abcdef",
         footprint=footprint,
         digest=digest,
+        issuer=issuer,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvflow.state.tables import INSTANCE, MEMORY, OUTCOME, PEER, RANK
+from kvflow.state.tables import FEED, INSTANCE, MEMORY, OUTCOME, PEER, RANK
 
 __all__ = ["PAGE", "fill_in", "main"]
 
@@ -20,6 +20,7 @@ Table = Mapping[Any, enum.Enum]
 MACHINES: Final[Mapping[str, Table]] = {
     "OUTCOME": OUTCOME,
     "MEMORY": MEMORY,
+    "FEED": FEED,
     "RANK": RANK,
     "PEER": PEER,
     "INSTANCE": INSTANCE,

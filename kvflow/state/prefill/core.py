@@ -211,6 +211,8 @@ class PrefillCore:
             case ev.PostInDoubt():
                 effects = self.rooms.post_in_doubt(event, now)
                 return [*effects, *self._write_failed(event.delivery.peer, event.failure, now)]
+            case ev.QuiesceAsked():
+                return self.rooms.quiesce(event.room, now)
             case ev.SendAborted():
                 return self.rooms.abort(event.room, event.failure, now)
             case ev.HelloChecked():
@@ -275,12 +277,11 @@ class PrefillCore:
         if is_slow or piece.grant.digest:
             if is_slow:
                 self._slow_plans[piece.delivery, piece.seq] = None
-            return [PlanPiece(piece)]
-        delivery.taken(piece)
+            return [PlanPiece(piece), *delivery.planning(piece)]
+        behind = delivery.taken(piece)
         if piece.slots is not None:
             self.slots.posted(piece.delivery, piece.seq, piece.notice)
-        self.rooms.follow_posts(piece.delivery, now)
-        return [PostPiece(piece)]
+        return [PostPiece(piece), *behind, *self.rooms.follow_posts(piece.delivery, now)]
 
     def _effort(self, piece: Piece, is_packed: bool) -> int:
         """Estimate the work of planning a piece: its descriptors, or as many as can be planned while it is gathered."""

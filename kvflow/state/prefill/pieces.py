@@ -17,7 +17,7 @@ from kvflow.state.effects import Cost
 from kvflow.state.events import Chunk, PeerRoute, ReadyEvent
 from kvflow.wire.messages import Grant
 
-__all__ = ["ChunkPart", "cost_of", "split_chunk"]
+__all__ = ["ChunkPart", "cost_of", "resume_at", "split_chunk"]
 
 
 class ChunkPart(NamedTuple):
@@ -81,6 +81,17 @@ def cost_of(
     )
     num_splits = num_bytes // max_descriptor_bytes if max_descriptor_bytes else 0
     return Cost(num_bytes, num_descriptors + num_splits)
+
+
+def resume_at(chunk: Chunk, ranges: Mapping[str, TokenRange]) -> int:
+    """Say from which token chunks must come again for some ranges of one to come with them.
+
+    That is the first of them, unless it is counted otherwise than the tokens of the chunk, as those of a window or a
+    slot are: then the whole chunk must come again.
+    """
+    start, _ = chunk.tokens
+    firsts = [first for name, (first, _) in ranges.items() if chunk.ranges[name] == chunk.tokens]
+    return min(firsts) if firsts and len(firsts) == len(ranges) else start
 
 
 def _split_group(

@@ -222,12 +222,12 @@ class PieceQueue:
         if peer in self._lanes:
             self._candidates.setdefault(peer)
 
-    def drop(self, delivery: DeliveryId) -> None:
-        """Forget the pieces of a delivery that have not been taken."""
+    def drop(self, delivery: DeliveryId, first: int = 0) -> None:
+        """Forget the pieces of a delivery that have not been taken, from number `first` on."""
         lane = self._lanes.get(delivery.peer)
         if lane is None:
             return
-        self.stop_expecting(delivery.peer, lane.drop(delivery))
+        self.stop_expecting(delivery.peer, lane.drop(delivery, first))
         self._candidates.setdefault(delivery.peer)
         self._forget_if_empty(delivery.peer)
 
@@ -320,12 +320,17 @@ class _Lane:
             del self._lines[line.delivery]
         return entry
 
-    def drop(self, delivery: DeliveryId) -> int:
-        line = self._lines.pop(delivery, None)
+    def drop(self, delivery: DeliveryId, first: int) -> int:
+        line = self._lines.get(delivery)
         if line is None:
             return 0
-        self._leave(line)
-        return len(line.entries)
+        num_before = len(line.entries)
+        kept = [entry for entry in line.entries if entry.piece.seq < first]
+        if not kept:
+            self._leave(line)
+            del self._lines[delivery]
+        line.entries = deque(kept)
+        return num_before - len(kept)
 
     def next_line(self) -> _Line:
         firsts = [next(iter(rotation.values())) for rotation in self._rotations.values()]

@@ -17,16 +17,25 @@ from numpy.typing import NDArray
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
 from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.geometry.ranges import ALL_LAYERS, TokenRange, hull
-from kvflow.state.effects import AwaitData, DropPlan, Piece, PostPlan, PrefillEffect, ReportGranted, ReportSender
+from kvflow.state.effects import (
+    AwaitData,
+    DropPlan,
+    Piece,
+    PostPlan,
+    PrefillEffect,
+    ReportGranted,
+    ReportQuiesced,
+    ReportSender,
+)
 from kvflow.state.events import Chunk, DeliveryId, PeerRoute, PlanFinished, ReadyEvent
 from kvflow.state.packing import wants_slot
 from kvflow.state.prefill.peers import DecodePeers
-from kvflow.state.prefill.pieces import ChunkPart, cost_of, split_chunk
+from kvflow.state.prefill.pieces import ChunkPart, cost_of, resume_at, split_chunk
 from kvflow.state.prefill.queue import PieceQueue
 from kvflow.state.prefill.slots import RemoteSlots
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.state.settings import PrefillSettings
-from kvflow.state.tables import Memory, Outcome, Signal, TransferState
+from kvflow.state.tables import FEED, FeedSignal, FeedState, Memory, Outcome, Signal, TransferState
 from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, PeerId, RankId
 
 __all__ = ["Delivery", "DeliveryWait", "Room", "RoomWait", "SendContext", "Standing", "standing_of"]
@@ -79,10 +88,12 @@ class RoomWait(NamedTuple):
     Attributes:
         grants: Of every decode rank, after the last chunk.
         drain: That posts end, after the room has.
+        quiesce: That posts end, because the engine wants its pages back.
     """
 
     grants: bool = False
     drain: bool = False
+    quiesce: bool = False
 
 
 class Standing(NamedTuple):
@@ -104,8 +115,27 @@ def standing_of(state: TransferState) -> Standing:
     return Standing(state.outcome is Outcome.SUCCESS, state.is_safe, state.memory is Memory.QUARANTINED)
 
 
+class _Unposted(NamedTuple):
+    """A piece that waits for its data, its turn or credit, or a notice without bytes that follows one.
+
+    Attributes:
+        resume_at: The token from which chunks must come again if it is forgotten.
+    """
+
+    notice: Notice
+    resume_at: int
+
+    @property
+    def goes_on(self) -> bool:
+        """Layers of the same tokens follow."""
+        return self.notice.layer_range[1] is not None
+
+
 class Delivery:
     """What this rank sends to one decode rank for one grant.
+
+    Pieces are taken out of line in the order of their numbers, and a notice without bytes leaves only after the pieces
+    before it. So whatever is not under way is a tail, and can be forgotten: its numbers and tokens come again.
 
     Attributes:
         standing: How its room counts it.
@@ -139,7 +169,10 @@ class Delivery:
         self._drained_is_due = False
         self._lingers = False
         self._not_ready: deque[tuple[Piece, ReadyEvent | None]] = deque()
-        self._unposted: dict[int, Notice] = {}
+        self._num_waits = 0
+        self._unposted: dict[int, _Unposted] = {}
+        self._has_begun_layers = False
+        self._planned: dict[int, Notice] = {}
         self._posted: dict[int, Notice] = {}
         self._written: list[Notice] = []
 
@@ -165,6 +198,20 @@ class Delivery:
         return bool(self._posted)
 
     @property
+    def reads_pages(self) -> bool:
+        """A piece that is under way needs the source pages. A packed one has left them."""
+        if self._unposted or self._planned:
+            return True
+        return any(notice.staged is None for notice in self._posted.values())
+
+    @property
+    def has_tail(self) -> bool:
+        """What is not under way comes after all that is, so that it can be forgotten."""
+        begun = [*self._planned, *self._posted, *(notice.seq for notice in self._written)]
+        numbers = sorted(begun) + list(self._unposted)
+        return numbers == sorted(numbers) and (not self.state.is_pending or numbers == list(range(self._next_seq)))
+
+    @property
     def posted(self) -> tuple[int, ...]:
         """Pieces whose writes are posted and not known to have ended."""
         return tuple(self._posted)
@@ -182,6 +229,8 @@ class Delivery:
 
     def offer(self, chunk: Chunk, now: float) -> list[PrefillEffect]:
         """Take from a chunk what this decode rank wants, in as many pieces as it takes."""
+        if self._has_last_chunk:  # others need it again
+            return []
         effects: list[PrefillEffect] = []
         ranges = self._wanted_of(chunk)
         if ranges or (chunk.last and self._wanted):
@@ -191,23 +240,53 @@ class Delivery:
         self._has_last_chunk = chunk.last  # only now: a part without bytes is no end while others follow
         return [*effects, *self._settle()]
 
-    def data_ready(self, seq: int, now: float) -> list[PrefillEffect]:
-        """Put a piece in line whose data is there, and those behind it that need not wait."""
-        if not self._not_ready or self._not_ready[0][0].seq != seq:
-            return []
-        self._push(replace(self._not_ready.popleft()[0], queued_at=now), now)
+    def roll_back(self) -> int | None:
+        """Forget what is not under way, but for the rest of tokens of which some layers are.
+
+        Returns:
+            The token from which chunks must come again; None if nothing was forgotten.
+        """
+        is_kept = self._has_begun_layers
+        dropped: dict[int, _Unposted] = {}
+        for seq, unposted in self._unposted.items():
+            if not is_kept:
+                dropped[seq] = unposted
+            is_kept = is_kept and unposted.goes_on
+        if not dropped:
+            return None
+        self._next_seq = min(dropped)
+        self._has_last_chunk = False
+        for seq, (notice, _) in dropped.items():
+            del self._unposted[seq]
+            for name, (start, _) in notice.ranges.items():
+                self._positions[name] = min(start, self._positions[name])
+        num_not_ready = len(self._not_ready)
+        self._not_ready = deque(waiting for waiting in self._not_ready if waiting[0].seq < self._next_seq)
+        self._context.queue.stop_expecting(self.id.peer, num_not_ready - len(self._not_ready))
+        self._context.queue.drop(self.id, self._next_seq)
+        return min(unposted.resume_at for unposted in dropped.values())
+
+    def awaits(self, wait: int) -> bool:
+        """Say whether a piece waits for its data that was asked for with this number, and was not forgotten since."""
+        return bool(self._not_ready) and wait == self._num_waits - 1
+
+    def data_ready(self, now: float) -> list[PrefillEffect]:
+        """Put the piece in line that has waited for its data, and those behind it that need not wait."""
         while self._not_ready:
-            piece, ready = self._not_ready[0]
-            if ready is not None:
-                return [AwaitData(self.id, piece.seq, ready)]
             self._push(replace(self._not_ready.popleft()[0], queued_at=now), now)
+            if self._not_ready and self._not_ready[0][1] is not None:
+                return self._await_data(self._not_ready[0][1])
         return []
 
-    def taken(self, piece: Piece) -> Notice:
-        """Count a piece as posted: the shell posts it at once. Return what it says when it is written."""
-        del self._unposted[piece.seq]
+    def planning(self, piece: Piece) -> list[PrefillEffect]:
+        """Note that a piece is planned beside the event loop, to be posted after that."""
+        self._planned[piece.seq] = piece.notice
+        return self._take(piece.seq)
+
+    def taken(self, piece: Piece) -> list[PrefillEffect]:
+        """Count a piece as posted: the shell posts it at once."""
         self._note_post(piece.seq, piece.notice)
-        return piece.notice
+        return self._take(piece.seq)
 
     def went_direct(self, seq: int) -> None:
         """Note that a posted piece was written to its pages, although it had a slot."""
@@ -217,7 +296,7 @@ class Delivery:
 
     def plan_finished(self, plan: PlanFinished) -> list[PrefillEffect]:
         """Post what was planned beside the event loop, unless the delivery has ended."""
-        notice = self._unposted.pop(plan.seq, None)
+        notice = self._planned.pop(plan.seq, None)
         if notice is None:
             return [DropPlan(self.id, plan.seq)]
         notice = replace(notice, digests=dict(plan.digests), staged=plan.staged)
@@ -226,7 +305,7 @@ class Delivery:
 
     def not_posted(self, seq: int) -> None:
         """Note that a piece could not be planned, so that nothing was posted for it."""
-        self._unposted.pop(seq, None)
+        self._planned.pop(seq, None)
         self._forget_post(seq)
 
     def post_ended(self, seq: int, *, is_written: bool, lingers: bool = False) -> list[PrefillEffect]:
@@ -325,10 +404,9 @@ class Delivery:
             metadata=part.metadata,
             layers=None if part.layers == ALL_LAYERS else part.layers,
         )
+        self._unposted[seq] = _Unposted(notice, resume_at(chunk, part.ranges))
         if not cost.num_bytes:  # nothing is left to send, or tokens of which this rank holds none
-            self._written.append(notice)
-            return self._context.peers.send(self.id.peer, notice)
-        self._unposted[seq] = notice
+            return self._say_empty()
         staging = self._context.settings.staging
         piece = Piece(
             self.id,
@@ -348,9 +426,31 @@ class Delivery:
             self._push(piece, now)
             return []
         self._not_ready.append((piece, part.ready))
-        if len(self._not_ready) == 1 and part.ready is not None:
-            return [AwaitData(self.id, seq, part.ready)]
-        return []
+        return self._await_data(part.ready) if len(self._not_ready) == 1 else []
+
+    def _await_data(self, ready: ReadyEvent | None) -> list[PrefillEffect]:
+        if ready is None:
+            return []
+        self._num_waits += 1
+        return [AwaitData(self.id, self._num_waits - 1, ready)]
+
+    def _take(self, seq: int) -> list[PrefillEffect]:
+        """Note that a piece is under way, and let go what waited behind it."""
+        self._has_begun_layers = self._unposted.pop(seq).goes_on
+        return self._say_empty()
+
+    def _say_empty(self) -> list[PrefillEffect]:
+        """Send the notices without bytes whose turn it is: every piece before them is under way."""
+        effects: list[PrefillEffect] = []
+        while self._unposted:
+            seq, first = next(iter(self._unposted.items()))
+            if first.notice.num_bytes:
+                break
+            del self._unposted[seq]
+            self._has_begun_layers = first.goes_on
+            self._written.append(first.notice)
+            effects += self._context.peers.send(self.id.peer, first.notice)
+        return effects
 
     def _push(self, piece: Piece, now: float) -> None:
         window, staging = self._context.slots.window(self.id.peer), self._context.settings.staging
@@ -366,6 +466,7 @@ class Delivery:
     def _stop(self, signal: Signal, failure: Failure) -> None:
         self.failure = failure
         self._unposted.clear()
+        self._planned.clear()
         self._context.queue.stop_expecting(self.id.peer, len(self._not_ready))
         self._not_ready.clear()
         self._context.queue.drop(self.id)
@@ -375,7 +476,7 @@ class Delivery:
 
     def _settle(self) -> list[PrefillEffect]:
         """See whether the last write has ended."""
-        if not self._posted and not self._unposted:
+        if not self._posted and not self._unposted and not self._planned:
             if self.state.is_pending and self._has_last_chunk:
                 is_known = self._is_acknowledged or not self._wanted
                 self._apply(Signal.COMPLETED if is_known else Signal.WRITTEN)
@@ -417,13 +518,25 @@ class Room:
         self.num_quarantined = 0
         self._needs_review = False
         self._context = context
+        self.feed = FeedState.OPEN
         self._chunks: list[Chunk] = []
+        self._resume_at: int | None = None
         self._num_decode_ranks: int | None = None
 
     @property
     def is_finished(self) -> bool:
         """The engine has offered the last chunk."""
-        return bool(self._chunks) and self._chunks[-1].last
+        return self.feed in (FeedState.FINISHED, FeedState.SETTLING)
+
+    @property
+    def is_quiescing(self) -> bool:
+        """The engine waits until nothing reads its pages."""
+        return self.state.is_pending and self.feed in (FeedState.QUIESCING, FeedState.SETTLING)
+
+    @property
+    def has_all_grants(self) -> bool:
+        """Every decode rank has granted."""
+        return len(self.deliveries) == self._num_decode_ranks
 
     @property
     def peers(self) -> list[PeerId]:
@@ -446,25 +559,52 @@ class Room:
     @property
     def now_waits(self) -> RoomWait:
         """What it waits for now."""
-        lacks_grants = len(self.deliveries) != self._num_decode_ranks and self.is_finished
-        return RoomWait(self.state.is_pending and lacks_grants, self.state.memory is Memory.DRAINING)
+        lacks_grants = not self.has_all_grants and self.is_finished
+        is_draining = self.state.memory is Memory.DRAINING
+        return RoomWait(self.state.is_pending and lacks_grants, is_draining, self.is_quiescing)
 
     def offer(self, chunk: Chunk, footprint: Footprint, now: float) -> list[PrefillEffect]:
         """Take a chunk from the engine.
 
         Raises:
-            LocalProtocolError: It does not continue the one before, or the last chunk was offered already.
+            LocalProtocolError: It does not continue the one before, the last chunk was offered already, or the room is
+                being quiesced.
         """
         self._check_continues(chunk)
         if not self.state.is_pending:
             return []
         self._chunks.append(chunk)
-        self._needs_review |= chunk.last
+        if chunk.last:
+            self._feed_on(FeedSignal.LAST_CHUNK)
         self.footprint = self.footprint.plus(footprint)
         effects: list[PrefillEffect] = []
         for delivery in list(self.deliveries.values()):
             effects += self._feed(delivery, [chunk], now)
         return [*effects, *self.review()]
+
+    def quiesce(self) -> None:
+        """Forget what is not under way, the chunks that are kept for later grants too."""
+        if not self.state.is_pending or self.is_quiescing:
+            return
+        forgotten = [at for delivery in self.deliveries.values() if (at := delivery.roll_back()) is not None]
+        if self.is_finished and self.has_all_grants and not forgotten:
+            self._feed_on(FeedSignal.KEPT)
+            return
+        if self._chunks:
+            first, last = self._chunks[0].tokens[0], self._chunks[-1].tokens[1]
+            self._resume_at = min(forgotten, default=last) if self.has_all_grants else first
+        self._chunks.clear()
+        self._feed_on(FeedSignal.ROLLED_BACK)
+
+    def report_quiesced(self) -> list[PrefillEffect]:
+        """Tell the engine, if it waits for that, when nothing that was posted reads its pages any more."""
+        if not self.is_quiescing or any(delivery.reads_pages for delivery in self.deliveries.values()):
+            return []
+        self._feed_on(FeedSignal.QUIET)
+        if self.is_finished:
+            return [ReportQuiesced(self.room, None)]
+        self.footprint = NO_MEMORY
+        return [ReportQuiesced(self.room, self._resume_at or 0)]
 
     def grant(self, peer: PeerId, grant: Grant, link: PeerRoute, now: float) -> list[PrefillEffect]:
         """Start a delivery, which nothing speaks against, and give it every chunk there is so far."""
@@ -473,7 +613,7 @@ class Room:
         self._num_decode_ranks = grant.num_decode_ranks
         self.deliveries[peer.rank] = delivery
         granted: list[PrefillEffect] = []
-        if len(self.deliveries) == grant.num_decode_ranks:
+        if self.has_all_grants:
             granted = [ReportGranted(self.room, self._wanted())]
         return [*granted, *self._feed(delivery, self._chunks, now), *self.review()]
 
@@ -536,7 +676,7 @@ class Room:
         if self._num_decode_ranks not in (None, grant.num_decode_ranks):
             detail = f"decode ranks disagree on their number: {self._num_decode_ranks} and {grant.num_decode_ranks}"
             return self._error(FailureReason.PROTOCOL, detail)
-        if len(self.deliveries) == self._num_decode_ranks:
+        if self.has_all_grants:
             detail = f"all {self._num_decode_ranks} decode ranks have granted already"
             return self._error(FailureReason.PROTOCOL, detail)
         return None
@@ -548,7 +688,7 @@ class Room:
         self._needs_review = False
         before = (self.state.outcome, self.state.memory)
         num_deliveries = len(self.deliveries)
-        has_all = num_deliveries == self._num_decode_ranks and self.is_finished
+        has_all = self.has_all_grants and self.is_finished
         is_safe = self.num_safe == num_deliveries
         if has_all and self.num_delivered == num_deliveries:
             self.state.apply(Signal.COMPLETED)
@@ -568,6 +708,10 @@ class Room:
             for name, tokens in delivery.grant.ranges.items():
                 wanted[name] = hull(wanted.get(name, tokens), tokens)
         return wanted
+
+    def _feed_on(self, signal: FeedSignal) -> None:
+        self.feed = FEED[self.feed, signal]
+        self._needs_review = True
 
     def _on_change(self, delivery: Delivery) -> None:
         self.changed[delivery.id.peer.rank] = delivery
@@ -597,6 +741,8 @@ class Room:
         start, stop = chunk.tokens
         if self.is_finished:
             raise LocalProtocolError("chunk after the last one", room=self.room, tokens=chunk.tokens)
+        if self.is_quiescing:
+            raise LocalProtocolError("room is being quiesced", room=self.room, tokens=chunk.tokens)
         if not 0 <= start <= stop or (start == stop and not chunk.last):
             raise LocalProtocolError("chunk has no tokens", room=self.room, tokens=chunk.tokens)
         if self._chunks and start != self._chunks[-1].tokens[1]:
@@ -605,6 +751,13 @@ class Room:
                 room=self.room,
                 tokens=chunk.tokens,
                 before=self._chunks[-1].tokens,
+            )
+        if not self._chunks and self._resume_at is not None and start > self._resume_at:
+            raise LocalProtocolError(
+                "chunk begins behind where the room was quiesced",
+                room=self.room,
+                tokens=chunk.tokens,
+                resume_at=self._resume_at,
             )
 
     def _error(self, reason: FailureReason, detail: str) -> Failure:

@@ -77,6 +77,12 @@ class DeliveryUnanswered(msgspec.Struct, frozen=True):
     delivery: DeliveryId
 
 
+class RoomUnquiesced(msgspec.Struct, frozen=True):
+    """Timer: posts must have ended after the engine has asked for its pages."""
+
+    room: int
+
+
 class RoomUndrained(msgspec.Struct, frozen=True):
     """Timer: posts must have ended after the room has."""
 
@@ -157,6 +163,16 @@ class Rooms:
         """
         known = self._known(room)
         return self._follow(known, known.offer(chunk, footprint, now), now)
+
+    def quiesce(self, room: int, now: float) -> list[PrefillEffect]:
+        """See to it that nothing reads the pages of a room, which goes on later.
+
+        Raises:
+            LocalProtocolError: The room is not open.
+        """
+        known = self._known(room)
+        known.quiesce()
+        return self._follow(known, known.review(), now)
 
     def abort(self, room: int, failure: Failure, now: float) -> list[PrefillEffect]:
         """End a room because its engine gave it up."""
@@ -319,11 +335,11 @@ class Rooms:
     def data_ready(self, event: DataReady, now: float) -> list[PrefillEffect]:
         """Put what is computed in line; the room ends if the device has failed."""
         room, delivery = self._find(event.delivery)
-        if room is None or delivery is None or not delivery.state.is_pending:
+        if room is None or delivery is None or not delivery.awaits(event.wait):
             return []
         if event.failure is not None:
             return self._follow(room, room.stop(Signal.FAILED, event.failure), now)
-        return delivery.data_ready(event.seq, now)
+        return delivery.data_ready(now)
 
     def plan_finished(self, plan: PlanFinished, now: float) -> list[PrefillEffect]:
         """Post what was planned, unless its delivery has ended."""
@@ -408,6 +424,10 @@ class Rooms:
             case RoomUndrained(number):
                 room = self._known(number)
                 return self._follow(room, room.in_doubt(), now)
+            case RoomUnquiesced(number):
+                detail = f"what was posted, or begun by layers, still needs its pages after {self._timeouts.drain_s} s"
+                failure = Failure(FailureReason.STALLED, Stage.SUBMIT, str(self._context.me.rank), detail)
+                return self._fail(number, failure, now)
             case RoomUngranted(number):
                 detail = f"not every decode rank asked for the pages within {self._timeouts.grant_s} s"
                 return self._fail(number, self._error(FailureReason.NOT_GRANTED, detail), now)
@@ -544,6 +564,7 @@ class Rooms:
 
     def _follow(self, room: Room, effects: list[PrefillEffect], now: float) -> list[PrefillEffect]:
         """Set and clear timers after a step of a room; drop it when it is over."""
+        effects = [*effects, *room.report_quiesced()]
         for delivery in room.changed.values():
             waits = delivery.now_waits
             if waits != delivery.waits:
@@ -565,6 +586,10 @@ class Rooms:
             self._timers.set_once(RoomUngranted(room.room), now + self._timeouts.grant_s)
         elif before.grants and not waits.grants:
             self._timers.clear(RoomUngranted(room.room))
+        if waits.quiesce and not before.quiesce:
+            self._timers.set_once(RoomUnquiesced(room.room), now + self._timeouts.drain_s)
+        elif before.quiesce and not waits.quiesce:
+            self._timers.clear(RoomUnquiesced(room.room))
         if waits.drain and not before.drain:
             self._timers.set_once(RoomUndrained(room.room), now + self._timeouts.drain_s)
         elif before.drain and not waits.drain:
@@ -585,11 +610,10 @@ class Rooms:
         elif before.answer and not waits.answer:
             self._timers.clear(DeliveryUnanswered(delivery.id))
 
-    def follow_posts(self, delivery_id: DeliveryId, now: float) -> None:
+    def follow_posts(self, delivery_id: DeliveryId, now: float) -> list[PrefillEffect]:
         """Set the timers of a delivery of which a piece is posted now."""
         room = self._find(delivery_id)[0]
-        if room is not None:
-            self._follow(room, [], now)
+        return [] if room is None else self._follow(room, [], now)
 
     def delivery(self, delivery_id: DeliveryId) -> Delivery | None:
         """Find a delivery of an open room."""

@@ -82,6 +82,8 @@ class Setup(NamedTuple):
         posts_per_peer: Writes that may be under way to one decode rank.
         slots: Staging slots of each prefill rank, and of its window on each decode rank; every piece is packed if there
             are any.
+        quiesces: The prefill engines take their pages back once, at any time after they have offered everything, and
+            go on from where that leaves them.
     """
 
     num_prefill: int = 1
@@ -93,6 +95,7 @@ class Setup(NamedTuple):
     is_connected: bool = True
     posts_per_peer: int = 16
     slots: int = 0
+    quiesces: bool = False
 
 
 class Step(NamedTuple):
@@ -219,6 +222,7 @@ class SmallWorld:
         self._num_tokens = num_tokens
         self._generations = {room: number for number, room in enumerate(setup.rooms, 1)}
         self.script: list[tuple[str, int, Any]] = [item for room in setup.rooms for item in self._requests(room)]
+        self.quiescing: dict[tuple[int, int], None] = {}
         self.sent: dict[tuple[int, int], tuple[Outcome, Memory]] = {}
         self.received: dict[tuple[int, int], tuple[Outcome, Memory]] = {}
         if setup.is_connected:
@@ -388,8 +392,11 @@ class SmallWorld:
         if core is None:
             return
         if isinstance(core, PrefillCore):
+            if isinstance(event, ev.QuiesceAsked):
+                self.quiescing[number, event.room] = None
             for effect in core.handle(event, self.now):
                 self._carry_out_prefill(number, effect, event)
+            self._check_told(number)
         else:
             for decode_effect in core.handle(event, self.now):
                 self._carry_out_decode(number, decode_effect, event)
@@ -413,6 +420,10 @@ class SmallWorld:
                 self._check_change(before, (outcome, memory), event)
                 self.sent[number, room] = (outcome, memory)
                 self._check_sent(number, room)
+            case ef.ReportQuiesced(room, resume_at):
+                self._check_quiesced(number, room)
+                if resume_at is not None:
+                    self.script.append(("P", number, self._chunk(room, resume_at)))
             case ef.ReportGranted() | ef.DisconnectTransport() | ef.AdmitChunks() | ef.CountAnomaly() | ef.LogEvent():
                 pass  # no chunk waits for capacity here, and nobody reads the logs
             case ef.PlanPiece() | ef.PostPlan() | ef.DropPlan() | ef.AwaitData():
@@ -549,6 +560,20 @@ class SmallWorld:
                 if (piece.decode, piece.generation) == (number, generation):
                     raise PromiseBroken("pages are given back while bytes are scattered into them", piece=piece)
 
+    def _check_told(self, number: int) -> None:
+        """See that an engine which has asked for its pages hears of it when every write has ended."""
+        for rank, room in self.quiescing:
+            if rank == number and self.sent.get((number, room)) == (Outcome.PENDING, Memory.SAFE):
+                raise PromiseBroken("pages are quiet, but the engine is not told", room=room)
+
+    def _check_quiesced(self, number: int, room: int) -> None:
+        if (number, room) not in self.quiescing:
+            raise PromiseBroken("an engine is told that its pages are quiet, but has not asked", room=room)
+        del self.quiescing[number, room]
+        writes = [post for post in (*self.posts, *self.in_doubt) if post.local is None]
+        if any((post.prefill, post.delivery.room) == (number, room) for post in writes):
+            raise PromiseBroken("a write may read pages that are said to be quiet", room=room)
+
     def _sends(self, prefill: int, decode: int) -> bool:
         return bool(self._routes(decode, self._records)[prefill].expected)
 
@@ -680,9 +705,9 @@ class SmallWorld:
         pages.flags.writeable = False
         script: list[tuple[str, int, Any]] = []
         for number in range(self.setup.num_prefill):
-            table = PageTable(pages, 0, 1)
-            chunk = ev.Chunk((0, num_tokens), {"kv": (0, num_tokens)}, {"kv": table}, last=True, metadata=b"m")
-            script += [("P", number, ev.SendOpened(room)), ("P", number, ev.ChunkOffered(room, chunk))]
+            script += [("P", number, ev.SendOpened(room)), ("P", number, self._chunk(room, 0))]
+            if self.setup.quiesces:
+                script.append(("P", number, ev.QuiesceAsked(room)))
         for number in range(self.setup.num_decode):
             opened = ev.ReceiveOpened(
                 room=room,
@@ -696,6 +721,12 @@ class SmallWorld:
             )
             script.append(("D", number, opened))
         return script
+
+    def _chunk(self, room: int, start: int) -> ev.ChunkOffered:
+        """The last chunk of a room."""
+        tokens = (start, self._num_tokens)
+        table = PageTable(np.arange(*tokens, dtype="<u4"), start, 1)
+        return ev.ChunkOffered(room, ev.Chunk(tokens, {"kv": tokens}, {"kv": table}, last=True, metadata=b"m"))
 
     def _connect_all(self) -> None:
         """Do the handshakes by letting each decode rank ask for a room that it gives up again."""

@@ -37,7 +37,17 @@ from kvflow.wire.messages import RankId
 if TYPE_CHECKING:
     from kvflow.testing.simulation.deployment import Deployment
 
-__all__ = ["POLL_S", "REFUSALS", "Course", "DecodeWorker", "DeviceEvent", "PrefillWorker", "Worker", "cancelled_at"]
+__all__ = [
+    "POLL_S",
+    "REFUSALS",
+    "Course",
+    "DecodeWorker",
+    "DeviceEvent",
+    "Preemption",
+    "PrefillWorker",
+    "Worker",
+    "cancelled_at",
+]
 
 POLL_S: Final = 0.02
 """How often a worker looks for free pages, and whether pages that it could not give back are safe by now."""
@@ -73,6 +83,20 @@ class DeviceEvent:
             raise NotYet(self._waiting.append)
 
 
+class Preemption(NamedTuple):
+    """When an engine preempts a request.
+
+    Attributes:
+        chunk: Number of the chunk after which it does.
+        after_s: How long after that.
+        rest_s: How long others may have the pages.
+    """
+
+    chunk: int
+    after_s: float
+    rest_s: float
+
+
 class Course(NamedTuple):
     """How a worker gets through a request.
 
@@ -80,6 +104,7 @@ class Course(NamedTuple):
         cuts: Where the chunks of a prefill end; the last may be empty, and None means that it gets stuck there.
         pauses: For each chunk, if it is offered before it is computed: where groups of layers end, and how long the
             device takes for each.
+        preemption: After which chunk the engine preempts the request, if it does.
         pace_s: How long a chunk takes to compute.
         wait_s: How long it tries to begin.
         give_up_s: After which it gives a request up that it has begun.
@@ -89,6 +114,7 @@ class Course(NamedTuple):
 
     cuts: tuple[int | None, ...] = ()
     pauses: tuple[tuple[tuple[int, float], ...], ...] = ()
+    preemption: Preemption | None = None
     pace_s: float = 0.0
     wait_s: float = 1.0
     give_up_s: float = 60.0
@@ -288,6 +314,11 @@ class PrefillWorker(Worker):
 
     rank: PrefillRank
 
+    @property
+    def gives_tickets(self) -> bool:
+        """Its rank is open and not broken."""
+        return self.is_ready and self.process.is_alive and not self.is_leaving and self.rank.is_usable
+
     async def run(self, config: PrefillConfig) -> None:
         """Serve until told to close."""
         layout = self.pool.table.layout
@@ -295,15 +326,18 @@ class PrefillWorker(Worker):
 
     def prepare(self, request: Request) -> Sending | None:
         """Take pages for a request; None if there are not enough."""
-        size = self.pool.table.layout.component(KV).tokens_per_slot
-        counts = {KV: pages_spanned((0, request.num_tokens), size)}
-        if STATE in self.pool.table.first_page:
-            counts[STATE] = 1
-        lease = self._take(request, counts)
+        lease = self._take_pages(request)
         if lease is None:
             return None
         sender = self.rank.send(request.room)
         return Sending(request, self.process, self.rank_id, self.pool, lease, sender, self.world.now)
+
+    def _take_pages(self, request: Request) -> Lease | None:
+        size = self.pool.table.layout.component(KV).tokens_per_slot
+        counts = {KV: pages_spanned((0, request.num_tokens), size)}
+        if STATE in self.pool.table.first_page:
+            counts[STATE] = 1
+        return self._take(request, counts)
 
     async def serve(self, request: Request, course: Course) -> bool:
         """Compute a request chunk by chunk, and send it."""
@@ -319,12 +353,42 @@ class PrefillWorker(Worker):
 
     async def _send_chunks(self, one: Sending, course: Course) -> None:
         pauses: tuple[tuple[tuple[int, float], ...], ...] = course.pauses or ((),) * len(course.cuts)
+        last = len(course.cuts) - 1
         for number, (stop, groups) in enumerate(zip(course.cuts, pauses, strict=True)):
             await anyio.sleep(course.pace_s)
             if stop is None:
                 await anyio.sleep_forever()
-            else:
-                await self.chunk(one, stop, is_last=number == len(course.cuts) - 1, pauses=groups)
+            elif stop > one.position or number == last:
+                await self.chunk(one, stop, is_last=number == last, pauses=groups)
+            if course.preemption is not None and course.preemption.chunk == number:
+                await anyio.sleep(course.preemption.after_s)
+                goes_on = await self.preempt(one, course.preemption.rest_s)
+                if goes_on and number == last:
+                    await self.chunk(one, one.request.num_tokens, is_last=True)
+
+    async def preempt(self, one: Sending, rest_s: float = 0.0) -> bool:
+        """Take the pages of a request back and overwrite them; compute it again in others as far as it was.
+
+        Args:
+            one: Whose.
+            rest_s: How long others may have the pages.
+
+        Returns:
+            Whether something has to be offered again, or still.
+        """
+        resume_at = await one.transfer.quiesce()
+        self.world.tell(f"{one} is preempted and goes on at {resume_at}")
+        self.pool.give_back(one.lease)
+        one.lease = self.pool.nothing(one.lease)
+        if resume_at is None:
+            return False
+        if rest_s:
+            await anyio.sleep(rest_s)
+        while (lease := self._take_pages(one.request)) is None:
+            await anyio.sleep(POLL_S)
+        one.lease, one.position = lease, resume_at
+        self._compute_layers(one, {KV: (0, resume_at)}, ALL_LAYERS)
+        return True
 
     async def chunk(self, one: Sending, stop: int, *, is_last: bool, pauses: Sequence[tuple[int, float]] = ()) -> None:
         """Compute tokens up to `stop` and send them.
@@ -366,13 +430,13 @@ class PrefillWorker(Worker):
             event = DeviceEvent()
             groups.append(LayersReady(stop, event))
             start, after_s = stop, after_s + pause_s
-            self.world.loop.call_in(after_s, self._finish_layers, one, dict(ranges), layers, event)
+            self.world.loop.call_in(after_s, self._finish_layers, one, one.lease, dict(ranges), layers, event)
         return tuple(groups)
 
     def _finish_layers(
-        self, one: Sending, ranges: Mapping[str, TokenRange], layers: LayerRange, event: DeviceEvent
+        self, one: Sending, lease: Lease, ranges: Mapping[str, TokenRange], layers: LayerRange, event: DeviceEvent
     ) -> None:
-        if not one.lease.is_free and self.process.is_alive:
+        if not lease.is_free and self.process.is_alive:
             self._compute_layers(one, ranges, layers)
         event.happen()
 
@@ -404,7 +468,8 @@ class DecodeWorker(Worker):
         names = self.pool.table.first_page
         pages = {name: list(one.lease.pages[name]) if name in one.ranges else None for name in names}
         tokens = (one.request.start, one.request.num_tokens)
-        another = self.rank.receive(REUSING_ROOM, prefill=one.request.prefill, tokens=tokens, pages=pages)
+        prefill = one.request.prefill if one.request.reference is None else one.request.reference
+        another = self.rank.receive(REUSING_ROOM, prefill=prefill, tokens=tokens, pages=pages)
         try:
             another.open()
         except PagesInUse as refusal:
@@ -431,7 +496,7 @@ class DecodeWorker(Worker):
         timeout_s = self.deployment.timeouts.transfer_s if timeout_s is None else timeout_s
         receiver = self.rank.receive(
             request.room,
-            prefill=request.prefill,
+            prefill=request.prefill if request.reference is None else request.reference,
             tokens=tokens,
             pages={name: list(lease.pages[name]) if name in ranges else None for name in self.pool.table.first_page},
             num_ranks=request.num_decode_ranks,
@@ -460,7 +525,9 @@ class DecodeWorker(Worker):
 
 
 def _is_reusable(one: Receiving) -> bool:
-    """Say whether somebody may still write to pages of a transfer."""
+    """Say whether somebody may still write to pages of a transfer. A ticket is for its own room, which is in use."""
+    if isinstance(one.request.reference, (str, Mapping)):
+        return False
     return one.memory is not Memory.SAFE and any(one.lease.pages[name] for name in one.ranges)
 
 

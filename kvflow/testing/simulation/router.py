@@ -9,7 +9,7 @@ from typing import Final
 import anyio
 
 from kvflow.testing.simulation.deployment import Deployment
-from kvflow.testing.simulation.engines import Course, Worker
+from kvflow.testing.simulation.engines import Course, Preemption, PrefillWorker, Worker
 from kvflow.testing.simulation.loop import Process
 from kvflow.testing.simulation.oracle import Instance
 from kvflow.testing.simulation.requests import Request
@@ -64,19 +64,28 @@ class Router:
         deployment: Which.
         num_clients: Clients, each with a rate of its own.
         interval_s: Between two requests of a client, however long they take.
+        preemptions: Draws which requests prefill engines preempt; none if None.
 
     Attributes:
         trials: Every request so far.
         is_open: Clients send new requests.
     """
 
-    def __init__(self, deployment: Deployment, *, num_clients: int, interval_s: float) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        *,
+        num_clients: int,
+        interval_s: float,
+        preemptions: random.Random | None = None,
+    ) -> None:
         self.deployment = deployment
         self.world = deployment.world
         self.trials: list[Trial] = []
         self._interval_s = interval_s
         self.is_open = True
         self._num_clients = num_clients
+        self._preemptions = preemptions
         self._num_rooms = 0
         self._num_tries = 0
         self._rng = random.Random(self.world.rng.getrandbits(64))  # noqa: S311 - chance must be repeatable here
@@ -167,6 +176,8 @@ class Router:
         return self._num_tries
 
     def _route(self, request: Request) -> Request:
+        former = next(reversed(self.deployment.oracle.requests.get(request.room, [])), None)
+        request = self.deployment.refer(request, former)
         self.deployment.oracle.routed(request)
         return request
 
@@ -244,4 +255,12 @@ class Router:
         if faults.cancel and rng.random() < faults.cancel:
             self.world.count("cancelled task")
             course = course._replace(cancel_at=rng.randint(1, 12))
-        return course
+        return self._draw_preemption(course) if isinstance(worker, PrefillWorker) else course
+
+    def _draw_preemption(self, course: Course) -> Course:
+        rng = self._preemptions
+        if rng is None or rng.random() < 0.5:
+            return course
+        after_s = rng.choice((0.0, 0.001, 0.05)) * rng.random()
+        rest_s = rng.choice((0.0, 0.05)) * rng.random()
+        return course._replace(preemption=Preemption(rng.randrange(len(course.cuts)), after_s, rest_s))

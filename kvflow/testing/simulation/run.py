@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvflow.config import Limits, Timeouts
-from kvflow.testing.simulation.deployment import Deployment, StagingShape, watch_logs
+from kvflow.testing.simulation.deployment import SOON_S, Deployment, StagingShape, watch_logs
 from kvflow.testing.simulation.faults import Faults, draw_faults
 from kvflow.testing.simulation.injection import ACTIVE_S, FaultInjector
 from kvflow.testing.simulation.loop import Violation
 from kvflow.testing.simulation.model import MODELS, Shape
 from kvflow.testing.simulation.oracle import Instance
+from kvflow.testing.simulation.references import References
 from kvflow.testing.simulation.router import Router
 from kvflow.testing.simulation.world import World
 
@@ -38,6 +39,12 @@ SETTLE_S: Final = 4.0
 
 SHOWN: Final = 0.4
 """Part of the seeds with a transport that shows when the last bytes of a dead process have landed."""
+
+BY_NAME: Final = 0.6
+"""How often every request names its instance."""
+
+PREEMPTING: Final = 0.35
+"""Chance that prefill engines preempt requests."""
 
 SPLITS: Final = (*[(1, 1)] * 8, *[(2, 1)] * 4, *[(1, 2)] * 4, (2, 2))
 
@@ -94,7 +101,7 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None) ->
             tells=tells,
         ) as world:
             world.plane.shares_network = rng.random() < 0.5
-            deployment = _draw_deployment(rng, world)
+            deployment = _draw_deployment(seed, rng, world)
             with watch_logs(deployment):
                 _run_watched(rng, deployment, result)
     finally:
@@ -110,7 +117,12 @@ def _own(seed: int, what: str) -> random.Random:
 
 def _run_watched(rng: random.Random, deployment: Deployment, result: Result) -> None:
     world = deployment.world
-    router = Router(deployment, num_clients=rng.choice((1, 1, 2)), interval_s=rng.uniform(0.7, 1.6))
+    router = Router(
+        deployment,
+        num_clients=rng.choice((1, 1, 2)),
+        interval_s=rng.uniform(0.7, 1.6),
+        preemptions=_draw_preemptions(result.seed),
+    )
     try:
         _run(deployment, router)
     except Exception as error:  # noqa: BLE001 - whatever the code under test lets out is a violation
@@ -125,7 +137,7 @@ def _run_watched(rng: random.Random, deployment: Deployment, result: Result) -> 
     result.story = world.story or []
 
 
-def _draw_deployment(rng: random.Random, world: World) -> Deployment:
+def _draw_deployment(seed: int, rng: random.Random, world: World) -> Deployment:
     instances = []
     is_tight = rng.choice((None, True, False))
     for is_decode, letter in ((False, "prefill"), (True, "decode")):
@@ -162,7 +174,22 @@ def _draw_deployment(rng: random.Random, world: World) -> Deployment:
         staging=_draw_staging(rng),
         fixed_ports=rng.random() < 0.5,
         may_lose_messages=may_lose_messages(world.faults),
+        references=_draw_references(seed, instances),
     )
+
+
+def _draw_references(seed: int, instances: list[Instance]) -> References | None:
+    """In some seeds instances answer for themselves, and tickets are handed through; their draws change no others."""
+    rng = random.Random(f"references {seed}")  # noqa: S311 - chance must be repeatable here
+    if rng.random() < BY_NAME:
+        return None
+    return References(rng, [one.name for one in instances if not one.is_decode])
+
+
+def _draw_preemptions(seed: int) -> random.Random | None:
+    """Prefill engines of every third seed preempt. Whether they do changes nothing else that is drawn."""
+    rng = random.Random(f"preempting {seed}")  # noqa: S311 - chance must be repeatable here
+    return rng if rng.random() < PREEMPTING else None
 
 
 def may_lose_messages(faults: Faults) -> bool:
@@ -221,7 +248,7 @@ def _heal(deployment: Deployment) -> None:
     for worker in deployment.living():
         if worker.process in deployment.sabotaged:
             worker.process.kill()
-    deployment.restart_s = 0.1
+    deployment.restart_s = SOON_S
     deployment.start_all()
 
 

@@ -341,10 +341,13 @@ class Scenario:
 
     def _command(self, who: str, room: int, stop: int | None, *, is_last: bool) -> None:
         for rank in self._ranks(who):
-            one, worker = self._transfer(rank, room), self._worker(rank)
-            if not isinstance(one, Sending) or not isinstance(worker, PrefillWorker):
-                raise ScenarioError("only a prefill rank computes", rank=str(rank))
+            one, worker = self._sending(rank, room)
             self._engines[rank, room].commands.put_nowait(_computing(worker, one, stop, is_last=is_last))
+
+    def _preempt(self, who: str, room: int) -> None:
+        for rank in self._ranks(who):
+            one, worker = self._sending(rank, room)
+            self._engines[rank, room].commands.put_nowait(_preempting(worker, one))
 
     def _abort(self, who: str, room: int) -> None:
         for rank in self._ranks(who):
@@ -454,6 +457,12 @@ class Scenario:
     def _worker(self, rank: RankId) -> Worker:
         return self._stage.deployment.workers[rank]
 
+    def _sending(self, rank: RankId, room: int) -> tuple[Sending, PrefillWorker]:
+        one, worker = self._transfer(rank, room), self._worker(rank)
+        if not isinstance(one, Sending) or not isinstance(worker, PrefillWorker):
+            raise ScenarioError("only a prefill rank computes", rank=str(rank))
+        return one, worker
+
     def _transfer(self, rank: RankId, room: int) -> Sending | Receiving:
         """The latest try of a room on a rank, in whatever incarnation."""
         oracle = self._stage.deployment.oracle
@@ -462,6 +471,13 @@ class Scenario:
         if not found:
             raise ScenarioError("rank has never had this room", rank=str(rank), room=room)
         return found[-1]
+
+
+def _preempting(worker: PrefillWorker, one: Sending) -> Command:
+    async def preempt() -> bool:
+        return not await worker.preempt(one)
+
+    return preempt
 
 
 def _computing(worker: PrefillWorker, one: Sending, stop: int | None, *, is_last: bool) -> Command:

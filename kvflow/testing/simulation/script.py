@@ -106,6 +106,7 @@ STATEMENTS: Final = {
     "reuse": rf"(?P<who>{WHO}) cannot reuse pages",
     "compute": rf"(?P<who>{WHO}) computes (?P<room>\d+) up to (?P<stop>\d+)",
     "finish": rf"(?P<who>{WHO}) finishes (?P<room>\d+)",
+    "preempt": rf"(?P<who>{WHO}) preempts (?P<room>\d+)",
     "abort": rf"(?P<who>{WHO}) aborts (?P<room>\d+)",
     "process": rf"(?P<who>{WHO}) "
     r"(?P<verb>dies|vanishes|starts|stops|is blocked|goes on|closes|closes its rank|drains|breaks)",
