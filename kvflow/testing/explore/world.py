@@ -700,7 +700,8 @@ class SmallWorld:
     def _requests(self, room: int) -> list[tuple[str, int, Any]]:
         """What the engines of all ranks do for one room."""
         num_tokens = self._num_tokens
-        first = num_tokens * self.setup.rooms.index(room)  # each room has its own pages
+        rooms = self.setup.rooms
+        first = num_tokens * rooms.index(room) if room in rooms else 0  # each has its own pages; later ones reuse them
         pages = np.arange(first, first + num_tokens, dtype="<u4")
         pages.flags.writeable = False
         script: list[tuple[str, int, Any]] = []
