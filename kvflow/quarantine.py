@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvflow.room import RoomId
 from kvflow.state.quarantine import MissingProof
 from kvflow.wire.messages import Failure
 
@@ -18,6 +19,7 @@ class QuarantineRecord:
 
     Attributes:
         room: Of the transfer.
+        label: The engine's own id of it, if it gave one.
         key: Number of the transfer in its rank, which a room need not be: it may have been used again.
         pages: Pages of each component that must not be used, int32.
         num_bytes: Their size in the pools.
@@ -26,8 +28,9 @@ class QuarantineRecord:
         missing: For each peer of which a proof is missing, what would be one.
     """
 
-    room: int
-    key: int
+    room: RoomId
+    label: str | None
+    key: RoomId
     pages: Mapping[str, NDArray[np.int32]]
     num_bytes: int
     since_s: float

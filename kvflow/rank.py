@@ -44,6 +44,7 @@ from kvflow.observe.trace import AnomalyLog, describe, log_transfer
 from kvflow.packing.staging import staging_memory
 from kvflow.ports import Ports
 from kvflow.quarantine import QuarantineRecord
+from kvflow.room import RoomId
 from kvflow.stages.context import StageContext, agent_name
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
@@ -91,10 +92,10 @@ class Core(Protocol[Event_contra, Effect_co]):
     def next_deadline(self) -> float | None:
         """When it wants to hear that time has passed."""
 
-    def missing_proofs(self, key: int, /) -> Sequence[MissingProof]:
+    def missing_proofs(self, key: Any, /) -> Sequence[MissingProof]:
         """Say which proofs the pages of a transfer wait for."""
 
-    def pages_of(self, key: int, /) -> Mapping[str, bytes]:
+    def pages_of(self, key: Any, /) -> Mapping[str, bytes]:
         """Give the pages of a transfer as `WIRE_PAGES`, by component."""
 
 
@@ -138,7 +139,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             anomalies=self._anomalies,
         )
         self._arrived: Turns[BackendEvent] = Turns(self._take_backend_event, self._fail, EVENTS_AT_ONCE)
-        self._transfers: dict[int, AnyTransfer] = {}
+        self._transfers: dict[RoomId, AnyTransfer] = {}
         self._num_unsettled = 0
         self._settled = anyio.Event()
         self._events: deque[AnyEvent | SharedEvent] = deque()
@@ -432,7 +433,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
-    def open_transfer(self, key: int, transfer: AnyTransfer, event: AnyEvent) -> None:
+    def open_transfer(self, key: RoomId, transfer: AnyTransfer, event: AnyEvent) -> None:
         """Put a transfer on record and tell the core that it begins.
 
         Raises:
@@ -461,7 +462,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         """
         return [self._record_of(key, transfer) for key, transfer in self._transfers.items() if transfer.is_quarantined]
 
-    def release(self, which: int | QuarantineRecord) -> None:
+    def release(self, which: RoomId | QuarantineRecord) -> None:
         """Take pages in quarantine back although nobody has proved them quiet.
 
         An operator's last resort, for when it is known from elsewhere that no peer can write to them (or read them)
@@ -484,7 +485,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         for key in keys:
             self._release(key, self._transfers[key])
 
-    def _release(self, key: int, transfer: AnyTransfer) -> None:
+    def _release(self, key: RoomId, transfer: AnyTransfer) -> None:
         self._log.warning("quarantine_released", room=transfer.room, failure=transfer.failure)
         if self._error is None and not self._is_over:
             self.dispatch(ev.QuarantineReleased(key))
@@ -492,13 +493,14 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             transfer.report(transfer.outcome, Memory.SAFE, transfer.failure)
             del self._transfers[key]
 
-    def _record_of(self, key: int, transfer: AnyTransfer) -> QuarantineRecord:
+    def _record_of(self, key: RoomId, transfer: AnyTransfer) -> QuarantineRecord:
         pages = {
             name: np.frombuffer(data, WIRE_PAGES).astype(np.int32) for name, data in self._core.pages_of(key).items()
         }
         takes_proofs = self._error is None and not self._is_over
         return QuarantineRecord(
             room=transfer.room,
+            label=transfer.label,
             key=key,
             pages=pages,
             num_bytes=sum(len(indices) * self._page_bytes[name] for name, indices in pages.items()),
@@ -507,7 +509,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             missing=tuple(self._core.missing_proofs(key) if takes_proofs else [MissingProof("", "", Awaited.BROKEN)]),
         )
 
-    def _log_quarantined(self, key: int, transfer: AnyTransfer) -> None:
+    def _log_quarantined(self, key: RoomId, transfer: AnyTransfer) -> None:
         record = self._record_of(key, transfer)
         self._log.warning(
             "pages_quarantined",
@@ -535,7 +537,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         stage = Stage.BOOTSTRAP if reason is FailureReason.PEER_CLOSED else Stage.ENQUEUE
         return self._context.failure(reason, stage, detail)
 
-    def _report(self, key: int, effect: ef.ReportSender | ef.ReportReceiver) -> None:
+    def _report(self, key: RoomId, effect: ef.ReportSender | ef.ReportReceiver) -> None:
         """Pass on to the engine how a transfer stands; forget it when nothing more can follow."""
         transfer = self._transfers.get(key)
         if transfer is None:

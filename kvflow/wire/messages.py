@@ -7,6 +7,7 @@ Version history:
        RegistrationConflict are new; Goodbye says whether it is a fence; Welcome names a domain. Versions 1 and 2 were
        never deployed and are not spoken any more. Lookup and Records have numbers, and a Lookup may leave the name of
        the instance to whoever answers; a rank that answers for its instance refuses to register others by Refuse.
+       Rooms may be strings.
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.
@@ -21,6 +22,7 @@ from kvflow.errors import ConfigError, FailureReason, RemoteProtocolError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange
 from kvflow.geometry.routes import Route
+from kvflow.room import MAX_ROOM, MAX_ROOM_BYTES
 
 __all__ = [
     "MAX_DOMAIN_BYTES",
@@ -69,7 +71,17 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 MAX_DOMAIN_BYTES = 256
 
+LookupNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+"""There may be one for each room."""
+
 Priority = Annotated[int, msgspec.Meta(ge=0, lt=NUM_PRIORITIES)]
+
+
+WireRoom = (
+    Annotated[int, msgspec.Meta(ge=0, le=MAX_ROOM)]
+    | Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ROOM_BYTES)]
+)
+"""A room in a message. Its length counts characters there, which bounds it as well."""
 
 
 class RankId(NamedTuple):
@@ -188,7 +200,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
     instance: str | None
     timeout_s: Seconds
-    number: Count = 0
+    number: LookupNumber = 0
 
 
 class Records(Message, frozen=True, tag="records"):
@@ -201,7 +213,7 @@ class Records(Message, frozen=True, tag="records"):
 
     instance: str | None
     records: tuple[RankRecord, ...]
-    number: Count = 0
+    number: LookupNumber = 0
 
 
 class StagingWindow(msgspec.Struct, frozen=True, array_like=True):
@@ -291,7 +303,7 @@ class Grant(Message, frozen=True, tag="grant"):
         digest: Digests of what is written are wanted with the notices.
     """
 
-    room: int
+    room: WireRoom
     generation: int
     token: int
     ranges: dict[str, tuple[int, int]]
@@ -309,7 +321,7 @@ class Decline(Message, frozen=True, tag="decline"):
     Answered by Drained.
     """
 
-    room: int
+    room: WireRoom
     generation: int
     failure: Failure
 
@@ -342,7 +354,7 @@ class Notice(Message, frozen=True, tag="notice"):
         staged: The bytes are in a staging slot, from where the decode rank scatters them into its pages.
     """
 
-    room: int
+    room: WireRoom
     generation: int
     token: int
     engine_rank: Count
@@ -364,7 +376,7 @@ class Notice(Message, frozen=True, tag="notice"):
 class SlotReleased(Message, frozen=True, tag="slot_released"):
     """Decode -> prefill: the staging slot of this notice is not read any more, and never will be for it."""
 
-    room: int
+    room: WireRoom
     generation: int
     engine_rank: Count
     seq: Count
@@ -373,7 +385,7 @@ class SlotReleased(Message, frozen=True, tag="slot_released"):
 class SlotQuery(Message, frozen=True, tag="slot_query"):
     """Prefill -> decode: repeat SlotReleased for this notice, if it is true; it may have been lost."""
 
-    room: int
+    room: WireRoom
     generation: int
     engine_rank: Count
     seq: Count
@@ -382,14 +394,14 @@ class SlotQuery(Message, frozen=True, tag="slot_query"):
 class Ack(Message, frozen=True, tag="ack"):
     """Decode -> prefill: every byte of this generation has arrived; only now do both sides call it a success."""
 
-    room: int
+    room: WireRoom
     generation: int
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
     """Decode -> prefill: stop, and say Drained when nothing of this generation can be written any more."""
 
-    room: int
+    room: WireRoom
     generation: int
     failure: Failure
 
@@ -401,7 +413,7 @@ class Drained(Message, frozen=True, tag="drained"):
         failure: Why the transfer has ended, as far as this rank knows; a Failed that said so may have been lost.
     """
 
-    room: int
+    room: WireRoom
     generation: int
     engine_rank: int
     failure: Failure | None = None
@@ -413,7 +425,7 @@ class Failed(Message, frozen=True, tag="failed"):
     It follows when it is true, which is never if bytes of a failed write may land at any time.
     """
 
-    room: int
+    room: WireRoom
     generation: int
     engine_rank: int
     failure: Failure

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.pages import WIRE_PAGES
+from kvflow.room import RoomId
 from kvflow.state.decode.held import HeldPage
 from kvflow.state.decode.progress import RankProgress, Tally
 from kvflow.state.effects import (
@@ -78,7 +79,7 @@ class Room:
         self._granted: tuple[PeerId, ...] = ()
 
     @property
-    def room(self) -> int:
+    def room(self) -> RoomId:
         """The router's id of the request."""
         return self.opened.room
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
 from kvflow.geometry.pack import is_head_major
+from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.effects import (
     AdmitChunks,
@@ -117,23 +118,23 @@ class PrefillCore:
         """When `TimePassed` is due, or None while no timer is set."""
         return self.timers.next()
 
-    def has_capacity(self, room: int) -> bool:
+    def has_capacity(self, room: RoomId) -> bool:
         """Say whether a chunk of this room may be offered now: no decode rank that asked has too much in line."""
         known = self.rooms.rooms.get(room)
         return known is None or self.queue.has_capacity(known.peers)
 
-    def peers_of(self, room: int) -> list[PeerId]:
+    def peers_of(self, room: RoomId) -> list[PeerId]:
         """Decode ranks that have asked for a room."""
         known = self.rooms.rooms.get(room)
         return [] if known is None else known.peers
 
-    def missing_proofs(self, key: int) -> list[MissingProof]:
+    def missing_proofs(self, key: RoomId) -> list[MissingProof]:
         """Say which proofs are missing that nothing reads the pages of a room any more."""
         known = self.rooms.rooms.get(key)
         peers = [] if known is None else [one.id.peer for one in known.deliveries.values() if one.has_posts]
         return [MissingProof(str(peer), "", Awaited.WRITE_END) for peer in peers]
 
-    def pages_of(self, key: int) -> dict[str, bytes]:
+    def pages_of(self, key: RoomId) -> dict[str, bytes]:
         """Give the pages of a room as `WIRE_PAGES`, by component."""
         known = self.rooms.rooms.get(key)
         return {} if known is None else known.pages()

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
 from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.geometry.ranges import ALL_LAYERS, TokenRange, hull
+from kvflow.room import RoomId
 from kvflow.state.effects import (
     AwaitData,
     DropPlan,
@@ -504,7 +505,7 @@ class Room:
         told: Decode ranks that know that it has failed, besides those that it has deliveries to.
     """
 
-    def __init__(self, context: SendContext, room: int) -> None:
+    def __init__(self, context: SendContext, room: RoomId) -> None:
         self.room = room
         self.state = TransferState()
         self.failure: Failure | None = None
