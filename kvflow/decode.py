@@ -102,6 +102,13 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         if config.digest_every and not layout.is_on_host:
             raise ConfigError("digests need host memory", digest_every=config.digest_every, memory_kind="VRAM")
         super().__init__(config, layout, backend, ports=ports)
+        if config.proofs.queue_pairs_die_with_process_s is not None and not self._backend.capabilities.queue_pairs:
+            raise ConfigError(
+                "time proves nothing over a transport without queue pairs",
+                setting="proofs.queue_pairs_die_with_process_s",
+                value=config.proofs.queue_pairs_die_with_process_s,
+                backend=self._backend.name,
+            )
         self._generations = itertools.count(1)
         self._secret = self._ports.random_bytes(SECRET_BYTES)
 
@@ -298,6 +305,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             backend_metadata=backend.metadata(),
             ends_with_process=backend.capabilities.ends_with_process,
             staging=windows,
+            proofs=config.proofs,
         )
         self._directories = Directories(config.registry, self._ports, self._log, self._take_records)
         self._resources.callback(self._directories.close)

@@ -36,7 +36,7 @@ from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer, check_room
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.hosts import host_of
-from kvflow.wire.messages import Failure, Goodbye, Grant, Message, RankRecord
+from kvflow.wire.messages import MAX_DOMAIN_BYTES, Failure, Goodbye, Grant, Message, RankRecord
 from kvflow.wire.ticket import Ticket
 
 __all__ = ["PrefillRank", "RoomSender"]
@@ -216,6 +216,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             in_band_notices=capabilities.in_band_notices,
             max_descriptor_bytes=capabilities.max_descriptor_bytes,
             staging=None if staging is None else staging.settings,
+            domain=backend.domain()[:MAX_DOMAIN_BYTES],
         )
         self._core = PrefillCore(self.me, settings)
         self._record(settings)

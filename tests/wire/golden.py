@@ -72,7 +72,7 @@ MESSAGES: Final[dict[str, wm.Message]] = {
         route=Route(0, (RegionSlice("kv", "k", 3, (2, 4)),)),
         staging=wm.StagingWindow(address=2**40, slot_bytes=2**23, num_slots=3),
     ),
-    "welcome": wm.Welcome(peer=PREFILL, attempt=5, version=3),
+    "welcome": wm.Welcome(peer=PREFILL, attempt=5, version=3, domain=b"a kernel"),
     "refuse": wm.Refuse(peer=PREFILL, to=DECODE, detail="no", attempt=5),
     "grant": wm.Grant(
         room=7,

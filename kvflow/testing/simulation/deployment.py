@@ -285,8 +285,9 @@ class Deployment:
         for worker in self.living():
             for one in list(worker.transfers):
                 if one.memory is Memory.QUARANTINED and self.oracle.is_excused(one):
-                    self.world.tell(f"operator releases {one}")
-                    worker.process.call(worker.rank.release, one.transfer)
+                    record = self.oracle.check_record(one, worker.rank.quarantined())
+                    self.world.tell(f"operator releases {record}")
+                    worker.process.call(worker.rank.release, record)
 
     def is_quiet(self) -> bool:
         """Nothing is open, in any engine or rank."""
