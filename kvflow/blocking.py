@@ -473,9 +473,8 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
     def completed(self) -> list[TransferUpdate[AnyTransfer]]:
         """Tell of each transfer whose outcome or memory has changed since the last call. Call it in every step.
 
-        A sender is told of also when every decode rank has granted (`wanted`), and when it `is_quiesced`. Changes that come together are told
-        together, and no two records of a transfer are the same. What nobody has asked for is kept. Works after closing,
-        too.
+        A sender is told of also when every decode rank has granted (`wanted`), and when it `is_quiesced`. Changes that
+        come together are told together. What nobody has asked for is kept. Works after closing, too.
         """
         updates = (_take_update(transfer) for transfer in self._changes.take())
         return [update for update in updates if update is not None]

@@ -40,7 +40,14 @@ ANY: Final = (
 )
 
 SEARCHED: Final[Mapping[str, tuple[Setup, ...]]] = MappingProxyType(
-    {"OUTCOME": TRANSFERS, "MEMORY": TRANSFERS, "FEED": QUIESCED, "RANK": (*TRANSFERS, *QUIESCED), "PEER": ANY, "INSTANCE": ANY}
+    {
+        "OUTCOME": TRANSFERS,
+        "MEMORY": TRANSFERS,
+        "FEED": QUIESCED,
+        "RANK": (*TRANSFERS, *QUIESCED),
+        "PEER": ANY,
+        "INSTANCE": ANY,
+    }
 )
 
 TWO_FAULTS: Final = (Setup(max_faults=2),)

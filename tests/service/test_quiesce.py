@@ -11,7 +11,17 @@ import kvflow
 from kvflow import blocking
 from kvflow.config import Limits
 from kvflow.errors import FailureReason, LocalProtocolError, TransferFailed
-from tests.support.instances import BACKENDS, NUM_PAGES, PAGE_SIZE, Deployment, decode_config, deploy, make_pool, prefill_config
+from tests.support.failures import catch
+from tests.support.instances import (
+    BACKENDS,
+    NUM_PAGES,
+    PAGE_SIZE,
+    Deployment,
+    decode_config,
+    deploy,
+    make_pool,
+    prefill_config,
+)
 from tests.support.pools import Pool
 from tests.support.prefill_client import prefill_process
 from tests.support.prefill_process import FILL, MANY_PAGES
@@ -89,7 +99,10 @@ async def go_on(sender: kvflow.RoomSender, pool: Pool, start: int | None) -> Non
 async def test_pages_may_be_overwritten_and_nothing_of_that_arrives(backend: str, packing: str) -> None:
     staging = {"staging_bytes": 2**16, "staging_slot_bytes": 2**12} if packing == "always" else {}
     sending = {"packing": packing, **staging}
-    async with deploy(backend, limits=SLOWLY, sending=sending, receiving=staging) as ranks, receiving(ranks) as receiver:
+    async with (
+        deploy(backend, limits=SLOWLY, sending=sending, receiving=staging) as ranks,
+        receiving(ranks) as receiver,
+    ):
         compute(ranks.sources[0], FIRST)
         async with ranks.prefill[0].send(1) as sender:
             await sender.granted()
@@ -186,12 +199,15 @@ async def test_a_chunk_that_waits_for_capacity_is_forgotten() -> None:
 async def test_a_room_that_fails_meanwhile_raises_and_says_how_its_pages_are() -> None:
     async with deploy() as ranks:
         ranks.faults[0].hold()
-        with pytest.raises(TransferFailed) as caught:
-            async with receiving(ranks), ranks.prefill[0].send(1) as sender:
+        sender = ranks.prefill[0].send(1)
+
+        async def preempt() -> None:
+            async with receiving(ranks), sender:
                 await sender.granted()
                 await sender.chunk((0, 4), table(FIRST, (0, 4)))
                 await sender.quiesce()
-        assert caught.value.reason is FailureReason.STALLED
+
+        assert (await catch(preempt)).reason is FailureReason.STALLED
         assert sender.memory is kvflow.Memory.QUARANTINED
         with pytest.raises(TransferFailed):
             await sender.quiesce()

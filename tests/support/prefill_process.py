@@ -1,9 +1,9 @@
 """A prefill instance in a process of its own: `python -m tests.support.prefill_process OPTIONS`.
 
 Told to `send` a room, it sends the first page, reports `half`, and sends the rest when it is told to `finish`, or
-gives the room up when it is told to `abort`; then it reports `over`. Told to `preempt` a room, it sends it page by page,
-takes the pages back in the middle of that, overwrites them, reports `quiesced`, and goes on from others. On SIGTERM it finishes what it has begun, reports
-`drained` and ends.
+gives the room up when it is told to `abort`; then it reports `over`. Told to `preempt` a room, it sends it page by
+page, takes the pages back in the middle of that, overwrites them, reports `quiesced`, and goes on from others. On
+SIGTERM it finishes what it has begun, reports `drained` and ends.
 """
 
 import signal

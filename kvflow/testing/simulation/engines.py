@@ -36,7 +36,17 @@ from kvflow.wire.messages import RankId
 if TYPE_CHECKING:
     from kvflow.testing.simulation.deployment import Deployment
 
-__all__ = ["POLL_S", "REFUSALS", "Course", "DecodeWorker", "DeviceEvent", "Preemption", "PrefillWorker", "Worker", "cancelled_at"]
+__all__ = [
+    "POLL_S",
+    "REFUSALS",
+    "Course",
+    "DecodeWorker",
+    "DeviceEvent",
+    "Preemption",
+    "PrefillWorker",
+    "Worker",
+    "cancelled_at",
+]
 
 POLL_S: Final = 0.02
 """How often a worker looks for free pages, and whether pages that it could not give back are safe by now."""
@@ -365,8 +375,10 @@ class PrefillWorker(Worker):
             return False
         if rest_s:
             await anyio.sleep(rest_s)
-        while (lease := self._take_pages(one.request)) is None:
+        lease = self._take_pages(one.request)
+        while lease is None:
             await anyio.sleep(POLL_S)
+            lease = self._take_pages(one.request)
         one.lease, one.position = lease, resume_at
         self._compute_layers(one, {KV: (0, resume_at)}, ALL_LAYERS)
         return True

@@ -36,7 +36,9 @@ def opened(limits: Limits | None = None, *, split_policy: SplitPolicy | None = N
     return core
 
 
-def granted(limits: Limits | None = None, *, split_policy: SplitPolicy | None = None, **changes: object) -> PrefillDriver:
+def granted(
+    limits: Limits | None = None, *, split_policy: SplitPolicy | None = None, **changes: object
+) -> PrefillDriver:
     core = opened(limits, split_policy=split_policy)
     core.hear(DECODE, grant(**changes))  # type: ignore[arg-type]
     return core
