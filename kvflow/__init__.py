@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from kvflow.backends import known_backends
+    from kvflow.backends.shared import SharedBackend
     from kvflow.config import DecodeConfig, Limits, PrefillConfig, Timeouts
     from kvflow.decode import DecodeRank, Handover, RoomReceiver
     from kvflow.directory.server import Registry
@@ -73,6 +74,7 @@ __all__ = [
     "RoomReceiver",
     "RoomSender",
     "RouteError",
+    "SharedBackend",
     "Stage",
     "ThreadShortage",
     "Timeouts",
@@ -118,6 +120,7 @@ _HOMES: Final = {
     "RoomReceiver": "kvflow.decode",
     "RoomSender": "kvflow.prefill",
     "RouteError": "kvflow.errors",
+    "SharedBackend": "kvflow.backends.shared",
     "Stage": "kvflow.errors",
     "ThreadShortage": "kvflow.errors",
     "Timeouts": "kvflow.config",

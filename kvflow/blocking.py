@@ -20,6 +20,7 @@ from kvflow.aio.changes import Changes
 from kvflow.aio.doorbell import Doorbell
 from kvflow.aio.loop_thread import LoopThread
 from kvflow.backends.base import Backend
+from kvflow.backends.shared import SharedBackend
 from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import Handover
 from kvflow.errors import (
@@ -631,7 +632,8 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank, BlockingSender]):
     Args:
         config: Settings.
         layout: The pools to send from; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name.
+        backend: A transport to use instead of the one that the settings name. Ranks that share one (a `SharedBackend`)
+            have one `loop`, too.
         loop: The thread to run on; one of its own by default.
         affinity: CPUs of its own thread, see `LoopThread`.
         ports: The world to use instead of the real one.
@@ -641,7 +643,7 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank, BlockingSender]):
         self,
         config: PrefillConfig,
         layout: KVLayout,
-        backend: Backend | None = None,
+        backend: Backend | SharedBackend | None = None,
         *,
         loop: LoopThread | None = None,
         affinity: Collection[int] | None = None,
@@ -677,7 +679,8 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
     Args:
         config: Settings.
         layout: The pools to receive into; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name.
+        backend: A transport to use instead of the one that the settings name. Ranks that share one (a `SharedBackend`)
+            have one `loop`, too.
         loop: The thread to run on; one of its own by default.
         affinity: CPUs of its own thread, see `LoopThread`.
         ports: The world to use instead of the real one.
@@ -687,7 +690,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
         self,
         config: DecodeConfig,
         layout: KVLayout,
-        backend: Backend | None = None,
+        backend: Backend | SharedBackend | None = None,
         *,
         loop: LoopThread | None = None,
         affinity: Collection[int] | None = None,

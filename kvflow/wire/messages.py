@@ -4,7 +4,7 @@ Version history:
     1: first version.
     2: a Notice may be of some layers only (`layers`).
     3: standard names for messages and fields; Welcome and Refuse repeat the attempt that they answer; Decline and
-       RegistrationConflict are new; Goodbye says whether it is a fence. Versions 1 and 2 were never deployed and are
+       RegistrationConflict are new; Goodbye says whether it is a fence; a Hello names an agent that ranks share. Versions 1 and 2 were never deployed and are
        not spoken any more.
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
@@ -64,6 +64,8 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 """A duration. Clocks differ between hosts, so no point in time ever travels."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+AgentName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 Priority = Annotated[int, msgspec.Meta(ge=0, lt=NUM_PRIORITIES)]
 
@@ -216,6 +218,8 @@ class Hello(Message, frozen=True, tag="hello"):
         backend_metadata: What the prefill rank's transport needs to write here.
         route: What the sender wants from the rank that reads this.
         staging: Where the rank that reads this may write packed pieces; nowhere if None.
+        agent: Name of the sender's agent in the transport, if it shares one with other ranks of its process; else it is
+            that of the incarnation.
     """
 
     peer: PeerId
@@ -228,6 +232,7 @@ class Hello(Message, frozen=True, tag="hello"):
     layout: KVLayout
     route: Route
     staging: StagingWindow | None = None
+    agent: AgentName | None = None
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
