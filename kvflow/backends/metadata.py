@@ -40,7 +40,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         return cls(layout.allocations, layout.memory_kind, layout.device_id)
 
     def without(self, other: "RegisteredMemory") -> tuple[MemoryRange, ...]:
-        """The parts of the ranges that another side has not, each saying where it is.
+        """Give the parts of the ranges that others do not have, each saying where it is.
 
         Raises:
             RegistrationError: Something that both have is in different places.
@@ -61,7 +61,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         return tuple(left)
 
     def also(self, ranges: tuple[MemoryRange, ...]) -> "RegisteredMemory":
-        """The same with further ranges, none of which it has."""
+        """Give the same with further ranges, none of which it has."""
         return RegisteredMemory(tuple(sorted((*self.ranges, *ranges), key=_address)), self.memory_kind, self.device_id)
 
     @functools.cached_property

@@ -24,7 +24,7 @@ class PeerAgents:
         Args:
             peer: A decode rank.
             shared: Name of its agent, if it shares one.
-            metadata: Of the agent. Whoever says that it has the agent of another rank must know what that has said of it.
+            metadata: Of the agent. Whoever says that it has the agent of another rank must know what that has said.
 
         Returns:
             The name of the agent.
@@ -43,7 +43,7 @@ class PeerAgents:
         return agent
 
     def remove(self, peer: PeerId) -> str | None:
-        """Forget a peer, and give the name of its agent if nobody else has it; None if there is nothing to disconnect."""
+        """Forget a peer, and give the name of its agent, to be disconnected; None if others have it, or it has none."""
         agent = self._of.pop(peer, None)
         if agent is None:
             return None

@@ -4,8 +4,8 @@ Version history:
     1: first version.
     2: a Notice may be of some layers only (`layers`).
     3: standard names for messages and fields; Welcome and Refuse repeat the attempt that they answer; Decline and
-       RegistrationConflict are new; Goodbye says whether it is a fence; a Hello names an agent that ranks share. Versions 1 and 2 were never deployed and are
-       not spoken any more.
+       RegistrationConflict are new; Goodbye says whether it is a fence; a Hello names an agent that ranks share
+       (`agent`). Versions 1 and 2 were never deployed and are not spoken any more.
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.

@@ -13,8 +13,7 @@ import kvflow
 from kvflow import blocking
 from kvflow.backends.memory import FaultScript
 from kvflow.config import Limits
-from kvflow.errors import BackendUnavailable, ConfigError, LocalProtocolError, TransferFailed
-from kvflow.wire.messages import Hello
+from kvflow.errors import BackendUnavailable, ConfigError, LocalProtocolError
 from tests.support.instances import BACKENDS, PAGE_SIZE, decode_config, make_pool, prefill_config
 from tests.support.pools import Pool
 from tests.support.registries import registry_in_thread
@@ -23,6 +22,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.anyio
 
 TOKENS = (0, 32)
+NUM_PAGES = 8
 PIECES = Limits(bytes_per_post=1)
 """A page to a piece, so that several are under way both ways."""
 
@@ -39,12 +39,12 @@ class Worker:
     prefill: kvflow.PrefillRank
     decode: kvflow.DecodeRank
 
-    def new_prefill(self, **changes: object) -> kvflow.PrefillRank:
-        config = prefill_config(self.registry, instance=self.name, backend=self.backend, limits=PIECES, **changes)
+    def new_prefill(self) -> kvflow.PrefillRank:
+        config = prefill_config(self.registry, instance=self.name, backend=self.backend, limits=PIECES)
         return kvflow.PrefillRank(config, self.pool.layout, self.shared)
 
-    def new_decode(self, **changes: object) -> kvflow.DecodeRank:
-        config = decode_config(self.registry, instance=self.name, backend=self.backend, **changes)
+    def new_decode(self, staging_bytes: int | None = None) -> kvflow.DecodeRank:
+        config = decode_config(self.registry, instance=self.name, backend=self.backend, staging_bytes=staging_bytes)
         return kvflow.DecodeRank(config, self.pool.layout, self.shared)
 
 
@@ -90,7 +90,7 @@ def holds(pool: Pool, pages: list[int], value: int) -> bool:
 
 
 def pages_from(first: int) -> list[int]:
-    return list(range(first, first + 8))
+    return list(range(first, first + NUM_PAGES))
 
 
 async def hand_over(room: int, source: Worker, target: Worker, first: int, to: int, value: int) -> None:
@@ -128,14 +128,14 @@ async def test_bytes_go_both_ways_at_once_and_a_second_turn_comes_back(backend: 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("staging_bytes", [0, 2**20])
+@pytest.mark.parametrize("staging_bytes", [0, 2**25])
 async def test_a_role_is_left_and_taken_up_while_the_other_one_goes_on(backend: str, staging_bytes: int) -> None:
     """With staging memory each decode rank brings some more, of which its peers must learn."""
     async with workers(backend, "one", "other") as (one, other), AsyncExitStack() as stack:
         await hand_over(1, one, other, 0, 40, 1)
         await other.decode.__aexit__(None, None, None)
         await hand_over(2, other, one, 0, 40, 30)
-        other.decode = await stack.enter_async_context(other.new_decode(staging_bytes=staging_bytes))
+        other.decode = await stack.enter_async_context(other.new_decode(staging_bytes))
         await hand_over(3, one, other, 0, 20, 60)
         await one.prefill.__aexit__(None, None, None)
         await hand_over(4, other, one, 0, 40, 90)
@@ -148,12 +148,16 @@ async def test_the_endpoint_closes_with_its_last_rank_and_opens_again() -> None:
         worker = a_worker("one", registry.endpoint, "nixl")
         for _ in range(2):
             async with worker.decode:
-                agent = worker.shared.agent
+                agent = agent_of(worker)
                 async with worker.prefill:
-                    assert worker.shared.agent == agent == str(worker.decode.me)
+                    assert agent_of(worker) == agent == str(worker.decode.me)
                 await hand_back(worker)
-            assert worker.shared.agent is None
+            assert agent_of(worker) is None
             worker.prefill, worker.decode = worker.new_prefill(), worker.new_decode()
+
+
+def agent_of(worker: Worker) -> str | None:
+    return worker.shared.agent
 
 
 async def hand_back(worker: Worker) -> None:
@@ -179,16 +183,15 @@ async def test_what_has_not_ended_proves_nothing_while_the_agent_lives() -> None
         sender.open()
         receiver.open()
         await sender.finish(TOKENS, {"kv": pages_from(0)})
-        await until(lambda: one.prefill.statistics().posted)
+        await until(lambda: one.prefill.statistics().posted == NUM_PAGES)
         await one.prefill.__aexit__(None, None, None)
         assert (sender.outcome, sender.memory) == (kvflow.Outcome.ABORTED, kvflow.Memory.QUARANTINED)
         assert receiver.outcome is kvflow.Outcome.FAILED
         assert receiver.memory is kvflow.Memory.QUARANTINED, "it may be written to when the writes go on"
-        await anyio.sleep(0.2)
-        assert receiver.memory is kvflow.Memory.QUARANTINED
         faults.release()
+        await until(lambda: receiver.memory is kvflow.Memory.SAFE)  # the notices came with the last bytes
+        assert sender.memory is kvflow.Memory.QUARANTINED, "its rank is closed, and hears of nothing any more"
         await hand_over(2, other, one, 0, 40, 30)
-        other.decode.release(receiver)
 
 
 async def test_an_agent_is_not_taken_from_another_rank() -> None:
@@ -226,16 +229,28 @@ async def test_misuse_is_told() -> None:
             pass  # other memory is added
 
 
+def is_broken(rank: kvflow.PrefillRank | kvflow.DecodeRank) -> bool:
+    try:
+        rank.check_open()
+    except kvflow.RankBroken:
+        return True
+    return False
+
+
 async def test_a_breakdown_breaks_every_rank() -> None:
     async with kvflow.Registry() as registry:
         worker = a_worker("one", registry.endpoint, "memory")
-        with pytest.raises(Exception):  # noqa: B017, PT011 - an error of either rank, or both
-            async with worker.prefill, worker.decode:
-                worker.shared._break_down(kvflow.BackendError("broken"))
-                for rank in (worker.prefill, worker.decode):
-                    await until(lambda rank=rank: rank._error is not None)  # type: ignore[misc]
-                with pytest.raises(BackendUnavailable, match="broken down"):
-                    await worker.new_decode().__aenter__()
+        ranks = (worker.prefill, worker.decode)
+        for rank in ranks:
+            await rank.__aenter__()
+        worker.shared._break_down(kvflow.BackendError("broken"))
+        await until(lambda: all(map(is_broken, ranks)))
+        newcomer = worker.new_decode()
+        with pytest.raises(BackendUnavailable, match="broken down"):
+            await newcomer.__aenter__()
+        for rank in ranks:
+            with pytest.raises(ExceptionGroup):
+                await rank.__aexit__(None, None, None)
         assert worker.shared.agent is None
 
 
