@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from kvflow.backends import known_backends
     from kvflow.backends.shared import SharedBackend
-    from kvflow.config import DecodeConfig, Limits, PrefillConfig, Timeouts
+    from kvflow.config import DecodeConfig, Endpoint, Limits, PrefillConfig, Timeouts
     from kvflow.decode import DecodeRank, Handover, RoomReceiver
     from kvflow.directory.server import Registry
     from kvflow.errors import (
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         RouteError,
         Stage,
         ThreadShortage,
+        TicketError,
         TransferFailed,
         Unreachable,
     )
@@ -51,6 +52,7 @@ __all__ = [
     "ConfigError",
     "DecodeConfig",
     "DecodeRank",
+    "Endpoint",
     "FailureReason",
     "Handover",
     "KVLayout",
@@ -77,6 +79,7 @@ __all__ = [
     "SharedBackend",
     "Stage",
     "ThreadShortage",
+    "TicketError",
     "Timeouts",
     "TokenPages",
     "TransferFailed",
@@ -96,6 +99,7 @@ _HOMES: Final = {
     "ConfigError": "kvflow.errors",
     "DecodeConfig": "kvflow.config",
     "DecodeRank": "kvflow.decode",
+    "Endpoint": "kvflow.config",
     "FailureReason": "kvflow.errors",
     "Handover": "kvflow.decode",
     "KVLayout": "kvflow.geometry.layout",
@@ -123,6 +127,7 @@ _HOMES: Final = {
     "SharedBackend": "kvflow.backends.shared",
     "Stage": "kvflow.errors",
     "ThreadShortage": "kvflow.errors",
+    "TicketError": "kvflow.errors",
     "Timeouts": "kvflow.config",
     "TransferFailed": "kvflow.errors",
     "Unreachable": "kvflow.errors",

@@ -22,7 +22,7 @@ from kvflow.aio.loop_thread import LoopThread
 from kvflow.backends.base import Backend
 from kvflow.backends.shared import SharedBackend
 from kvflow.config import DecodeConfig, PrefillConfig
-from kvflow.decode import Handover
+from kvflow.decode import Handover, Prefill
 from kvflow.errors import (
     CapacityExceeded,
     ConfigError,
@@ -672,6 +672,16 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank, BlockingSender]):
         self._check_open()
         return BlockingSender(self, self._opened.send(room))
 
+    def ticket(self, room: int) -> dict[str, object]:
+        """Give what a decode rank needs to receive a room from this instance; see `kvflow.PrefillRank.ticket`.
+
+        Raises:
+            LocalProtocolError: The room is no integer, or the rank is not open.
+            RankBroken: The rank is broken.
+        """
+        self._check_open()
+        return self._opened.ticket(room)
+
 
 class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
     """`kvflow.DecodeRank` for a scheduler loop. Use it as a context manager; the arguments are the same.
@@ -700,9 +710,9 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
 
     def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,
-        room: int,
+        room: int | None = None,
         *,
-        prefill: str,
+        prefill: Prefill,
         tokens: TokenRange,
         pages: Mapping[str, Pages],
         num_ranks: int | None = None,
@@ -716,7 +726,9 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
-            ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range.
+            ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range, or `prefill` is a name and the settings
+                have no registry.
+            TicketError: The ticket is malformed, or it is for another room, model or protocol version.
         """
         self._check_open()
         receiver = self._opened.receive(

@@ -21,6 +21,7 @@ __all__ = [
     "MAX_SLOTS_PER_PEER",
     "NUM_PRIORITIES",
     "DecodeConfig",
+    "Endpoint",
     "Limits",
     "Packing",
     "PrefillConfig",
@@ -31,6 +32,7 @@ __all__ = [
     "check_bind",
     "check_duration",
     "check_endpoint",
+    "check_host",
     "check_instance_name",
     "check_num_ranks",
     "check_priority",
@@ -113,6 +115,40 @@ def check_endpoint(setting: str, address: object) -> None:
         raise ConfigError("address must name a host and a port to connect to", setting=setting, value=address)
 
 
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a prefill rank listens that answers for its instance.
+
+    Attributes:
+        host: A name, or an IPv4 or IPv6 address, with or without brackets.
+        port: Of its control socket.
+
+    Raises:
+        ConfigError: Nobody can connect there.
+    """
+
+    host: str
+    port: int
+
+    def __post_init__(self) -> None:
+        check_host("host", self.host)
+        _set(self, "host", self.host.strip("[]"))
+        _set(self, "port", _check_integer("port", self.port, 1, MAX_PORT))
+
+    def __str__(self) -> str:
+        return join_address(self.host, self.port)
+
+    @classmethod
+    def parse(cls, address: str) -> "Endpoint":
+        """Make one of "tcp://host:port", which is what `PrefillRank.endpoint` gives.
+
+        Raises:
+            ConfigError: It does not look like that, or nobody can connect there.
+        """
+        check_endpoint("address", address)
+        return cls(*split_address("address", address))
+
+
 def check_bind(bind: object, advertise: object) -> None:
     """Refuse an address that cannot be served, or that others could not reach.
 
@@ -127,8 +163,18 @@ def check_bind(bind: object, advertise: object) -> None:
     if advertise is None:
         if _is_wildcard(host):
             raise ConfigError("a wildcard address needs a host to advertise", setting="bind", value=bind)
-    elif not isinstance(advertise, str) or not _is_host(advertise) or _is_wildcard(advertise.strip("[]")):
-        raise ConfigError("setting must be a host, without scheme and port", setting="advertise", value=advertise)
+    else:
+        check_host("advertise", advertise)
+
+
+def check_host(setting: str, host: object) -> None:
+    """Refuse what is no host that others can connect to.
+
+    Raises:
+        ConfigError: It is a wildcard, or has a scheme or a port, or is none at all. Names the setting.
+    """
+    if not isinstance(host, str) or not _is_host(host) or _is_wildcard(host.strip("[]")):
+        raise ConfigError("setting must be a host, without scheme and port", setting=setting, value=host)
 
 
 def _is_ipv6(host: str) -> bool:
@@ -330,7 +376,9 @@ class RankConfig:
         instance: Name of the serving instance this rank belongs to, unique in the registry.
         engine_rank: This worker's number within its instance.
         num_ranks: Workers of the instance.
-        registry: ZMQ address of the registry, e.g. "tcp://10.0.0.1:7100".
+        registry: ZMQ address of the registry, e.g. "tcp://10.0.0.1:7100", or of a prefill rank that answers for its
+            instance. None for a prefill rank that answers for its instance itself; its siblings give its address. None
+            for a decode rank that needs no names: it receives by address or ticket.
         backend: Transport by name: "nixl", "mooncake", "memory", or one that another distribution brings.
         backend_options: Passed to the backend, see its class.
         timeouts: How long each phase may take.
@@ -350,7 +398,7 @@ class RankConfig:
     instance: str
     engine_rank: int = 0
     num_ranks: int = 1
-    registry: str
+    registry: str | None = None
     backend: str = "nixl"
     backend_options: Mapping[str, object] = field(default_factory=dict)
     timeouts: Timeouts = Timeouts()
@@ -363,7 +411,8 @@ class RankConfig:
         check_instance_name("instance", self.instance)
         _set(self, "num_ranks", check_num_ranks(self.num_ranks))
         _set(self, "engine_rank", _check_integer("engine_rank", self.engine_rank, 0, self.num_ranks - 1))
-        check_endpoint("registry", self.registry)
+        if self.registry is not None:
+            check_endpoint("registry", self.registry)
         check_type("backend", self.backend, str)
         if not self.backend:
             raise ConfigError("backend must be the name of a transport", setting="backend", value=self.backend)
@@ -465,6 +514,8 @@ class DecodeConfig(RankConfig):
     """Settings of a decode rank. It opens no port, it only connects.
 
     Attributes:
+        advertise: Host under which transports of prefill ranks reach this one. By default the address of this host on
+            the network that leads to the registry, or to the default route if there is no registry.
         digest_every: Compare the digests of what was sent and what has arrived in one of so many transfers: 1 for each
             transfer, 0 for none. Needs host memory on both sides. Both sides read all of its pages once more.
         staging_slots: Slots of the window of one prefill rank.
@@ -474,8 +525,12 @@ class DecodeConfig(RankConfig):
 
     digest_every: int = 0
 
+    advertise: str | None = None
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.advertise is not None:
+            check_host("advertise", self.advertise)
         _set(self, "digest_every", _check_integer("digest_every", self.digest_every, 0, MAX_COUNT))
         _set(self, "staging_slots", _check_integer("staging_slots", self.staging_slots, 1, MAX_SLOTS_PER_PEER))
         self._check_staging(self.staging_slots * self.staging_slot_bytes)

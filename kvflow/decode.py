@@ -16,15 +16,17 @@ from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import SharedBackend
 from kvflow.config import (
     DecodeConfig,
+    Endpoint,
     check_argument,
     check_duration,
     check_num_ranks,
     check_priority,
     is_instance_name,
 )
+from kvflow.directory import Directories
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import WIRE_PAGES, Pages, TokenPages, build_page_tables, normalize
+from kvflow.geometry.pages import WIRE_PAGES, Pages, PageTable, TokenPages, build_page_tables, normalize
 from kvflow.geometry.ranges import TokenRange
 from kvflow.observe.trace import TransferLine
 from kvflow.ports import Ports
@@ -39,11 +41,16 @@ from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer, check_room
-from kvflow.wire.messages import Ack, Failure, Goodbye, RankRecord
+from kvflow.wire.hosts import default_host
+from kvflow.wire.messages import Ack, Failure, Goodbye, PeerId, RankRecord
+from kvflow.wire.ticket import Ticket
 
-__all__ = ["DecodeRank", "Handover", "RoomReceiver"]
+__all__ = ["DecodeRank", "Handover", "Prefill", "RoomReceiver"]
 
 SECRET_BYTES = 16
+
+Prefill = str | Endpoint | Mapping[str, object]
+"""How an engine refers to a prefill instance: by name, by address, or by a ticket."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +113,9 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
 
     def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,
-        room: int,
+        room: int | None = None,
         *,
-        prefill: str,
+        prefill: Prefill,
         tokens: TokenRange,
         pages: Mapping[str, Pages],
         num_ranks: int | None = None,
@@ -122,8 +129,9 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         are quarantined).
 
         Args:
-            room: The router's id of the request, the same on both sides.
-            prefill: Name of the instance that computes it.
+            room: The router's id of the request, the same on both sides; a ticket has it.
+            prefill: The instance that computes it: a name in the registry, the `Endpoint` of a rank that answers for
+                it, or the ticket that `PrefillRank.ticket` gave.
             tokens: Positions `[start, stop)` that are wanted; `start` is past a prefix that this side has already,
                 and `(n, n)` asks for the metadata only.
             pages: For each component of the layout, the pool pages to write `tokens` to: one for each page-sized
@@ -139,33 +147,66 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
-            ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range, or `digest` is no bool.
+            ConfigError: `num_ranks`, `timeout_s`, `priority` or `digest` is unusable, or `prefill` needs a registry.
+            TicketError: The ticket is malformed, or it is for another room, model or protocol version.
             LocalProtocolError: On entry: the room is being received already, or the rank is not open.
             CapacityExceeded: On entry: too many rooms are open, or too much memory is in quarantine.
             RankDraining: On entry: the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
         """
         digest = _check_digest(digest)
-        parts = self._wanted(tokens, pages, digest=bool(digest))
-        tables = build_page_tables(parts, self.layout, distinct=True)
-        timeout_s = self.config.timeouts.transfer_s if timeout_s is None else timeout_s
-        check_duration("timeout_s", timeout_s)
-        num_ranks = check_num_ranks(self.config.num_ranks if num_ranks is None else num_ranks)
+        room, instance, issuer = self._meaning(room, prefill)
+        parts, tables = self._wanted(tokens, pages, digest=bool(digest))
         opened = ev.ReceiveOpened(
-            room=check_room(room),
+            room=room,
             generation=0,
-            instance=_check_instance(prefill),
+            instance=instance,
             ranges={name: part.tokens for name, part in parts.items()},
             pages={name: table.pages.astype(WIRE_PAGES, copy=False).tobytes() for name, table in tables.items()},
-            num_decode_ranks=num_ranks,
-            timeout_s=timeout_s,
+            num_decode_ranks=check_num_ranks(self.config.num_ranks if num_ranks is None else num_ranks),
+            timeout_s=self._timeout(timeout_s),
             secret=b"",
             footprint=self.footprint(tables),
             priority=check_priority("priority", priority),
+            issuer=issuer,
         )
         return RoomReceiver(self, opened, digest)
 
-    def _wanted(self, tokens: TokenRange, pages: Mapping[str, Pages], *, digest: bool) -> dict[str, TokenPages]:
+    def _meaning(self, room: int | None, prefill: Prefill) -> tuple[int, ev.InstanceRef, PeerId | None]:
+        """Give the room, how its instance is referred to, and who gave its ticket.
+
+        Raises:
+            LocalProtocolError, ConfigError, TicketError: As in `receive`.
+        """
+        registry = self.config.registry
+        if isinstance(prefill, Mapping):
+            ticket = Ticket.parse(prefill)
+            ticket.check(None if room is None else check_room(room), self.layout.fingerprint)
+            name = ticket.issuer.rank.instance
+            known_here = ticket.address == registry
+            return ticket.room, name if known_here else ev.InstanceAt(ticket.address, name), ticket.issuer
+        if room is None:
+            raise LocalProtocolError("room must be given, unless a ticket has it")
+        room = check_room(room)
+        if isinstance(prefill, Endpoint):
+            return room, ev.InstanceAt(str(prefill)), None
+        if not is_instance_name(prefill):
+            raise LocalProtocolError(
+                "prefill must be the name of an instance, an Endpoint or a ticket", prefill=prefill
+            )
+        if registry is None:
+            raise ConfigError("prefill by name needs a registry", setting="registry", prefill=prefill)
+        return room, prefill, None
+
+    def _timeout(self, timeout_s: float | None) -> float:
+        if timeout_s is None:
+            return self.config.timeouts.transfer_s
+        check_duration("timeout_s", timeout_s)
+        return timeout_s
+
+    def _wanted(
+        self, tokens: TokenRange, pages: Mapping[str, Pages], *, digest: bool
+    ) -> tuple[dict[str, TokenPages], dict[str, PageTable]]:
         if digest:
             check_digestible(self.layout)
         parts = normalize(pages, self.layout, tokens)
@@ -174,7 +215,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             raise PlanError("pages must be given for each component, or None", missing=unsaid, given=sorted(pages))
         if not parts:
             raise PlanError("nothing is wanted", components=sorted(pages))
-        return parts
+        return parts, build_page_tables(parts, self.layout, distinct=True)
 
     def open_receiver(self, receiver: "RoomReceiver", opened: ev.ReceiveOpened, digest: bool | None) -> None:
         """Put a receiver on record, under a generation that no transfer of this incarnation has had.
@@ -222,6 +263,13 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         )
 
     @override
+    async def _own_host(self) -> str | None:
+        advertise, registry, towards = self.config.advertise, self.config.registry, self._ports.control.host_towards
+        if advertise is not None:
+            return advertise.strip("[]")
+        return await (default_host(towards) if registry is None else towards(registry))
+
+    @override
     def _open(self) -> None:
         backend, config = self._backend, self.config
         windows = None
@@ -237,6 +285,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             staging=windows,
             agent=backend.shared_agent,
         )
+        self._directories = Directories(config.registry, self._ports, self._log, self._take_records)
+        self._resources.callback(self._directories.close)
         self._core = DecodeCore(self.me, settings)
         self._record(settings)
         self._connections = PeerConnections(self._context)
@@ -261,8 +311,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
                 self._aggregate.scatter(effect)
             case ef.VerifyDigests():
                 self._aggregate.verify(effect)
-            case ef.LookUp(instance):
-                self._registry.look_up(instance)
+            case ef.LookUp(instance, number):
+                self._directories.look_up(instance, number)
             case ef.CompileRoutes():
                 self._compiler.start(effect)
             case ef.Connect(peer, endpoint):
@@ -295,9 +345,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     def _take_backend_event(self, event: BackendEvent) -> None:
         self._aggregate.take(event)
 
-    @override
-    def _take_records(self, instance: str, records: tuple[RankRecord, ...]) -> None:
-        self.dispatch(ev.InstanceFound(instance, records))
+    def _take_records(self, instance: ev.InstanceRef, records: tuple[RankRecord, ...], number: int) -> None:
+        self.dispatch(ev.InstanceFound(instance, records, number))
 
     @override
     def _say_goodbye(self, failure: Failure) -> None:
@@ -351,7 +400,7 @@ class RoomReceiver(Transfer):
             role="receive",
             room=self.room,
             outcome=self.outcome,
-            prefill=self._opened.instance,
+            prefill=str(self._opened.instance),
             num_bytes=0 if self.handover is None else self.handover.num_bytes,
             num_pages=self._opened.footprint.num_pages,
             elapsed_s=self._rank.now() - self._opened_at,
@@ -391,14 +440,3 @@ def _check_digest(digest: object) -> bool | None:
     if not isinstance(digest, (bool, np.bool_)):
         raise ConfigError("digest must be a bool, or None", digest=digest)
     return bool(digest)
-
-
-def _check_instance(name: object) -> str:
-    """Give the name of an instance.
-
-    Raises:
-        LocalProtocolError: It cannot be one: not a string, empty, too long, or not encodable as UTF-8.
-    """
-    if not isinstance(name, str) or not is_instance_name(name):
-        raise LocalProtocolError("prefill must be the name of an instance", instance=name)
-    return name

@@ -29,6 +29,7 @@ __all__ = [
     "RouteError",
     "Stage",
     "ThreadShortage",
+    "TicketError",
     "TransferFailed",
     "Unreachable",
 ]
@@ -93,6 +94,10 @@ class CapacityExceeded(KvflowError):
     """A bound from the settings is reached: retry later or raise the bound."""
 
 
+class TicketError(KvflowError):
+    """A ticket cannot be used here: fail its request; `values` says what is wrong."""
+
+
 class Unreachable(KvflowError):
     """Nobody answered in time, or a connection is gone: check addresses, start the other side, try again."""
 
@@ -135,6 +140,8 @@ class FailureReason(enum.StrEnum):
     """No registry, instance or rank answered in time."""
     REFUSED = "refused"
     """The peer answered the handshake with a refusal; `detail` has its reason."""
+    STALE_TICKET = "stale_ticket"
+    """The prefill process that gave the ticket has ended: its rank has restarted, or another instance answers."""
     UNKNOWN_ROOM = "unknown_room"
     """The prefill engine did not open this room before the deadline of the grant."""
     ROOM_IN_USE = "room_in_use"

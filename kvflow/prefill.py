@@ -12,6 +12,7 @@ from kvflow.aio.flag import Flag
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import SharedBackend
 from kvflow.config import PrefillConfig, check_argument
+from kvflow.directory import DirectoryMessage, DirectoryService, RegistryClient
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError, RemoteProtocolError, Stage, Unreachable
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
@@ -33,10 +34,11 @@ from kvflow.state.quarantine import NO_MEMORY
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import RankStatistics, StagingStatistics
-from kvflow.transfer import Transfer
+from kvflow.transfer import Transfer, check_room
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.hosts import host_of
 from kvflow.wire.messages import Failure, Goodbye, Message, RankRecord
+from kvflow.wire.ticket import Ticket
 
 __all__ = ["PrefillRank", "RoomSender"]
 
@@ -73,6 +75,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         check_argument("config", config, PrefillConfig)
         check_argument("layout", layout, KVLayout)
         super().__init__(config, layout, backend, ports=ports)
+        self._directory: DirectoryService | None = None
+        self._registry: RegistryClient | None = None
 
     @property
     def endpoint(self) -> str:
@@ -96,6 +100,23 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             TransferFailed: On exit: the transfer failed, and nobody has been told.
         """
         return RoomSender(self, room)
+
+    def ticket(self, room: int) -> dict[str, object]:
+        """Give what a decode rank needs to receive a room from this instance, for a router to hand through unread.
+
+        It is a small dict that survives JSON. It names this very process: a decode rank refuses it when this rank has
+        restarted. The room need not be open, nothing waits, and any thread may call it.
+
+        Args:
+            room: The router's id of the request, the same on both sides.
+
+        Raises:
+            LocalProtocolError: The room is none, or the rank is not open.
+            RankBroken: The rank is broken.
+        """
+        self.check_usable()
+        address = self.config.registry or self.endpoint
+        return Ticket(check_room(room), address, self.me, self.layout.fingerprint).as_dict()
 
     def statistics(self) -> RankStatistics:
         """Give counts at this moment.
@@ -166,7 +187,13 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             backend=backend.name,
             layout=self.layout,
         )
-        self._registry.publish(record)
+        if self.config.registry is None:
+            self._directory = DirectoryService(self._listener.send, self._ports.now, self._anomalies, record)
+            self._resources.callback(self._directory.close)
+        else:
+            self._registry = RegistryClient(self.config.registry, self._ports, self._log, self._ignore_records)
+            self._resources.callback(self._registry.close)
+            self._registry.publish(record)
         self._resources.callback(self._withdraw)
 
     @override
@@ -223,8 +250,14 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._anomalies.count(
                 "message_rejected", stage=Stage.BOOTSTRAP.value, connection=connection.hex(), detail=str(error)
             )
-        else:
+            return
+        if self._directory is None or not isinstance(message, DirectoryMessage):
             self.dispatch(ev.MessageArrived(connection, message))
+            return
+        try:
+            self._directory.take(connection, message)
+        except RemoteProtocolError as error:
+            self._anomalies.count("registration_rejected", connection=connection.hex(), detail=str(error))
 
     def _send(self, connection: bytes, message: Message) -> None:
         """Send; what cannot be sent is lost: it is retransmitted if it matters, or the lease ends."""
@@ -238,8 +271,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     def _take_backend_event(self, event: BackendEvent) -> None:
         self._submit.take(event)
 
-    @override
-    def _take_records(self, instance: str, records: tuple[RankRecord, ...]) -> None:
+    def _ignore_records(self, instance: str | None, records: tuple[RankRecord, ...], number: int) -> None:
         self._anomalies.count("records_on_prefill_rank", instance=instance)
 
     @override
@@ -249,7 +281,10 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
     @override
     def _withdraw(self) -> None:
-        self._registry.withdraw(self.me)
+        if self._directory is not None:
+            self._directory.withdraw()
+        if self._registry is not None:
+            self._registry.withdraw(self.me)
 
     @override
     def _settle_after_break(self) -> None:

@@ -26,7 +26,6 @@ from kvflow.backends import create_backend
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import RankEndpoint, SharedBackend
 from kvflow.config import RankConfig
-from kvflow.directory import RegistryClient
 from kvflow.errors import (
     CapacityExceeded,
     ConfigError,
@@ -53,7 +52,7 @@ from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.state.tables import Memory, Outcome
 from kvflow.system import system_ports
 from kvflow.transfer import Transfer
-from kvflow.wire.messages import Failure, PeerId, RankId, RankRecord
+from kvflow.wire.messages import Failure, PeerId, RankId
 
 __all__ = ["Rank"]
 
@@ -165,8 +164,6 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             await self._backend.register(self._staging.added_to(self.layout) if self._staging else self.layout)
             if isinstance(self._backend, RankEndpoint):
                 self._backend.keep(self._staging)
-            self._registry = RegistryClient(self.config.registry, self._ports, self._log, self._take_records)
-            self._resources.callback(self._registry.close)
             self._open()
             self._alarm = Alarm(
                 self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()), self._ports.now, self._loop_lag.add
@@ -278,6 +275,20 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             RankBroken: It is broken.
         """
         self.check_loop()
+        self.check_usable()
+
+    @property
+    def is_usable(self) -> bool:
+        """It is open and not broken."""
+        return self._is_open and self._error is None
+
+    def check_usable(self) -> None:
+        """Refuse a call that needs an open rank, in any thread.
+
+        Raises:
+            LocalProtocolError: The rank is not open.
+            RankBroken: It is broken.
+        """
         if self._error is not None:
             raise RankBroken("this rank has failed; close it and open another") from self._error
         if not self._is_open:
@@ -509,7 +520,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
                 self._settled.set()
 
     def _withdraw(self) -> None:
-        """Remove this rank from the registry."""
+        """Let nobody find this rank any more."""
 
     def _settle_after_break(self) -> None:
         """Report what closing the transport has proved about the pages of a broken rank."""
@@ -536,13 +547,9 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     def _take_backend_event(self, event: BackendEvent) -> None:
         """Take in what the transport says."""
 
+    @abc.abstractmethod
     async def _own_host(self) -> str | None:
         """Find out under which host peers reach this process; None if that cannot be known."""
-        return await self._ports.control.host_towards(self.config.registry)
-
-    @abc.abstractmethod
-    def _take_records(self, instance: str, records: tuple[RankRecord, ...]) -> None:
-        """Take in what the directory says."""
 
     @abc.abstractmethod
     def _say_goodbye(self, failure: Failure) -> None:

@@ -12,6 +12,7 @@ from kvflow.config import (
     MAX_INSTANCE_CHARACTERS,
     MAX_METADATA_BYTES,
     DecodeConfig,
+    Endpoint,
     Limits,
     PrefillConfig,
     Timeouts,
@@ -24,7 +25,7 @@ from kvflow.wire.codec import MAX_MESSAGE_BYTES
 
 REGISTRY: Final = "tcp://127.0.0.1:7100"
 
-Make = Callable[..., PrefillConfig | DecodeConfig]
+Make = Callable[..., PrefillConfig | DecodeConfig | Endpoint]
 
 
 def prefill(**settings: Any) -> PrefillConfig:
@@ -33,6 +34,11 @@ def prefill(**settings: Any) -> PrefillConfig:
 
 def decode(**settings: Any) -> DecodeConfig:
     return DecodeConfig(**{"instance": "d", "registry": REGISTRY} | settings)
+
+
+def endpoint(**settings: Any) -> Endpoint:
+    fields: dict[str, Any] = {"host": "h", "port": 1}
+    return Endpoint(**fields | settings)
 
 
 BAD: Final[list[tuple[str, object]]] = [
@@ -52,7 +58,7 @@ BAD: Final[list[tuple[str, object]]] = [
     ("num_ranks", 2.0),
     ("num_ranks", None),
     ("num_ranks", 2**32),
-    ("registry", None),
+    ("registry", ""),
     ("registry", b"tcp://127.0.0.1:7100"),
     ("registry", "127.0.0.1:7100"),
     ("registry", "tcp://127.0.0.1"),
@@ -105,6 +111,22 @@ BAD_DECODE: Final[list[tuple[str, object]]] = [
     ("staging_slots", 0),
     ("staging_slots", 1.5),
     ("staging_slots", 4_097),
+    ("advertise", "tcp://x:1"),
+    ("advertise", "*"),
+    ("advertise", 7),
+]
+
+BAD_ENDPOINTS: Final[list[tuple[str, object]]] = [
+    ("host", "*"),
+    ("host", "0.0.0.0"),  # noqa: S104 - refused
+    ("host", "tcp://x"),
+    ("host", ""),
+    ("host", None),
+    ("port", 0),
+    ("port", 65_536),
+    ("port", "7000"),
+    ("port", True),
+    ("port", None),
 ]
 
 
@@ -114,6 +136,7 @@ BAD_DECODE: Final[list[tuple[str, object]]] = [
         *((make, *bad) for make in (prefill, decode) for bad in BAD),
         *((prefill, *bad) for bad in BAD_PREFILL),
         *((decode, *bad) for bad in BAD_DECODE),
+        *((endpoint, *bad) for bad in BAD_ENDPOINTS),
     ],
     ids=lambda value: value.__name__ if callable(value) else ascii(value)[:40],
 )
@@ -208,3 +231,10 @@ def test_name_of_an_instance(name: object, is_one: bool) -> None:
 def test_address_is_taken_apart_and_put_together(address: str, host: str, port: int) -> None:
     assert split_address("registry", address) == (host, port)
     assert join_address(host, port) == address
+
+
+@pytest.mark.parametrize("address", ["tcp://[::1]:7", "tcp://10.0.0.1:65535", "tcp://host-1.example:7000"])
+def test_endpoints_are_read_from_addresses_and_written_as_such(address: str) -> None:
+    assert str(Endpoint.parse(address)) == address
+    host, port = split_address("address", address)
+    assert Endpoint(f"[{host}]" if ":" in host else host, np.int64(port)) == Endpoint.parse(address)  # type: ignore[arg-type]

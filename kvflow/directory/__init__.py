@@ -1,6 +1,8 @@
 """Where ranks find each other."""
 
 from kvflow.directory.client import RegistryClient
+from kvflow.directory.lookups import Directories
 from kvflow.directory.server import Registry
+from kvflow.directory.service import DirectoryMessage, DirectoryService
 
-__all__ = ["Registry", "RegistryClient"]
+__all__ = ["Directories", "DirectoryMessage", "DirectoryService", "Registry", "RegistryClient"]

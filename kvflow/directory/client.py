@@ -16,6 +16,7 @@ from kvflow.wire.messages import (
     PeerId,
     RankRecord,
     Records,
+    Refuse,
     Register,
     Registered,
     RegistrationConflict,
@@ -33,6 +34,9 @@ LOOKUP_S: Final = 0.8
 """How long the registry may wait for an instance to be complete before it answers with the ranks that it knows."""
 
 
+OnRecords = Callable[[str | None, tuple[RankRecord, ...], int], None]
+
+
 class RegistryClient:
     """Registers one rank and looks up instances, with callbacks on the event loop and no task.
 
@@ -40,7 +44,8 @@ class RegistryClient:
         endpoint: Address of the registry; it need not be up yet.
         ports: Sockets and clock.
         log: Where to say that it is silent, or that two processes claim to be this rank.
-        on_records: Takes the name of an instance and its records, by engine rank, whenever the registry sends them.
+        on_records: Takes the name of an instance, its records, by engine rank, and the number of the question, whenever
+            the registry sends them.
 
     Raises:
         ConfigError: The address is malformed.
@@ -52,7 +57,7 @@ class RegistryClient:
         endpoint: str,
         ports: Ports,
         log: BoundLogger,
-        on_records: Callable[[str, tuple[RankRecord, ...]], None],
+        on_records: OnRecords,
     ) -> None:
         self._log = log.bind(registry=endpoint)
         self._anomalies = AnomalyLog(self._log, ports.now)
@@ -61,16 +66,17 @@ class RegistryClient:
         self._registration: _Registration | None = None
         self._connection = ports.control.connect(endpoint, self._on_message, self._on_lost)
 
-    def look_up(self, instance: str) -> None:
+    def look_up(self, instance: str | None, number: int = 0) -> None:
         """Ask for the ranks of an instance, once.
 
         The registry answers when they are complete, or with those that it knows after 0.8 s. If it is silent, nothing
         follows: ask again.
 
         Args:
-            instance: A name that `kvflow.config.is_instance_name` takes.
+            instance: A name that `kvflow.config.is_instance_name` takes; None for that of whoever answers.
+            number: The answer repeats it, or a higher one that was asked with meanwhile.
         """
-        self._send(Lookup(instance=instance, timeout_s=LOOKUP_S))
+        self._send(Lookup(instance=instance, timeout_s=LOOKUP_S, number=number))
 
     def publish(self, record: RankRecord) -> None:
         """Keep a rank registered until it is withdrawn; a registry that is silent is logged and tried again."""
@@ -109,13 +115,15 @@ class RegistryClient:
             self._anomalies.count("message_rejected", detail=str(error))
             return
         match message:
-            case Records(instance=instance, records=records):
-                self._on_records(instance, records)
+            case Records(instance=instance, records=records, number=number):
+                self._on_records(instance, records, number)
             case Registered(peer=peer) if self._registration is not None:
                 self._registration.confirm(peer)
             case RegistrationConflict() if self._registration is not None:
                 self._registration.dispute(message)
-            case Registered() | RegistrationConflict():  # late: the rank was withdrawn
+            case Refuse() if self._registration is not None:
+                self._registration.refuse(message)
+            case Registered() | RegistrationConflict() | Refuse():  # late: the rank was withdrawn
                 pass
             case _:
                 self._anomalies.count("message_rejected", detail=f"unexpected {type(message).__name__}")
@@ -140,6 +148,7 @@ class _Registration:
         self._is_answered = True
         self._is_silent = False
         self._dispute: tuple[PeerId, bool] | None = None
+        self._refusal: str | None = None
 
     def send(self) -> None:
         """Register, or renew the lease."""
@@ -185,6 +194,15 @@ class _Registration:
                 other_endpoint=conflict.other_endpoint,
                 refused=conflict.refused,
             )
+
+    def refuse(self, refuse: Refuse) -> None:
+        """Log that who answers there does so for another instance; once for each reason."""
+        if refuse.to != self._record.peer:
+            return
+        self._note_answer()
+        if refuse.detail != self._refusal:
+            self._refusal = refuse.detail
+            self._log.error("registration_refused", other=str(refuse.peer), detail=refuse.detail)
 
     def _note_answer(self) -> None:
         self._is_answered = True

@@ -77,7 +77,7 @@ class _Place:
 @dataclass(slots=True)
 class _Instance:
     places: dict[int, _Place] = field(default_factory=dict)
-    waiting: dict[bytes, None] = field(default_factory=dict)
+    waiting: dict[bytes, int] = field(default_factory=dict)
 
 
 class RegistryTable:
@@ -130,11 +130,23 @@ class RegistryTable:
         if self.timers.clear(_Lease(peer)):
             self._forget(peer)
 
-    def lookup(self, instance: str, timeout_s: float, connection: bytes, now: float) -> list[Answer]:
+    def hold(self, record: RankRecord) -> None:
+        """Note a rank without a lease: the one that answers. Nobody else may be registered as that rank."""
+        rank = record.peer.rank
+        self._instances.setdefault(rank.instance, _Instance()).places[rank.engine_rank] = _Place(_Claim(record, b""))
+        self.num_ranks += 1
+
+    def let_go(self, peer: PeerId) -> None:
+        """Forget the rank that was held, if there is one."""
+        instance = self._instances.get(peer.rank.instance)
+        if instance is not None and peer.rank.engine_rank in instance.places:
+            self._forget(peer)
+
+    def lookup(self, instance: str, timeout_s: float, connection: bytes, now: float, number: int = 0) -> list[Answer]:
         """Answer now if the instance is complete, else when it is, or when the time is up."""
         entry = self._instances.setdefault(instance, _Instance())
         self.num_waiting += connection not in entry.waiting
-        entry.waiting[connection] = None
+        entry.waiting[connection] = max(number, entry.waiting.get(connection, 0))
         self.timers.set_once(_Wait(instance, connection), now + timeout_s)  # a repeated question waits no longer
         records = _complete_records(entry)
         return [] if records is None else [self._answer(instance, connection, records)]
@@ -201,10 +213,10 @@ class RegistryTable:
     def _answer(self, instance: str, connection: bytes, records: tuple[RankRecord, ...]) -> Answer:
         entry = self._instances[instance]
         self.timers.clear(_Wait(instance, connection))
-        del entry.waiting[connection]
+        number = entry.waiting.pop(connection)
         self.num_waiting -= 1
         self._tidy(instance)
-        return Answer(connection, Records(instance=instance, records=records))
+        return Answer(connection, Records(instance=instance, records=records, number=number))
 
 
 def _conflict(holder: _Claim, refused: _Claim) -> Answer:

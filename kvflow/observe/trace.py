@@ -153,7 +153,7 @@ def _fields(item: object) -> dict[str, object]:
         field: getattr(item, field) for field in SHOWN if getattr(item, field, None) is not None
     }
     if hasattr(item, "instance"):
-        shown["prefill"] = item.instance  # the line's own "instance" is the rank that writes it
+        shown["prefill"] = str(item.instance)  # the line's own "instance" is the rank that writes it
     if "peer" in shown:
         shown["peer"] = str(shown["peer"])
     if isinstance(item, (Notice, Drained, Failed)):

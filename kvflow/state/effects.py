@@ -11,7 +11,7 @@ import msgspec
 
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange
-from kvflow.state.events import ConnectedRank, DeliveryId, PeerRoute, ReadyEvent, ReceiveOpened
+from kvflow.state.events import ConnectedRank, DeliveryId, InstanceRef, PeerRoute, ReadyEvent, ReceiveOpened
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure, Grant, Hello, Message, Notice, PeerId, RankRecord
 
@@ -214,9 +214,14 @@ class SendMessage(msgspec.Struct, frozen=True):
 
 
 class LookUp(msgspec.Struct, frozen=True):
-    """Ask the directory for the ranks of an instance; it says InstanceFound when it knows something."""
+    """Ask the directory for the ranks of an instance; it says InstanceFound when it knows something.
 
-    instance: str
+    Attributes:
+        number: The answer repeats it, or a higher one that was asked with meanwhile.
+    """
+
+    instance: InstanceRef
+    number: int = 0
 
 
 class CompileRoutes(msgspec.Struct, frozen=True):

@@ -28,7 +28,9 @@ __all__ = [
     "DigestsVerified",
     "DrainStarted",
     "HelloChecked",
+    "InstanceAt",
     "InstanceFound",
+    "InstanceRef",
     "LayersReady",
     "MessageArrived",
     "MessageReceived",
@@ -274,6 +276,25 @@ class TurnContinued(msgspec.Struct, frozen=True):
 # On a decode rank --------------------------------------------------------------------------------------------------
 
 
+class InstanceAt(msgspec.Struct, frozen=True):
+    """A prefill instance that is looked up at an address instead of in the registry of the settings.
+
+    Attributes:
+        address: "tcp://host:port" of the rank that answers for it, or of a registry.
+        name: Of the instance; None if whichever answers there is meant.
+    """
+
+    address: str
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return self.address if self.name is None else f"{self.name} at {self.address}"
+
+
+InstanceRef = str | InstanceAt
+"""How a prefill instance is referred to: by its name in the registry, or by where it is looked up."""
+
+
 class ReceiveOpened(msgspec.Struct, frozen=True):
     """The engine asked for a room.
 
@@ -287,11 +308,12 @@ class ReceiveOpened(msgspec.Struct, frozen=True):
         secret: 16 random bytes; the token of each grant is derived from it.
         footprint: What the pages take of the pools.
         digest: What arrives is to be compared with digests of what was sent.
+        issuer: The incarnation of a prefill rank that gave the ticket of this room; no other one is meant.
     """
 
     room: int
     generation: int
-    instance: str
+    instance: InstanceRef
     ranges: Mapping[str, TokenRange]
     pages: Mapping[str, bytes]
     num_decode_ranks: int
@@ -300,6 +322,7 @@ class ReceiveOpened(msgspec.Struct, frozen=True):
     footprint: Footprint = NO_MEMORY
     digest: bool = False
     priority: int = 0
+    issuer: PeerId | None = None
 
 
 class ReceiveAborted(msgspec.Struct, frozen=True):
@@ -313,11 +336,14 @@ class InstanceFound(msgspec.Struct, frozen=True):
     """The directory answered a lookup.
 
     Attributes:
+        instance: What was asked for.
         records: By engine rank; not all of them if some are not registered.
+        number: Of the lookup; the answer is not older than that.
     """
 
-    instance: str
+    instance: InstanceRef
     records: tuple[RankRecord, ...]
+    number: int = 0
 
 
 class RankRoute(msgspec.Struct, frozen=True):

@@ -1,10 +1,15 @@
 """Under which host others reach this process."""
 
 import socket
+from collections.abc import Awaitable, Callable
+from typing import Final
 
 import anyio
 
-__all__ = ["host_of", "host_towards"]
+__all__ = ["default_host", "host_of", "host_towards"]
+
+ELSEWHERE: Final = ("tcp://192.0.2.1:1", "tcp://[2001:db8::1]:1")
+"""Addresses that are kept for documentation: they are on no network but behind the default route."""
 
 
 def host_of(endpoint: str) -> str:
@@ -29,3 +34,15 @@ async def host_towards(endpoint: str) -> str | None:
             return str(probe.getsockname()[0]).partition("%")[0]
     except (OSError, RuntimeError):  # the latter if the system allows no thread to resolve the name in
         return None
+
+
+async def default_host(towards: Callable[[str], Awaitable[str | None]]) -> str | None:
+    """Give the address of this host on the network of the default route; None if there is none.
+
+    Args:
+        towards: What `host_towards` does.
+    """
+    for endpoint in ELSEWHERE:
+        if (host := await towards(endpoint)) is not None:
+            return host
+    return None

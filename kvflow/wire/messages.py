@@ -4,8 +4,10 @@ Version history:
     1: first version.
     2: a Notice may be of some layers only (`layers`).
     3: standard names for messages and fields; Welcome and Refuse repeat the attempt that they answer; Decline and
-       RegistrationConflict are new; Goodbye says whether it is a fence; a Hello names an agent that ranks share
-       (`agent`). Versions 1 and 2 were never deployed and are not spoken any more.
+       RegistrationConflict are new; Goodbye says whether it is a fence. Versions 1 and 2 were never deployed and are
+       not spoken any more. Lookup and Records have numbers, and a Lookup may leave the name of the instance to whoever
+       answers; a rank that answers for its instance refuses to register others by Refuse. A Hello names an agent of the
+       transport that ranks share (`agent`).
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.
@@ -176,17 +178,30 @@ class Unregister(Message, frozen=True, tag="unregister"):
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
-    """Rank -> registry: tell me about an instance as soon as all of its ranks are registered."""
+    """Rank -> registry, or prefill rank that answers for its instance: tell me about an instance when it is complete.
 
-    instance: str
+    Attributes:
+        instance: Its name; None for that of the rank that answers, which says nothing of others in any case.
+        timeout_s: How long to wait until all of its ranks are registered.
+        number: The answer repeats the highest that was asked with, so that it shows which question it is later than.
+    """
+
+    instance: str | None
     timeout_s: Seconds
+    number: Count = 0
 
 
 class Records(Message, frozen=True, tag="records"):
-    """Registry -> rank: the ranks of an instance, by engine rank; incomplete if the time ran out."""
+    """The answer to a Lookup: the ranks of an instance, by engine rank; incomplete if the time ran out.
 
-    instance: str
+    Attributes:
+        instance: Its name; None if a registry was asked for no name.
+        number: Of the Lookup.
+    """
+
+    instance: str | None
     records: tuple[RankRecord, ...]
+    number: Count = 0
 
 
 class StagingWindow(msgspec.Struct, frozen=True, array_like=True):
@@ -245,6 +260,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 class Refuse(Message, frozen=True, tag="refuse"):
     """Prefill -> decode: the answer to a Hello that does not fit, or to a message without one; or the end of a peer.
+
+    A prefill rank that answers for its instance also sends it to a rank that does not belong there but registers.
 
     Attributes:
         to: The incarnation that is refused; None if the sender of the message is not known.

@@ -46,7 +46,7 @@ def test_registry_serves_until_it_is_told_to_stop(sent: signal.Signals) -> None:
 async def _register_and_find(endpoint: str) -> None:
     found: list[tuple[RankRecord, ...]] = []
     async with kvflow.PrefillRank(prefill_config(endpoint), make_pool().layout) as rank:
-        client = RegistryClient(endpoint, system_ports(), get_logger(), lambda _, records: found.append(records))
+        client = RegistryClient(endpoint, system_ports(), get_logger(), lambda *told: found.append(told[1]))
         try:
             while not found or not found[-1]:  # the rank's own registration may be on its way
                 count = len(found)

@@ -36,13 +36,13 @@ class Seeker:
     """A client that keeps what it is told."""
 
     def __init__(self, endpoint: str, **values: object) -> None:
-        self.found: list[tuple[str, tuple[RankRecord, ...]]] = []
+        self.found: list[tuple[str | None, tuple[RankRecord, ...]]] = []
         self.client = RegistryClient(endpoint, system_ports(), get_logger(**values), self._take)
 
-    def _take(self, instance: str, records: tuple[RankRecord, ...]) -> None:
+    def _take(self, instance: str | None, records: tuple[RankRecord, ...], number: int) -> None:
         self.found.append((instance, records))
 
-    async def next(self) -> tuple[str, tuple[RankRecord, ...]]:
+    async def next(self) -> tuple[str | None, tuple[RankRecord, ...]]:
         await until(lambda: self.found)
         return self.found.pop(0)
 
@@ -92,8 +92,8 @@ async def register(client: Client, mine: RankRecord) -> Message:
 async def name_of(registry: Registry, client: Client) -> bytes:
     """Give the name that the registry knows a connection by; nobody answers its question."""
     client.send(encode(Lookup(instance="unknown", timeout_s=30.0)))
-    await until(lambda: registry._table.num_waiting)
-    (name,) = registry._table._instances["unknown"].waiting
+    await until(lambda: registry._directory.table.num_waiting)
+    (name,) = registry._directory.table._instances["unknown"].waiting
     return name
 
 
@@ -133,7 +133,7 @@ async def test_lookup_before_anybody_is_registered_is_answered_when_somebody_is(
     async with Registry() as registry:
         with client_of(registry.endpoint) as seeker:
             seeker.client.look_up("prefill")
-            await until(lambda: registry._table.num_waiting)
+            await until(lambda: registry._directory.table.num_waiting)
             with client_of(registry.endpoint, record()):
                 assert await seeker.next() == ("prefill", (record(),))
 
@@ -142,7 +142,7 @@ async def test_lookup_of_an_incomplete_instance_is_answered_with_what_there_is(q
     records = [record(engine_rank=rank, num_ranks=4) for rank in (0, 2)]
     async with Registry() as registry:
         with client_of(registry.endpoint, *records) as seeker:
-            await until(lambda: registry._table.num_ranks == 2)
+            await until(lambda: registry._directory.table.num_ranks == 2)
             seeker.client.look_up("prefill")
             assert await seeker.next() == ("prefill", tuple(records))
             seeker.client.look_up("prefil")
@@ -165,7 +165,7 @@ async def test_ranks_are_back_at_once_in_a_registry_that_was_restarted() -> None
             seeker = stack.enter_context(client_of(first.endpoint, *records))
             assert len(await seeker.look_up()) == 2
         async with open_again(first.endpoint) as second:
-            await until(lambda: second._table.num_ranks == 2)
+            await until(lambda: second._directory.table.num_ranks == 2)
             assert len(await seeker.look_up()) == 2
 
 
@@ -213,14 +213,14 @@ async def test_rank_that_leaves_is_forgotten_at_once() -> None:
             await mine.look_up()
             mine.client._send(Unregister(peer=record(incarnation=99).peer))
             mine.client.withdraw(record().peer)
-            await until(lambda: registry._table.num_ranks == 0)
+            await until(lambda: registry._directory.table.num_ranks == 0)
 
 
 async def test_rank_that_falls_silent_is_forgotten(quick: None) -> None:
     async with Registry() as registry:
         with client_of(registry.endpoint, record()) as mine:
             await mine.look_up()
-        await until(lambda: registry._table.num_ranks == 0)
+        await until(lambda: registry._directory.table.num_ranks == 0)
 
 
 async def test_two_processes_with_one_name_are_told_and_the_first_one_wins(quick: None) -> None:
@@ -338,7 +338,7 @@ async def test_asker_that_has_left_holds_up_nobody() -> None:
         with client_of(registry.endpoint) as seeker:
             with closing(Client(registry.endpoint)) as leaver:
                 leaver.send(encode(Lookup(instance="prefill", timeout_s=30.0)))
-                await until(lambda: registry._table.num_waiting)
+                await until(lambda: registry._directory.table.num_waiting)
             with client_of(registry.endpoint, record()):
                 assert await seeker.look_up() == (record(),)
 

@@ -106,7 +106,7 @@ async def test_a_draining_prefill_rank_is_not_found_any_more() -> None:
     async with deploy() as deployment:
         await undisturbed(deployment)
         assert await deployment.prefill[0].drain()
-        await until(lambda: deployment.registry._table.num_ranks == 0)
+        await until(lambda: deployment.registry._directory.table.num_ranks == 0)
         settings = decode_config(deployment.registry.endpoint, instance="late", timeouts=Timeouts(handshake_s=1.5))
         async with kvflow.DecodeRank(settings, make_pool().layout) as late:
             failure = await catch(lambda: receive(late, 1))

@@ -244,7 +244,7 @@ async def test_a_breakdown_breaks_every_rank() -> None:
         for rank in ranks:
             await rank.__aenter__()
         worker.shared._break_down(kvflow.BackendError("broken"))
-        await until(lambda: all(map(is_broken, ranks)))
+        await until(lambda: all(is_broken(rank) for rank in ranks))
         newcomer = worker.new_decode()
         with pytest.raises(BackendUnavailable, match="broken down"):
             await newcomer.__aenter__()

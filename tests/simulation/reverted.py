@@ -49,7 +49,7 @@ def goodbye_is_said_first_and_proofs_after_it_are_dropped(patch: Patch) -> None:
 
 def rooms_that_are_not_taken_are_not_declined(patch: Patch) -> None:
     def decline(self: handshake.Instances, opened: Any, *_: Any) -> list[DecodeEffect]:
-        instance = self._instances.get(opened.instance)
+        instance = self._instances.at(opened.instance)
         if instance is not None:
             instance.waiting.pop(opened.generation, None)
         return []

@@ -232,12 +232,12 @@ def make_pool(tp_size: int = 1, tp_rank: int = 0, *, fingerprint: str = "test-mo
     return Pool(shape, UNTOUCHED, fingerprint=fingerprint)
 
 
-def prefill_config(registry: str, rank: int = 0, num_ranks: int = 1, **changes: object) -> kvflow.PrefillConfig:
+def prefill_config(registry: str | None, rank: int = 0, num_ranks: int = 1, **changes: object) -> kvflow.PrefillConfig:
     fields: dict[str, object] = {"instance": "prefill", "backend": "memory", "timeouts": PATIENT}
     return kvflow.PrefillConfig(registry=registry, engine_rank=rank, num_ranks=num_ranks, **(fields | changes))  # type: ignore[arg-type]
 
 
-def decode_config(registry: str, rank: int = 0, num_ranks: int = 1, **changes: object) -> kvflow.DecodeConfig:
+def decode_config(registry: str | None, rank: int = 0, num_ranks: int = 1, **changes: object) -> kvflow.DecodeConfig:
     fields: dict[str, object] = {"instance": "decode", "backend": "memory", "timeouts": PATIENT}
     return kvflow.DecodeConfig(registry=registry, engine_rank=rank, num_ranks=num_ranks, **(fields | changes))  # type: ignore[arg-type]
 

@@ -21,11 +21,13 @@ def request(
     timeout_s: float = 60.0,
     footprint: Footprint = NO_MEMORY,
     digest: bool = False,
+    instance: ev.InstanceRef = "prefill",
+    issuer: PeerId | None = None,
 ) -> ev.ReceiveOpened:
     return ev.ReceiveOpened(
         room=room,
         generation=generation,
-        instance="prefill",
+        instance=instance,
         ranges={"kv": tokens},
         pages={"kv": b"\1\0\0\0"},
         num_decode_ranks=1,
@@ -33,6 +35,7 @@ def request(
         secret=b"0123456789abcdef",
         footprint=footprint,
         digest=digest,
+        issuer=issuer,
     )
 
 

@@ -58,8 +58,8 @@ MESSAGES: Final[dict[str, wm.Message]] = {
         peer=PREFILL, other=DECODE, other_endpoint="tcp://10.0.0.2:7000", refused=True
     ),
     "unregister": wm.Unregister(peer=PREFILL),
-    "lookup": wm.Lookup(instance="prefill", timeout_s=0.8),
-    "records": wm.Records(instance="prefill", records=(RECORD,)),
+    "lookup": wm.Lookup(instance="prefill", timeout_s=0.8, number=3),
+    "records": wm.Records(instance="prefill", records=(RECORD,), number=3),
     "hello": wm.Hello(
         peer=DECODE,
         to=PREFILL,

@@ -112,8 +112,10 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         wm.RegistrationConflict, peer=peers, other=peers, other_endpoint=names, refused=st.booleans()
     ),
     wm.Unregister: st.builds(wm.Unregister, peer=peers),
-    wm.Lookup: st.builds(wm.Lookup, instance=names, timeout_s=seconds),
-    wm.Records: st.builds(wm.Records, instance=names, records=st.lists(records, max_size=2).map(tuple)),
+    wm.Lookup: st.builds(wm.Lookup, instance=st.none() | names, timeout_s=seconds, number=counts),
+    wm.Records: st.builds(
+        wm.Records, instance=st.none() | names, records=st.lists(records, max_size=2).map(tuple), number=counts
+    ),
     wm.Hello: st.builds(
         wm.Hello,
         peer=peers,

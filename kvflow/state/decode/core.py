@@ -177,7 +177,7 @@ class DecodeCore:
     def _decline(self, opened: ev.ReceiveOpened, failure: Failure, now: float) -> list[DecodeEffect]:
         return self.instances.decline(opened, failure, now)
 
-    def _reconnect(self, instance: str, now: float) -> list[DecodeEffect]:
+    def _reconnect(self, instance: ev.InstanceRef, now: float) -> list[DecodeEffect]:
         return self.instances.reconnect(instance, now)
 
     # Messages --------------------------------------------------------------------------------------------------------

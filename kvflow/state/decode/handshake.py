@@ -1,29 +1,39 @@
-"""From the name of a prefill instance to ranks that take grants, and back again when one of them is lost. Pure.
+"""From a reference to a prefill instance to ranks that take grants, and back again when one of them is lost. Pure.
 
 An instance is looked up in the directory, routes from its ranks are compiled, and each rank is sent a Hello. Rooms wait
 for that, for `handshake_s` at most. When the time is up, they fail, and further rooms fail at once, but the handshake
 goes on for as long as somebody asks for the instance: it is the control channel that shows when the instance is back,
 not the outcome of a room.
 
+A room is granted only to the ranks that it refers to: those that its directory told of, and the very process that gave
+its ticket. If others are connected, the directory is asked again, since either may be the newer knowledge: a ticket
+whose process is gone fails its room, and a process that is new waits until the one before it is lost.
+
 A room that fails before it was granted is declined: the instance is told, as soon as it can be and until each of its
 ranks has answered, not to hold its pages.
 """
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from typing import NamedTuple
 
 import msgspec
 
 from kvflow.errors import FailureReason, Stage
+from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import Room
 from kvflow.state.decode.rooms import Rooms
 from kvflow.state.effects import CompileRoutes, DecodeEffect, LogEvent, LookUp
-from kvflow.state.events import ConnectedRank, InstanceFound, ReceiveOpened, RoutesCompiled
+from kvflow.state.events import (
+    ConnectedRank,
+    InstanceAt,
+    InstanceFound,
+    InstanceRef,
+    ReceiveOpened,
+    RoutesCompiled,
+)
 from kvflow.state.settings import DecodeSettings
-from kvflow.state.tables import INSTANCE, InstanceSignal, InstanceState
+from kvflow.state.tables import InstanceSignal, InstanceState
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import (
     OLDEST_VERSION,
@@ -42,6 +52,9 @@ __all__ = ["Instances"]
 
 LOOK_AGAIN_S = 0.25
 """How often the directory is asked while a handshake is going on: ranks may restart meanwhile."""
+
+OTHER_ANSWER_S = 0.5
+"""A handshake that has begun with what one directory said is not given up so soon for what another one says."""
 
 REFUSED_PAUSE_S = 2.0
 """After a refusal, which is not likely to change soon."""
@@ -62,13 +75,13 @@ MAX_BACKOFF = 8
 class LookAgain(msgspec.Struct, frozen=True):
     """Timer: ask the directory again."""
 
-    instance: str
+    instance: int
 
 
 class HandshakeDeadline(msgspec.Struct, frozen=True):
     """Timer: rooms have waited long enough for the handshake."""
 
-    instance: str
+    instance: int
 
 
 class HelloUnanswered(msgspec.Struct, frozen=True):
@@ -80,54 +93,7 @@ class HelloUnanswered(msgspec.Struct, frozen=True):
 class DeclineUnanswered(msgspec.Struct, frozen=True):
     """Timer: every rank of an instance should have answered what was declined."""
 
-    instance: str
-
-
-class _Declined(NamedTuple):
-    """A room that was declined, and the ranks that know it."""
-
-    generation: int
-    failure: Failure
-    answered: dict[PeerId, None]
-
-
-class _Instance:
-    """One prefill instance.
-
-    Attributes:
-        records: Its ranks, as the directory knows them.
-        hellos: Those that are not answered.
-        ranks: Those that have answered, by engine rank.
-        waiting: Rooms that wait for the handshake, by generation.
-        failure: Why it cannot be reached; None while rooms may wait for it.
-        declined: Rooms that it has yet to be told of, or to answer.
-        num_declines: How often they were retransmitted since it was connected, or since all was answered.
-        wanted_at: When it was asked for last.
-        found: The directory's last answer since the handshake began.
-    """
-
-    def __init__(self, name: str, now: float) -> None:
-        self.name = name
-        self.state = InstanceState.LOOKING_UP
-        self.attempt = -1
-        self.records: tuple[RankRecord, ...] = ()
-        self.hellos: dict[PeerId, Hello] = {}
-        self.hello_pause_s: dict[PeerId, float] = {}
-        self.ranks: dict[int, ConnectedRank] = {}
-        self.waiting: dict[int, Room] = {}
-        self.failure: Failure | None = None
-        self.declined: OrderedDict[int, _Declined] = OrderedDict()
-        self.num_declines = 0
-        self.wanted_at = now
-        self.refused_at = 0.0
-        self.found: InstanceFound | None = None
-
-    def apply(self, signal: InstanceSignal) -> None:
-        self.state = INSTANCE[self.state, signal]
-
-    @property
-    def peers(self) -> list[PeerId]:
-        return [record.peer for record in self.records]
+    instance: int
 
 
 class Instances:
@@ -142,77 +108,165 @@ class Instances:
         self._peers = peers
         self._rooms = rooms
         self._timers = timers
-        self._instances: dict[str, _Instance] = {}
+        self._instances = InstanceTable()
+        self._number = 0
         self._attempts = itertools.count()
 
     # What rooms want -------------------------------------------------------------------------------------------------
 
     def want(self, room: Room, now: float) -> list[DecodeEffect]:
         """Grant a room if its instance is connected, else let it wait, or fail it if the instance cannot be reached."""
-        name = room.opened.instance
-        effects = self.reconnect(name, now)
-        instance = self._instances[name]
+        ref, issuer = room.opened.instance, room.opened.issuer
+        if issuer is not None:  # the directory has to be asked with its number, to know more than the ticket
+            self._number += 1
+        if self._instances.at(ref) is None and not self._instances.make_room():
+            detail = "rooms wait for too many prefill instances"
+            return self._rooms.fail(room, self._failure(FailureReason.CAPACITY, detail), now)
+        effects = self.reconnect(ref, now)
+        instance = self._instance_at(ref)
         instance.declined.pop(room.room, None)
-        if self._is_ready(instance):
+        is_ready = self._is_ready(instance)
+        if is_ready and instance.is_meant_by(room):
             return [*effects, *self._rooms.grant(room, self._ranks(instance), now)]
-        if instance.failure is not None:
-            detail = f"{name} could not be reached and is being tried again: {instance.failure.detail}"
+        is_news = issuer is not None and issuer not in instance.peers
+        if instance.failure is not None and not is_ready and not is_news:
+            detail = f"{instance} could not be reached and is being tried again: {instance.failure.detail}"
             return [*effects, *self._rooms.fail(room, self._failure(FailureReason.PEER_FAILING, detail), now)]
-        instance.waiting[room.generation] = room
-        self._timers.set_once(HandshakeDeadline(name), now + self._timeouts.handshake_s)
+        instance.waiting[room.generation] = Waiting(room, self._number)
+        self._fail_rooms_at(instance, now + self._timeouts.handshake_s)
+        if is_ready:
+            self._timers.set_once(LookAgain(instance.number), now + LOOK_AGAIN_S)
+            effects.append(LookUp(ref, self._number))
         return effects
 
-    def reconnect(self, name: str, now: float) -> list[DecodeEffect]:
+    def reconnect(self, ref: InstanceRef, now: float) -> list[DecodeEffect]:
         """See to it that an instance is connected."""
-        instance = self._instances.get(name)
+        instance = self._instances.at(ref)
         if instance is None:
-            instance = self._instances[name] = _Instance(name, now)
-            return self._look_up(instance, now)
-        instance.wanted_at = now
+            if not self._instances.make_room():
+                return []
+            instance = self._instances.add(ref, now)
+            instance.ref, instance.wanted_at = ref, now
+            is_new = LookAgain(instance.number) not in self._timers and not self._is_ready(instance)
+            return self._look_up(instance, now) if is_new else []
+        instance.ref, instance.wanted_at = ref, now
         return []
 
     def decline(self, opened: ReceiveOpened, failure: Failure, now: float) -> list[DecodeEffect]:
         """Decline a room that was never granted, now or as soon as its instance is connected."""
-        instance = self._instances.get(opened.instance)
+        instance = self._instances.at(opened.instance)
         if instance is None:
             return []
         instance.waiting.pop(opened.generation, None)
-        instance.declined[opened.room] = declined = _Declined(opened.generation, failure, {})
+        self._stop_waiting(instance)
+        if failure.reason is FailureReason.STALE_TICKET:  # nobody who is there holds pages for it
+            return []
+        instance.declined[opened.room] = declined = Declined(opened.generation, failure, opened.issuer, {})
         while len(instance.declined) > MAX_DECLINED:
             instance.declined.popitem(last=False)
         if not self._is_ready(instance):
             return []
-        self._timers.set_once(DeclineUnanswered(instance.name), now + self._timeouts.retransmit_s)
+        self._timers.set_once(DeclineUnanswered(instance.number), now + self._timeouts.retransmit_s)
         return self._decline(instance, opened.room, declined)
 
     # What the directory and the compiler say -------------------------------------------------------------------------
 
     def found(self, event: InstanceFound, now: float) -> list[DecodeEffect]:
         """Begin the handshake with the ranks that the directory knows, if they are others than before."""
-        instance = self._instances.get(event.instance)
+        instance = self._instances.at(event.instance)
         if instance is None:
             return []
+        effects = self._fail_outdated(instance, event, now)
         instance.found = event
         if not _is_complete(event.records):
-            return []
-        if self._is_ready(instance):  # an answer that comes late
-            return []
+            return effects
+        name = event.records[0].peer.rank.instance
+        if isinstance(event.instance, InstanceAt) and event.instance.name is None:
+            instance = self._name(instance, event, name, now)
+        if name != instance.name:
+            return effects
+        if self._is_ready(instance):
+            return [*effects, *self._found_again(instance, event, now)]
+        instance.refs[event.instance] = event.records[0].peer
+        return [*effects, *self._begin(instance, event, now)]
+
+    def _begin(self, instance: Instance, event: InstanceFound, now: float) -> list[DecodeEffect]:
+        """Begin the handshake with the ranks of an instance, unless that is going on or makes no sense now."""
         if any(self._peers.has_ended(record.peer) for record in event.records):  # its lease is not over yet
             return []
         is_same = [record.peer for record in event.records] == instance.peers
-        if is_same and instance.state is not InstanceState.LOOKING_UP:
+        is_looking_up = instance.state is InstanceState.LOOKING_UP
+        if is_same and not is_looking_up:
             return []
-        if instance.state is InstanceState.LOOKING_UP and self._is_paused(instance, now):
+        if is_looking_up and self._is_paused(instance, now):
+            return []
+        if not is_looking_up and event.instance != instance.found_by and now < instance.began_at + OTHER_ANSWER_S:
             return []
         effects = self._forget_hellos(instance, now, keep=[record.peer for record in event.records])
         instance.records, instance.attempt = event.records, next(self._attempts)
+        instance.found_by, instance.began_at = event.instance, now
         instance.apply(InstanceSignal.FOUND)
-        self._timers.set_once(LookAgain(instance.name), now + LOOK_AGAIN_S)
-        return [*effects, CompileRoutes(instance.name, instance.attempt, event.records)]
+        self._timers.set_once(LookAgain(instance.number), now + LOOK_AGAIN_S)
+        return [*effects, CompileRoutes(event.records[0].peer.rank.instance, instance.attempt, event.records)]
+
+    def _found_again(self, instance: Instance, event: InstanceFound, now: float) -> list[DecodeEffect]:
+        """Grant rooms that have waited for this answer; if it knows others than those connected, see if those live."""
+        if not instance.waiting:  # an answer that comes late
+            return []
+        instance.refs[event.instance] = event.records[0].peer
+        effects = self._grant_waiting(instance, now)
+        if instance.waiting:
+            known = [record.peer for record in event.records]
+            for peer in instance.peers:
+                if peer not in known:
+                    effects += self._peers.probe(peer)
+        return effects
+
+    def _fail_outdated(self, instance: Instance, event: InstanceFound, now: float) -> list[DecodeEffect]:
+        """Fail rooms whose tickets are of processes that are not there any more.
+
+        Who answers for itself knows who it is. Of another rank, it may not have heard yet that it has restarted.
+        """
+        if not isinstance(event.instance, InstanceAt):
+            return []
+        there = {record.peer.rank: record for record in event.records}
+        effects: list[DecodeEffect] = []
+        for room, number in list(instance.waiting.values()):
+            issuer = room.opened.issuer
+            if issuer is None or room.opened.instance != event.instance or number > event.number:
+                continue
+            record = there.get(issuer.rank)
+            answers_for_itself = record is not None and record.endpoint == event.instance.address
+            if record is None and _is_complete(event.records):
+                failure = self._stale(issuer, f"{event.records[0].peer.rank.instance} answers without it")
+                effects += self._rooms.fail(room, failure, now)
+            elif record is not None and record.peer != issuer and answers_for_itself:
+                effects += self._rooms.fail(room, self._stale(issuer, f"{record.peer} answers now"), now)
+        return effects
+
+    def _name(self, before: Instance, event: InstanceFound, name: str, now: float) -> Instance:
+        """Take in whose address it is that has answered; rooms that refer to it move along."""
+        instance = self._instances.name(event.instance, name, now)
+        if instance is before:
+            return instance
+        for generation, waiting in list(before.waiting.items()):
+            if waiting.room.opened.instance == event.instance:
+                instance.waiting[generation] = before.waiting.pop(generation)
+        if before.fails_at is not None and instance.waiting:
+            self._fail_rooms_at(instance, before.fails_at)
+        self._stop_waiting(before)
+        if before.name is None:
+            instance.declined.update(before.declined)
+        if not before.refs and before.name is None:
+            self._clear_timers(before)
+            self._instances.remove(before)
+        instance.found = event
+        self._timers.set_once(LookAgain(instance.number), now + LOOK_AGAIN_S)
+        return instance
 
     def compiled(self, event: RoutesCompiled, now: float) -> list[DecodeEffect]:
         """Say hello to every rank."""
-        instance = self._instances.get(event.instance)
+        instance = self._instances.named(event.instance)
         if instance is None or event.attempt != instance.attempt or instance.state is not InstanceState.COMPILING:
             return []
         if len(event.routes) != len(instance.records):
@@ -251,7 +305,7 @@ class Instances:
         """Note that a rank has accepted a Hello: from now on it is pinged. When all have, rooms are granted."""
         if not self.expects_answer(peer, welcome.attempt):  # whoever it has replaced was a rank of its own instance
             return []
-        instance = self._instances[peer.rank.instance]
+        instance = self._instance_of(peer)
         del instance.hellos[peer]
         self._timers.clear(HelloUnanswered(peer))
         is_new = self._peers.handshake_done(peer, now)
@@ -263,25 +317,25 @@ class Instances:
         """Note that a rank has refused a Hello; a refusal of an earlier one says nothing."""
         if refuse.attempt is None or not self.expects_answer(peer, refuse.attempt):
             return []
-        instance = self._instances[peer.rank.instance]
+        instance = self._instance_of(peer)
         return self._refused(instance, f"{peer.rank} refused: {refuse.detail}", now)
 
     def back(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Grant what waits, if a rank that is heard again was all that was missing."""
-        instance = self._instances.get(peer.rank.instance)
+        instance = self._instances.of(peer)
         return self._serve(instance, now) if instance is not None and self._is_ready(instance) else []
 
     def suspect(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Look a rank up again whose connection broke: perhaps it has restarted."""
-        instance = self._instances.get(peer.rank.instance)
+        instance = self._instances.of(peer)
         if instance is None:
             return []
-        self._timers.set(LookAgain(instance.name), now + LOOK_AGAIN_S)
-        return [LookUp(instance.name)]
+        self._timers.set(LookAgain(instance.number), now + LOOK_AGAIN_S)
+        return self._ask(instance)
 
     def lost(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Begin anew with an instance of which a rank is lost."""
-        instance = self._instances.get(peer.rank.instance)
+        instance = self._instances.of(peer)
         if instance is None or peer not in instance.peers:
             return []
         effects = self._forget_hellos(instance, now, keep=[other for other in instance.peers if other != peer])
@@ -290,7 +344,7 @@ class Instances:
 
     def decline_answered(self, peer: PeerId, drained: Drained) -> None:
         """Note that a rank knows of a room that was declined, if that is what it answers."""
-        instance = self._instances.get(peer.rank.instance)
+        instance = self._instances.of(peer)
         declined = instance.declined.get(drained.room) if instance is not None else None
         if instance is None or declined is None or declined.generation != drained.generation:
             return
@@ -299,46 +353,46 @@ class Instances:
             del instance.declined[drained.room]
         if not instance.declined:
             instance.num_declines = 0
-            self._timers.clear(DeclineUnanswered(instance.name))
+            self._timers.clear(DeclineUnanswered(instance.number))
 
     @property
     def waiting(self) -> list[Room]:
         """Every room that waits for its instance."""
-        return [room for instance in self._instances.values() for room in instance.waiting.values()]
+        return [room for instance in self._instances for room, _ in instance.waiting.values()]
 
     def is_waiting(self, room: Room) -> bool:
         """Say whether a room waits for its instance."""
-        instance = self._instances.get(room.opened.instance)
+        instance = self._instances.at(room.opened.instance)
         return instance is not None and room.generation in instance.waiting
 
     def is_handshaking(self, peer: PeerId) -> bool:
         """Say whether a rank was sent a Hello that it has not answered."""
-        instance = self._instances.get(peer.rank.instance)
+        instance = self._instances.of(peer)
         return instance is not None and peer in instance.hellos
 
     def expects_answer(self, peer: PeerId, attempt: int) -> bool:
         """Say whether a rank was sent this Hello, and not a later one, and has not answered it."""
-        return self.is_handshaking(peer) and attempt == self._instances[peer.rank.instance].attempt
+        return self.is_handshaking(peer) and attempt == self._instance_of(peer).attempt
 
     # Timers ----------------------------------------------------------------------------------------------------------
 
     def expired(self, key: Hashable, now: float) -> list[DecodeEffect]:
         """Do what a timer that is due is for."""
         match key:
-            case LookAgain(name):
-                return self._look_again(self._instances[name], now)
-            case DeclineUnanswered(name):
-                instance = self._instances[name]
+            case LookAgain(number):
+                return self._look_again(self._instances.numbered(number), now)
+            case DeclineUnanswered(number):
+                instance = self._instances.numbered(number)
                 if not self._is_ready(instance):
                     return []
                 instance.num_declines += 1
                 return self._send_declined(instance, now)
-            case HandshakeDeadline(name):
-                instance = self._instances[name]
-                detail = f"{name} was not reached within {self._timeouts.handshake_s} s: {self._obstacle(instance)}"
-                return self._give_up(instance, self._failure(FailureReason.UNREACHABLE, detail), now)
+            case HandshakeDeadline(number):
+                instance = self._instances.numbered(number)
+                instance.fails_at = None
+                return self._fail_waiting(instance, now)
             case HelloUnanswered(peer):
-                instance = self._instances[peer.rank.instance]
+                instance = self._instance_of(peer)
                 pause_s = min(2 * instance.hello_pause_s[peer], MAX_HELLO_PAUSE_S)
                 record = next(record for record in instance.records if record.peer == peer)
                 opened = self._peers.open(peer, record.endpoint)  # again, if that failed before
@@ -347,98 +401,162 @@ class Instances:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _look_up(self, instance: _Instance, now: float) -> list[DecodeEffect]:
+    def _look_up(self, instance: Instance, now: float) -> list[DecodeEffect]:
         instance.found = None
-        self._timers.set(LookAgain(instance.name), now + LOOK_AGAIN_S)
-        return [LookUp(instance.name)]
+        self._timers.set(LookAgain(instance.number), now + LOOK_AGAIN_S)
+        return self._ask(instance)
 
-    def _look_again(self, instance: _Instance, now: float) -> list[DecodeEffect]:
+    def _ask(self, instance: Instance) -> list[DecodeEffect]:
+        """Ask wherever rooms wait for an answer."""
+        return [LookUp(ref, self._number) for ref in instance.refs_waiting if ref in instance.refs]
+
+    def _look_again(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Ask the directory again while the handshake is going on and somebody wants it, or a rank is suspect."""
-        if self._is_ready(instance):
+        if self._is_ready(instance) and not instance.waiting:
             return []
         is_wanted = instance.waiting or any(self._rooms.involve(peer) for peer in instance.peers)
-        if not is_wanted and now >= instance.wanted_at + UNWANTED_S:
+        if not instance.refs or (not is_wanted and now >= instance.wanted_at + UNWANTED_S):
             return self._forget(instance, now)
-        self._timers.set(LookAgain(instance.name), now + LOOK_AGAIN_S)
-        return [LookUp(instance.name)]
+        self._timers.set(LookAgain(instance.number), now + LOOK_AGAIN_S)
+        return self._ask(instance)
 
-    def _forget(self, instance: _Instance, now: float) -> list[DecodeEffect]:
+    def _forget(self, instance: Instance, now: float) -> list[DecodeEffect]:
         effects = self._forget_hellos(instance, now, keep=[])
-        self._timers.clear(LookAgain(instance.name))
-        self._timers.clear(HandshakeDeadline(instance.name))
-        self._timers.clear(DeclineUnanswered(instance.name))
-        del self._instances[instance.name]
+        self._clear_timers(instance)
+        self._instances.remove(instance)
         return effects
 
-    def _say_hello(self, instance: _Instance, peer: PeerId, now: float, pause_s: float) -> list[DecodeEffect]:
+    def _clear_timers(self, instance: Instance) -> None:
+        for timer in (LookAgain, HandshakeDeadline, DeclineUnanswered):
+            self._timers.clear(timer(instance.number))
+
+    def _say_hello(self, instance: Instance, peer: PeerId, now: float, pause_s: float) -> list[DecodeEffect]:
         instance.hello_pause_s[peer] = pause_s
         self._timers.set(HelloUnanswered(peer), now + pause_s)
         return self._peers.send(peer, instance.hellos[peer])
 
-    def _connected(self, instance: _Instance, now: float) -> list[DecodeEffect]:
+    def _connected(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Serve what waits, unless the connection to a rank that has accepted its Hello broke meanwhile."""
         instance.apply(InstanceSignal.CONNECTED)
         if not self._is_ready(instance):
             return []
-        self._timers.clear(LookAgain(instance.name))
+        self._timers.clear(LookAgain(instance.number))
         return self._serve(instance, now)
 
-    def _serve(self, instance: _Instance, now: float) -> list[DecodeEffect]:
+    def _serve(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Grant every room that waits, and decline those that were given up meanwhile."""
-        self._timers.clear(HandshakeDeadline(instance.name))
         instance.failure = None
         instance.num_declines = 0
-        effects = self._send_declined(instance, now)
-        waiting, instance.waiting = instance.waiting, {}
-        for room in waiting.values():
-            effects += self._rooms.grant(room, self._ranks(instance), now)
+        effects = [*self._send_declined(instance, now), *self._grant_waiting(instance, now)]
+        if instance.waiting:
+            self._timers.set_once(LookAgain(instance.number), now + LOOK_AGAIN_S)
+            effects += self._ask(instance)
         return effects
 
-    def _send_declined(self, instance: _Instance, now: float) -> list[DecodeEffect]:
+    def _grant_waiting(self, instance: Instance, now: float) -> list[DecodeEffect]:
+        """Grant the rooms that mean those who are connected; the others wait on."""
+        effects: list[DecodeEffect] = []
+        for generation, (room, _) in list(instance.waiting.items()):
+            if instance.is_meant_by(room):
+                del instance.waiting[generation]
+                effects += self._rooms.grant(room, self._ranks(instance), now)
+        self._stop_waiting(instance)
+        return effects
+
+    def _fail_rooms_at(self, instance: Instance, when: float) -> None:
+        """Let the rooms of an instance wait no longer than until then."""
+        if instance.fails_at is None or when < instance.fails_at:
+            instance.fails_at = when
+            self._timers.set(HandshakeDeadline(instance.number), when)
+
+    def _stop_waiting(self, instance: Instance) -> None:
+        """Forget the deadline of rooms if none waits."""
+        if not instance.waiting:
+            instance.fails_at = None
+            self._timers.clear(HandshakeDeadline(instance.number))
+
+    def _fail_waiting(self, instance: Instance, now: float) -> list[DecodeEffect]:
+        """Fail the rooms that have waited long enough. Those of outdated tickets say nothing about the instance."""
+        effects: list[DecodeEffect] = []
+        for room, _ in list(instance.waiting.values()):
+            failure = self._mismatch(instance, room)
+            if failure is not None:
+                effects += self._rooms.fail(room, failure, now)
+        if self._is_ready(instance) or not instance.waiting:
+            return effects
+        detail = f"{instance} was not reached within {self._timeouts.handshake_s} s: {self._obstacle(instance)}"
+        return [*effects, *self._give_up(instance, self._failure(FailureReason.UNREACHABLE, detail), now)]
+
+    def _mismatch(self, instance: Instance, room: Room) -> Failure | None:
+        """Say why a room cannot be granted to those who are connected, or of whom its ticket is not."""
+        issuer = room.opened.issuer
+        records = () if instance.found is None else instance.found.records
+        other = next(
+            (record.peer for record in records if issuer is not None and record.peer.rank == issuer.rank), None
+        )
+        if issuer is not None and other is not None and other != issuer:
+            return self._stale(issuer, f"{other} is registered now")
+        if not self._is_ready(instance):
+            return None
+        connected = ", ".join(map(str, instance.peers))
+        detail = f"{room.opened.instance} is not who is connected under this name and answers: {connected}"
+        return self._failure(FailureReason.UNREACHABLE, detail)
+
+    def _stale(self, issuer: PeerId, detail: str) -> Failure:
+        return self._failure(
+            FailureReason.STALE_TICKET, f"{issuer.rank} has restarted since it gave the ticket ({issuer}): {detail}"
+        )
+
+    def _send_declined(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Decline what ranks have not answered, now and again later."""
         if not instance.declined:
             return []
         times = min(2**instance.num_declines, MAX_BACKOFF)
-        self._timers.set(DeclineUnanswered(instance.name), now + times * self._timeouts.retransmit_s)
+        self._timers.set(DeclineUnanswered(instance.number), now + times * self._timeouts.retransmit_s)
         return [
-            effect for room, declined in instance.declined.items() for effect in self._decline(instance, room, declined)
+            effect
+            for room, declined in list(instance.declined.items())
+            for effect in self._decline(instance, room, declined)
         ]
 
-    def _decline(self, instance: _Instance, room: int, declined: _Declined) -> list[DecodeEffect]:
+    def _decline(self, instance: Instance, room: int, declined: Declined) -> list[DecodeEffect]:
+        if declined.issuer is not None and declined.issuer not in instance.peers:  # who gave its ticket is gone
+            instance.declined.pop(room, None)
+            return []
         message = Decline(room=room, generation=declined.generation, failure=declined.failure)
         unanswered = [peer for peer in instance.peers if peer not in declined.answered]
         return [effect for peer in unanswered for effect in self._peers.send(peer, message)]
 
-    def _refused(self, instance: _Instance, detail: str, now: float) -> list[DecodeEffect]:
+    def _refused(self, instance: Instance, detail: str, now: float) -> list[DecodeEffect]:
         effects = self._forget_hellos(instance, now, keep=[])
         instance.apply(InstanceSignal.REFUSED)
-        self._timers.set(LookAgain(instance.name), now + REFUSED_PAUSE_S)
+        self._timers.set(LookAgain(instance.number), now + REFUSED_PAUSE_S)
         return [*effects, *self._give_up(instance, self._failure(FailureReason.REFUSED, detail), now)]
 
-    def _is_paused(self, instance: _Instance, now: float) -> bool:
+    def _is_paused(self, instance: Instance, now: float) -> bool:
         """Say whether an instance has refused just now; answers to earlier lookups may still come."""
         is_refused = instance.failure is not None and instance.failure.reason is FailureReason.REFUSED
         return is_refused and now < instance.refused_at + REFUSED_PAUSE_S
 
-    def _give_up(self, instance: _Instance, failure: Failure, now: float) -> list[DecodeEffect]:
+    def _give_up(self, instance: Instance, failure: Failure, now: float) -> list[DecodeEffect]:
         """Fail every room that waits, and those to come, until the instance is connected."""
-        self._timers.clear(HandshakeDeadline(instance.name))
         is_news = instance.failure is None
         instance.failure = failure
         instance.refused_at = now
         effects: list[DecodeEffect] = []
-        for room in list(instance.waiting.values()):
+        for room, _ in list(instance.waiting.values()):
             effects += self._rooms.fail(room, failure, now)
         instance.waiting.clear()
+        self._stop_waiting(instance)
         for peer in instance.hellos:  # it has a staging window, which it gives back if its process has ended
             if peer not in self._peers:
                 effects += self._peers.probe(peer)
         if is_news:
-            values = {"prefill": instance.name, "reason": failure.reason.value, "detail": failure.detail}
+            values = {"prefill": str(instance), "reason": failure.reason.value, "detail": failure.detail}
             effects.append(LogEvent("instance_unreachable", values, is_warning=True))
         return effects
 
-    def _forget_hellos(self, instance: _Instance, now: float, keep: list[PeerId]) -> list[DecodeEffect]:
+    def _forget_hellos(self, instance: Instance, now: float, keep: list[PeerId]) -> list[DecodeEffect]:
         """Give the handshake with ranks up that are not connected. Those that never were give their windows back."""
         effects: list[DecodeEffect] = []
         for peer in instance.peers:
@@ -452,14 +570,15 @@ class Instances:
         instance.hello_pause_s.clear()
         return effects
 
-    def _obstacle(self, instance: _Instance) -> str:
+    def _obstacle(self, instance: Instance) -> str:
         """Say what the rooms of an instance wait for."""
         if instance.state is InstanceState.COMPILING:
             return "routes are being compiled"
         if instance.state is not InstanceState.LOOKING_UP:
             return next(self._silent(instance), "a rank is about to be connected")
         if instance.found is None:
-            return "registry does not answer"
+            ref = instance.ref
+            return f"nobody answers at {ref.address}" if isinstance(ref, InstanceAt) else "registry does not answer"
         ended = [str(record.peer.rank) for record in instance.found.records if self._peers.has_ended(record.peer)]
         if ended:
             return f"processes have ended whose records are still registered: {', '.join(ended)}"
@@ -469,7 +588,7 @@ class Instances:
         needed = instance.found.records[0].num_ranks
         return f"not all ranks are registered: registered={registered} needed={needed}"
 
-    def _silent(self, instance: _Instance) -> Iterator[str]:
+    def _silent(self, instance: Instance) -> Iterator[str]:
         """Say of each rank that holds up the rooms of an instance why it does."""
         for record in instance.records:
             who = f"rank {record.peer.rank} at {record.endpoint}"
@@ -478,10 +597,22 @@ class Instances:
             elif not self._peers.is_connected(record.peer):
                 yield f"{who} was not heard since its connection broke"
 
-    def _ranks(self, instance: _Instance) -> tuple[ConnectedRank, ...]:
+    def _instance_at(self, ref: InstanceRef) -> Instance:
+        instance = self._instances.at(ref)
+        if instance is None:
+            raise LookupError(ref)
+        return instance
+
+    def _instance_of(self, peer: PeerId) -> Instance:
+        instance = self._instances.of(peer)
+        if instance is None:
+            raise LookupError(peer)
+        return instance
+
+    def _ranks(self, instance: Instance) -> tuple[ConnectedRank, ...]:
         return tuple(instance.ranks.values())
 
-    def _is_ready(self, instance: _Instance) -> bool:
+    def _is_ready(self, instance: Instance) -> bool:
         is_connected = instance.state is InstanceState.CONNECTED
         return is_connected and all(self._peers.is_connected(peer) for peer in instance.peers)
 
@@ -492,4 +623,6 @@ class Instances:
 def _is_complete(records: tuple[RankRecord, ...]) -> bool:
     """Every rank of an instance is there, in order; `num_ranks` is a claim, so nothing of that size is made."""
     is_whole = bool(records) and len(records) == records[0].num_ranks
-    return is_whole and all(record.peer.rank.engine_rank == rank for rank, record in enumerate(records))
+    return is_whole and all(
+        record.peer.rank == (records[0].peer.rank.instance, rank) for rank, record in enumerate(records)
+    )

@@ -21,7 +21,7 @@ from kvflow.state.effects import (
     SendMessage,
     VerifyDigests,
 )
-from kvflow.state.events import ConnectedRank, ReceiveOpened
+from kvflow.state.events import ConnectedRank, InstanceRef, ReceiveOpened
 from kvflow.state.tables import Memory, Outcome, RankSignal, RankState, Signal, TransferState
 from kvflow.wire.messages import Ack, Cancel, Failure, Grant, Notice, PeerId, SlotReleased
 
@@ -42,7 +42,7 @@ class ReceiveContext(NamedTuple):
     progress_s: float
     probe: Callable[[PeerId], list[DecodeEffect]]
     decline: Callable[[ReceiveOpened, Failure, float], list[DecodeEffect]]
-    reconnect: Callable[[str, float], list[DecodeEffect]]
+    reconnect: Callable[[InstanceRef, float], list[DecodeEffect]]
 
 
 class Room:

@@ -1,5 +1,6 @@
 """Instances of several ranks, each a process with toy engines, and a supervisor that starts what has ended."""
 
+import dataclasses
 import logging
 import random
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from typing import Any, Final
 
 from typing_extensions import override
 
-from kvflow.config import DecodeConfig, Limits, Packing, PrefillConfig, Timeouts
+from kvflow.config import DecodeConfig, Endpoint, Limits, Packing, PrefillConfig, Timeouts
 from kvflow.errors import Unreachable
 from kvflow.observe.logs import LOGGER
 from kvflow.state.invariants import check_invariants
@@ -19,13 +20,17 @@ from kvflow.testing.simulation.loop import PROCESS, Process, Violation
 from kvflow.testing.simulation.memory import Pool
 from kvflow.testing.simulation.model import Model, layout_of
 from kvflow.testing.simulation.oracle import Instance, Oracle
-from kvflow.testing.simulation.requests import Receiving
+from kvflow.testing.simulation.references import References
+from kvflow.testing.simulation.requests import Receiving, Request
 from kvflow.testing.simulation.world import REGISTRY, World
 from kvflow.wire.messages import RankId
 
-__all__ = ["Deployment", "StagingShape", "leftovers", "watch_logs"]
+__all__ = ["SOON_S", "Deployment", "StagingShape", "leftovers", "watch_logs"]
 
 FIRST_FIXED_PORT: Final = 10_000
+
+SOON_S: Final = 0.1
+"""How long the supervisor takes at most to start what has ended, once nothing goes wrong any more."""
 
 QUIET_S: Final = 0.5
 """Within this time there is a moment in which nothing is being written, although requests go on."""
@@ -67,6 +72,7 @@ class Deployment:
         staging: To pack pieces in; none are packed if None.
         fixed_ports: A prefill rank that is started again has the port that it had before.
         may_lose_messages: A rank that leaves in order may not be able to say so.
+        references: How requests refer to prefill instances; by name if None.
 
     Attributes:
         workers: The latest of each rank.
@@ -85,6 +91,7 @@ class Deployment:
         staging: StagingShape | None = None,
         fixed_ports: bool = False,
         may_lose_messages: bool = False,
+        references: References | None = None,
     ) -> None:
         self.world = world
         self.model = model
@@ -99,6 +106,7 @@ class Deployment:
         self.restart_s: float | None = None
         self._staging = staging
         self._fixed_ports = fixed_ports
+        self._references = references
         self._rng = random.Random(world.rng.getrandbits(64))  # noqa: S311 - chance must be repeatable here
 
     @property
@@ -139,7 +147,8 @@ class Deployment:
         if isinstance(worker, DecodeWorker):
             await worker.run(DecodeConfig(**self._settings(rank, is_decode=True)))
         elif isinstance(worker, PrefillWorker):
-            port = FIRST_FIXED_PORT + self.ranks.index(rank) if self._fixed_ports else 0
+            is_fixed = self._fixed_ports or self._answers(rank)
+            port = self._endpoint(rank).port if is_fixed else 0
             packing: Packing = "never" if self._staging is None else "always"
             settings = self._settings(rank, is_decode=False)
             await worker.run(PrefillConfig(bind=f"tcp://127.0.0.1:{port}", packing=packing, **settings))
@@ -149,7 +158,7 @@ class Deployment:
             "instance": rank.instance,
             "engine_rank": rank.engine_rank,
             "num_ranks": self.instances[rank.instance].shape.num_ranks,
-            "registry": REGISTRY,
+            "registry": self._registry_of(rank, is_decode=is_decode),
             "timeouts": self.timeouts,
             "limits": self.limits,
             "staging_bytes": 0,
@@ -160,6 +169,32 @@ class Deployment:
             if is_decode:
                 settings["staging_slots"] = self._staging.num_slots
         return settings
+
+    def _answers(self, rank: RankId) -> bool:
+        """A rank answers for its instance."""
+        answering = () if self._references is None else self._references.answering
+        return rank.instance in answering and rank.engine_rank == 0
+
+    def _endpoint(self, rank: RankId) -> Endpoint:
+        return Endpoint("127.0.0.1", FIRST_FIXED_PORT + self.ranks.index(rank))
+
+    def _registry_of(self, rank: RankId, *, is_decode: bool) -> str | None:
+        first = rank._replace(engine_rank=0)
+        if self._references is None or (is_decode and self._references.names):
+            return REGISTRY
+        if is_decode or self._answers(rank):
+            return None
+        return str(self._endpoint(first)) if self._answers(first) else REGISTRY
+
+    def refer(self, request: Request, former: Request | None) -> Request:
+        """Draw how a request refers to its prefill instance, perhaps by the ticket of a try during faults."""
+        if self._references is None:
+            return request
+        ranks = self.instances[request.prefill].ranks
+        workers = [worker for rank in ranks if isinstance(worker := self.workers[rank], PrefillWorker)]
+        is_former = former is not None and former.prefill == request.prefill and self.restart_s != SOON_S
+        reference = self._references.draw(request, self._endpoint(ranks[0]), workers, former if is_former else None)
+        return dataclasses.replace(request, reference=reference)
 
     def _ended(self, worker: Worker) -> None:
         process = worker.process

@@ -310,6 +310,11 @@ class PrefillWorker(Worker):
 
     rank: PrefillRank
 
+    @property
+    def gives_tickets(self) -> bool:
+        """Its rank is open and not broken."""
+        return self.is_ready and self.process.is_alive and not self.is_leaving and self.rank.is_usable
+
     async def run(self, config: PrefillConfig) -> None:
         """Serve until told to close."""
         layout = self.pool.table.layout
@@ -463,7 +468,7 @@ class DecodeWorker(Worker):
         timeout_s = self.deployment.timeouts.transfer_s if timeout_s is None else timeout_s
         receiver = self.rank.receive(
             request.room,
-            prefill=request.prefill,
+            prefill=request.prefill if request.reference is None else request.reference,
             tokens=tokens,
             pages={name: list(lease.pages[name]) if name in ranges else None for name in self.pool.table.first_page},
             num_ranks=request.num_decode_ranks,

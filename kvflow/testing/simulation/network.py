@@ -40,6 +40,9 @@ FIRST_PORT: Final = 20_000
 HANDSHAKE_TAGS: Final = (b"\xa5hello", b"\xa7welcome")
 """How a message of a handshake begins, after its header and the name of its tag."""
 
+DIRECTORY_TAGS: Final = (b"\xa8register", b"\xaaunregister", b"\xa6lookup")
+"""The same of a message to a directory."""
+
 TAG_END: Final = 32
 
 Hold = Callable[[Process, Process, bytes, Callable[[], None]], bool]
@@ -52,17 +55,19 @@ class Session:
         is_up: It is not broken.
         is_ending: One end has closed it; what that end had sent still arrives, also if its process ends.
         swallows: What goes towards the listener, and towards the dialer, is lost.
+        is_ordered: It is to a directory, and loses, repeats and reorders nothing, whatever the faults.
         latest: When what was sent last arrives, each way.
         stuck: What a cut link holds up, each way.
     """
 
-    __slots__ = ("dialer", "is_ending", "is_up", "latest", "lingers", "listener", "stuck", "swallows")
+    __slots__ = ("dialer", "is_ending", "is_ordered", "is_up", "latest", "lingers", "listener", "stuck", "swallows")
 
     def __init__(self, dialer: "Dialer", listener: "SimulatedListener") -> None:
         self.dialer = dialer
         self.listener = listener
         self.is_up = True
         self.is_ending = False
+        self.is_ordered = False
         self.lingers = False
         self.swallows = [False, False]
         self.latest = [0.0, 0.0]
@@ -172,7 +177,6 @@ class Network:
     Attributes:
         hold: If set, is shown each message with its ends and what delivers it, and says whether it keeps it.
         on_hello: If set, is shown each hello that is sent.
-        ordered: Endpoints whose connections lose, repeat and reorder nothing, whatever the faults.
     """
 
     def __init__(self, world: "World") -> None:
@@ -190,7 +194,6 @@ class Network:
         self._next_port = FIRST_PORT
         self.hold: Hold | None = None
         self.on_hello: Callable[[Hello], None] | None = None
-        self.ordered: dict[str, None] = {}
 
     # What a channel asks for -------------------------------------------------------------------------------------
 
@@ -334,6 +337,7 @@ class Network:
     def transmit(self, session: Session, way: int, payload: bytes) -> None:
         """Send a message over a connection that is up."""
         faults, rng, world = self._world.faults, self._rng, self._world
+        session.is_ordered |= any(tag in payload[:TAG_END] for tag in DIRECTORY_TAGS)
         is_handshake = payload[:TAG_END].find(HANDSHAKE_TAGS[way]) >= 0
         if is_handshake:
             self._look_at_handshake(session, payload)
@@ -343,7 +347,7 @@ class Network:
                 return
         if session.swallows[way]:
             return
-        is_lossy = session.listener.endpoint not in self.ordered
+        is_lossy = not session.is_ordered
         if is_lossy and faults.drop and rng.random() < faults.drop:
             world.count("lost message")
             return
@@ -370,7 +374,7 @@ class Network:
     def _send_on(self, session: Session, way: int, payload: bytes, delay_s: float) -> None:
         faults, rng, loop = self._world.faults, self._rng, self._loop
         at = loop.now + delay_s
-        if session.listener.endpoint not in self.ordered and faults.reorder and rng.random() < faults.reorder:
+        if not session.is_ordered and faults.reorder and rng.random() < faults.reorder:
             self._world.count("reordered message")
             at += LATE_S * rng.random()
         else:

@@ -1,6 +1,7 @@
 """Knows the truth, and holds what the ranks say against it. It never asks the code under test what is true."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -100,6 +101,7 @@ class Oracle:
         self._rooms: dict[int, int] = {}
         self._pools: dict[str, Pool] = {}
         self._windows: dict[tuple[str, int], tuple[int, str]] = {}
+        self._issuers: dict[Lease, str] = {}
         self._succeeded: dict[int, dict[RankId, None]] = {}
         self._ends: list[tuple[str, float]] = []
         self._writes: dict[Process, list[Write]] = {}
@@ -155,10 +157,18 @@ class Oracle:
                 self._check_window(write, target, dst)
                 continue
             lease = pool.owner_of(dst, length)
+            self._check_issuer(write, lease)
             if lease is None or not isinstance(mark, _Mark) or lease.room != mark.room:
                 owner = "nobody" if lease is None else lease.name
                 room = mark.room if isinstance(mark, _Mark) else "unknown"
                 self._violated(f"write {write.number} of room {room} lands in pages of {owner} at {target.process}")
+
+    def _check_issuer(self, write: "Write", lease: Lease | None) -> None:
+        """Of the rank that gave a ticket, only that incarnation may write for it."""
+        issuer = None if lease is None else self._issuers.get(lease)
+        sender = write.sender.agent_name
+        if issuer is not None and sender != issuer and sender.partition("@")[0] == issuer.partition("@")[0]:
+            self._violated(f"write {write.number} of {sender} lands in pages for a ticket of {issuer}")
 
     def _note_window(self, hello: Hello) -> None:
         """See on the wire whose window a part of staging memory becomes."""
@@ -226,6 +236,9 @@ class Oracle:
             self.sendings.append(one)
             return
         self.receivings.append(one)
+        ticket = one.request.reference
+        if isinstance(ticket, Mapping):
+            self._issuers[one.lease] = "{instance}/{engine_rank}@{incarnation}".format_map(ticket)
         self._expect(one, one.timeout_s, is_memory=False)
 
     def finished(self, one: Sending) -> None:

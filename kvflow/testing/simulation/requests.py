@@ -1,8 +1,10 @@
 """What the router hands out, and what became of it on each rank."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from kvflow.config import Endpoint
 from kvflow.decode import RoomReceiver
 from kvflow.geometry.ranges import TokenRange
 from kvflow.prefill import RoomSender
@@ -34,6 +36,7 @@ class Request:
         num_decode_ranks: Ranks of it.
         digest: What arrives is compared with digests.
         priority: Class of the transfer.
+        reference: What the decode engine is told of the prefill instance, if not its name.
     """
 
     room: int
@@ -46,6 +49,7 @@ class Request:
     num_decode_ranks: int
     digest: bool = False
     priority: int = 0
+    reference: str | Endpoint | Mapping[str, object] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"room {self.room} try {self.content}"

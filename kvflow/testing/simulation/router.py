@@ -176,6 +176,8 @@ class Router:
         return self._num_tries
 
     def _route(self, request: Request) -> Request:
+        former = next(reversed(self.deployment.oracle.requests.get(request.room, [])), None)
+        request = self.deployment.refer(request, former)
         self.deployment.oracle.routed(request)
         return request
 

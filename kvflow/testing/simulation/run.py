@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvflow.config import Limits, Timeouts
-from kvflow.testing.simulation.deployment import Deployment, StagingShape, watch_logs
+from kvflow.testing.simulation.deployment import SOON_S, Deployment, StagingShape, watch_logs
 from kvflow.testing.simulation.faults import Faults, draw_faults
 from kvflow.testing.simulation.injection import ACTIVE_S, FaultInjector
 from kvflow.testing.simulation.loop import Violation
 from kvflow.testing.simulation.model import MODELS, Shape
 from kvflow.testing.simulation.oracle import Instance
+from kvflow.testing.simulation.references import References
 from kvflow.testing.simulation.router import Router
 from kvflow.testing.simulation.world import World
 
@@ -35,6 +36,9 @@ PATIENCE_S: Final = 1.0
 
 SETTLE_S: Final = 4.0
 """After the last request, nothing is left within this time."""
+
+BY_NAME: Final = 0.6
+"""How often every request names its instance."""
 
 PREEMPTING: Final = 0.35
 """Chance that prefill engines preempt requests."""
@@ -93,7 +97,7 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None) ->
             tells=tells,
         ) as world:
             world.plane.shares_network = rng.random() < 0.5
-            deployment = _draw_deployment(rng, world)
+            deployment = _draw_deployment(seed, rng, world)
             with watch_logs(deployment):
                 _run_watched(rng, deployment, result)
     finally:
@@ -124,7 +128,7 @@ def _run_watched(rng: random.Random, deployment: Deployment, result: Result) -> 
     result.story = world.story or []
 
 
-def _draw_deployment(rng: random.Random, world: World) -> Deployment:
+def _draw_deployment(seed: int, rng: random.Random, world: World) -> Deployment:
     instances = []
     is_tight = rng.choice((None, True, False))
     for is_decode, letter in ((False, "prefill"), (True, "decode")):
@@ -161,7 +165,16 @@ def _draw_deployment(rng: random.Random, world: World) -> Deployment:
         staging=_draw_staging(rng),
         fixed_ports=rng.random() < 0.5,
         may_lose_messages=may_lose_messages(world.faults),
+        references=_draw_references(seed, instances),
     )
+
+
+def _draw_references(seed: int, instances: list[Instance]) -> References | None:
+    """In some seeds instances answer for themselves, and tickets are handed through; their draws change no others."""
+    rng = random.Random(f"references {seed}")  # noqa: S311 - chance must be repeatable here
+    if rng.random() < BY_NAME:
+        return None
+    return References(rng, [one.name for one in instances if not one.is_decode])
 
 
 def _draw_preemptions(seed: int) -> random.Random | None:
@@ -226,7 +239,7 @@ def _heal(deployment: Deployment) -> None:
     for worker in deployment.living():
         if worker.process in deployment.sabotaged:
             worker.process.kill()
-    deployment.restart_s = 0.1
+    deployment.restart_s = SOON_S
     deployment.start_all()
 
 

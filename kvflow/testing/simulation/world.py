@@ -102,7 +102,6 @@ class World:
             async with Registry(bind=endpoint, ports=self.ports(process)):
                 await anyio.sleep_forever()
 
-        self.network.ordered[endpoint] = None
         return self.start("registry", serve)
 
     def ports(self, process: Process) -> Ports:

@@ -1,0 +1,100 @@
+"""Where a decode rank looks instances up: in its registry by name, or at an address."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from kvflow.directory.client import RegistryClient
+from kvflow.errors import Unreachable
+from kvflow.observe.logs import BoundLogger
+from kvflow.ports import Ports
+from kvflow.state.decode.instances import MAX_REFS
+from kvflow.state.events import InstanceAt, InstanceRef
+from kvflow.wire.messages import RankRecord
+
+__all__ = ["Directories"]
+
+UNUSED_S: Final = 30.0
+"""A connection to an address is closed after so long without a question."""
+
+OnFound = Callable[[InstanceRef, tuple[RankRecord, ...], int], None]
+
+
+class Directories:
+    """Asks whoever knows an instance. A question that cannot be asked is lost: ask again.
+
+    The core asks for no more addresses at once than connections are held; those of others are closed.
+
+    Args:
+        registry: Address of the registry for names; None if there is none.
+        ports: Sockets and clock.
+        log: For the connections.
+        on_found: Takes what was asked for, the records, by engine rank, and the number of the question.
+
+    Raises:
+        Unreachable: This process has no sockets left.
+    """
+
+    def __init__(self, registry: str | None, ports: Ports, log: BoundLogger, on_found: OnFound) -> None:
+        self._ports = ports
+        self._log = log
+        self._on_found = on_found
+        self._loop = asyncio.get_running_loop()
+        self._at: OrderedDict[InstanceAt, tuple[RegistryClient, float]] = OrderedDict()
+        self._timer: asyncio.TimerHandle | None = None
+        self._registry = None if registry is None else RegistryClient(registry, ports, log, self._take_named)
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def look_up(self, instance: InstanceRef, number: int) -> None:
+        """Ask for an instance, once."""
+        if isinstance(instance, InstanceAt):
+            with suppress(Unreachable):  # no socket left; the next question may find one
+                self._client_at(instance).look_up(instance.name, number)
+        elif self._registry is not None:
+            self._registry.look_up(instance, number)
+
+    def close(self) -> None:
+        """Close every connection; no callback follows. May be called twice."""
+        if self._timer is not None:
+            self._timer.cancel()
+        while self._at:
+            self._at.popitem()[1][0].close()
+        if self._registry is not None:
+            self._registry.close()
+
+    def _client_at(self, instance: InstanceAt) -> RegistryClient:
+        now = self._ports.now()
+        if instance in self._at:
+            client = self._at[instance][0]
+        else:
+            while len(self._at) >= MAX_REFS:
+                self._at.popitem(last=False)[1][0].close()
+
+            def take(_: str | None, records: tuple[RankRecord, ...], number: int) -> None:
+                self._on_found(instance, records, number)
+
+            client = RegistryClient(instance.address, self._ports, self._log, take)
+        self._at[instance] = (client, now)
+        self._at.move_to_end(instance)
+        if self._timer is None:
+            self._timer = self._loop.call_later(UNUSED_S, self._close_unused)
+        return client
+
+    def _close_unused(self) -> None:
+        self._timer = None
+        now = self._ports.now()
+        while self._at:
+            instance, (client, used_at) = next(iter(self._at.items()))
+            if now < used_at + UNUSED_S:
+                self._timer = self._loop.call_later(used_at + UNUSED_S - now, self._close_unused)
+                return
+            del self._at[instance]
+            client.close()
+
+    def _take_named(self, name: str | None, records: tuple[RankRecord, ...], number: int) -> None:
+        if name is not None:
+            self._on_found(name, records, number)

@@ -1,0 +1,114 @@
+"""Tickets: what a decode rank needs to receive a room, in a form that any router hands through. Pure.
+
+Routers parse and write JSON again, and some read numbers as floats: what may be above 2**53 travels as text.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import msgspec
+
+from kvflow.config import check_endpoint, is_instance_name
+from kvflow.errors import ConfigError, TicketError
+from kvflow.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, PeerId, RankId
+
+__all__ = ["Ticket"]
+
+MAX_TEXT: Final = 1_024
+MAX_ROOM: Final = 2**63
+
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Version = Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
+
+
+class _Fields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a ticket as they travel; unknown ones are ignored."""
+
+    versions: tuple[Version, Version]
+    address: Text
+    instance: Text
+    engine_rank: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+    incarnation: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    room: Annotated[str, msgspec.Meta(pattern="^[0-9]{1,19}$")]
+    fingerprint: Text
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a prefill rank says about a room that it computes.
+
+    Attributes:
+        room: The router's id of the request.
+        address: Of whoever answers for the instance.
+        issuer: The incarnation that gave it.
+        fingerprint: Of its layout.
+        versions: Lowest and highest protocol version that it speaks.
+    """
+
+    room: int
+    address: str
+    issuer: PeerId
+    fingerprint: str
+    versions: tuple[int, int] = (OLDEST_VERSION, PROTOCOL_VERSION)
+
+    def as_dict(self) -> dict[str, object]:
+        """Give it in a form that survives JSON."""
+        return {
+            "versions": list(self.versions),
+            "address": self.address,
+            "instance": self.issuer.rank.instance,
+            "engine_rank": self.issuer.rank.engine_rank,
+            "incarnation": f"{self.issuer.incarnation:016x}",
+            "room": str(self.room),
+            "fingerprint": _brief(self.fingerprint),
+        }
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, object]) -> "Ticket":
+        """Read what a router has handed through.
+
+        Raises:
+            TicketError: A field is missing, or has a wrong type or value.
+        """
+        try:
+            read = msgspec.convert(dict(fields), _Fields)
+            check_endpoint("address", read.address)
+            for text in (read.fingerprint, read.instance):
+                text.encode()
+        except (msgspec.ValidationError, ConfigError, UnicodeEncodeError, TypeError) as error:
+            raise TicketError("ticket is malformed", detail=str(error)) from error
+        room = int(read.room)
+        if room >= MAX_ROOM:
+            raise TicketError("ticket is malformed", detail="room is out of range")
+        if not is_instance_name(read.instance):
+            raise TicketError("ticket is malformed", detail="instance must be a name")
+        issuer = PeerId(RankId(read.instance, read.engine_rank), int(read.incarnation, 16))
+        return cls(room, read.address, issuer, read.fingerprint, read.versions)
+
+    def check(self, room: int | None, fingerprint: str) -> None:
+        """Refuse a ticket that is not meant for a request, or that cannot lead to a handshake.
+
+        Args:
+            room: Of the request; None for that of the ticket.
+            fingerprint: Of the layout of the decode rank.
+
+        Raises:
+            TicketError: It is for another room or model, or no protocol version is common.
+        """
+        if room is not None and room != self.room:
+            raise TicketError("ticket is for another room", room=room, ticket=self.room)
+        lowest, highest = self.versions
+        if lowest > PROTOCOL_VERSION or highest < OLDEST_VERSION or lowest > highest:
+            here = (OLDEST_VERSION, PROTOCOL_VERSION)
+            raise TicketError("no protocol version in common", ticket=self.versions, here=here)
+        if self.fingerprint != _brief(fingerprint):
+            raise TicketError("ticket is of another model", ticket=self.fingerprint, here=fingerprint)
+
+
+def _brief(fingerprint: str) -> str:
+    """Give a fingerprint, or its digest if it is long, so that tickets stay small."""
+    if len(fingerprint) <= MAX_TEXT:
+        return fingerprint
+    return hashlib.blake2b(fingerprint.encode(), digest_size=32).hexdigest()

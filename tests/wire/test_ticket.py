@@ -1,0 +1,86 @@
+"""Tickets: what survives a router, and what is refused of what does not."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow.errors import TicketError
+from kvflow.wire.messages import PROTOCOL_VERSION, PeerId, RankId
+from kvflow.wire.ticket import Ticket
+
+ISSUER = PeerId(RankId("prefill-0", 3), 2**64 - 1)
+TICKET = Ticket(2**63 - 1, "tcp://[::1]:7000", ISSUER, "model")
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def test_a_ticket_survives_a_router_that_reads_every_number_as_a_float() -> None:
+    text = json.dumps(TICKET.as_dict())
+    assert len(text) < 300
+    handed = json.loads(text, parse_int=lambda digits: int(float(digits)))
+    assert Ticket.parse({**handed, "added_by_the_router": [1, None]}) == TICKET
+
+
+@given(st.dictionaries(st.sampled_from([*TICKET.as_dict()]), JSON, min_size=1))
+def test_whatever_a_field_becomes_is_read_or_refused(changed: dict[str, Any]) -> None:
+    try:
+        ticket = Ticket.parse({**TICKET.as_dict(), **changed})
+    except TicketError:
+        return
+    assert Ticket.parse(ticket.as_dict()) == ticket
+
+
+@pytest.mark.parametrize("field", [*TICKET.as_dict()])
+@pytest.mark.parametrize("value", [None, True, -1, 1.5, "", "x" * 5_000, b"7", [], {}, "\ud800"])
+def test_fields_that_nobody_writes_are_refused(field: str, value: object) -> None:
+    if (field, value) == ("fingerprint", ""):
+        return
+    with pytest.raises(TicketError, match="malformed"):
+        Ticket.parse({**TICKET.as_dict(), field: value})
+
+
+@pytest.mark.parametrize("field", [*TICKET.as_dict()])
+def test_a_field_that_is_missing_is_named(field: str) -> None:
+    fields = TICKET.as_dict()
+    del fields[field]
+    with pytest.raises(TicketError, match=field):
+        Ticket.parse(fields)
+
+
+@pytest.mark.parametrize("address", ["tcp://*:1", "tcp://10.0.0.1:0", "tcp://10.0.0.1:70000", "ipc://x", "10.0.0.1:1"])
+def test_an_address_that_nobody_can_connect_to_is_refused(address: str) -> None:
+    with pytest.raises(TicketError, match="address"):
+        Ticket.parse({**TICKET.as_dict(), "address": address})
+
+
+def test_numbers_as_keys_are_no_ticket() -> None:
+    with pytest.raises(TicketError):
+        Ticket.parse({1: 2})  # type: ignore[dict-item]
+
+
+def test_long_fingerprints_are_compared_by_their_digest() -> None:
+    ticket = Ticket.parse(Ticket(1, "tcp://h:1", ISSUER, "m" * 10_000).as_dict())
+    ticket.check(1, "m" * 10_000)
+    with pytest.raises(TicketError, match="another model"):
+        ticket.check(1, "m" * 9_999)
+
+
+@pytest.mark.parametrize("versions", [(PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2), (1, 1), (9, 1)])
+def test_versions_that_do_not_overlap_are_refused(versions: tuple[int, int]) -> None:
+    ticket = Ticket(1, "tcp://h:1", ISSUER, "model", versions)
+    with pytest.raises(TicketError, match="version"):
+        ticket.check(1, "model")
+
+
+def test_what_is_meant_for_another_room_is_refused() -> None:
+    TICKET.check(None, "model")
+    TICKET.check(TICKET.room, "model")
+    with pytest.raises(TicketError, match="another room"):
+        TICKET.check(1, "model")
