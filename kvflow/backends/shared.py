@@ -6,7 +6,8 @@ Writes of the rank that have not ended by then are not said to have ended, so th
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import anyio
 import numpy as np
@@ -33,7 +34,7 @@ class SharedBackend:
     endpoint closes.
 
     Args:
-        name: Of the transport, as in the settings of a rank.
+        name: Of the transport, as in the settings of a rank; or what makes one.
         options: Of the transport, as in the settings of a rank.
         close_timeout_s: How long a rank that leaves while others stay waits for its writes.
 
@@ -44,15 +45,15 @@ class SharedBackend:
 
     def __init__(
         self,
-        name: str = "nixl",
+        name: str | Callable[[], Backend] = "nixl",
         options: Mapping[str, object] | None = None,
         *,
         close_timeout_s: float = CLOSE_TIMEOUT_S,
     ) -> None:
         self.close_timeout_s = close_timeout_s
-        self._name = name
-        self._options = dict(options or {})
-        self._inner = create_backend(name, self._options)
+        chosen = dict(options or {})
+        self._make = functools.partial(create_backend, name, chosen) if isinstance(name, str) else name
+        self._inner = self._make()
         self._host: str | None = None
         self._agent: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -93,7 +94,7 @@ class SharedBackend:
         """
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
-            raise LocalProtocolError("ranks that share a backend must be on one event loop", backend=self._name)
+            raise LocalProtocolError("ranks that share a backend must be on one event loop", backend=self._inner.name)
         self._loop = loop
         async with self._lock:
             if self._error is not None:
@@ -114,7 +115,7 @@ class SharedBackend:
 
     def _reset(self) -> None:
         """Begin anew: a backend is opened once."""
-        self._inner = create_backend(self._name, self._options)
+        self._inner = self._make()
         self._agent = self._loop = self._error = None
         self._has_memory = False
         self._connected.clear()

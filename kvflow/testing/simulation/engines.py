@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import anyio
 
+from kvflow.backends.base import Backend
+from kvflow.backends.shared import SharedBackend
 from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import DecodeRank
 from kvflow.errors import (
@@ -119,13 +121,15 @@ class Course(NamedTuple):
 
 
 class Worker:
-    """One process with one rank.
+    """One rank in a process.
 
     Args:
         deployment: What it is a part of.
         rank: Which worker of which instance it is.
         process: Where it runs.
         pool: Its memory.
+        host: The worker of the other role in the same process, with which it shares pool and transport; None if it has
+            a process of its own, or is the host.
 
     Attributes:
         rank: kvflow's, once it is ready.
@@ -136,14 +140,21 @@ class Worker:
 
     rank: PrefillRank | DecodeRank
 
-    def __init__(self, deployment: "Deployment", rank: RankId, process: Process, pool: Pool) -> None:
+    def __init__(
+        self, deployment: "Deployment", rank: RankId, process: Process, pool: Pool, host: "Worker | None" = None
+    ) -> None:
         self.deployment = deployment
         self.world = deployment.world
         self.oracle = deployment.oracle
         self.rank_id = rank
         self.process = process
         self.pool = pool
-        self.backend = self.world.backend(process, {pool.table.base: pool.memory})
+        self.partner = host
+        if host is None:
+            self.backend = self.world.backend(process, {pool.table.base: pool.memory})
+            self.shared = SharedBackend(lambda: self.backend)
+        else:
+            self.backend, self.shared, host.partner = host.backend, host.shared, self
         self.transfers: dict[Sending | Receiving, None] = {}
         self.tasks: dict[Request, asyncio.Task[None]] = {}
         self.is_ready = False
@@ -160,6 +171,13 @@ class Worker:
         self._drain_s = drain_s
         self._lives_on = lives_on
         self._closing.set()
+        if self.partner is not None and not self.partner.is_leaving:
+            self.partner.close(drain_s, lives_on=lives_on)
+
+    @property
+    def transport(self) -> Backend | SharedBackend:
+        """What its rank writes through."""
+        return self.backend if self.partner is None else self.shared
 
     def submit(self, request: Request, course: Course, on_end: OnEnd, after_s: float) -> None:
         """Begin with a request in a task of its own.
@@ -318,7 +336,7 @@ class PrefillWorker(Worker):
     async def run(self, config: PrefillConfig) -> None:
         """Serve until told to close."""
         layout = self.pool.table.layout
-        await self._run(PrefillRank(config, layout, self.backend, ports=self.world.ports(self.process)))
+        await self._run(PrefillRank(config, layout, self.transport, ports=self.world.ports(self.process)))
 
     def prepare(self, request: Request) -> Sending | None:
         """Take pages for a request; None if there are not enough."""
@@ -451,7 +469,7 @@ class DecodeWorker(Worker):
     async def run(self, config: DecodeConfig) -> None:
         """Serve until told to close."""
         layout = self.pool.table.layout
-        await self._run(DecodeRank(config, layout, self.backend, ports=self.world.ports(self.process)))
+        await self._run(DecodeRank(config, layout, self.transport, ports=self.world.ports(self.process)))
 
     def prepare(self, request: Request, timeout_s: float | None = None) -> Receiving | None:
         """Take pages for a request; None if there are not enough."""
