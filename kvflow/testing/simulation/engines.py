@@ -53,6 +53,9 @@ __all__ = [
 POLL_S: Final = 0.02
 """How often a worker looks for free pages, and whether pages that it could not give back are safe by now."""
 
+PARTNER_S: Final = 1.0
+"""How much later at most a worker leaves than the other one in its process."""
+
 REFUSALS: Final = (TransferFailed, LocalProtocolError, CapacityExceeded, RankDraining, RankBroken, TimeoutError)
 """How kvflow says that a request does not go well, and how an engine gives one up."""
 
@@ -152,7 +155,7 @@ class Worker:
         self.partner = host
         if host is None:
             self.backend = self.world.backend(process, {pool.table.base: pool.memory})
-            self.shared = SharedBackend(lambda: self.backend)
+            self.shared = SharedBackend(lambda: self.backend, close_timeout_s=POLL_S)
         else:
             self.backend, self.shared, host.partner = host.backend, host.shared, self
         self.transfers: dict[Sending | Receiving, None] = {}
@@ -166,13 +169,20 @@ class Worker:
         self._on_ends: dict[OnEnd, None] = {}
 
     def close(self, drain_s: float = 0.0, *, lives_on: bool = False) -> None:
-        """Leave in order, perhaps after a drain. Call it in the process, which ends then unless it lives on."""
+        """Leave in order, perhaps after a drain. Call it in the process, which ends then unless it lives on.
+
+        Who shares the process leaves somewhat later.
+        """
+        if self.is_leaving:
+            return
         self.is_leaving = True
         self._drain_s = drain_s
         self._lives_on = lives_on
         self._closing.set()
-        if self.partner is not None and not self.partner.is_leaving:
-            self.partner.close(drain_s, lives_on=lives_on)
+        if self.partner is not None:
+            after_s = PARTNER_S * self.world.rng.random()
+            leave = functools.partial(self.partner.close, drain_s, lives_on=lives_on)
+            self.world.loop.call_in(after_s, self.process.call, leave)
 
     @property
     def transport(self) -> Backend | SharedBackend:

@@ -179,7 +179,7 @@ def _draw_deployment(seed: int, rng: random.Random, world: World) -> Deployment:
 
 def _draw_hosts(seed: int, instances: list[Instance]) -> tuple[list[Instance], dict[str, str]]:
     """In some seeds every process has both roles: decode lives with prefill, in a pool for both."""
-    rng = random.Random(f"both roles {seed}")  # noqa: S311 - chance must be repeatable here
+    rng = random.Random(f"guests {seed}")  # noqa: S311 - chance must be repeatable here
     if rng.random() >= BOTH_ROLES:
         return instances, {}
     found, hosts = [], {}
