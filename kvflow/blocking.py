@@ -36,6 +36,7 @@ from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
 from kvflow.ports import Ports
+from kvflow.room import RoomId
 from kvflow.stages.enqueue import finish_chunk, make_chunk
 from kvflow.state.events import Chunk, LayersReady, ReadyEvent
 from kvflow.state.tables import Memory, Outcome
@@ -73,7 +74,7 @@ class TransferUpdate(NamedTuple, Generic[AnyTransfer]):
     """
 
     transfer: AnyTransfer
-    room: int
+    room: RoomId
     outcome: Outcome
     failure: Failure | None
     memory: Memory
@@ -520,7 +521,7 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         """
         return self._call(self._opened.statistics)
 
-    def quarantined(self) -> list[int]:
+    def quarantined(self) -> list[RoomId]:
         """Rooms of ended transfers whose pages are not proved quiet. Waits for the event loop.
 
         Raises:
@@ -528,7 +529,7 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         """
         return self._call(lambda: [transfer.room for transfer in self._opened.quarantined()])
 
-    def release(self, room: int) -> None:
+    def release(self, room: RoomId) -> None:
         """Take the pages of a room in quarantine back without a proof; see `kvflow.DecodeRank.release`. Waits for it.
 
         Raises:
@@ -660,23 +661,23 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank, BlockingSender]):
         """
         return self._opened.endpoint
 
-    def send(self, room: int) -> BlockingSender:
+    def send(self, room: RoomId, *, label: str | None = None) -> BlockingSender:
         """Start to send a room; see `kvflow.PrefillRank.send`.
 
         Does not wait: a room that is in use, or a rank that drains, shows in `outcome` soon. Chunks are queued without
         bound here: a scheduler that must not run ahead looks at `queued_chunks` of the sender.
 
         Raises:
-            LocalProtocolError: The room is no integer, or the rank is not open.
+            LocalProtocolError: The room or the label is none, or the rank is not open.
         """
         self._check_open()
-        return BlockingSender(self, self._opened.send(room))
+        return BlockingSender(self, self._opened.send(room, label=label))
 
-    def ticket(self, room: int) -> dict[str, object]:
+    def ticket(self, room: RoomId) -> dict[str, object]:
         """Give what a decode rank needs to receive a room from this instance; see `kvflow.PrefillRank.ticket`.
 
         Raises:
-            LocalProtocolError: The room is no integer, or the rank is not open.
+            LocalProtocolError: The room or the label is none, or the rank is not open.
             RankBroken: The rank is broken.
         """
         self._check_open()
@@ -710,7 +711,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
 
     def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,
-        room: int | None = None,
+        room: RoomId | None = None,
         *,
         prefill: Prefill,
         tokens: TokenRange,
@@ -719,6 +720,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
         timeout_s: float | None = None,
         digest: bool | None = None,
         priority: int = 0,
+        label: str | None = None,
     ) -> BlockingReceiver:
         """Start to receive a room; see `kvflow.DecodeRank.receive`.
 
@@ -740,6 +742,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
             timeout_s=timeout_s,
             digest=digest,
             priority=priority,
+            label=label,
         )
         return BlockingReceiver(self, receiver)
 

@@ -31,6 +31,7 @@ from kvflow.geometry.ranges import TokenRange
 from kvflow.observe.trace import TransferLine
 from kvflow.ports import Ports
 from kvflow.rank import Rank
+from kvflow.room import RoomId
 from kvflow.stages.aggregate import Aggregate
 from kvflow.stages.bootstrap import PeerConnections, PeerProofs, RouteCompiler
 from kvflow.stages.digests import check_digestible
@@ -113,7 +114,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
 
     def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,
-        room: int | None = None,
+        room: RoomId | None = None,
         *,
         prefill: Prefill,
         tokens: TokenRange,
@@ -122,6 +123,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         timeout_s: float | None = None,
         digest: bool | None = None,
         priority: int = 0,
+        label: str | None = None,
     ) -> "RoomReceiver":
         """Start to receive a room; use the result as an async context manager.
 
@@ -144,6 +146,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             priority: Class of the transfer on every prefill rank, 0 (first) to 7 (last): where chunks wait
                 for this rank, those of a lower number go first. Waiting lifts a chunk by one class after each
                 `Timeouts.ageing_s` of the prefill rank.
+            label: The engine's own id of the request, for log lines; it does not travel.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
@@ -170,23 +173,20 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             priority=check_priority("priority", priority),
             issuer=issuer,
         )
-        return RoomReceiver(self, opened, digest)
+        return RoomReceiver(self, opened, digest, label)
 
-    def _meaning(self, room: int | None, prefill: Prefill) -> tuple[int, ev.InstanceRef, PeerId | None]:
+    def _meaning(self, room: RoomId | None, prefill: Prefill) -> tuple[RoomId, ev.InstanceRef, PeerId | None]:
         """Give the room, how its instance is referred to, and who gave its ticket.
 
         Raises:
             LocalProtocolError, ConfigError, TicketError: As in `receive`.
         """
-        registry = self.config.registry
         if isinstance(prefill, Mapping):
             ticket = Ticket.parse(prefill)
             ticket.check(None if room is None else check_room(room), self.layout.fingerprint)
-            name = ticket.issuer.rank.instance
-            known_here = ticket.address == registry
-            return ticket.room, name if known_here else ev.InstanceAt(ticket.address, name), ticket.issuer
+            return ticket.room, ev.InstanceAt(ticket.address, ticket.issuer.rank.instance), ticket.issuer
         if room is None:
-            raise LocalProtocolError("room must be given, unless a ticket has it")
+            raise LocalProtocolError("room must be an integer, or come with a ticket", room=room)
         room = check_room(room)
         if isinstance(prefill, Endpoint):
             return room, ev.InstanceAt(str(prefill)), None
@@ -194,7 +194,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             raise LocalProtocolError(
                 "prefill must be the name of an instance, an Endpoint or a ticket", prefill=prefill
             )
-        if registry is None:
+        if self.config.registry is None:
             raise ConfigError("prefill by name needs a registry", setting="registry", prefill=prefill)
         return room, prefill, None
 
@@ -363,8 +363,8 @@ class RoomReceiver(Transfer):
 
     __slots__ = ("_digest", "_opened", "_rank", "handover")
 
-    def __init__(self, rank: DecodeRank, opened: ev.ReceiveOpened, digest: bool | None) -> None:
-        super().__init__(rank, opened.room)
+    def __init__(self, rank: DecodeRank, opened: ev.ReceiveOpened, digest: bool | None, label: str | None) -> None:
+        super().__init__(rank, opened.room, label)
         self.handover: Handover | None = None
         self._rank = rank
         self._opened = opened
@@ -405,6 +405,7 @@ class RoomReceiver(Transfer):
             num_pages=self._opened.footprint.num_pages,
             elapsed_s=self._rank.now() - self._opened_at,
             failure=self.failure,
+            label=self.label,
         )
 
     @override

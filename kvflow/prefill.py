@@ -21,6 +21,7 @@ from kvflow.observe.trace import TransferLine
 from kvflow.packing.staging import LocalStaging
 from kvflow.ports import Ports
 from kvflow.rank import Rank
+from kvflow.room import RoomId
 from kvflow.stages.agents import PeerAgents
 from kvflow.stages.bootstrap import HelloChecks
 from kvflow.stages.enqueue import CapacityLine, DeviceWaits, finish_chunk, make_chunk
@@ -83,7 +84,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         """Address of the control socket, once the rank is open."""
         return self._listener.endpoint
 
-    def send(self, room: int) -> "RoomSender":
+    def send(self, room: RoomId, *, label: str | None = None) -> "RoomSender":
         """Start to send a room; use the result as an async context manager.
 
         It may be started before any decode rank has asked, and before anything is computed. Leaving the block, by any
@@ -91,6 +92,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
         Args:
             room: The router's id of the request, the same on both sides.
+            label: The engine's own id of the request, for log lines; it does not travel.
 
         Raises:
             LocalProtocolError: On entry: the room is in use, or the rank is not open. On exit: nothing has failed, but
@@ -99,9 +101,9 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             RankDraining: On entry: the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told.
         """
-        return RoomSender(self, room)
+        return RoomSender(self, room, label)
 
-    def ticket(self, room: int) -> dict[str, object]:
+    def ticket(self, room: RoomId) -> dict[str, object]:
         """Give what a decode rank needs to receive a room from this instance, for a router to hand through unread.
 
         It is a small dict that survives JSON. It names this very process: a decode rank refuses it when this rank has
@@ -157,6 +159,9 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     @override
     def _open(self) -> None:
         backend, capabilities = self._backend, self._backend.capabilities
+        if self.config.registry is not None:
+            self._registry = RegistryClient(self.config.registry, self._ports, self._log, self._ignore_records)
+            self._resources.callback(self._registry.close)
         staging = None
         if self._staging is not None:
             overhead_s = capabilities.descriptor_overhead_s
@@ -187,13 +192,11 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             backend=backend.name,
             layout=self.layout,
         )
-        if self.config.registry is None:
+        if self._registry is not None:
+            self._registry.publish(record)
+        else:
             self._directory = DirectoryService(self._listener.send, self._ports.now, self._anomalies, record)
             self._resources.callback(self._directory.close)
-        else:
-            self._registry = RegistryClient(self.config.registry, self._ports, self._log, self._ignore_records)
-            self._resources.callback(self._registry.close)
-            self._registry.publish(record)
         self._resources.callback(self._withdraw)
 
     @override
@@ -322,8 +325,8 @@ class RoomSender(Transfer):
         "wanted",
     )
 
-    def __init__(self, rank: PrefillRank, room: int) -> None:
-        super().__init__(rank, room)
+    def __init__(self, rank: PrefillRank, room: RoomId, label: str | None = None) -> None:
+        super().__init__(rank, room, label)
         self._rank = rank
         self.wanted: Mapping[str, TokenRange] | None = None
         self.is_quiesced = False
@@ -560,6 +563,7 @@ class RoomSender(Transfer):
             num_pages=self._footprint.num_pages,
             elapsed_s=self._rank.now() - self._opened_at,
             failure=self.failure,
+            label=self.label,
         )
 
     @override

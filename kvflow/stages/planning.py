@@ -20,6 +20,7 @@ from kvflow.geometry.pages import PageTable, read_page_tables
 from kvflow.geometry.plan import ComponentSlice, Descriptors, plan_extents
 from kvflow.geometry.ranges import is_final
 from kvflow.packing.staging import Gathering, LocalStaging
+from kvflow.room import RoomId
 from kvflow.stages.context import StageContext
 from kvflow.stages.digests import digests_of
 from kvflow.stages.submit import Submit
@@ -129,7 +130,7 @@ class Planning:
         self._plans = anyio.CapacityLimiter(1)
         self._plans_with_digests = anyio.CapacityLimiter(1)
         self._planned: dict[tuple[DeliveryId, int], Descriptors | Blocks] = {}
-        self._granted: dict[int, dict[DeliveryId, Mapping[str, PageTable]]] = {}
+        self._granted: dict[RoomId, dict[DeliveryId, Mapping[str, PageTable]]] = {}
 
     def post_piece(self, piece: Piece) -> None:
         """Plan a piece on the event loop, and post it."""
@@ -165,7 +166,7 @@ class Planning:
         """Forget what was planned beside the event loop."""
         del self._planned[delivery, seq]
 
-    def drop_room(self, room: int) -> None:
+    def drop_room(self, room: RoomId) -> None:
         """Forget the page tables that were granted for a room."""
         self._granted.pop(room, None)
 

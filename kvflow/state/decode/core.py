@@ -160,8 +160,8 @@ class DecodeCore:
                 effects = self.rooms.scattered(event, now)
                 self._reclaim_windows()
                 return effects
-            case ev.QuarantineReleased():
-                return self.rooms.release(event.key, now)
+            case ev.QuarantineReleased(key):
+                return self.rooms.release(key, now)
             case ev.DrainStarted():
                 self._leaving.drain(event.failure)
                 return []

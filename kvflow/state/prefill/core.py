@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
 from kvflow.geometry.pack import is_head_major
+from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.effects import (
     AdmitChunks,
@@ -117,12 +118,12 @@ class PrefillCore:
         """When `TimePassed` is due, or None while no timer is set."""
         return self.timers.next()
 
-    def has_capacity(self, room: int) -> bool:
+    def has_capacity(self, room: RoomId) -> bool:
         """Say whether a chunk of this room may be offered now: no decode rank that asked has too much in line."""
         known = self.rooms.rooms.get(room)
         return known is None or self.queue.has_capacity(known.peers)
 
-    def peers_of(self, room: int) -> list[PeerId]:
+    def peers_of(self, room: RoomId) -> list[PeerId]:
         """Decode ranks that have asked for a room."""
         known = self.rooms.rooms.get(room)
         return [] if known is None else known.peers

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
 from kvflow.geometry.ranges import ALL_LAYERS, TokenRange, hull
+from kvflow.room import RoomId
 from kvflow.state.effects import (
     AwaitData,
     DropPlan,
@@ -501,7 +502,7 @@ class Room:
         told: Decode ranks that know that it has failed, besides those that it has deliveries to.
     """
 
-    def __init__(self, context: SendContext, room: int) -> None:
+    def __init__(self, context: SendContext, room: RoomId) -> None:
         self.room = room
         self.state = TransferState()
         self.failure: Failure | None = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from kvflow.config import Timeouts
 from kvflow.decode import Handover
 from kvflow.errors import FailureReason
+from kvflow.room import RoomId
 from kvflow.state.tables import Memory, Outcome
 from kvflow.testing.simulation.loop import Violation
 from kvflow.testing.simulation.memory import Lease, Pool
@@ -68,7 +69,7 @@ class Instance:
 class _Mark:
     """What a write is about: the room whose bytes it moves, and the source pages it reads, unless they are staged."""
 
-    room: int
+    room: RoomId
     lease: Lease | None
 
 
@@ -99,14 +100,14 @@ class Oracle:
         self._instances = instances
         self._timeouts = timeouts
         self._hosts = hosts
-        self.requests: dict[int, list[Request]] = {}
+        self.requests: dict[RoomId, list[Request]] = {}
         self.sendings: list[Sending] = []
         self.receivings: list[Receiving] = []
-        self._rooms: dict[int, int] = {}
+        self._rooms: dict[int, RoomId] = {}
         self._pools: dict[str, Pool] = {}
         self._windows: dict[tuple[str, int], tuple[int, str]] = {}
         self._issuers: dict[Lease, str] = {}
-        self._succeeded: dict[int, dict[RankId, None]] = {}
+        self._succeeded: dict[RoomId, dict[RankId, None]] = {}
         self._ends: list[tuple[str, float]] = []
         self._writes: dict[Process, list[Write]] = {}
         self._shows_deaths = shows_deaths(world.faults)

@@ -79,13 +79,14 @@ class Result:
     story: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None) -> Result:
+def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by_name: bool = False) -> Result:
     """Run a seed.
 
     Args:
         seed: Decides everything.
         tells: Keep a story.
         faults: Instead of drawn ones.
+        by_name: Every request names its instance, as some seeds have it anyway.
     """
     rng = random.Random(f"kvflow {seed}")  # noqa: S311 - chance must be repeatable here
     drawn = draw_faults(rng)
@@ -101,7 +102,7 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None) ->
             tells=tells,
         ) as world:
             world.plane.shares_network = rng.random() < 0.5
-            deployment = _draw_deployment(seed, rng, world)
+            deployment = _draw_deployment(rng, world, None if by_name else seed)
             with watch_logs(deployment):
                 _run_watched(rng, deployment, result)
     finally:
@@ -132,7 +133,7 @@ def _run_watched(rng: random.Random, deployment: Deployment, result: Result) -> 
     result.story = world.story or []
 
 
-def _draw_deployment(seed: int, rng: random.Random, world: World) -> Deployment:
+def _draw_deployment(rng: random.Random, world: World, seed: int | None) -> Deployment:
     instances = []
     is_tight = rng.choice((None, True, False))
     for is_decode, letter in ((False, "prefill"), (True, "decode")):
@@ -172,15 +173,15 @@ def _draw_deployment(seed: int, rng: random.Random, world: World) -> Deployment:
         staging=staging,
         fixed_ports=is_fixed,
         may_lose_messages=may_lose_messages(world.faults),
-        references=_draw_references(seed, instances),
+        references=None if seed is None else _draw_references(seed, instances),
         hosts=hosts,
     )
 
 
-def _draw_hosts(seed: int, instances: list[Instance]) -> tuple[list[Instance], dict[str, str]]:
+def _draw_hosts(seed: int | None, instances: list[Instance]) -> tuple[list[Instance], dict[str, str]]:
     """In some seeds every process has both roles: decode lives with prefill, in a pool for both."""
     rng = random.Random(f"guests {seed}")  # noqa: S311 - chance must be repeatable here
-    if rng.random() >= BOTH_ROLES:
+    if seed is None or rng.random() >= BOTH_ROLES:
         return instances, {}
     found, hosts = [], {}
     for one in [one for one in instances if not one.is_decode]:
@@ -197,7 +198,7 @@ def _draw_references(seed: int, instances: list[Instance]) -> References | None:
     rng = random.Random(f"references {seed}")  # noqa: S311 - chance must be repeatable here
     if rng.random() < BY_NAME:
         return None
-    return References(rng, [one.name for one in instances if not one.is_decode])
+    return References.draw(rng, [one.name for one in instances if not one.is_decode])
 
 
 def _draw_preemptions(seed: int) -> random.Random | None:
