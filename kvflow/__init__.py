@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from kvflow.backends import known_backends
+    from kvflow.backends.shared import SharedBackend
     from kvflow.config import DecodeConfig, Endpoint, Limits, PrefillConfig, Proofs, Timeouts
     from kvflow.decode import DecodeRank, Handover, RoomReceiver
     from kvflow.directory.server import Registry
@@ -83,6 +84,7 @@ __all__ = [
     "RoomReceiver",
     "RoomSender",
     "RouteError",
+    "SharedBackend",
     "Stage",
     "ThreadShortage",
     "TicketError",
@@ -135,6 +137,7 @@ _HOMES: Final = {
     "RoomReceiver": "kvflow.decode",
     "RoomSender": "kvflow.prefill",
     "RouteError": "kvflow.errors",
+    "SharedBackend": "kvflow.backends.shared",
     "Stage": "kvflow.errors",
     "ThreadShortage": "kvflow.errors",
     "TicketError": "kvflow.errors",

@@ -22,6 +22,7 @@ from kvflow.aio.loop_thread import LoopThread
 from kvflow.aio.rehearsals import Rehearsals
 from kvflow.aio.switching import SWITCHING
 from kvflow.backends.base import Backend
+from kvflow.backends.shared import SharedBackend
 from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import Handover, Prefill
 from kvflow.errors import (
@@ -500,9 +501,8 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
     def completed(self) -> list[TransferUpdate[AnyTransfer]]:
         """Tell of each transfer whose outcome or memory has changed since the last call. Call it in every step.
 
-        A sender is told of also when every decode rank has granted (`wanted`), and when it `is_quiesced`. Changes that come together are told
-        together, and no two records of a transfer are the same. What nobody has asked for is kept. Works after closing,
-        too.
+        A sender is told of also when every decode rank has granted (`wanted`), and when it `is_quiesced`. Changes that
+        come together are told together. What nobody has asked for is kept. Works after closing, too.
         """
         updates = (_take_update(transfer) for transfer in self._changes.take())
         return [update for update in updates if update is not None]
@@ -678,7 +678,8 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank, BlockingSender]):
     Args:
         config: Settings.
         layout: The pools to send from; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name.
+        backend: A transport to use instead of the one that the settings name. Ranks that share one (a `SharedBackend`)
+            have one `loop`, too.
         loop: The thread to run on; one of its own by default.
         affinity: CPUs of its own thread, see `LoopThread`.
         ports: The world to use instead of the real one.
@@ -688,7 +689,7 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank, BlockingSender]):
         self,
         config: PrefillConfig,
         layout: KVLayout,
-        backend: Backend | None = None,
+        backend: Backend | SharedBackend | None = None,
         *,
         loop: LoopThread | None = None,
         affinity: Collection[int] | None = None,
@@ -734,7 +735,8 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
     Args:
         config: Settings.
         layout: The pools to receive into; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name.
+        backend: A transport to use instead of the one that the settings name. Ranks that share one (a `SharedBackend`)
+            have one `loop`, too.
         loop: The thread to run on; one of its own by default.
         affinity: CPUs of its own thread, see `LoopThread`.
         ports: The world to use instead of the real one.
@@ -744,7 +746,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
         self,
         config: DecodeConfig,
         layout: KVLayout,
-        backend: Backend | None = None,
+        backend: Backend | SharedBackend | None = None,
         *,
         loop: LoopThread | None = None,
         affinity: Collection[int] | None = None,

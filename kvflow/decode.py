@@ -13,6 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from kvflow.backends.base import Backend, BackendEvent
+from kvflow.backends.shared import SharedBackend
 from kvflow.config import (
     DecodeConfig,
     Endpoint,
@@ -80,7 +81,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     Args:
         config: Settings.
         layout: The pools to receive into; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name.
+        backend: A transport to use instead of the one that the settings name; one that it shares with other ranks of
+            this process is a `SharedBackend`.
         ports: The world to use instead of the real one.
 
     Raises:
@@ -95,7 +97,12 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     _core: DecodeCore
 
     def __init__(
-        self, config: DecodeConfig, layout: KVLayout, backend: Backend | None = None, *, ports: Ports | None = None
+        self,
+        config: DecodeConfig,
+        layout: KVLayout,
+        backend: Backend | SharedBackend | None = None,
+        *,
+        ports: Ports | None = None,
     ) -> None:
         check_argument("config", config, DecodeConfig)
         check_argument("layout", layout, KVLayout)
@@ -306,6 +313,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             ends_with_process=backend.capabilities.ends_with_process,
             staging=windows,
             proofs=config.proofs,
+            agent=backend.shared_agent,
         )
         self._directories = Directories(config.registry, self._ports, self._log, self._take_records)
         self._resources.callback(self._directories.close)

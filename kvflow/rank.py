@@ -25,6 +25,7 @@ from kvflow.aio.tasks import OwnedTasks
 from kvflow.aio.turns import Turns
 from kvflow.backends import create_backend
 from kvflow.backends.base import Backend, BackendEvent
+from kvflow.backends.shared import RankEndpoint, SharedBackend
 from kvflow.config import RankConfig
 from kvflow.errors import (
     CapacityExceeded,
@@ -112,13 +113,20 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     _core: Core[AnyEvent | SharedEvent, AnyEffect]
 
     def __init__(
-        self, config: RankConfig, layout: KVLayout, backend: Backend | None = None, *, ports: Ports | None = None
+        self,
+        config: RankConfig,
+        layout: KVLayout,
+        backend: Backend | SharedBackend | None = None,
+        *,
+        ports: Ports | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
         self._ports = ports or system_ports()
         incarnation = int.from_bytes(self._ports.random_bytes(INCARNATION_BYTES), "little")
         self.me = PeerId(RankId(config.instance, config.engine_rank), incarnation)
+        if isinstance(backend, SharedBackend):
+            backend = backend.for_rank()
         self._backend = backend or create_backend(config.backend, config.backend_options)
         self._staging = staging_memory(config, layout)
         self._page_bytes = {component.name: component.page_bytes for component in layout.components}
@@ -163,6 +171,8 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
                 self._backend.advertise(host)
             await self._backend.open(agent_name(self.me), self._arrived.put, self._tasks.fail)
             await self._backend.register(self._staging.added_to(self.layout) if self._staging else self.layout)
+            if isinstance(self._backend, RankEndpoint):
+                self._backend.keep(self._staging)
             self._open()
             self._alarm = Alarm(
                 self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()), self._ports.now, self._loop_lag.add

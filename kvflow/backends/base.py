@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.errors import BackendError
+from kvflow.errors import BackendError, RegistrationError
 from kvflow.geometry.blocks import Blocks
 from kvflow.geometry.layout import KVLayout, MemoryKind, MemoryRange
 from kvflow.geometry.plan import Descriptors
@@ -150,6 +150,21 @@ class Backend(abc.ABC):
         Raises:
             RegistrationError: The memory kind is not supported, the transport refused, or memory is registered already.
         """
+
+    async def extend(self, layout: KVLayout) -> None:
+        """Do the same for the memory of another rank, as far as it is not registered yet; `metadata` tells of it then.
+
+        Only a backend that ranks share is asked to. By default it is refused.
+
+        Raises:
+            RegistrationError: The transport cannot, or refused.
+        """
+        raise RegistrationError("transport takes the memory of one rank only", backend=self.name)
+
+    @property
+    def shared_agent(self) -> str | None:
+        """Name under which peers connect to this endpoint if ranks share it; None if that is the name in `open`."""
+        return None
 
     @abc.abstractmethod
     def metadata(self) -> bytes:

@@ -80,6 +80,7 @@ class DecodeSettings(msgspec.Struct, frozen=True):
         ends_with_process: The transport lets nothing land any more once the process that wrote has ended.
         staging: For windows of prefill ranks; nobody packs if None.
         proofs: What proves that a prefill process can write nothing any more.
+        agent: Name of the transport's agent, if this rank shares it.
     """
 
     timeouts: Timeouts
@@ -90,3 +91,4 @@ class DecodeSettings(msgspec.Struct, frozen=True):
     ends_with_process: bool
     staging: WindowSettings | None = None
     proofs: Proofs = Proofs()
+    agent: str | None = None

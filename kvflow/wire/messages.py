@@ -4,10 +4,10 @@ Version history:
     1: first version.
     2: a Notice may be of some layers only (`layers`).
     3: standard names for messages and fields; Welcome and Refuse repeat the attempt that they answer; Decline and
-       RegistrationConflict are new; Goodbye says whether it is a fence; Welcome names a domain. Versions 1 and 2 were
-       never deployed and are not spoken any more. Lookup and Records have numbers, and a Lookup may leave the name of
-       the instance to whoever answers; a rank that answers for its instance refuses to register others by Refuse.
-       Rooms may be strings.
+       RegistrationConflict are new; Goodbye says whether it is a fence; Welcome names a domain, and Hello an agent of
+       the transport that ranks share. Versions 1 and 2 were never deployed and are not spoken any more. Lookup and
+       Records have numbers, and a Lookup may leave the name of the instance to whoever answers; a rank that answers for
+       its instance refuses to register others by Refuse. Rooms may be strings.
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.
@@ -73,6 +73,8 @@ MAX_DOMAIN_BYTES = 256
 
 LookupNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 """There may be one for each room."""
+
+AgentName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 Priority = Annotated[int, msgspec.Meta(ge=0, lt=NUM_PRIORITIES)]
 
@@ -245,6 +247,8 @@ class Hello(Message, frozen=True, tag="hello"):
         backend_metadata: What the prefill rank's transport needs to write here.
         route: What the sender wants from the rank that reads this.
         staging: Where the rank that reads this may write packed pieces; nowhere if None.
+        agent: Name of the sender's agent in the transport, if it shares one with other ranks of its process; else it is
+            that of the incarnation.
     """
 
     peer: PeerId
@@ -257,6 +261,7 @@ class Hello(Message, frozen=True, tag="hello"):
     layout: KVLayout
     route: Route
     staging: StagingWindow | None = None
+    agent: AgentName | None = None
 
 
 class Welcome(Message, frozen=True, tag="welcome"):

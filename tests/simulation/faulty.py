@@ -7,6 +7,7 @@ from typing import Any, Final
 import pytest
 from msgspec.structs import replace
 
+from kvflow.backends import shared
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
 from kvflow.stages import aggregate
 from kvflow.stages.submit import Submit
@@ -414,6 +415,22 @@ def empty_notices_overtake_pieces(patch: Patch) -> None:
     patch.setattr(prefill_room.Delivery, "_say_empty", say_empty)
 
 
+def ranks_that_leave_end_writes_that_go_on(patch: Patch) -> None:
+    """Of an endpoint that they share with others."""
+    original = shared.SharedBackend.leave
+
+    async def leave(self: shared.SharedBackend, member: shared.RankEndpoint) -> None:
+        if len(self._members) > 1 and member._running:
+            member.take([PostEnded(post_id, "stopped by closing the endpoint") for post_id in member._running])
+        await original(self, member)
+
+    patch.setattr(shared.SharedBackend, "leave", leave)
+
+
+def notices_go_to_any_rank_of_an_endpoint(patch: Patch) -> None:
+    patch.setattr(shared.SharedBackend, "_readers", lambda self: list(self._members)[:1])
+
+
 FAULTS: Final[tuple[Fault, ...]] = (
     abort_releases_pages,
     failure_releases_pages,
@@ -456,4 +473,6 @@ FAULTS: Final[tuple[Fault, ...]] = (
     events_of_forgotten_data_count_for_what_comes_again,
     layers_that_have_left_come_again,
     empty_notices_overtake_pieces,
+    ranks_that_leave_end_writes_that_go_on,
+    notices_go_to_any_rank_of_an_endpoint,
 )

@@ -296,6 +296,7 @@ class Instances:
                 layout=self._settings.layout,
                 route=compiled.route,
                 staging=window,
+                agent=self._settings.agent,
             )
             effects += self._say_hello(instance, peer, now, min(self._timeouts.retransmit_s / 4, MAX_HELLO_PAUSE_S))
         return effects

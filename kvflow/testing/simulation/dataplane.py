@@ -6,7 +6,7 @@ sending process dies, what had left its memory may go on landing.
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import anyio
@@ -414,11 +414,22 @@ class SimulatedBackend(Backend):
     async def register(self, layout: KVLayout) -> None:
         check_unregistered(self._memory, self.name)
         self._memory = RegisteredMemory.of(layout)
-        for item in layout.allocations:
+        self._add_memory(layout.allocations)
+        await anyio.lowlevel.checkpoint()
+
+    @override
+    async def extend(self, layout: KVLayout) -> None:
+        if self._memory is not None:
+            added = RegisteredMemory.of(layout).without(self._memory)
+            self._memory = self._memory.also(added)
+            self._add_memory(added)
+        await anyio.lowlevel.checkpoint()
+
+    def _add_memory(self, ranges: Iterable[MemoryRange]) -> None:
+        for item in ranges:
             mapped = self._mapped.get(item.address)
             view = memoryview(_real(item.address, item.length) if mapped is None else mapped).cast("B")
             self._memories.append((item.address, item.end, view))
-        await anyio.lowlevel.checkpoint()
 
     @override
     def metadata(self) -> bytes:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from kvflow.config import Timeouts
@@ -82,6 +83,7 @@ class Oracle:
         instances: By name.
         timeouts: Of every rank.
         may_lose_messages: A rank that leaves in order may not be able to say so.
+        hosts: By decode instance, the prefill instance in whose processes it lives: agents have the names of that.
     """
 
     def __init__(
@@ -92,11 +94,13 @@ class Oracle:
         timeouts: Timeouts,
         *,
         may_lose_messages: bool = False,
+        hosts: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._world = world
         self._model = model
         self._instances = instances
         self._timeouts = timeouts
+        self._hosts = hosts
         self.requests: dict[RoomId, list[Request]] = {}
         self.sendings: list[Sending] = []
         self.receivings: list[Receiving] = []
@@ -178,7 +182,7 @@ class Oracle:
         window = hello.staging
         if window is not None:
             end = window.address + window.slot_bytes * window.num_slots
-            self._windows[str(hello.peer), window.address] = (end, str(hello.to))
+            self._windows[hello.agent or str(hello.peer), window.address] = (end, str(hello.to))
 
     def _check_window(self, write: "Write", target: "SimulatedBackend", address: int) -> None:
         for (name, start), (end, owner) in self._windows.items():
@@ -351,18 +355,26 @@ class Oracle:
         if isinstance(one, Sending):
             return False
         plane, writers = self._world.plane, f"{one.request.prefill}/"
-        if any(sender.startswith(writers) and peer.startswith(f"{one.rank}@") for sender, peer in plane.lingered):
+        if any(
+            sender.startswith(writers) and peer.startswith(self._agents_of(str(one.rank)))
+            for sender, peer in plane.lingered
+        ):
             return True
         # A death that its peers could not have noticed when they asked counts too.
         since = one.opened_at - self._timeouts.lease_s - 2 * HEARTBEAT_S - one.process.stopped_so_far_s()
         is_gone = any(name.startswith(writers) and at >= since for name, at in self._ends)
         return is_gone and not plane.proves_ends
 
+    def _agents_of(self, name: str) -> str:
+        """How the names of the agents of a rank begin."""
+        instance, _, number = name.rpartition("/")
+        return f"{self._hosts.get(instance, instance)}/{number}@"
+
     def check_windows(self, name: str, num_taken: int) -> None:
         """Windows of a decode rank belong to live ranks, or to those whose writes nobody can prove to be over."""
         num_prefill = sum(len(one.ranks) for one in self._instances.values() if not one.is_decode)
         plane = self._world.plane
-        num_excused = sum(peer.startswith(f"{name}@") for _, peer in plane.lingered)
+        num_excused = sum(peer.startswith(self._agents_of(name)) for _, peer in plane.lingered)
         if not plane.ends_with_process:
             num_excused += sum(not self._instances[ended.partition("/")[0]].is_decode for ended, _ in self._ends)
         if num_taken > num_prefill + num_excused:
