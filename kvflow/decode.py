@@ -193,7 +193,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             ticket.check(None if room is None else check_room(room), self.layout.fingerprint)
             return ticket.room, ev.InstanceAt(ticket.address, ticket.issuer.rank.instance), ticket.issuer
         if room is None:
-            raise LocalProtocolError("room must be an integer, or come with a ticket", room=room)
+            raise LocalProtocolError("room must be an integer or a string, or come with a ticket", room=room)
         room = check_room(room)
         if isinstance(prefill, Endpoint):
             return room, ev.InstanceAt(str(prefill)), None
