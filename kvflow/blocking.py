@@ -19,6 +19,8 @@ from kvflow import decode, directory, prefill
 from kvflow.aio.changes import Changes
 from kvflow.aio.doorbell import Doorbell
 from kvflow.aio.loop_thread import LoopThread
+from kvflow.aio.rehearsals import Rehearsals
+from kvflow.aio.switching import SWITCHING
 from kvflow.backends.base import Backend
 from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import Handover, Prefill
@@ -149,6 +151,7 @@ class _BlockingTransfer:
         self._transfer.on_change = self._note_change
         try:
             self._transfer.open()
+            self._rank._note_begun(self)
         except KvflowError as error:
             self._transfer.never_begin()
             self._fail(_reason_of(error), error)
@@ -162,6 +165,9 @@ class _BlockingTransfer:
         """Have `completed` tell of it; what changes before it has told is told with it."""
         if self.outcome is not Outcome.PENDING and self.memory is Memory.SAFE:  # nothing follows
             self._transfer.on_change = None
+        self._rank._rehearsals.skip()
+        if self.is_settled:
+            self._rank._note_settled(self)
         if self._is_changed:
             self._rank._changes.notify()
         else:
@@ -435,6 +441,9 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         if loop is not None and affinity is not None:
             raise ConfigError("affinity is that of the loop; give it to LoopThread", affinity=affinity)
         self._changes: Changes[AnyTransfer] = Changes()
+        self._unsettled: set[_BlockingTransfer] = set()
+        self._rehearsals: Rehearsals[_BlockingTransfer]
+        self._switch_interval_s: float | None = None
         self._make_rank: Callable[[], AnyRank] = make_rank
         self._loop = loop
         self._affinity = affinity
@@ -456,13 +465,17 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         self._was_opened = True
         with ExitStack() as stack:
             stack.callback(self._changes.close)
+            stack.callback(self._forget_unsettled)
             loop = self._loop or stack.enter_context(LoopThread(self._affinity))
+            self._switch_interval_s = loop.switch_interval_s
+            self._rehearsals = Rehearsals(self._rehearse, loop.rehearsal_interval_s)
             self._portal = stack.enter_context(loop.use())
             rank = self._portal.call(self._make_rank)
             stack.enter_context(self._portal.wrap_async_context_manager(rank))
             self._rank = rank
             self._doorbell = self._portal.call(Doorbell)
             stack.callback(self._portal.call, self._doorbell.close)
+            stack.callback(self._portal.call, self._rehearsals.close)
             self._stack = stack.pop_all()
         self._is_open = True
         return self
@@ -599,6 +612,30 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         if self._rank is None:
             raise LocalProtocolError("rank is not open")
         return self._rank
+
+    def _note_begun(self, transfer: _BlockingTransfer) -> None:
+        """Have the interpreter switch threads soon while some transfer is open, and rehearse it."""
+        self._rehearsals.add(transfer)
+        if not self._unsettled and self._switch_interval_s is not None:
+            SWITCHING.shorten(self._switch_interval_s)
+        self._unsettled.add(transfer)
+
+    def _note_settled(self, transfer: _BlockingTransfer) -> None:
+        if transfer in self._unsettled:
+            self._rehearsals.remove(transfer)
+            self._unsettled.remove(transfer)
+            if not self._unsettled and self._switch_interval_s is not None:
+                SWITCHING.restore(self._switch_interval_s)
+
+    def _rehearse(self, transfer: _BlockingTransfer) -> bool:
+        try:
+            return self._opened.rehearse(transfer.room)
+        except KvflowError:  # the rank is broken or closed
+            return False
+
+    def _forget_unsettled(self) -> None:
+        for transfer in list(self._unsettled):
+            self._note_settled(transfer)
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -239,6 +239,28 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         event = msgspec.structs.replace(opened, generation=generation, digest=digest, secret=secret)
         self.open_transfer(generation, receiver, event)
 
+    def rehearse(self, room: RoomId) -> bool:
+        """Run through what will be done when a room that is granted is complete; see `kvflow.PrefillRank.rehearse`.
+
+        Args:
+            room: One that is being received.
+
+        Returns:
+            Whether it is granted.
+
+        Raises:
+            LocalProtocolError: The rank is not open, or this is another event loop or thread.
+            RankBroken: It is broken.
+        """
+        self.check_open()
+        rehearsal = self._core.understudy(room, self.now())
+        if rehearsal is None:
+            return False
+        core, notices = rehearsal
+        for notice in notices:
+            self._aggregate.rehearse(core, notice)
+        return True
+
     def statistics(self) -> RankStatistics:
         """Give counts at this moment.
 

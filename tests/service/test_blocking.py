@@ -583,3 +583,28 @@ def test_a_process_ends_although_its_ranks_are_open(backend: str, begin: str, en
         program = PROGRAM.format(backend=backend, endpoint=endpoint, begin=begin, end=end)
         ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, printed, b"")
+
+
+@pytest.mark.parametrize("interval_s", [1e-4, None])
+def test_threads_are_switched_sooner_while_a_transfer_is_open(interval_s: float | None) -> None:
+    before, shorter = sys.getswitchinterval(), interval_s or sys.getswitchinterval()
+    with registry_in_thread() as endpoint, LoopThread(switch_interval_s=interval_s) as loop:
+        with blocking.DecodeRank(decode_config(endpoint, backend="memory"), make_pool().layout, loop=loop) as rank:
+            receivers = [rank.receive(room, prefill="prefill", tokens=TOKENS, pages=PAGES) for room in (1, 2)]
+            rank.statistics()  # they have begun
+            assert sys.getswitchinterval() == pytest.approx(shorter)
+            receivers[0].abort()
+            receivers[0].wait()
+            assert sys.getswitchinterval() == pytest.approx(shorter)
+            receivers[1].abort()
+            receivers[1].wait()
+            rank.statistics()
+            assert sys.getswitchinterval() == pytest.approx(before)
+            rank.receive(3, prefill="prefill", tokens=TOKENS, pages=PAGES)
+        assert sys.getswitchinterval() == pytest.approx(before)
+
+
+@pytest.mark.parametrize("interval_s", [0, -1.0, float("nan"), "soon"])
+def test_a_switch_interval_is_a_duration(interval_s: Any) -> None:
+    with pytest.raises(ConfigError, match="switch_interval_s"):
+        LoopThread(switch_interval_s=interval_s)

@@ -544,6 +544,13 @@ class Room:
         """Decode ranks that have asked for it."""
         return [delivery.id.peer for delivery in self.deliveries.values()]
 
+    @property
+    def next_delivery(self) -> Delivery | None:
+        """A delivery for which chunks are to come."""
+        if self.is_finished or not self.state.is_pending:
+            return None
+        return next(iter(self.deliveries.values()), None)
+
     def pages(self) -> dict[str, bytes]:
         """Give the pages of its chunks as `WIRE_PAGES`, by component, each once."""
         tables: dict[str, list[NDArray[np.uint32]]] = {}

@@ -202,6 +202,7 @@ class Deployment:
         in_order = worker.is_leaving and is_sound and not process.was_killed
         self.oracle.ended(str(worker.rank_id), in_order=in_order)
         self._said_last[worker.rank_id] = self.world.now
+        self.oracle.gone(worker.backend.agent_name)
         if not worker.is_leaving and not process.has_vanished:
             self.oracle.died(process)
         worker.fail_requests()

@@ -104,6 +104,7 @@ class Oracle:
         self._pools: dict[str, Pool] = {}
         self._windows: dict[tuple[str, int], tuple[int, str]] = {}
         self._issuers: dict[Lease, str] = {}
+        self._gone: dict[str, float] = {}
         self._succeeded: dict[RoomId, dict[RankId, None]] = {}
         self._ends: list[tuple[str, float]] = []
         self._writes: dict[Process, list[Write]] = {}
@@ -223,6 +224,9 @@ class Oracle:
         if one.has_succeeded:
             return
         one.has_succeeded = True
+        issuer = self._issuers.get(one.lease)
+        if issuer is not None and self._gone.get(issuer, math.inf) < one.opened_at:
+            self._violated(f"{one} succeeds by a ticket of {issuer}, which had ended before")
         room = one.request.room
         for component, tokens in one.ranges.items():
             if tokens[0] < tokens[1]:
@@ -329,6 +333,10 @@ class Oracle:
         """A process has ended; in order means that it could say so to everybody."""
         if not in_order or self._world.now < self._loses_until:
             self._ends.append((name, self._world.now))
+
+    def gone(self, agent: str) -> None:
+        """The incarnation of a rank that a transport knows by a name has ended: nobody uses its tickets from now on."""
+        self._gone[agent] = self._world.now
 
     def overtaken(self, name: str, at: float) -> None:
         """The next incarnation of a rank that left in order may be met before its Goodbye has arrived."""
