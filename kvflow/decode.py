@@ -160,6 +160,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             ConfigError: `num_ranks`, `timeout_s`, `priority` or `digest` is unusable, or `prefill` needs a registry.
             TicketError: The ticket is malformed, or it is for another room, model or protocol version.
             LocalProtocolError: On entry: the room is being received already, or the rank is not open.
+            PagesInUse: On entry: another transfer may still be written to one of the pages.
             CapacityExceeded: On entry: too many rooms are open, or too much memory is in quarantine.
             RankDraining: On entry: the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
