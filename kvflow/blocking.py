@@ -19,6 +19,8 @@ from kvflow import decode, directory, prefill
 from kvflow.aio.changes import Changes
 from kvflow.aio.doorbell import Doorbell
 from kvflow.aio.loop_thread import LoopThread
+from kvflow.aio.rehearsals import Rehearsals
+from kvflow.aio.switching import SWITCHING
 from kvflow.backends.base import Backend
 from kvflow.backends.shared import SharedBackend
 from kvflow.config import DecodeConfig, PrefillConfig
@@ -29,6 +31,7 @@ from kvflow.errors import (
     FailureReason,
     KvflowError,
     LocalProtocolError,
+    PagesInUse,
     RankBroken,
     RankDraining,
 )
@@ -36,6 +39,7 @@ from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
 from kvflow.ports import Ports
+from kvflow.quarantine import QuarantineRecord
 from kvflow.room import RoomId
 from kvflow.stages.enqueue import finish_chunk, make_chunk
 from kvflow.state.events import Chunk, LayersReady, ReadyEvent
@@ -129,6 +133,15 @@ class _BlockingTransfer:
         changes.wait(lambda: self.is_settled or changes.is_closed, timeout_s)
         return self.outcome
 
+    def until_safe(self, timeout_s: float | None = None) -> Memory:
+        """Wait until nobody can touch the pages any more, until the rank is closed, or until the time is up.
+
+        For scripts; a scheduler sees it in `completed`.
+        """
+        changes = self._rank._changes
+        changes.wait(lambda: self.memory is Memory.SAFE or changes.is_closed, timeout_s)
+        return self.memory
+
     def abort(self) -> None:
         """Give the transfer up. Its pages may not be safe yet: `memory` says so. Does nothing after the end."""
         if self.outcome is Outcome.PENDING:
@@ -139,6 +152,7 @@ class _BlockingTransfer:
         self._transfer.on_change = self._note_change
         try:
             self._transfer.open()
+            self._rank._note_begun(self)
         except KvflowError as error:
             self._transfer.never_begin()
             self._fail(_reason_of(error), error)
@@ -152,6 +166,9 @@ class _BlockingTransfer:
         """Have `completed` tell of it; what changes before it has told is told with it."""
         if self.outcome is not Outcome.PENDING and self.memory is Memory.SAFE:  # nothing follows
             self._transfer.on_change = None
+        self._rank._rehearsals.skip()
+        if self.is_settled:
+            self._rank._note_settled(self)
         if self._is_changed:
             self._rank._changes.notify()
         else:
@@ -192,6 +209,8 @@ def _reason_of(error: KvflowError) -> FailureReason:
             return FailureReason.PEER_CLOSED
         case RankBroken():
             return FailureReason.BROKEN
+        case PagesInUse():
+            return FailureReason.PAGES_IN_USE
         case _:
             return FailureReason.PROTOCOL
 
@@ -423,6 +442,9 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         if loop is not None and affinity is not None:
             raise ConfigError("affinity is that of the loop; give it to LoopThread", affinity=affinity)
         self._changes: Changes[AnyTransfer] = Changes()
+        self._unsettled: set[_BlockingTransfer] = set()
+        self._rehearsals: Rehearsals[_BlockingTransfer]
+        self._switch_interval_s: float | None = None
         self._make_rank: Callable[[], AnyRank] = make_rank
         self._loop = loop
         self._affinity = affinity
@@ -444,13 +466,17 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         self._was_opened = True
         with ExitStack() as stack:
             stack.callback(self._changes.close)
+            stack.callback(self._forget_unsettled)
             loop = self._loop or stack.enter_context(LoopThread(self._affinity))
+            self._switch_interval_s = loop.switch_interval_s
+            self._rehearsals = Rehearsals(self._rehearse, loop.rehearsal_interval_s)
             self._portal = stack.enter_context(loop.use())
             rank = self._portal.call(self._make_rank)
             stack.enter_context(self._portal.wrap_async_context_manager(rank))
             self._rank = rank
             self._doorbell = self._portal.call(Doorbell)
             stack.callback(self._portal.call, self._doorbell.close)
+            stack.callback(self._portal.call, self._rehearsals.close)
             self._stack = stack.pop_all()
         self._is_open = True
         return self
@@ -521,29 +547,24 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         """
         return self._call(self._opened.statistics)
 
-    def quarantined(self) -> list[RoomId]:
-        """Rooms of ended transfers whose pages are not proved quiet. Waits for the event loop.
+    def quarantined(self) -> list[QuarantineRecord]:
+        """List ended transfers whose pages are not proved quiet; see `kvflow.DecodeRank.quarantined`. Waits for it.
 
         Raises:
             LocalProtocolError: The rank is not open.
         """
-        return self._call(lambda: [transfer.room for transfer in self._opened.quarantined()])
+        return self._call(self._opened.quarantined)
 
-    def release(self, room: RoomId) -> None:
-        """Take the pages of a room in quarantine back without a proof; see `kvflow.DecodeRank.release`. Waits for it.
+    def release(self, which: RoomId | QuarantineRecord) -> None:
+        """Take pages in quarantine back without a proof; see `kvflow.DecodeRank.release`. Waits for it.
+
+        Args:
+            which: A room, or one of `quarantined()`.
 
         Raises:
-            LocalProtocolError: No transfer of this room is in quarantine, or the rank is not open.
+            LocalProtocolError: It is not in quarantine, or the rank is not open.
         """
-
-        def release() -> None:
-            transfers = [transfer for transfer in self._opened.quarantined() if transfer.room == room]
-            if not transfers:
-                raise LocalProtocolError("room is not in quarantine", room=room)
-            for transfer in transfers:
-                self._opened.release(transfer)
-
-        self._call(release)
+        self._call(lambda: self._opened.release(which))
 
     def start_drain(self) -> None:
         """Take nothing new, and let what is open end; see `kvflow.DecodeRank.start_drain`.
@@ -591,6 +612,30 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         if self._rank is None:
             raise LocalProtocolError("rank is not open")
         return self._rank
+
+    def _note_begun(self, transfer: _BlockingTransfer) -> None:
+        """Have the interpreter switch threads soon while some transfer is open, and rehearse it."""
+        self._rehearsals.add(transfer)
+        if not self._unsettled and self._switch_interval_s is not None:
+            SWITCHING.shorten(self._switch_interval_s)
+        self._unsettled.add(transfer)
+
+    def _note_settled(self, transfer: _BlockingTransfer) -> None:
+        if transfer in self._unsettled:
+            self._rehearsals.remove(transfer)
+            self._unsettled.remove(transfer)
+            if not self._unsettled and self._switch_interval_s is not None:
+                SWITCHING.restore(self._switch_interval_s)
+
+    def _rehearse(self, transfer: _BlockingTransfer) -> bool:
+        try:
+            return self._opened.rehearse(transfer.room)
+        except KvflowError:  # the rank is broken or closed
+            return False
+
+    def _forget_unsettled(self) -> None:
+        for transfer in list(self._unsettled):
+            self._note_settled(transfer)
 
     def _check_open(self) -> None:
         if not self._is_open:

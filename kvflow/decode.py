@@ -109,6 +109,13 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         if config.digest_every and not layout.is_on_host:
             raise ConfigError("digests need host memory", digest_every=config.digest_every, memory_kind="VRAM")
         super().__init__(config, layout, backend, ports=ports)
+        if config.proofs.queue_pairs_die_with_process_s is not None and not self._backend.capabilities.queue_pairs:
+            raise ConfigError(
+                "time proves nothing over a transport without queue pairs",
+                setting="proofs.queue_pairs_die_with_process_s",
+                value=config.proofs.queue_pairs_die_with_process_s,
+                backend=self._backend.name,
+            )
         self._generations = itertools.count(1)
         self._secret = self._ports.random_bytes(SECRET_BYTES)
 
@@ -238,6 +245,28 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         event = msgspec.structs.replace(opened, generation=generation, digest=digest, secret=secret)
         self.open_transfer(generation, receiver, event)
 
+    def rehearse(self, room: RoomId) -> bool:
+        """Run through what will be done when a room that is granted is complete; see `kvflow.PrefillRank.rehearse`.
+
+        Args:
+            room: One that is being received.
+
+        Returns:
+            Whether it is granted.
+
+        Raises:
+            LocalProtocolError: The rank is not open, or this is another event loop or thread.
+            RankBroken: It is broken.
+        """
+        self.check_open()
+        rehearsal = self._core.understudy(room, self.now())
+        if rehearsal is None:
+            return False
+        core, notices = rehearsal
+        for notice in notices:
+            self._aggregate.rehearse(core, notice)
+        return True
+
     def statistics(self) -> RankStatistics:
         """Give counts at this moment.
 
@@ -284,6 +313,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             ends_with_process=backend.capabilities.ends_with_process,
             staging=windows,
             agent=backend.shared_agent,
+            proofs=config.proofs,
         )
         self._directories = Directories(config.registry, self._ports, self._log, self._take_records)
         self._resources.callback(self._directories.close)

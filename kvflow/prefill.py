@@ -15,8 +15,8 @@ from kvflow.config import PrefillConfig, check_argument
 from kvflow.directory import DirectoryMessage, DirectoryService, RegistryClient
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError, RemoteProtocolError, Stage, Unreachable
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import Pages
-from kvflow.geometry.ranges import TokenRange
+from kvflow.geometry.pages import Pages, TokenPages, pages_spanned
+from kvflow.geometry.ranges import TokenRange, held_range
 from kvflow.observe.trace import TransferLine
 from kvflow.packing.staging import LocalStaging
 from kvflow.ports import Ports
@@ -38,7 +38,7 @@ from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer, check_room
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.hosts import host_of
-from kvflow.wire.messages import Failure, Goodbye, Message, RankRecord
+from kvflow.wire.messages import MAX_DOMAIN_BYTES, Failure, Goodbye, Grant, Message, RankRecord
 from kvflow.wire.ticket import Ticket
 
 __all__ = ["PrefillRank", "RoomSender"]
@@ -102,6 +102,56 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             TransferFailed: On exit: the transfer failed, and nobody has been told.
         """
         return RoomSender(self, room, label)
+
+    def rehearse(self, room: RoomId) -> bool:
+        """Run through what the last chunk of a granted room will run through, without sending anything.
+
+        Code that has not run for some ten milliseconds takes several times as long as code that has, and an engine
+        computes for longer than that between the grant and the last chunk. Blocking ranks rehearse by themselves
+        (`LoopThread`). A rehearsal takes about as long as the planning of a chunk of one page.
+
+        Args:
+            room: One that is being sent.
+
+        Returns:
+            Whether that could be rehearsed: a decode rank has granted, and the last chunk is still to come.
+
+        Raises:
+            LocalProtocolError: The rank is not open, or this is another event loop or thread.
+            RankBroken: It is broken.
+        """
+        self.check_open()
+        now = self.now()
+        rehearsal = self._core.understudy(room, now)
+        if rehearsal is None:
+            return False
+        core, grant = rehearsal
+        try:
+            chunk = self._rehearsed_chunk(grant)
+            for effect in core.handle(ev.ChunkOffered(grant.room, chunk, self.footprint(chunk.pages)), now):
+                if isinstance(effect, ef.PostPiece):
+                    self._planning.rehearse(effect.piece)
+                    core.handle(ev.PostEnded(effect.piece.delivery, effect.piece.seq, None), now)
+        except KvflowError:  # what does not fit is for the chunk itself to say
+            return False
+        finally:
+            self._planning.drop_room(grant.room)
+        return True
+
+    def _rehearsed_chunk(self, grant: Grant) -> Chunk:
+        """Make the only chunk of a rehearsal, of any pages.
+
+        Raises:
+            PlanError: The layout does not have what the grant wants.
+        """
+        pages: dict[str, Pages] = {}
+        for name, tokens in grant.ranges.items():
+            component = self.layout.by_name.get(name)
+            if component is not None:
+                pages[name] = TokenPages(
+                    tokens, [0] * pages_spanned(held_range(tokens, component.shard), component.tokens_per_slot)
+                )
+        return finish_chunk(make_chunk(self.layout, (0, 0), pages), b"", self.config.limits.metadata_bytes)
 
     def ticket(self, room: RoomId) -> dict[str, object]:
         """Give what a decode rank needs to receive a room from this instance, for a router to hand through unread.
@@ -174,6 +224,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             in_band_notices=capabilities.in_band_notices,
             max_descriptor_bytes=capabilities.max_descriptor_bytes,
             staging=None if staging is None else staging.settings,
+            domain=backend.domain()[:MAX_DOMAIN_BYTES],
         )
         self._core = PrefillCore(self.me, settings)
         self._record(settings)

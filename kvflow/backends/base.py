@@ -43,6 +43,8 @@ class Capabilities:
         max_descriptor_bytes: Longest single descriptor it takes; None for no limit.
         ends_with_process: Nothing lands any more once the process that wrote has ended. It is False where bytes can
             wait in the network, or in the receiver's library, and land later.
+        queue_pairs: It may write over queue pairs of RDMA, of which a deployment can know how long they outlive their
+            process (`Proofs.queue_pairs_die_with_process_s`).
         prepared_lists: `post_blocks` is faster than `post`, because it refers to lists that are kept for each peer.
         descriptor_overhead_s: Measured cost of a descriptor besides its bytes, in seconds; 0 if unknown. Where it
             exceeds the time to copy the bytes twice, small pieces are packed.
@@ -52,6 +54,7 @@ class Capabilities:
     memory_kinds: frozenset[MemoryKind]
     max_descriptor_bytes: int | None = None
     ends_with_process: bool = False
+    queue_pairs: bool = False
     prepared_lists: bool = False
     descriptor_overhead_s: float = 0.0
 
@@ -245,8 +248,22 @@ class Backend(abc.ABC):
         Does nothing if the backend is closed.
         """
 
-    async def outlast(self) -> bool:
-        """Wait until nothing that was written by processes that have already ended can land here.
+    def domain(self) -> bytes:
+        """Name the part of the world in which it can be seen whether bytes of an ended process are still on their way.
+
+        A prefill rank tells it to decode ranks, which give it to `outlast`. Called after `register`.
+
+        Returns:
+            At most 256 bytes, the same for two endpoints that are in one such part; empty, the default, if there is no
+            such part or it does not matter.
+        """
+        return b""
+
+    async def outlast(self, domain: bytes) -> bool:
+        """Wait until nothing that was written by processes of a domain that have already ended can land here.
+
+        Args:
+            domain: What `domain` gave in the ended process; not trusted.
 
         Returns:
             True then, or False if that can never be known. By default `capabilities.ends_with_process`.

@@ -319,8 +319,12 @@ class RankEndpoint(Backend):
             self._shared.watch()
 
     @override
-    async def outlast(self) -> bool:
-        return await self._shared.inner.outlast()
+    def domain(self) -> bytes:
+        return self._shared.inner.domain()
+
+    @override
+    async def outlast(self, domain: bytes) -> bool:
+        return await self._shared.inner.outlast(domain)
 
     @override
     async def aclose(self) -> None:

@@ -269,5 +269,5 @@ class PeerProofs:
         self._context.dispatch(ev.ProbeFinished(effect.peer, is_gone))
 
     async def _fence(self, effect: ef.AwaitFence) -> None:
-        if await self._backend.outlast():
-            self._context.dispatch(ev.PeerFenced(effect.peer))
+        is_fenced = await self._backend.outlast(effect.domain)
+        self._context.dispatch(ev.PeerFenced(effect.peer) if is_fenced else ev.FenceImpossible(effect.peer))

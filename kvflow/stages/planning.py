@@ -28,6 +28,7 @@ from kvflow.state import events as ev
 from kvflow.state.effects import Piece
 from kvflow.state.events import DeliveryId
 from kvflow.state.packing import pays_off
+from kvflow.wire.codec import encode
 from kvflow.wire.messages import Notice, Staged
 
 __all__ = ["Plan", "PlanWork", "Planning", "PreparedRoute"]
@@ -157,6 +158,15 @@ class Planning:
             self._fail(piece, error)
         else:
             self._context.start_task(self._plan_in_thread, work)
+
+    def rehearse(self, piece: Piece) -> None:
+        """Do what `post_piece` does, but for posting.
+
+        Raises:
+            PlanError: The granted page tables do not fit; the piece itself would say so.
+        """
+        self.prepare(piece).plan()
+        encode(piece.notice)
 
     def post_plan(self, delivery: DeliveryId, seq: int, notice: Notice) -> None:
         """Post what was planned beside the event loop."""

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvflow.config import Limits, Packing, Timeouts
+from kvflow.config import Limits, Packing, Proofs, Timeouts
 from kvflow.geometry.layout import KVLayout
 
 __all__ = ["DecodeSettings", "LocalStagingSettings", "PrefillSettings", "WindowSettings"]
@@ -55,6 +55,7 @@ class PrefillSettings(msgspec.Struct, frozen=True):
         in_band_notices: The transport delivers notices with the bytes; else they go over the control channel.
         max_descriptor_bytes: Longest descriptor that the transport takes; None for no limit.
         staging: To pack pieces in; none are packed if None.
+        domain: Where what the transport leaves behind can be seen; decode ranks are told.
     """
 
     timeouts: Timeouts
@@ -64,6 +65,7 @@ class PrefillSettings(msgspec.Struct, frozen=True):
     in_band_notices: bool = True
     max_descriptor_bytes: int | None = None
     staging: LocalStagingSettings | None = None
+    domain: bytes = b""
 
 
 class DecodeSettings(msgspec.Struct, frozen=True):
@@ -78,6 +80,7 @@ class DecodeSettings(msgspec.Struct, frozen=True):
         ends_with_process: The transport lets nothing land any more once the process that wrote has ended.
         staging: For windows of prefill ranks; nobody packs if None.
         agent: Name of the transport's agent, if this rank shares it.
+        proofs: What proves that a prefill process can write nothing any more.
     """
 
     timeouts: Timeouts
@@ -88,3 +91,4 @@ class DecodeSettings(msgspec.Struct, frozen=True):
     ends_with_process: bool
     staging: WindowSettings | None = None
     agent: str | None = None
+    proofs: Proofs = Proofs()

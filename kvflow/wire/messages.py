@@ -4,10 +4,10 @@ Version history:
     1: first version.
     2: a Notice may be of some layers only (`layers`).
     3: standard names for messages and fields; Welcome and Refuse repeat the attempt that they answer; Decline and
-       RegistrationConflict are new; Goodbye says whether it is a fence. Versions 1 and 2 were never deployed and are
-       not spoken any more. Lookup and Records have numbers, and a Lookup may leave the name of the instance to whoever
-       answers; a rank that answers for its instance refuses to register others by Refuse. Rooms may be strings. A Hello
-       names an agent of the transport that ranks share (`agent`).
+       RegistrationConflict are new; Goodbye says whether it is a fence; Welcome names a domain. Versions 1 and 2 were
+       never deployed and are not spoken any more. Lookup and Records have numbers, and a Lookup may leave the name of
+       the instance to whoever answers; a rank that answers for its instance refuses to register others by Refuse.
+       Rooms may be strings. A Hello names an agent of the transport that ranks share (`agent`).
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.
@@ -25,6 +25,7 @@ from kvflow.geometry.routes import Route
 from kvflow.room import MAX_ROOM, MAX_ROOM_BYTES
 
 __all__ = [
+    "MAX_DOMAIN_BYTES",
     "OLDEST_VERSION",
     "PROTOCOL_VERSION",
     "Ack",
@@ -67,6 +68,8 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 """A duration. Clocks differ between hosts, so no point in time ever travels."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+MAX_DOMAIN_BYTES = 256
 
 LookupNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 """There may be one for each room."""
@@ -262,11 +265,16 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """Prefill -> decode: the answer to a Hello that fits."""
+    """Prefill -> decode: the answer to a Hello that fits.
+
+    Attributes:
+        domain: Where what the rank's transport leaves behind can be seen; see `kvflow.backends.base.Backend.domain`.
+    """
 
     peer: PeerId
     attempt: Count
     version: int
+    domain: Annotated[bytes, msgspec.Meta(max_length=MAX_DOMAIN_BYTES)] = b""
 
 
 class Refuse(Message, frozen=True, tag="refuse"):

@@ -18,6 +18,7 @@ from kvflow.state.decode import instances as decode_instances
 from kvflow.state.decode import peers as decode_peers
 from kvflow.state.decode import room as decode_room
 from kvflow.state.decode import rooms as decode_rooms
+from kvflow.state.decode.held import HeldPages
 from kvflow.state.effects import DecodeEffect, DropPlan, PostPlan, PrefillEffect, WrittenBy
 from kvflow.state.events import Chunk, PlanFinished
 from kvflow.state.prefill import peers as prefill_peers
@@ -180,11 +181,15 @@ def death_is_always_a_proof(patch: Patch) -> None:
     """Whatever the transport says about bytes that outlive their sender."""
     original = decode_peers.PrefillPeers.ended
 
-    def ended(self: decode_peers.PrefillPeers, peer: Any) -> Any:
+    def ended(self: decode_peers.PrefillPeers, peer: Any, now: float) -> Any:
         self._ends_with_process = True
-        return original(self, peer)
+        return original(self, peer, now)
 
     patch.setattr(decode_peers.PrefillPeers, "ended", ended)
+
+
+def pages_that_are_held_are_taken_again(patch: Patch) -> None:
+    patch.setattr(HeldPages, "first_of", lambda _self, _pages: None)
 
 
 def silence_is_a_proof(patch: Patch) -> None:
@@ -441,6 +446,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     posting_goes_on_after_the_end,
     goodbye_is_a_proof,
     death_is_always_a_proof,
+    pages_that_are_held_are_taken_again,
     silence_is_a_proof,
     doubt_is_an_end,
     written_is_delivered,

@@ -32,6 +32,7 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "posting_goes_on_after_the_end": "kvflow-plan-that-comes-late",
         "goodbye_is_a_proof": 68,
         "death_is_always_a_proof": 70,
+        "pages_that_are_held_are_taken_again": 0,
         "silence_is_a_proof": 28,
         "doubt_is_an_end": 46,
         "written_is_delivered": 0,

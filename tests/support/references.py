@@ -22,9 +22,11 @@ PAGES: Final = (SETTINGS_PAGE, API_PAGE)
 
 MARKED: Final = re.compile(r"(<!-- generated: (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-SETTINGS: Final = ("RankConfig", "PrefillConfig", "DecodeConfig", "Timeouts", "Limits")
+SETTINGS: Final = ("RankConfig", "PrefillConfig", "DecodeConfig", "Proofs", "Timeouts", "Limits")
 
 RANK: Final = ("start_drain", "is_drained", "drain", "quarantined", "release")
+
+WAITS: Final = ("wait", "until_safe")
 
 TITLES: Final = {
     "kvflow.rank.Rank": "Both ranks",
@@ -40,11 +42,14 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.DecodeRank": ("receive", "statistics"),
         "kvflow.rank.Rank": RANK,
         "kvflow.SharedBackend": (),
+        "kvflow.QuarantineRecord": (),
+        "kvflow.MissingProof": ("detail",),
+        "kvflow.Awaited": (),
     },
     "transfers": {
         "kvflow.RoomSender": ("chunk", "finish", "granted", "quiesce", "delivered"),
         "kvflow.RoomReceiver": ("done",),
-        "kvflow.transfer.Transfer": ("abort", "is_settled", "error"),
+        "kvflow.transfer.Transfer": ("abort", "is_settled", "until_safe", "error"),
         "kvflow.Handover": (),
         "kvflow.TokenPages": (),
         "kvflow.LayersReady": (),
@@ -77,7 +82,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.blocking.TransferUpdate": (),
         "kvflow.blocking.BlockingSender": ("chunk", "finish", "quiesce", "is_quiesced", "resume_at", "result"),
         "kvflow.blocking.BlockingReceiver": ("result",),
-        "kvflow.blocking._BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", "wait"),
+        "kvflow.blocking._BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", *WAITS),
         "kvflow.blocking.LoopThread": (),
         "kvflow.blocking.Registry": (),
     },

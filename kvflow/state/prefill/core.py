@@ -33,7 +33,8 @@ from kvflow.state.prefill.queue import PieceQueue
 from kvflow.state.prefill.room import SendContext
 from kvflow.state.prefill.rooms import PostStalled, Rooms
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool, SlotUnreturned
-from kvflow.state.quarantine import Quarantine
+from kvflow.state.quarantine import Awaited, MissingProof, Quarantine
+from kvflow.state.rehearsal import REHEARSED, first_page_of
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import (
@@ -128,6 +129,17 @@ class PrefillCore:
         known = self.rooms.rooms.get(room)
         return [] if known is None else known.peers
 
+    def missing_proofs(self, key: RoomId) -> list[MissingProof]:
+        """Say which proofs are missing that nothing reads the pages of a room any more."""
+        known = self.rooms.rooms.get(key)
+        peers = [] if known is None else [one.id.peer for one in known.deliveries.values() if one.has_posts]
+        return [MissingProof(str(peer), "", Awaited.WRITE_END) for peer in peers]
+
+    def pages_of(self, key: RoomId) -> dict[str, bytes]:
+        """Give the pages of a room as `WIRE_PAGES`, by component."""
+        known = self.rooms.rooms.get(key)
+        return {} if known is None else known.pages()
+
     def connections(self) -> list[bytes]:
         """Name the connections over which decode ranks may be reached, during their handshake and after it."""
         return list(self.peers.connections())
@@ -171,6 +183,24 @@ class PrefillCore:
     def slots_lost(self) -> int:
         """Staging slots, own ones and those of decode ranks, that are out of use."""
         return self.local_slots.num_lost + self.slots.num_lost
+
+    def understudy(self, room: RoomId, now: float) -> "tuple[PrefillCore, Grant] | None":
+        """Make a core that knows one granted room and nothing else, to rehearse what becomes of it.
+
+        Returns:
+            The core, and the grant, which is of one page for the room `REHEARSED`; None if no decode rank waits for
+            chunks of the room.
+        """
+        known = self.rooms.rooms.get(room)
+        delivery = known.next_delivery if known is not None else None
+        peer = self.peers.find(delivery.id.peer) if delivery is not None else None
+        if delivery is None or peer is None:
+            return None
+        other = PrefillCore(self.me, self._settings)
+        grant = first_page_of(delivery.grant, peer.link.layout)
+        other.rooms.open(REHEARSED, now)
+        other.rooms.grant(other.peers.adopt(peer, now), grant, now)
+        return other, grant
 
     def _handle(self, event: ev.PrefillEvent, now: float) -> list[PrefillEffect]:  # noqa: C901, PLR0912 - one arm an event
         match event:
@@ -365,7 +395,8 @@ class PrefillCore:
 
     def _welcome(self, connection: bytes, hello: Hello) -> list[PrefillEffect]:
         version = min(PROTOCOL_VERSION, hello.versions[1])
-        return [Reply(connection, Welcome(peer=self.me, attempt=hello.attempt, version=version))]
+        domain = self._settings.domain
+        return [Reply(connection, Welcome(peer=self.me, attempt=hello.attempt, version=version, domain=domain))]
 
     def _refuse_hello(self, connection: bytes, hello: Hello, detail: str) -> list[PrefillEffect]:
         if hello.to == self.me:

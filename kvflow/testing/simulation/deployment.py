@@ -230,6 +230,7 @@ class Deployment:
         in_order = worker.is_leaving and is_sound and not process.was_killed
         self.oracle.ended(str(worker.rank_id), in_order=in_order)
         self._said_last[worker.rank_id] = self.world.now
+        self.oracle.gone(worker.backend.agent_name)
         if not worker.is_leaving and not process.has_vanished:
             self.oracle.died(process)
         worker.fail_requests()
@@ -312,8 +313,9 @@ class Deployment:
         for worker in self.living():
             for one in list(worker.transfers):
                 if one.memory is Memory.QUARANTINED and self.oracle.is_excused(one):
-                    self.world.tell(f"operator releases {one}")
-                    worker.process.call(worker.rank.release, one.transfer)
+                    record = self.oracle.check_record(one, worker.rank.quarantined())
+                    self.world.tell(f"operator releases {record}")
+                    worker.process.call(worker.rank.release, record)
 
     def is_quiet(self) -> bool:
         """Nothing is open, in any engine or rank."""

@@ -9,6 +9,7 @@ import functools
 import itertools
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import anyio
@@ -19,7 +20,9 @@ from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import DecodeRank
 from kvflow.errors import (
     CapacityExceeded,
+    KvflowError,
     LocalProtocolError,
+    PagesInUse,
     RankBroken,
     RankDraining,
     TransferFailed,
@@ -55,6 +58,9 @@ POLL_S: Final = 0.02
 
 PARTNER_S: Final = 1.0
 """How much later at most a worker leaves than the other one in its process."""
+
+REUSING_ROOM: Final = 2**62
+"""Of requests that are never served."""
 
 REFUSALS: Final = (TransferFailed, LocalProtocolError, CapacityExceeded, RankDraining, RankBroken, TimeoutError)
 """How kvflow says that a request does not go well, and how an engine gives one up."""
@@ -380,6 +386,8 @@ class PrefillWorker(Worker):
         last = len(course.cuts) - 1
         for number, (stop, groups) in enumerate(zip(course.cuts, pauses, strict=True)):
             await anyio.sleep(course.pace_s)
+            with suppress(KvflowError):  # the rank is closed or broken, which the next call will say
+                self.rank.rehearse(one.request.room)
             if stop is None:
                 await anyio.sleep_forever()
             elif stop > one.position or number == last:
@@ -472,17 +480,43 @@ class PrefillWorker(Worker):
 
 
 class DecodeWorker(Worker):
-    """A worker of a decode instance."""
+    """A worker of a decode instance.
+
+    Attributes:
+        num_refused: How often it was refused pages that another transfer still needs.
+    """
 
     rank: DecodeRank
+    num_refused = 0
 
     async def run(self, config: DecodeConfig) -> None:
         """Serve until told to close."""
         layout = self.pool.table.layout
         await self._run(DecodeRank(config, layout, self.transport, ports=self.world.ports(self.process)))
 
+    def reuse_too_early(self) -> None:
+        """Receive into pages that another transfer still needs, as an engine with a bug does; kvflow must refuse it."""
+        one = next((one for one in self.transfers if isinstance(one, Receiving) and _is_reusable(one)), None)
+        if one is None:
+            return
+        names = self.pool.table.first_page
+        pages = {name: list(one.lease.pages[name]) if name in one.ranges else None for name in names}
+        tokens = (one.request.start, one.request.num_tokens)
+        prefill = one.request.prefill if one.request.reference is None else one.request.reference
+        another = self.rank.receive(REUSING_ROOM, prefill=prefill, tokens=tokens, pages=pages)
+        try:
+            another.open()
+        except PagesInUse as refusal:
+            self.num_refused += 1
+            self.oracle.check_refused(one, refusal)
+        except REFUSALS:  # for a reason that counts before the pages
+            return
+        else:
+            self.oracle.check_refused(one, None)
+
     def prepare(self, request: Request, timeout_s: float | None = None) -> Receiving | None:
         """Take pages for a request; None if there are not enough."""
+        self.reuse_too_early()
         layout = self.pool.table.layout
         tokens = (request.start, request.num_tokens)
         ranges = {KV: tokens}
@@ -522,6 +556,13 @@ class DecodeWorker(Worker):
             self.oracle.left(one)
         self.oracle.check_handover(one, handover)
         self.oracle.check_success(one)
+
+
+def _is_reusable(one: Receiving) -> bool:
+    """Say whether somebody may still write to pages of a transfer. A ticket is for its own room, which is in use."""
+    if isinstance(one.request.reference, (str, Mapping)):
+        return False
+    return one.memory is not Memory.SAFE and any(one.lease.pages[name] for name in one.ranges)
 
 
 @types.coroutine

@@ -1,14 +1,15 @@
 """Knows the truth, and holds what the ranks say against it. It never asks the code under test what is true."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from kvflow.config import Timeouts
 from kvflow.decode import Handover
-from kvflow.errors import FailureReason
+from kvflow.errors import FailureReason, PagesInUse
+from kvflow.quarantine import QuarantineRecord
 from kvflow.room import RoomId
 from kvflow.state.tables import Memory, Outcome
 from kvflow.testing.simulation.loop import Violation
@@ -107,6 +108,7 @@ class Oracle:
         self._pools: dict[str, Pool] = {}
         self._windows: dict[tuple[str, int], tuple[int, str]] = {}
         self._issuers: dict[Lease, str] = {}
+        self._gone: dict[str, float] = {}
         self._succeeded: dict[RoomId, dict[RankId, None]] = {}
         self._ends: list[tuple[str, float]] = []
         self._writes: dict[Process, list[Write]] = {}
@@ -190,6 +192,29 @@ class Oracle:
                 return
         self._violated(f"write {write.number} lands outside of every pool and window of {target.process}")
 
+    def check_refused(self, one: Receiving, refusal: PagesInUse | None) -> None:
+        """Pages of a transfer that is not safe must be refused to another one, in its name."""
+        if refusal is None:
+            self._violated(f"pages of {one} are received into for another room, while memory is {one.memory.value}")
+        component, page = refusal.values["component"], refusal.values["page"]
+        if refusal.values["held_by"] != one.request.room or page not in one.lease.pages[str(component)]:
+            self._violated(f"pages of {one} are refused for another reason: {refusal}")
+
+    def check_record(self, one: Sending | Receiving, records: Sequence[QuarantineRecord]) -> QuarantineRecord:
+        """Each transfer in quarantine has one record, with its pages and with what would be a proof."""
+        held = {name: set(pages) for name, pages in one.lease.pages.items()}
+        found = [
+            record
+            for record in records
+            if record.room == one.request.room
+            and all(held.get(name, set()).issuperset(pages.tolist()) for name, pages in record.pages.items())
+        ]
+        if not found or not all(proof.detail for proof in found[0].missing):
+            self._violated(f"{one} is in quarantine without a record: {list(map(str, records))}")
+        if not found[0].missing:
+            self._violated(f"{one} is in quarantine, but its record misses no proof: {found[0]}")
+        return found[0]
+
     # Success is true -------------------------------------------------------------------------------------------------
 
     def check_handover(self, one: Receiving, handover: Handover) -> None:
@@ -203,6 +228,9 @@ class Oracle:
         if one.has_succeeded:
             return
         one.has_succeeded = True
+        issuer = self._issuers.get(one.lease)
+        if issuer is not None and self._gone.get(issuer, math.inf) < one.opened_at:
+            self._violated(f"{one} succeeds by a ticket of {issuer}, which had ended before")
         room = one.request.room
         for component, tokens in one.ranges.items():
             if tokens[0] < tokens[1]:
@@ -310,6 +338,10 @@ class Oracle:
         if not in_order or self._world.now < self._loses_until:
             self._ends.append((name, self._world.now))
 
+    def gone(self, agent: str) -> None:
+        """The incarnation of a rank that a transport knows by a name has ended: nobody uses its tickets from now on."""
+        self._gone[agent] = self._world.now
+
     def overtaken(self, name: str, at: float) -> None:
         """The next incarnation of a rank that left in order may be met before its Goodbye has arrived."""
         self._ends.append((name, at))
@@ -331,7 +363,7 @@ class Oracle:
         # A death that its peers could not have noticed when they asked counts too.
         since = one.opened_at - self._timeouts.lease_s - 2 * HEARTBEAT_S - one.process.stopped_so_far_s()
         is_gone = any(name.startswith(writers) and at >= since for name, at in self._ends)
-        return is_gone and not plane.ends_with_process
+        return is_gone and not plane.proves_ends
 
     def _agents_of(self, name: str) -> str:
         """How the names of the agents of a rank begin."""

@@ -24,7 +24,7 @@ class References:
 
     def __init__(self, rng: random.Random, answering: Sequence[str], *, names: bool) -> None:
         self._rng = rng
-        self._latest: dict[RankId, str] = {}
+        self._known: dict[RankId, dict[str, None]] = {}
         self.answering = answering
         self.names = names
 
@@ -43,15 +43,15 @@ class References:
             request: Which.
             endpoint: Of the rank that answers, if the instance answers for itself.
             workers: Of its instance.
-            may_be_stale: A ticket may be of the incarnation that was there when one was given last.
+            may_be_stale: A ticket may be of the first incarnation that gave one.
         """
         rng = self._rng
         by_ticket, is_late, worker = rng.random() < 0.6, rng.random() < 0.5, rng.choice(workers)
         if by_ticket and worker.gives_tickets:
             ticket: dict[str, Any] = json.loads(json.dumps(worker.rank.ticket(request.room)))
-            latest = self._latest.get(worker.rank_id, ticket["incarnation"])
+            former = self._known.get(worker.rank_id, {})
+            self._known[worker.rank_id] = former | {ticket["incarnation"]: None}
             if may_be_stale and is_late:
-                return ticket | {"incarnation": latest}
-            self._latest[worker.rank_id] = ticket["incarnation"]
+                ticket["incarnation"] = next(iter(former), ticket["incarnation"])
             return ticket
         return endpoint if request.prefill in self.answering else request.prefill

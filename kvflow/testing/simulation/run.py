@@ -38,6 +38,9 @@ PATIENCE_S: Final = 1.0
 SETTLE_S: Final = 4.0
 """After the last request, nothing is left within this time."""
 
+SHOWN: Final = 0.4
+"""Part of the seeds with a transport that shows when the last bytes of a dead process have landed."""
+
 BY_NAME: Final = 0.6
 """How often every request names its instance."""
 
@@ -100,6 +103,7 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
             faults=drawn if faults is None else faults,
             ends_with_process=rng.random() < 0.4,
             in_band_notices=rng.random() < 0.7,
+            shows_last_bytes=_own(seed, "last bytes").random() < SHOWN,
             tells=tells,
         ) as world:
             world.plane.shares_network = rng.random() < 0.5
@@ -110,6 +114,11 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
         if was_collecting:
             gc.enable()
     return result
+
+
+def _own(seed: int, what: str) -> random.Random:
+    """Give chance of its own, so that everything else is drawn as it was without it."""
+    return random.Random(f"kvflow {what} {seed}")  # noqa: S311 - chance must be repeatable here
 
 
 def _run_watched(rng: random.Random, deployment: Deployment, result: Result, preemptions: random.Random | None) -> None:
