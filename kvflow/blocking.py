@@ -19,6 +19,8 @@ from kvflow import decode, directory, prefill
 from kvflow.aio.changes import Changes
 from kvflow.aio.doorbell import Doorbell
 from kvflow.aio.loop_thread import LoopThread
+from kvflow.aio.rehearsals import Rehearsals
+from kvflow.aio.switching import SWITCHING
 from kvflow.backends.base import Backend
 from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import Handover, Prefill
@@ -35,6 +37,7 @@ from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
 from kvflow.ports import Ports
+from kvflow.room import RoomId
 from kvflow.stages.enqueue import finish_chunk, make_chunk
 from kvflow.state.events import Chunk, LayersReady, ReadyEvent
 from kvflow.state.tables import Memory, Outcome
@@ -72,7 +75,7 @@ class TransferUpdate(NamedTuple, Generic[AnyTransfer]):
     """
 
     transfer: AnyTransfer
-    room: int
+    room: RoomId
     outcome: Outcome
     failure: Failure | None
     memory: Memory
@@ -137,6 +140,7 @@ class _BlockingTransfer:
         self._transfer.on_change = self._note_change
         try:
             self._transfer.open()
+            self._rank._note_begun(self)
         except KvflowError as error:
             self._transfer.never_begin()
             self._fail(_reason_of(error), error)
@@ -150,6 +154,9 @@ class _BlockingTransfer:
         """Have `completed` tell of it; what changes before it has told is told with it."""
         if self.outcome is not Outcome.PENDING and self.memory is Memory.SAFE:  # nothing follows
             self._transfer.on_change = None
+        self._rank._rehearsals.skip()
+        if self.is_settled:
+            self._rank._note_settled(self)
         if self._is_changed:
             self._rank._changes.notify()
         else:
@@ -421,6 +428,9 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         if loop is not None and affinity is not None:
             raise ConfigError("affinity is that of the loop; give it to LoopThread", affinity=affinity)
         self._changes: Changes[AnyTransfer] = Changes()
+        self._unsettled: set[_BlockingTransfer] = set()
+        self._rehearsals: Rehearsals[_BlockingTransfer]
+        self._switch_interval_s: float | None = None
         self._make_rank: Callable[[], AnyRank] = make_rank
         self._loop = loop
         self._affinity = affinity
@@ -442,13 +452,17 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         self._was_opened = True
         with ExitStack() as stack:
             stack.callback(self._changes.close)
+            stack.callback(self._forget_unsettled)
             loop = self._loop or stack.enter_context(LoopThread(self._affinity))
+            self._switch_interval_s = loop.switch_interval_s
+            self._rehearsals = Rehearsals(self._rehearse, loop.rehearsal_interval_s)
             self._portal = stack.enter_context(loop.use())
             rank = self._portal.call(self._make_rank)
             stack.enter_context(self._portal.wrap_async_context_manager(rank))
             self._rank = rank
             self._doorbell = self._portal.call(Doorbell)
             stack.callback(self._portal.call, self._doorbell.close)
+            stack.callback(self._portal.call, self._rehearsals.close)
             self._stack = stack.pop_all()
         self._is_open = True
         return self
@@ -520,7 +534,7 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         """
         return self._call(self._opened.statistics)
 
-    def quarantined(self) -> list[int]:
+    def quarantined(self) -> list[RoomId]:
         """Rooms of ended transfers whose pages are not proved quiet. Waits for the event loop.
 
         Raises:
@@ -528,7 +542,7 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         """
         return self._call(lambda: [transfer.room for transfer in self._opened.quarantined()])
 
-    def release(self, room: int) -> None:
+    def release(self, room: RoomId) -> None:
         """Take the pages of a room in quarantine back without a proof; see `kvflow.DecodeRank.release`. Waits for it.
 
         Raises:
@@ -590,6 +604,30 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         if self._rank is None:
             raise LocalProtocolError("rank is not open")
         return self._rank
+
+    def _note_begun(self, transfer: _BlockingTransfer) -> None:
+        """Have the interpreter switch threads soon while some transfer is open, and rehearse it."""
+        self._rehearsals.add(transfer)
+        if not self._unsettled and self._switch_interval_s is not None:
+            SWITCHING.shorten(self._switch_interval_s)
+        self._unsettled.add(transfer)
+
+    def _note_settled(self, transfer: _BlockingTransfer) -> None:
+        if transfer in self._unsettled:
+            self._rehearsals.remove(transfer)
+            self._unsettled.remove(transfer)
+            if not self._unsettled and self._switch_interval_s is not None:
+                SWITCHING.restore(self._switch_interval_s)
+
+    def _rehearse(self, transfer: _BlockingTransfer) -> bool:
+        try:
+            return self._opened.rehearse(transfer.room)
+        except KvflowError:  # the rank is broken or closed
+            return False
+
+    def _forget_unsettled(self) -> None:
+        for transfer in list(self._unsettled):
+            self._note_settled(transfer)
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -659,23 +697,23 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank, BlockingSender]):
         """
         return self._opened.endpoint
 
-    def send(self, room: int) -> BlockingSender:
+    def send(self, room: RoomId, *, label: str | None = None) -> BlockingSender:
         """Start to send a room; see `kvflow.PrefillRank.send`.
 
         Does not wait: a room that is in use, or a rank that drains, shows in `outcome` soon. Chunks are queued without
         bound here: a scheduler that must not run ahead looks at `queued_chunks` of the sender.
 
         Raises:
-            LocalProtocolError: The room is no integer, or the rank is not open.
+            LocalProtocolError: The room or the label is none, or the rank is not open.
         """
         self._check_open()
-        return BlockingSender(self, self._opened.send(room))
+        return BlockingSender(self, self._opened.send(room, label=label))
 
-    def ticket(self, room: int) -> dict[str, object]:
+    def ticket(self, room: RoomId) -> dict[str, object]:
         """Give what a decode rank needs to receive a room from this instance; see `kvflow.PrefillRank.ticket`.
 
         Raises:
-            LocalProtocolError: The room is no integer, or the rank is not open.
+            LocalProtocolError: The room or the label is none, or the rank is not open.
             RankBroken: The rank is broken.
         """
         self._check_open()
@@ -708,7 +746,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
 
     def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,
-        room: int | None = None,
+        room: RoomId | None = None,
         *,
         prefill: Prefill,
         tokens: TokenRange,
@@ -717,6 +755,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
         timeout_s: float | None = None,
         digest: bool | None = None,
         priority: int = 0,
+        label: str | None = None,
     ) -> BlockingReceiver:
         """Start to receive a room; see `kvflow.DecodeRank.receive`.
 
@@ -738,6 +777,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
             timeout_s=timeout_s,
             digest=digest,
             priority=priority,
+            label=label,
         )
         return BlockingReceiver(self, receiver)
 

@@ -30,6 +30,7 @@ from kvflow.geometry.ranges import TokenRange
 from kvflow.observe.trace import TransferLine
 from kvflow.ports import Ports
 from kvflow.rank import Rank
+from kvflow.room import RoomId
 from kvflow.stages.aggregate import Aggregate
 from kvflow.stages.bootstrap import PeerConnections, PeerProofs, RouteCompiler
 from kvflow.stages.digests import check_digestible
@@ -106,7 +107,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
 
     def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,
-        room: int | None = None,
+        room: RoomId | None = None,
         *,
         prefill: Prefill,
         tokens: TokenRange,
@@ -115,6 +116,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         timeout_s: float | None = None,
         digest: bool | None = None,
         priority: int = 0,
+        label: str | None = None,
     ) -> "RoomReceiver":
         """Start to receive a room; use the result as an async context manager.
 
@@ -137,6 +139,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             priority: Class of the transfer on every prefill rank, 0 (first) to 7 (last): where chunks wait
                 for this rank, those of a lower number go first. Waiting lifts a chunk by one class after each
                 `Timeouts.ageing_s` of the prefill rank.
+            label: The engine's own id of the request, for log lines; it does not travel.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
@@ -163,23 +166,20 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             priority=check_priority("priority", priority),
             issuer=issuer,
         )
-        return RoomReceiver(self, opened, digest)
+        return RoomReceiver(self, opened, digest, label)
 
-    def _meaning(self, room: int | None, prefill: Prefill) -> tuple[int, ev.InstanceRef, PeerId | None]:
+    def _meaning(self, room: RoomId | None, prefill: Prefill) -> tuple[RoomId, ev.InstanceRef, PeerId | None]:
         """Give the room, how its instance is referred to, and who gave its ticket.
 
         Raises:
             LocalProtocolError, ConfigError, TicketError: As in `receive`.
         """
-        registry = self.config.registry
         if isinstance(prefill, Mapping):
             ticket = Ticket.parse(prefill)
             ticket.check(None if room is None else check_room(room), self.layout.fingerprint)
-            name = ticket.issuer.rank.instance
-            known_here = ticket.address == registry
-            return ticket.room, name if known_here else ev.InstanceAt(ticket.address, name), ticket.issuer
+            return ticket.room, ev.InstanceAt(ticket.address, ticket.issuer.rank.instance), ticket.issuer
         if room is None:
-            raise LocalProtocolError("room must be given, unless a ticket has it")
+            raise LocalProtocolError("room must be an integer, or come with a ticket", room=room)
         room = check_room(room)
         if isinstance(prefill, Endpoint):
             return room, ev.InstanceAt(str(prefill)), None
@@ -187,7 +187,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             raise LocalProtocolError(
                 "prefill must be the name of an instance, an Endpoint or a ticket", prefill=prefill
             )
-        if registry is None:
+        if self.config.registry is None:
             raise ConfigError("prefill by name needs a registry", setting="registry", prefill=prefill)
         return room, prefill, None
 
@@ -230,6 +230,28 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         secret = hashlib.blake2b(number, key=self._secret, digest_size=SECRET_BYTES).digest()
         event = msgspec.structs.replace(opened, generation=generation, digest=digest, secret=secret)
         self.open_transfer(generation, receiver, event)
+
+    def rehearse(self, room: RoomId) -> bool:
+        """Run through what will be done when a room that is granted is complete; see `kvflow.PrefillRank.rehearse`.
+
+        Args:
+            room: One that is being received.
+
+        Returns:
+            Whether it is granted.
+
+        Raises:
+            LocalProtocolError: The rank is not open, or this is another event loop or thread.
+            RankBroken: It is broken.
+        """
+        self.check_open()
+        rehearsal = self._core.understudy(room, self.now())
+        if rehearsal is None:
+            return False
+        core, notices = rehearsal
+        for notice in notices:
+            self._aggregate.rehearse(core, notice)
+        return True
 
     def statistics(self) -> RankStatistics:
         """Give counts at this moment.
@@ -355,8 +377,8 @@ class RoomReceiver(Transfer):
 
     __slots__ = ("_digest", "_opened", "_rank", "handover")
 
-    def __init__(self, rank: DecodeRank, opened: ev.ReceiveOpened, digest: bool | None) -> None:
-        super().__init__(rank, opened.room)
+    def __init__(self, rank: DecodeRank, opened: ev.ReceiveOpened, digest: bool | None, label: str | None) -> None:
+        super().__init__(rank, opened.room, label)
         self.handover: Handover | None = None
         self._rank = rank
         self._opened = opened
@@ -397,6 +419,7 @@ class RoomReceiver(Transfer):
             num_pages=self._opened.footprint.num_pages,
             elapsed_s=self._rank.now() - self._opened_at,
             failure=self.failure,
+            label=self.label,
         )
 
     @override

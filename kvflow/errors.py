@@ -8,6 +8,8 @@ import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvflow.room import RoomId
+
 if TYPE_CHECKING:
     from kvflow.state.tables import Memory
 
@@ -193,7 +195,7 @@ class TransferFailed(KvflowError):
 
     def __init__(
         self,
-        room: int,
+        room: RoomId,
         reason: FailureReason,
         stage: Stage,
         rank: str,

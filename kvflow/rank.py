@@ -42,6 +42,7 @@ from kvflow.observe.times import Duration, StageTimes
 from kvflow.observe.trace import AnomalyLog, describe, log_transfer
 from kvflow.packing.staging import staging_memory
 from kvflow.ports import Ports
+from kvflow.room import RoomId
 from kvflow.stages.context import StageContext, agent_name
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
@@ -130,7 +131,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             anomalies=self._anomalies,
         )
         self._arrived: Turns[BackendEvent] = Turns(self._take_backend_event, self._fail, EVENTS_AT_ONCE)
-        self._transfers: dict[int, AnyTransfer] = {}
+        self._transfers: dict[RoomId, AnyTransfer] = {}
         self._num_unsettled = 0
         self._settled = anyio.Event()
         self._events: deque[AnyEvent | SharedEvent] = deque()
@@ -422,7 +423,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
-    def open_transfer(self, key: int, transfer: AnyTransfer, event: AnyEvent) -> None:
+    def open_transfer(self, key: RoomId, transfer: AnyTransfer, event: AnyEvent) -> None:
         """Put a transfer on record and tell the core that it begins.
 
         Raises:
@@ -488,7 +489,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         stage = Stage.BOOTSTRAP if reason is FailureReason.PEER_CLOSED else Stage.ENQUEUE
         return self._context.failure(reason, stage, detail)
 
-    def _report(self, key: int, effect: ef.ReportSender | ef.ReportReceiver) -> None:
+    def _report(self, key: RoomId, effect: ef.ReportSender | ef.ReportReceiver) -> None:
         """Pass on to the engine how a transfer stands; forget it when nothing more can follow."""
         transfer = self._transfers.get(key)
         if transfer is None:

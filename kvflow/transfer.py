@@ -1,7 +1,6 @@
 """One room, as an engine holds it: two facts, and a way to wait for each."""
 
 import abc
-import operator
 from collections.abc import Callable
 from typing import Protocol
 
@@ -9,28 +8,38 @@ from kvflow.aio.flag import Flag
 from kvflow.aio.shield import to_the_end
 from kvflow.errors import LocalProtocolError, TransferFailed
 from kvflow.observe.trace import TransferLine
+from kvflow.room import MAX_ROOM_BYTES, RoomId, as_room
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure
 
 __all__ = ["Transfer", "check_room"]
 
-MAX_ROOM = 2**63
-"""Rooms travel as signed 64-bit integers."""
+
+MAX_LABEL = 256
 
 
-def check_room(room: int) -> int:
-    """Turn any kind of integer into a room.
+def check_room(room: object) -> RoomId:
+    """Turn any kind of integer, or a string, into a room.
 
     Raises:
-        LocalProtocolError: It is none, or out of range.
+        LocalProtocolError: It is none.
     """
-    try:
-        number = operator.index(room)
-    except TypeError:
-        number = -1
-    if not 0 <= number < MAX_ROOM:
-        raise LocalProtocolError("room must be an integer in 0 ... 2**63 - 1", room=room)
-    return number
+    checked = as_room(room)
+    if checked is None:
+        detail = f"an integer in 0 ... 2**63 - 1, or a string of 1 to {MAX_ROOM_BYTES} bytes of UTF-8"
+        raise LocalProtocolError(f"room must be {detail}", room=room)
+    return checked
+
+
+def check_label(label: object) -> str | None:
+    """Give the label of a transfer.
+
+    Raises:
+        LocalProtocolError: It is neither a string of at most 256 characters nor None.
+    """
+    if label is None or (isinstance(label, str) and len(label) <= MAX_LABEL):
+        return label
+    raise LocalProtocolError(f"label must be a string of at most {MAX_LABEL} characters", label=label)
 
 
 class Home(Protocol):
@@ -52,6 +61,7 @@ class Transfer(abc.ABC):
 
     Attributes:
         room: The router's id of the request.
+        label: The engine's own id of it, for log lines.
         outcome: Whether it succeeded; decided once.
         memory: Whether somebody can still touch its pages.
         failure: Why it did not succeed, once that is decided.
@@ -68,14 +78,16 @@ class Transfer(abc.ABC):
         "_opened_at",
         "_settled",
         "failure",
+        "label",
         "memory",
         "on_change",
         "outcome",
         "room",
     )
 
-    def __init__(self, home: Home, room: int) -> None:
+    def __init__(self, home: Home, room: RoomId, label: str | None = None) -> None:
         self.room = check_room(room)
+        self.label = check_label(label)
         self.outcome = Outcome.PENDING
         self.memory = Memory.SAFE
         self.failure: Failure | None = None

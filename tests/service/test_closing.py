@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import socket
 import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
@@ -30,7 +29,7 @@ from tests.support.instances import (
     make_pool,
     prefill_config,
 )
-from tests.support.ports import unused_port
+from tests.support.ports import is_free, unused_port
 from tests.support.slow import MOONCAKE_SLOWLY
 from tests.support.waiting import until
 
@@ -415,8 +414,3 @@ async def test_cancelled_registry_leaves_its_port() -> None:
         async with kvflow.Registry(f"tcp://127.0.0.1:{port}"):
             await anyio.sleep_forever()
     await until(lambda: is_free(port))
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as asked:
-        return asked.connect_ex(("127.0.0.1", port)) != 0

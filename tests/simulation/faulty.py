@@ -12,8 +12,9 @@ from kvflow.stages import aggregate
 from kvflow.stages.submit import Submit
 from kvflow.state import tables
 from kvflow.state.decode import core as decode_core
+from kvflow.state.decode import handshake, progress
+from kvflow.state.decode import instances as decode_instances
 from kvflow.state.decode import peers as decode_peers
-from kvflow.state.decode import progress
 from kvflow.state.decode import room as decode_room
 from kvflow.state.decode import rooms as decode_rooms
 from kvflow.state.effects import DecodeEffect, DropPlan, PostPlan, PrefillEffect, WrittenBy
@@ -350,6 +351,11 @@ def windows_of_the_lost_go_to_others_without_a_proof(patch: Patch) -> None:
     patch.setattr(decode_core.DecodeCore, "_left", left)
 
 
+def tickets_are_good_for_any_process(patch: Patch) -> None:
+    patch.setattr(decode_instances.Instance, "is_meant_by", lambda *_: True)
+    patch.setattr(handshake.Instances, "_fail_outdated", lambda *_: [])
+
+
 def quiesced_pages_are_not_waited_for(patch: Patch) -> None:
     patch.setattr(prefill_room.Delivery, "reads_pages", property(lambda _: False))
 
@@ -437,6 +443,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     slots_of_writes_that_linger_are_used_again,
     slots_are_not_asked_for,
     windows_of_the_lost_go_to_others_without_a_proof,
+    tickets_are_good_for_any_process,
     quiesced_pages_are_not_waited_for,
     plans_of_quiesced_pages_are_not_waited_for,
     tokens_that_were_forgotten_do_not_come_again,

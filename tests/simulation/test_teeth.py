@@ -51,6 +51,7 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "slots_of_writes_that_linger_are_used_again": "kvflow-slot-of-a-lingering-write",
         "slots_are_not_asked_for": 18,
         "windows_of_the_lost_go_to_others_without_a_proof": "kvflow-window-of-a-dead-rank",
+        "tickets_are_good_for_any_process": "kvflow-ticket-of-the-process-before",
         "goodbye_is_said_first_and_proofs_after_it_are_dropped": 158,
         "the_fate_of_rooms_decides_about_an_instance": 3,
         "sockets_have_no_heartbeats": 10,

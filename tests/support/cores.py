@@ -10,6 +10,7 @@ from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.routes import Route, compile_routes
 from kvflow.geometry.split import SplitPolicy
+from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.decode.core import DecodeCore
 from kvflow.state.effects import (
@@ -373,7 +374,7 @@ class DecodeDriver:
         return self.welcome(hellos)
 
 
-def grant(room: int = 7, generation: int = 1, tokens: tuple[int, int] = (0, 8), **changes: object) -> Grant:
+def grant(room: RoomId = 7, generation: int = 1, tokens: tuple[int, int] = (0, 8), **changes: object) -> Grant:
     fields: dict[str, object] = {
         "token": 99,
         "pages": {"kv": b"\0" * 4},

@@ -1,10 +1,10 @@
 """A prefill instance in a process of its own: `python -m tests.support.prefill_process OPTIONS`.
 
-Told to `send` a room, it sends the first page, reports `half`, and sends the rest when it is told to `finish`, or
-gives the room up when it is told to `abort`; then it reports `over`. Told to `hold` before that, it holds the
-interpreter for so many seconds, and reports `held`. Told to `preempt` a room, it sends it page by page, takes the pages
-back in the middle of that, overwrites them, reports `quiesced`, and goes on from others. On SIGTERM it finishes what it
-has begun, reports `drained` and ends.
+Asked for a `ticket`, it gives one. Told to `send` a room, it sends the first page, reports `half`, and sends the rest
+when it is told to `finish`, or gives the room up when it is told to `abort`; then it reports `over`. Told to `hold`
+before that, it holds the interpreter for so many seconds, and reports `held`. Told to `preempt` a room, it sends it
+page by page, takes the pages back in the middle of that, overwrites them, reports `quiesced`, and goes on from others.
+On SIGTERM it finishes what it has begun, reports `drained` and ends.
 """
 
 import ctypes
@@ -33,9 +33,9 @@ MANY_PAGES = 28
 
 
 class PrefillOptions(msgspec.Struct, frozen=True):
-    """Where it is found, what finds it, and further settings."""
+    """Who finds it, itself if nobody, where it listens, and further settings."""
 
-    registry: str
+    registry: str | None
     bind: str
     settings: dict[str, Any] = {}
 
@@ -60,7 +60,10 @@ def fill(pool: Pool, value: int, num_pages: int | None = None) -> None:
 
 async def serve(rank: kvflow.PrefillRank, pool: Pool, line: Line, until_done: anyio.CancelScope) -> None:
     line.report("ready")
-    while (order := await next_order(line))["do"] in ("send", "preempt"):
+    while (order := await next_order(line))["do"] in ("send", "preempt", "ticket"):
+        if order["do"] == "ticket":
+            line.report("ticket", room=order["room"], ticket=rank.ticket(order["room"]))
+            continue
         with suppress(kvflow.TransferFailed):  # the other side says so, too
             if order["do"] == "send":
                 await send(rank, order["room"], line)

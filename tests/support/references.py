@@ -36,7 +36,7 @@ TITLES: Final = {
 
 GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "ranks": {
-        "kvflow.PrefillRank": ("endpoint", "send", "statistics"),
+        "kvflow.PrefillRank": ("endpoint", "send", "ticket", "statistics"),
         "kvflow.DecodeRank": ("receive", "statistics"),
         "kvflow.rank.Rank": RANK,
     },
@@ -61,7 +61,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.KVLayout": (),
         "kvflow.head_range": (),
     },
-    "registry": {"kvflow.Registry": ()},
+    "registry": {"kvflow.Endpoint": ("parse",), "kvflow.Registry": ()},
     "observation": {
         "kvflow.RankStatistics": (),
         "kvflow.statistics.StagingStatistics": (),
@@ -70,7 +70,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.known_backends": (),
     },
     "blocking": {
-        "kvflow.blocking.PrefillRank": ("endpoint", "send"),
+        "kvflow.blocking.PrefillRank": ("endpoint", "send", "ticket"),
         "kvflow.blocking.DecodeRank": ("receive",),
         "kvflow.blocking._BlockingRank": ("open", "close", "completed", "wait_any", "fileno", *RANK, "statistics"),
         "kvflow.blocking.TransferUpdate": (),

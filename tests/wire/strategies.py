@@ -103,7 +103,8 @@ windows: Final = st.builds(
     slot_bytes=st.integers(1, 2**53 - 1),
     num_slots=st.integers(1, 4_096),
 )
-transfer_ids: Final = {"room": signed, "generation": signed}
+rooms: Final = st.integers(0, 2**63 - 1) | st.text(min_size=1, max_size=256)
+transfer_ids: Final = {"room": rooms, "generation": signed}
 
 MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
     wm.Register: st.builds(wm.Register, record=records, lease_s=seconds),

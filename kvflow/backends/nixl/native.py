@@ -1,10 +1,12 @@
 """The agents of NIXL that make up one endpoint. Used on the owner thread."""
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from kvflow.backends.metadata import RegisteredMemory
+from kvflow.backends.nixl.arrivals import find_epolls
 from kvflow.backends.nixl.library import error_text
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.layout import MemoryKind
@@ -24,6 +26,9 @@ class NativeAgents:
         plugin: NIXL plugin to use.
         plugin_options: Its parameters.
 
+    Attributes:
+        epolls: As in `find_epolls`, of the first agent.
+
     Raises:
         BackendUnavailable: The plugin does not start.
     """
@@ -33,7 +38,8 @@ class NativeAgents:
         self._start = functools.partial(_start, api, plugin=plugin, plugin_options=plugin_options)
         self._rows: dict[MemoryKind, list[tuple[int, int, int, str]]] = {}
         self._registered: list[tuple[Any, Any]] = []
-        self._agents: list[Any] = [self._start(name)]
+        first, self.epolls = find_epolls(lambda: self._start(name))
+        self._agents: list[Any] = [first]
 
     def __len__(self) -> int:
         return len(self._agents)
@@ -89,6 +95,9 @@ class NativeAgents:
         Args:
             clean_up: Makes the calls.
         """
+        epolls, self.epolls = self.epolls, ()
+        for fd in epolls:
+            os.close(fd)
         for agent, registered in self._registered:
             clean_up(agent.deregister_memory, registered)
         self._registered.clear()

@@ -7,7 +7,10 @@ what to do, in order. Equal events at equal times give equal effects, so any run
 from collections.abc import Hashable
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from kvflow.errors import FailureReason, Stage
+from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.decode.handshake import Instances
 from kvflow.state.decode.peers import PeerForgotten, PingDue, PrefillPeers, ProbeDue
@@ -18,6 +21,7 @@ from kvflow.state.effects import CountAnomaly, DecodeEffect, WatchNotices
 from kvflow.state.leaving import Leaving
 from kvflow.state.peers import LeaseCheck, is_genuine, log_loss
 from kvflow.state.quarantine import Quarantine
+from kvflow.state.rehearsal import REHEARSED
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import (
@@ -52,6 +56,7 @@ class DecodeCore:
 
     def __init__(self, me: PeerId, settings: DecodeSettings) -> None:
         self.me = me
+        self._settings = settings
         self.timers: Timers[Hashable] = Timers()
         self.quarantine = Quarantine(settings.limits)
         self.peers = PrefillPeers(me, settings, self.timers)
@@ -125,6 +130,22 @@ class DecodeCore:
         """Staging windows that are left."""
         return self.windows.num_windows - self.windows.num_taken
 
+    def understudy(self, room: RoomId, now: float) -> tuple["DecodeCore", list[Notice]] | None:
+        """Make a core that knows one granted room and nothing else, to rehearse what becomes of it.
+
+        Returns:
+            The core, and the notices with which the prefill ranks end it, for the room `REHEARSED`; None if the room is
+            not granted.
+        """
+        known = self.rooms.rooms.get(self.rooms.generations.get(room, 0))
+        if known is None or not known.granted or not known.state.is_pending:
+            return None
+        other = DecodeCore(self.me, self._settings)
+        opened = replace(known.opened, room=REHEARSED, digest=False)
+        rehearsed = other.rooms.open(opened, now)
+        other.rooms.grant(rehearsed, tuple(progress.rank for progress in known.ranks.values()), now)
+        return other, [progress.only_notice(opened) for progress in rehearsed.ranks.values()]
+
     def _handle(self, event: ev.DecodeEvent, now: float) -> list[DecodeEffect]:  # noqa: C901, PLR0912 - one arm an event
         match event:
             case ev.MessageReceived():
@@ -160,8 +181,8 @@ class DecodeCore:
                 effects = self.rooms.scattered(event, now)
                 self._reclaim_windows()
                 return effects
-            case ev.QuarantineReleased():
-                return self.rooms.release(event.key, now)
+            case ev.QuarantineReleased(key):
+                return self.rooms.release(key, now)
             case ev.DrainStarted():
                 self._leaving.drain(event.failure)
                 return []

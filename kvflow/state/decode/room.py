@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvflow.errors import FailureReason, Stage
+from kvflow.room import RoomId
 from kvflow.state.decode.progress import RankProgress, Tally
 from kvflow.state.effects import (
     CountAnomaly,
@@ -74,7 +75,7 @@ class Room:
         self._granted: tuple[PeerId, ...] = ()
 
     @property
-    def room(self) -> int:
+    def room(self) -> RoomId:
         """The router's id of the request."""
         return self.opened.room
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
+from kvflow.room import RoomId
 from kvflow.state.closed import ClosedGenerations
 from kvflow.state.decode.room import ReceiveContext, Room
 from kvflow.state.effects import CountAnomaly, DecodeEffect, SendMessage
@@ -59,7 +60,7 @@ class ReceiveUndrained(msgspec.Struct, frozen=True):
 class _Ended(NamedTuple):
     """How a transfer ended; no failure for a success."""
 
-    room: int
+    room: RoomId
     granted: tuple[PeerId, ...]
     failure: Failure | None
 
@@ -75,7 +76,7 @@ class Rooms:
         self, context: ReceiveContext, settings: DecodeSettings, timers: Timers[Hashable], quarantine: Quarantine
     ) -> None:
         self.rooms: dict[int, Room] = {}
-        self.generations: dict[int, int] = {}
+        self.generations: dict[RoomId, int] = {}
         self._context = context
         self._timeouts = settings.timeouts
         self._limits = settings.limits
@@ -119,18 +120,18 @@ class Rooms:
         """End a room without success."""
         return self._follow(room, room.stop(Signal.FAILED, failure), now)
 
-    def abort(self, number: int, failure: Failure, now: float) -> list[DecodeEffect]:
+    def abort(self, number: RoomId, failure: Failure, now: float) -> list[DecodeEffect]:
         """End a room because its engine gave it up."""
         room = self.rooms.get(self.generations.get(number, 0))
         return self._follow(room, room.stop(Signal.ABORTED, failure), now) if room else []
 
-    def release(self, generation: int, now: float) -> list[DecodeEffect]:
+    def release(self, generation: RoomId, now: float) -> list[DecodeEffect]:
         """Take the pages of a transfer in quarantine back without a proof.
 
         Raises:
             LocalProtocolError: The transfer is not in quarantine, or its pages are still being written from here.
         """
-        room = self.rooms.get(generation)
+        room = self.rooms.get(generation) if isinstance(generation, int) else None
         if room is None or room.state.memory is not Memory.QUARANTINED:
             raise LocalProtocolError("transfer is not in quarantine", generation=generation)
         if room.is_scattering:
@@ -291,7 +292,7 @@ class Rooms:
 
     # Rooms -----------------------------------------------------------------------------------------------------------
 
-    def _answer_closed(self, room: int, generation: int, peer: PeerId | None, anomaly: str) -> list[DecodeEffect]:
+    def _answer_closed(self, room: RoomId, generation: int, peer: PeerId | None, anomaly: str) -> list[DecodeEffect]:
         """Tell a rank how a transfer has ended that it still talks about."""
         ended = self._closed.result(generation)
         if ended is None or ended.room != room or (peer is not None and peer not in ended.granted):
@@ -332,7 +333,7 @@ class Rooms:
             self.rooms.pop(generation, None)
         return effects
 
-    def _find(self, number: int, generation: int) -> Room | None:
+    def _find(self, number: RoomId, generation: int) -> Room | None:
         room = self.rooms.get(generation)
         return room if room is not None and room.room == number else None
 

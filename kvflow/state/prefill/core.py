@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
 from kvflow.geometry.pack import is_head_major
+from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.effects import (
     AdmitChunks,
@@ -33,6 +34,7 @@ from kvflow.state.prefill.room import SendContext
 from kvflow.state.prefill.rooms import PostStalled, Rooms
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool, SlotUnreturned
 from kvflow.state.quarantine import Quarantine
+from kvflow.state.rehearsal import REHEARSED, first_page_of
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import (
@@ -117,12 +119,12 @@ class PrefillCore:
         """When `TimePassed` is due, or None while no timer is set."""
         return self.timers.next()
 
-    def has_capacity(self, room: int) -> bool:
+    def has_capacity(self, room: RoomId) -> bool:
         """Say whether a chunk of this room may be offered now: no decode rank that asked has too much in line."""
         known = self.rooms.rooms.get(room)
         return known is None or self.queue.has_capacity(known.peers)
 
-    def peers_of(self, room: int) -> list[PeerId]:
+    def peers_of(self, room: RoomId) -> list[PeerId]:
         """Decode ranks that have asked for a room."""
         known = self.rooms.rooms.get(room)
         return [] if known is None else known.peers
@@ -170,6 +172,24 @@ class PrefillCore:
     def slots_lost(self) -> int:
         """Staging slots, own ones and those of decode ranks, that are out of use."""
         return self.local_slots.num_lost + self.slots.num_lost
+
+    def understudy(self, room: RoomId, now: float) -> "tuple[PrefillCore, Grant] | None":
+        """Make a core that knows one granted room and nothing else, to rehearse what becomes of it.
+
+        Returns:
+            The core, and the grant, which is of one page for the room `REHEARSED`; None if no decode rank waits for
+            chunks of the room.
+        """
+        known = self.rooms.rooms.get(room)
+        delivery = known.next_delivery if known is not None else None
+        peer = self.peers.find(delivery.id.peer) if delivery is not None else None
+        if delivery is None or peer is None:
+            return None
+        other = PrefillCore(self.me, self._settings)
+        grant = first_page_of(delivery.grant, peer.link.layout)
+        other.rooms.open(REHEARSED, now)
+        other.rooms.grant(other.peers.adopt(peer, now), grant, now)
+        return other, grant
 
     def _handle(self, event: ev.PrefillEvent, now: float) -> list[PrefillEffect]:  # noqa: C901, PLR0912 - one arm an event
         match event:

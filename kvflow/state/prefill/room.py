@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
 from kvflow.geometry.ranges import ALL_LAYERS, TokenRange, hull
+from kvflow.room import RoomId
 from kvflow.state.effects import (
     AwaitData,
     DropPlan,
@@ -501,7 +502,7 @@ class Room:
         told: Decode ranks that know that it has failed, besides those that it has deliveries to.
     """
 
-    def __init__(self, context: SendContext, room: int) -> None:
+    def __init__(self, context: SendContext, room: RoomId) -> None:
         self.room = room
         self.state = TransferState()
         self.failure: Failure | None = None
@@ -539,6 +540,13 @@ class Room:
     def peers(self) -> list[PeerId]:
         """Decode ranks that have asked for it."""
         return [delivery.id.peer for delivery in self.deliveries.values()]
+
+    @property
+    def next_delivery(self) -> Delivery | None:
+        """A delivery for which chunks are to come."""
+        if self.is_finished or not self.state.is_pending:
+            return None
+        return next(iter(self.deliveries.values()), None)
 
     def delivery_to(self, peer: PeerId) -> Delivery | None:
         """Find what is sent to this incarnation of a decode rank."""

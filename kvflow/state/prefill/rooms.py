@@ -6,6 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
+from kvflow.room import RoomId
 from kvflow.state.effects import CountAnomaly, DropPlan, PostPlan, PrefillEffect
 from kvflow.state.events import (
     Chunk,
@@ -40,20 +41,20 @@ MAX_BACKOFF = 8
 class RoomUnopened(msgspec.Struct, frozen=True):
     """Timer: the engine must open this room before the grant runs out."""
 
-    room: int
+    room: RoomId
     peer: PeerId
 
 
 class DeclineForgotten(msgspec.Struct, frozen=True):
     """Timer: a room that was declined was not opened; it may be another request by now."""
 
-    room: int
+    room: RoomId
 
 
 class RoomUngranted(msgspec.Struct, frozen=True):
     """Timer: every decode rank must have granted after the last chunk."""
 
-    room: int
+    room: RoomId
 
 
 class DeliveryDeadline(msgspec.Struct, frozen=True):
@@ -77,13 +78,13 @@ class DeliveryUnanswered(msgspec.Struct, frozen=True):
 class RoomUnquiesced(msgspec.Struct, frozen=True):
     """Timer: posts must have ended after the engine has asked for its pages."""
 
-    room: int
+    room: RoomId
 
 
 class RoomUndrained(msgspec.Struct, frozen=True):
     """Timer: posts must have ended after the room has."""
 
-    room: int
+    room: RoomId
 
 
 class _FailedRoom(NamedTuple):
@@ -107,21 +108,21 @@ class Rooms:
     """
 
     def __init__(self, context: SendContext, timers: Timers[Hashable], quarantine: Quarantine) -> None:
-        self.rooms: dict[int, Room] = {}
+        self.rooms: dict[RoomId, Room] = {}
         self.unfenced: dict[DeliveryId, Delivery] = {}
         self._context = context
         self._timeouts = context.settings.timeouts
         self._limits = context.settings.limits
         self._timers = timers
         self._quarantine = quarantine
-        self._waiting: dict[int, dict[PeerId, Grant]] = {}
+        self._waiting: dict[RoomId, dict[PeerId, Grant]] = {}
         self.num_waiting = 0
-        self._failed: dict[int, _FailedRoom] = {}
-        self._declined: dict[int, dict[RankId, Failure]] = {}
+        self._failed: dict[RoomId, _FailedRoom] = {}
+        self._declined: dict[RoomId, dict[RankId, Failure]] = {}
 
     # What the engine wants -------------------------------------------------------------------------------------------
 
-    def open(self, room: int, now: float) -> list[PrefillEffect]:
+    def open(self, room: RoomId, now: float) -> list[PrefillEffect]:
         """Start a room; grants that came before are served now.
 
         Raises:
@@ -145,7 +146,7 @@ class Rooms:
             self._tell(room, declined)
         return effects
 
-    def offer(self, room: int, chunk: Chunk, footprint: Footprint, now: float) -> list[PrefillEffect]:
+    def offer(self, room: RoomId, chunk: Chunk, footprint: Footprint, now: float) -> list[PrefillEffect]:
         """Take a chunk from the engine.
 
         Raises:
@@ -154,7 +155,7 @@ class Rooms:
         known = self._known(room)
         return self._follow(known, known.offer(chunk, footprint, now), now)
 
-    def quiesce(self, room: int, now: float) -> list[PrefillEffect]:
+    def quiesce(self, room: RoomId, now: float) -> list[PrefillEffect]:
         """See to it that nothing reads the pages of a room, which goes on later.
 
         Raises:
@@ -164,12 +165,12 @@ class Rooms:
         known.quiesce()
         return self._follow(known, known.review(), now)
 
-    def abort(self, room: int, failure: Failure, now: float) -> list[PrefillEffect]:
+    def abort(self, room: RoomId, failure: Failure, now: float) -> list[PrefillEffect]:
         """End a room because its engine gave it up."""
         known = self.rooms.get(room)
         return self._follow(known, known.stop(Signal.ABORTED, failure), now) if known else []
 
-    def release(self, room: int, now: float) -> list[PrefillEffect]:
+    def release(self, room: RoomId, now: float) -> list[PrefillEffect]:
         """Take the pages of a room in quarantine back without a proof.
 
         Raises:
@@ -309,7 +310,7 @@ class Rooms:
         deliveries = (room.delivery_to(peer) for room in self.rooms.values())
         return all(delivery.is_fenced for delivery in deliveries if delivery is not None)
 
-    def is_waited_for(self, room: int) -> bool:
+    def is_waited_for(self, room: RoomId) -> bool:
         """Say whether a grant waits for a room to be opened."""
         return room in self._waiting
 
@@ -435,7 +436,7 @@ class Rooms:
             self._context.queue.end(delivery, seq, PieceEnd.IN_DOUBT)
             self._context.slots.in_doubt(delivery, seq)
 
-    def _fail(self, number: int, failure: Failure, now: float) -> list[PrefillEffect]:
+    def _fail(self, number: RoomId, failure: Failure, now: float) -> list[PrefillEffect]:
         room = self._known(number)
         return self._follow(room, room.stop(Signal.FAILED, failure), now)
 
@@ -500,7 +501,7 @@ class Rooms:
             failure = closed.failure
         return self._refuse(peer.id, grant, failure)
 
-    def _take_waiting(self, room: int, peer: PeerId) -> Grant:
+    def _take_waiting(self, room: RoomId, peer: PeerId) -> Grant:
         self._timers.clear(RoomUnopened(room, peer))
         grant = self._waiting[room].pop(peer)
         self.num_waiting -= 1
@@ -511,7 +512,7 @@ class Rooms:
     def _time_to_open(self, grant: Grant) -> float:
         return min(grant.timeout_s, self._timeouts.open_s)
 
-    def _remember_decline(self, room: int, rank: RankId, failure: Failure, now: float) -> None:
+    def _remember_decline(self, room: RoomId, rank: RankId, failure: Failure, now: float) -> None:
         self._declined.setdefault(room, {})[rank] = failure
         self._timers.set(DeclineForgotten(room), now + self._timeouts.open_s)
         while len(self._declined) > MAX_DECLINED:
@@ -519,7 +520,7 @@ class Rooms:
             del self._declined[oldest]
             self._timers.clear(DeclineForgotten(oldest))
 
-    def _forget_declines(self, room: int, rank: RankId) -> None:
+    def _forget_declines(self, room: RoomId, rank: RankId) -> None:
         """Note that a decode rank asks anew for a room, or that the request goes to another instance now."""
         declined = self._declined.get(room)
         if declined is None:
@@ -531,7 +532,7 @@ class Rooms:
         del self._declined[room]
         self._timers.clear(DeclineForgotten(room))
 
-    def _tell(self, room: int, ranks: dict[RankId, Failure]) -> None:
+    def _tell(self, room: RoomId, ranks: dict[RankId, Failure]) -> None:
         """Note that decode ranks know of a room's failure: what they ask for next is another try."""
         failed, known = self._failed.get(room), self.rooms.get(room)
         if failed is not None:
@@ -627,7 +628,7 @@ class Rooms:
             return None, None
         return room, delivery
 
-    def _known(self, number: int) -> Room:
+    def _known(self, number: RoomId) -> Room:
         room = self.rooms.get(number)
         if room is None:
             raise LocalProtocolError("room is not open", room=number)

@@ -13,6 +13,7 @@ from kvflow.geometry.binding import bind_route
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.routes import compile_routes
+from kvflow.room import RoomId
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.decode.core import DecodeCore
@@ -88,7 +89,7 @@ class Setup(NamedTuple):
 
     num_prefill: int = 1
     num_decode: int = 1
-    rooms: tuple[int, ...] = (1,)
+    rooms: tuple[RoomId, ...] = (1,)
     num_writes: int = 1
     max_faults: int = 1
     faults: tuple[Fault, ...] = FAULTS
@@ -222,9 +223,9 @@ class SmallWorld:
         self._num_tokens = num_tokens
         self._generations = {room: number for number, room in enumerate(setup.rooms, 1)}
         self.script: list[tuple[str, int, Any]] = [item for room in setup.rooms for item in self._requests(room)]
-        self.quiescing: dict[tuple[int, int], None] = {}
-        self.sent: dict[tuple[int, int], tuple[Outcome, Memory]] = {}
-        self.received: dict[tuple[int, int], tuple[Outcome, Memory]] = {}
+        self.quiescing: dict[tuple[int, RoomId], None] = {}
+        self.sent: dict[tuple[int, RoomId], tuple[Outcome, Memory]] = {}
+        self.received: dict[tuple[int, RoomId], tuple[Outcome, Memory]] = {}
         if setup.is_connected:
             self._connect_all()
 
@@ -531,7 +532,7 @@ class SmallWorld:
         if outcome is Outcome.SUCCESS and is_acknowledged and before[1] is not Memory.SAFE:
             raise PromiseBroken("pages are held until decode has everything, although every write has ended", **told)
 
-    def _check_sent(self, number: int, room: int) -> None:
+    def _check_sent(self, number: int, room: RoomId) -> None:
         outcome, memory = self.sent[number, room]
         is_reading = any(
             post.prefill == number and post.delivery.room == room for post in (*self.posts, *self.in_doubt)
@@ -566,7 +567,7 @@ class SmallWorld:
             if rank == number and self.sent.get((number, room)) == (Outcome.PENDING, Memory.SAFE):
                 raise PromiseBroken("pages are quiet, but the engine is not told", room=room)
 
-    def _check_quiesced(self, number: int, room: int) -> None:
+    def _check_quiesced(self, number: int, room: RoomId) -> None:
         if (number, room) not in self.quiescing:
             raise PromiseBroken("an engine is told that its pages are quiet, but has not asked", room=room)
         del self.quiescing[number, room]
@@ -697,7 +698,7 @@ class SmallWorld:
 
     # The beginning ---------------------------------------------------------------------------------------------------
 
-    def _requests(self, room: int) -> list[tuple[str, int, Any]]:
+    def _requests(self, room: RoomId) -> list[tuple[str, int, Any]]:
         """What the engines of all ranks do for one room."""
         num_tokens = self._num_tokens
         pages = np.arange(num_tokens, dtype="<u4")
@@ -720,7 +721,7 @@ class SmallWorld:
             script.append(("D", number, opened))
         return script
 
-    def _chunk(self, room: int, start: int) -> ev.ChunkOffered:
+    def _chunk(self, room: RoomId, start: int) -> ev.ChunkOffered:
         """The last chunk of a room."""
         tokens = (start, self._num_tokens)
         table = PageTable(np.arange(*tokens, dtype="<u4"), start, 1)

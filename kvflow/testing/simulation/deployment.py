@@ -186,14 +186,14 @@ class Deployment:
             return None
         return str(self._endpoint(first)) if self._answers(first) else REGISTRY
 
-    def refer(self, request: Request, former: Request | None) -> Request:
-        """Draw how a request refers to its prefill instance, perhaps by the ticket of a try during faults."""
+    def refer(self, request: Request) -> Request:
+        """Draw how a request refers to its prefill instance; while faults are injected, tickets may be stale."""
         if self._references is None:
             return request
         ranks = self.instances[request.prefill].ranks
         workers = [worker for rank in ranks if isinstance(worker := self.workers[rank], PrefillWorker)]
-        is_former = former is not None and former.prefill == request.prefill and self.restart_s != SOON_S
-        reference = self._references.draw(request, self._endpoint(ranks[0]), workers, former if is_former else None)
+        stale = self.restart_s != SOON_S
+        reference = self._references.of(request, self._endpoint(ranks[0]), workers, may_be_stale=stale)
         return dataclasses.replace(request, reference=reference)
 
     def _ended(self, worker: Worker) -> None:
@@ -202,6 +202,7 @@ class Deployment:
         in_order = worker.is_leaving and is_sound and not process.was_killed
         self.oracle.ended(str(worker.rank_id), in_order=in_order)
         self._said_last[worker.rank_id] = self.world.now
+        self.oracle.gone(worker.backend.agent_name)
         if not worker.is_leaving and not process.has_vanished:
             self.oracle.died(process)
         worker.fail_requests()

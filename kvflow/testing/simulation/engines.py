@@ -9,6 +9,7 @@ import functools
 import itertools
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import anyio
@@ -17,6 +18,7 @@ from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import DecodeRank
 from kvflow.errors import (
     CapacityExceeded,
+    KvflowError,
     LocalProtocolError,
     RankBroken,
     RankDraining,
@@ -352,6 +354,8 @@ class PrefillWorker(Worker):
         last = len(course.cuts) - 1
         for number, (stop, groups) in enumerate(zip(course.cuts, pauses, strict=True)):
             await anyio.sleep(course.pace_s)
+            with suppress(KvflowError):  # the rank is closed or broken, which the next call will say
+                self.rank.rehearse(one.request.room)
             if stop is None:
                 await anyio.sleep_forever()
             elif stop > one.position or number == last:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from kvflow.config import Timeouts
 from kvflow.decode import Handover
 from kvflow.errors import FailureReason
+from kvflow.room import RoomId
 from kvflow.state.tables import Memory, Outcome
 from kvflow.testing.simulation.loop import Violation
 from kvflow.testing.simulation.memory import Lease, Pool
@@ -67,7 +68,7 @@ class Instance:
 class _Mark:
     """What a write is about: the room whose bytes it moves, and the source pages it reads, unless they are staged."""
 
-    room: int
+    room: RoomId
     lease: Lease | None
 
 
@@ -95,14 +96,15 @@ class Oracle:
         self._model = model
         self._instances = instances
         self._timeouts = timeouts
-        self.requests: dict[int, list[Request]] = {}
+        self.requests: dict[RoomId, list[Request]] = {}
         self.sendings: list[Sending] = []
         self.receivings: list[Receiving] = []
-        self._rooms: dict[int, int] = {}
+        self._rooms: dict[int, RoomId] = {}
         self._pools: dict[str, Pool] = {}
         self._windows: dict[tuple[str, int], tuple[int, str]] = {}
         self._issuers: dict[Lease, str] = {}
-        self._succeeded: dict[int, dict[RankId, None]] = {}
+        self._gone: dict[str, float] = {}
+        self._succeeded: dict[RoomId, dict[RankId, None]] = {}
         self._ends: list[tuple[str, float]] = []
         self._writes: dict[Process, list[Write]] = {}
         self._shows_deaths = shows_deaths(world.faults)
@@ -198,6 +200,9 @@ class Oracle:
         if one.has_succeeded:
             return
         one.has_succeeded = True
+        issuer = self._issuers.get(one.lease)
+        if issuer is not None and self._gone.get(issuer, math.inf) < one.opened_at:
+            self._violated(f"{one} succeeds by a ticket of {issuer}, which had ended before")
         room = one.request.room
         for component, tokens in one.ranges.items():
             if tokens[0] < tokens[1]:
@@ -304,6 +309,10 @@ class Oracle:
         """A process has ended; in order means that it could say so to everybody."""
         if not in_order or self._world.now < self._loses_until:
             self._ends.append((name, self._world.now))
+
+    def gone(self, agent: str) -> None:
+        """The incarnation of a rank that a transport knows by a name has ended: nobody uses its tickets from now on."""
+        self._gone[agent] = self._world.now
 
     def overtaken(self, name: str, at: float) -> None:
         """The next incarnation of a rank that left in order may be met before its Goodbye has arrived."""

@@ -75,13 +75,14 @@ class Result:
     story: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None) -> Result:
+def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by_name: bool = False) -> Result:
     """Run a seed.
 
     Args:
         seed: Decides everything.
         tells: Keep a story.
         faults: Instead of drawn ones.
+        by_name: Every request names its instance, as some seeds have it anyway.
     """
     rng = random.Random(f"kvflow {seed}")  # noqa: S311 - chance must be repeatable here
     drawn = draw_faults(rng)
@@ -97,7 +98,7 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None) ->
             tells=tells,
         ) as world:
             world.plane.shares_network = rng.random() < 0.5
-            deployment = _draw_deployment(seed, rng, world)
+            deployment = _draw_deployment(rng, world, None if by_name else seed)
             with watch_logs(deployment):
                 _run_watched(rng, deployment, result)
     finally:
@@ -128,7 +129,7 @@ def _run_watched(rng: random.Random, deployment: Deployment, result: Result) -> 
     result.story = world.story or []
 
 
-def _draw_deployment(seed: int, rng: random.Random, world: World) -> Deployment:
+def _draw_deployment(rng: random.Random, world: World, seed: int | None) -> Deployment:
     instances = []
     is_tight = rng.choice((None, True, False))
     for is_decode, letter in ((False, "prefill"), (True, "decode")):
@@ -165,7 +166,7 @@ def _draw_deployment(seed: int, rng: random.Random, world: World) -> Deployment:
         staging=_draw_staging(rng),
         fixed_ports=rng.random() < 0.5,
         may_lose_messages=may_lose_messages(world.faults),
-        references=_draw_references(seed, instances),
+        references=None if seed is None else _draw_references(seed, instances),
     )
 
 
@@ -174,7 +175,7 @@ def _draw_references(seed: int, instances: list[Instance]) -> References | None:
     rng = random.Random(f"references {seed}")  # noqa: S311 - chance must be repeatable here
     if rng.random() < BY_NAME:
         return None
-    return References(rng, [one.name for one in instances if not one.is_decode])
+    return References.draw(rng, [one.name for one in instances if not one.is_decode])
 
 
 def _draw_preemptions(seed: int) -> random.Random | None:

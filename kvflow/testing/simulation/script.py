@@ -102,6 +102,7 @@ STATEMENTS: Final = {
     r"(?:, decode has (?P<has>\d+))?",
     "open": rf"(?P<who>{WHO}) (?P<verb>opens|cannot open) (?P<room>\d+)",
     "receive": rf"(?P<who>{WHO}) (?P<verb>receives|cannot receive) (?P<room>\d+)(?: within (?P<within>{DURATION}))?",
+    "ticket": rf"(?P<who>{WHO}) gives a ticket for (?P<room>\d+)",
     "compute": rf"(?P<who>{WHO}) computes (?P<room>\d+) up to (?P<stop>\d+)",
     "finish": rf"(?P<who>{WHO}) finishes (?P<room>\d+)",
     "preempt": rf"(?P<who>{WHO}) preempts (?P<room>\d+)",

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
+from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.decode import handshake
 from kvflow.state.effects import (
@@ -475,7 +476,7 @@ def test_another_instance_is_not_blamed(core: DecodeDriver) -> None:
 # Declines ------------------------------------------------------------------------------------------------------------
 
 
-def declined(effects: list[DecodeEffect]) -> list[tuple[PeerId, int]]:
+def declined(effects: list[DecodeEffect]) -> list[tuple[PeerId, RoomId]]:
     return [(to, decline.room) for to, decline in messages(effects, Decline) if isinstance(decline, Decline)]
 
 
