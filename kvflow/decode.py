@@ -160,6 +160,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             ConfigError: `num_ranks`, `timeout_s`, `priority` or `digest` is unusable, or `prefill` needs a registry.
             TicketError: The ticket is malformed, or it is for another room, model or protocol version.
             LocalProtocolError: On entry: the room is being received already, or the rank is not open.
+            PagesInUse: On entry: another transfer may still be written to one of the pages.
             CapacityExceeded: On entry: too many rooms are open, or too much memory is in quarantine.
             RankDraining: On entry: the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
@@ -193,7 +194,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             ticket.check(None if room is None else check_room(room), self.layout.fingerprint)
             return ticket.room, ev.InstanceAt(ticket.address, ticket.issuer.rank.instance), ticket.issuer
         if room is None:
-            raise LocalProtocolError("room must be an integer, or come with a ticket", room=room)
+            raise LocalProtocolError("room must be an integer or a string, or come with a ticket", room=room)
         room = check_room(room)
         if isinstance(prefill, Endpoint):
             return room, ev.InstanceAt(str(prefill)), None
@@ -312,8 +313,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             backend_metadata=backend.metadata(),
             ends_with_process=backend.capabilities.ends_with_process,
             staging=windows,
-            agent=backend.shared_agent,
             proofs=config.proofs,
+            agent=backend.shared_agent,
         )
         self._directories = Directories(config.registry, self._ports, self._log, self._take_records)
         self._resources.callback(self._directories.close)

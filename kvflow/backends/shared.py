@@ -320,6 +320,7 @@ class RankEndpoint(Backend):
 
     @override
     def domain(self) -> bytes:
+        self._check_registered()
         return self._shared.inner.domain()
 
     @override

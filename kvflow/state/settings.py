@@ -79,8 +79,8 @@ class DecodeSettings(msgspec.Struct, frozen=True):
         backend_metadata: What a peer's transport needs to write here.
         ends_with_process: The transport lets nothing land any more once the process that wrote has ended.
         staging: For windows of prefill ranks; nobody packs if None.
-        agent: Name of the transport's agent, if this rank shares it.
         proofs: What proves that a prefill process can write nothing any more.
+        agent: Name of the transport's agent, if this rank shares it.
     """
 
     timeouts: Timeouts
@@ -90,5 +90,5 @@ class DecodeSettings(msgspec.Struct, frozen=True):
     backend_metadata: bytes
     ends_with_process: bool
     staging: WindowSettings | None = None
-    agent: str | None = None
     proofs: Proofs = Proofs()
+    agent: str | None = None

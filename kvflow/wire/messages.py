@@ -4,10 +4,10 @@ Version history:
     1: first version.
     2: a Notice may be of some layers only (`layers`).
     3: standard names for messages and fields; Welcome and Refuse repeat the attempt that they answer; Decline and
-       RegistrationConflict are new; Goodbye says whether it is a fence; Welcome names a domain. Versions 1 and 2 were
-       never deployed and are not spoken any more. Lookup and Records have numbers, and a Lookup may leave the name of
-       the instance to whoever answers; a rank that answers for its instance refuses to register others by Refuse.
-       Rooms may be strings. A Hello names an agent of the transport that ranks share (`agent`).
+       RegistrationConflict are new; Goodbye says whether it is a fence; Welcome names a domain, and Hello an agent of
+       the transport that ranks share. Versions 1 and 2 were never deployed and are not spoken any more. Lookup and
+       Records have numbers, and a Lookup may leave the name of the instance to whoever answers; a rank that answers for
+       its instance refuses to register others by Refuse. Rooms may be strings.
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.
