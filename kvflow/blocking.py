@@ -22,6 +22,7 @@ from kvflow.aio.loop_thread import LoopThread
 from kvflow.aio.rehearsals import Rehearsals
 from kvflow.aio.switching import SWITCHING
 from kvflow.backends.base import Backend
+from kvflow.backends.shared import SharedBackend
 from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import Handover, Prefill
 from kvflow.errors import (
@@ -30,6 +31,7 @@ from kvflow.errors import (
     FailureReason,
     KvflowError,
     LocalProtocolError,
+    PagesInUse,
     RankBroken,
     RankDraining,
 )
@@ -37,6 +39,7 @@ from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
 from kvflow.ports import Ports
+from kvflow.quarantine import QuarantineRecord
 from kvflow.room import RoomId
 from kvflow.stages.enqueue import finish_chunk, make_chunk
 from kvflow.state.events import Chunk, LayersReady, ReadyEvent
@@ -130,6 +133,15 @@ class _BlockingTransfer:
         changes.wait(lambda: self.is_settled or changes.is_closed, timeout_s)
         return self.outcome
 
+    def until_safe(self, timeout_s: float | None = None) -> Memory:
+        """Wait until nobody can touch the pages any more, until the rank is closed, or until the time is up.
+
+        For scripts; a scheduler sees it in `completed`.
+        """
+        changes = self._rank._changes
+        changes.wait(lambda: self.memory is Memory.SAFE or changes.is_closed, timeout_s)
+        return self.memory
+
     def abort(self) -> None:
         """Give the transfer up. Its pages may not be safe yet: `memory` says so. Does nothing after the end."""
         if self.outcome is Outcome.PENDING:
@@ -197,6 +209,8 @@ def _reason_of(error: KvflowError) -> FailureReason:
             return FailureReason.PEER_CLOSED
         case RankBroken():
             return FailureReason.BROKEN
+        case PagesInUse():
+            return FailureReason.PAGES_IN_USE
         case _:
             return FailureReason.PROTOCOL
 
@@ -487,9 +501,8 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
     def completed(self) -> list[TransferUpdate[AnyTransfer]]:
         """Tell of each transfer whose outcome or memory has changed since the last call. Call it in every step.
 
-        A sender is told of also when every decode rank has granted (`wanted`), and when it `is_quiesced`. Changes that come together are told
-        together, and no two records of a transfer are the same. What nobody has asked for is kept. Works after closing,
-        too.
+        A sender is told of also when every decode rank has granted (`wanted`), and when it `is_quiesced`. Changes that
+        come together are told together. What nobody has asked for is kept. Works after closing, too.
         """
         updates = (_take_update(transfer) for transfer in self._changes.take())
         return [update for update in updates if update is not None]
@@ -534,29 +547,24 @@ class _BlockingRank(Generic[AnyRank, AnyTransfer]):
         """
         return self._call(self._opened.statistics)
 
-    def quarantined(self) -> list[RoomId]:
-        """Rooms of ended transfers whose pages are not proved quiet. Waits for the event loop.
+    def quarantined(self) -> list[QuarantineRecord]:
+        """List ended transfers whose pages are not proved quiet; see `kvflow.DecodeRank.quarantined`. Waits for it.
 
         Raises:
             LocalProtocolError: The rank is not open.
         """
-        return self._call(lambda: [transfer.room for transfer in self._opened.quarantined()])
+        return self._call(self._opened.quarantined)
 
-    def release(self, room: RoomId) -> None:
-        """Take the pages of a room in quarantine back without a proof; see `kvflow.DecodeRank.release`. Waits for it.
+    def release(self, which: RoomId | QuarantineRecord) -> None:
+        """Take pages in quarantine back without a proof; see `kvflow.DecodeRank.release`. Waits for it.
+
+        Args:
+            which: A room, or one of `quarantined()`.
 
         Raises:
-            LocalProtocolError: No transfer of this room is in quarantine, or the rank is not open.
+            LocalProtocolError: It is not in quarantine, or the rank is not open.
         """
-
-        def release() -> None:
-            transfers = [transfer for transfer in self._opened.quarantined() if transfer.room == room]
-            if not transfers:
-                raise LocalProtocolError("room is not in quarantine", room=room)
-            for transfer in transfers:
-                self._opened.release(transfer)
-
-        self._call(release)
+        self._call(lambda: self._opened.release(which))
 
     def start_drain(self) -> None:
         """Take nothing new, and let what is open end; see `kvflow.DecodeRank.start_drain`.
@@ -670,7 +678,8 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank, BlockingSender]):
     Args:
         config: Settings.
         layout: The pools to send from; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name.
+        backend: A transport to use instead of the one that the settings name. Ranks that share one (a `SharedBackend`)
+            have one `loop`, too.
         loop: The thread to run on; one of its own by default.
         affinity: CPUs of its own thread, see `LoopThread`.
         ports: The world to use instead of the real one.
@@ -680,7 +689,7 @@ class PrefillRank(_BlockingRank[prefill.PrefillRank, BlockingSender]):
         self,
         config: PrefillConfig,
         layout: KVLayout,
-        backend: Backend | None = None,
+        backend: Backend | SharedBackend | None = None,
         *,
         loop: LoopThread | None = None,
         affinity: Collection[int] | None = None,
@@ -726,7 +735,8 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
     Args:
         config: Settings.
         layout: The pools to receive into; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name.
+        backend: A transport to use instead of the one that the settings name. Ranks that share one (a `SharedBackend`)
+            have one `loop`, too.
         loop: The thread to run on; one of its own by default.
         affinity: CPUs of its own thread, see `LoopThread`.
         ports: The world to use instead of the real one.
@@ -736,7 +746,7 @@ class DecodeRank(_BlockingRank[decode.DecodeRank, BlockingReceiver]):
         self,
         config: DecodeConfig,
         layout: KVLayout,
-        backend: Backend | None = None,
+        backend: Backend | SharedBackend | None = None,
         *,
         loop: LoopThread | None = None,
         affinity: Collection[int] | None = None,

@@ -13,6 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from kvflow.backends.base import Backend, BackendEvent
+from kvflow.backends.shared import SharedBackend
 from kvflow.config import (
     DecodeConfig,
     Endpoint,
@@ -80,7 +81,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     Args:
         config: Settings.
         layout: The pools to receive into; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name.
+        backend: A transport to use instead of the one that the settings name; one that it shares with other ranks of
+            this process is a `SharedBackend`.
         ports: The world to use instead of the real one.
 
     Raises:
@@ -95,13 +97,25 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     _core: DecodeCore
 
     def __init__(
-        self, config: DecodeConfig, layout: KVLayout, backend: Backend | None = None, *, ports: Ports | None = None
+        self,
+        config: DecodeConfig,
+        layout: KVLayout,
+        backend: Backend | SharedBackend | None = None,
+        *,
+        ports: Ports | None = None,
     ) -> None:
         check_argument("config", config, DecodeConfig)
         check_argument("layout", layout, KVLayout)
         if config.digest_every and not layout.is_on_host:
             raise ConfigError("digests need host memory", digest_every=config.digest_every, memory_kind="VRAM")
         super().__init__(config, layout, backend, ports=ports)
+        if config.proofs.queue_pairs_die_with_process_s is not None and not self._backend.capabilities.queue_pairs:
+            raise ConfigError(
+                "time proves nothing over a transport without queue pairs",
+                setting="proofs.queue_pairs_die_with_process_s",
+                value=config.proofs.queue_pairs_die_with_process_s,
+                backend=self._backend.name,
+            )
         self._generations = itertools.count(1)
         self._secret = self._ports.random_bytes(SECRET_BYTES)
 
@@ -146,6 +160,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             ConfigError: `num_ranks`, `timeout_s`, `priority` or `digest` is unusable, or `prefill` needs a registry.
             TicketError: The ticket is malformed, or it is for another room, model or protocol version.
             LocalProtocolError: On entry: the room is being received already, or the rank is not open.
+            PagesInUse: On entry: another transfer may still be written to one of the pages.
             CapacityExceeded: On entry: too many rooms are open, or too much memory is in quarantine.
             RankDraining: On entry: the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
@@ -179,7 +194,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             ticket.check(None if room is None else check_room(room), self.layout.fingerprint)
             return ticket.room, ev.InstanceAt(ticket.address, ticket.issuer.rank.instance), ticket.issuer
         if room is None:
-            raise LocalProtocolError("room must be an integer, or come with a ticket", room=room)
+            raise LocalProtocolError("room must be an integer or a string, or come with a ticket", room=room)
         room = check_room(room)
         if isinstance(prefill, Endpoint):
             return room, ev.InstanceAt(str(prefill)), None
@@ -298,6 +313,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             backend_metadata=backend.metadata(),
             ends_with_process=backend.capabilities.ends_with_process,
             staging=windows,
+            proofs=config.proofs,
+            agent=backend.shared_agent,
         )
         self._directories = Directories(config.registry, self._ports, self._log, self._take_records)
         self._resources.callback(self._directories.close)

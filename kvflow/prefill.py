@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from kvflow.aio.flag import Flag
 from kvflow.backends.base import Backend, BackendEvent
+from kvflow.backends.shared import SharedBackend
 from kvflow.config import PrefillConfig, check_argument
 from kvflow.directory import DirectoryMessage, DirectoryService, RegistryClient
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError, RemoteProtocolError, Stage, Unreachable
@@ -21,6 +22,7 @@ from kvflow.packing.staging import LocalStaging
 from kvflow.ports import Ports
 from kvflow.rank import Rank
 from kvflow.room import RoomId
+from kvflow.stages.agents import PeerAgents
 from kvflow.stages.bootstrap import HelloChecks
 from kvflow.stages.enqueue import CapacityLine, DeviceWaits, finish_chunk, make_chunk
 from kvflow.stages.planning import Planning
@@ -36,7 +38,7 @@ from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer, check_room
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.hosts import host_of
-from kvflow.wire.messages import Failure, Goodbye, Grant, Message, RankRecord
+from kvflow.wire.messages import MAX_DOMAIN_BYTES, Failure, Goodbye, Grant, Message, RankRecord
 from kvflow.wire.ticket import Ticket
 
 __all__ = ["PrefillRank", "RoomSender"]
@@ -48,7 +50,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     Args:
         config: Settings.
         layout: The pools to send from; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name.
+        backend: A transport to use instead of the one that the settings name; one that it shares with other ranks of
+            this process is a `SharedBackend`.
         ports: The world to use instead of the real one.
 
     Raises:
@@ -63,7 +66,12 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     _core: PrefillCore
 
     def __init__(
-        self, config: PrefillConfig, layout: KVLayout, backend: Backend | None = None, *, ports: Ports | None = None
+        self,
+        config: PrefillConfig,
+        layout: KVLayout,
+        backend: Backend | SharedBackend | None = None,
+        *,
+        ports: Ports | None = None,
     ) -> None:
         check_argument("config", config, PrefillConfig)
         check_argument("layout", layout, KVLayout)
@@ -216,14 +224,16 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             in_band_notices=capabilities.in_band_notices,
             max_descriptor_bytes=capabilities.max_descriptor_bytes,
             staging=None if staging is None else staging.settings,
+            domain=backend.domain()[:MAX_DOMAIN_BYTES],
         )
         self._core = PrefillCore(self.me, settings)
         self._record(settings)
         self.line = CapacityLine(self._core.has_capacity, self._core.peers_of)
         self._device_waits = DeviceWaits(self._context)
-        self._submit = Submit(self._context, backend)
+        agents = PeerAgents()
+        self._submit = Submit(self._context, backend, agents)
         self._planning = Planning(self._context, self.layout, backend, self._submit, staging)
-        self._hellos = HelloChecks(self._context, settings, backend, staging)
+        self._hellos = HelloChecks(self._context, settings, backend, agents, staging)
         self._listener = self._ports.control.listen(self.config.bind, self.config.advertise, self._on_message)
         self._resources.callback(self._close_listener)
         record = RankRecord(
@@ -332,7 +342,12 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
     @override
     def _settle_after_break(self) -> None:
-        """Report all source pages as safe: a closed transport reads none any more."""
+        """Report all source pages as safe: a closed transport reads none any more.
+
+        One that other ranks use goes on; as long as it has not ended every post of this rank, nothing is proved.
+        """
+        if self._submit.num_posted:
+            return
         for key, sender in list(self._transfers.items()):
             sender.report(sender.outcome, Memory.SAFE, sender.failure)
             del self._transfers[key]

@@ -76,6 +76,8 @@ class Transfer(abc.ABC):
         "_is_refused",
         "_is_told",
         "_opened_at",
+        "_quarantined_at",
+        "_safe",
         "_settled",
         "failure",
         "label",
@@ -95,16 +97,45 @@ class Transfer(abc.ABC):
         self._home = home
         self._decided = Flag()
         self._settled = Flag()
+        self._safe = Flag()
         self._has_begun = False
         self._is_given_up = False
         self._is_refused = False
         self._is_told = False
         self._opened_at = 0.0
+        self._quarantined_at = 0.0
 
     @property
     def is_settled(self) -> bool:
         """Its outcome is decided, and its pages are quiet or in quarantine."""
         return self.outcome is not Outcome.PENDING and self.memory in (Memory.SAFE, Memory.QUARANTINED)
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Its pages are not proved quiet: they must not be used."""
+        return self.memory is Memory.QUARANTINED
+
+    @property
+    def quarantined_s(self) -> float:
+        """Seconds that its pages have been in quarantine; 0 if they are not."""
+        return self._home.now() - self._quarantined_at if self.is_quarantined else 0.0
+
+    async def until_safe(self) -> Memory:
+        """Wait until nobody can touch the pages any more, also after the block; for whoever holds them meanwhile.
+
+        Returns:
+            `memory`: SAFE, or something else if the rank was left before that was proved. Nothing follows then.
+
+        Raises:
+            LocalProtocolError: The transfer was not entered, was refused, or this is another event loop.
+        """
+        self._check_begun()
+        await self._safe.wait()
+        return self.memory
+
+    def rank_left(self) -> None:
+        """Note that nothing is proved any more."""
+        self._safe.set()
 
     def begin(self) -> None:
         """Note that it is on record now.
@@ -125,11 +156,15 @@ class Transfer(abc.ABC):
 
     def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
         """Take in what the core says."""
+        if memory is Memory.QUARANTINED and not self.is_quarantined:
+            self._quarantined_at = self._home.now()
         self.failure, self.memory, self.outcome = failure, memory, outcome  # other threads look at the outcome first
         if outcome is not Outcome.PENDING:
             self._decided.set()
         if memory in (Memory.SAFE, Memory.QUARANTINED):
             self._settled.set()
+        if memory is Memory.SAFE:
+            self._safe.set()
         if self.on_change is not None:
             self.on_change()
 

@@ -168,9 +168,10 @@ def test_quick_start_runs() -> None:
     assert (sending.returncode, printed) == (0, "sent\n")
 
 
-def test_embedding_example_runs() -> None:
-    (example,) = PYTHON.findall((ROOT / "docs/embedding.md").read_text())
-    assert output_of(example) == "start decoding with b'token'\n"
+def test_embedding_examples_run() -> None:
+    keeping, scheduling = PYTHON.findall((ROOT / "docs/embedding.md").read_text())
+    assert output_of(keeping) == ""
+    assert output_of(scheduling) == "start decoding with b'token'\n"
 
 
 def test_configuration_example_is_valid() -> None:

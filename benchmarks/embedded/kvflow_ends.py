@@ -50,7 +50,9 @@ class KvflowPrefill:
         for update in updates:
             _check(update.failure)
             is_over = update.outcome is Outcome.SUCCESS
-            news.append(News(int(update.room), update.transfer.wanted is not None, update.memory is Memory.SAFE, is_over))
+            news.append(
+                News(int(update.room), update.transfer.wanted is not None, update.memory is Memory.SAFE, is_over)
+            )
             if is_over:
                 del self._senders[int(update.room)]
         return news

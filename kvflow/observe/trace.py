@@ -50,6 +50,7 @@ STAGES: Final[dict[type, Stage]] = {
     ev.ConnectionLost: Stage.BOOTSTRAP,
     ev.ProbeFinished: Stage.BOOTSTRAP,
     ev.PeerFenced: Stage.BOOTSTRAP,
+    ev.FenceImpossible: Stage.BOOTSTRAP,
     ev.NoticeDelivered: Stage.AGGREGATE,
     ev.DigestsVerified: Stage.AGGREGATE,
     ev.Scattered: Stage.AGGREGATE,

@@ -254,9 +254,14 @@ class ProbePeer(msgspec.Struct, frozen=True):
 
 
 class AwaitFence(msgspec.Struct, frozen=True):
-    """Wait until nothing lands any more of what an ended process had written; say PeerFenced if that can be known."""
+    """Wait until nothing lands any more of what an ended process had written; say PeerFenced if that can be known.
+
+    Attributes:
+        domain: What the process has said of where that can be seen.
+    """
 
     peer: PeerId
+    domain: bytes = b""
 
 
 class WatchNotices(msgspec.Struct, frozen=True):

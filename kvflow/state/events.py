@@ -28,6 +28,7 @@ __all__ = [
     "DeliveryId",
     "DigestsVerified",
     "DrainStarted",
+    "FenceImpossible",
     "HelloChecked",
     "InstanceAt",
     "InstanceFound",
@@ -431,6 +432,12 @@ class PeerFenced(msgspec.Struct, frozen=True):
     peer: PeerId
 
 
+class FenceImpossible(msgspec.Struct, frozen=True):
+    """The transport cannot tell when what an ended process had written has landed."""
+
+    peer: PeerId
+
+
 class DigestsVerified(msgspec.Struct, frozen=True):
     """What arrived was compared with its digests, see `VerifyDigests`.
 
@@ -520,6 +527,7 @@ DecodeEvent = (
     | NoticeDelivered
     | ProbeFinished
     | PeerFenced
+    | FenceImpossible
     | DigestsVerified
     | Scattered
     | QuarantineReleased

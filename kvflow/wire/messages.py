@@ -4,9 +4,10 @@ Version history:
     1: first version.
     2: a Notice may be of some layers only (`layers`).
     3: standard names for messages and fields; Welcome and Refuse repeat the attempt that they answer; Decline and
-       RegistrationConflict are new; Goodbye says whether it is a fence. Versions 1 and 2 were never deployed and are
-       not spoken any more. Lookup and Records have numbers, and a Lookup may leave the name of the instance to whoever
-       answers; a rank that answers for its instance refuses to register others by Refuse. Rooms may be strings.
+       RegistrationConflict are new; Goodbye says whether it is a fence; Welcome names a domain, and Hello an agent of
+       the transport that ranks share. Versions 1 and 2 were never deployed and are not spoken any more. Lookup and
+       Records have numbers, and a Lookup may leave the name of the instance to whoever answers; a rank that answers for
+       its instance refuses to register others by Refuse. Rooms may be strings.
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.
@@ -24,6 +25,7 @@ from kvflow.geometry.routes import Route
 from kvflow.room import MAX_ROOM, MAX_ROOM_BYTES
 
 __all__ = [
+    "MAX_DOMAIN_BYTES",
     "OLDEST_VERSION",
     "PROTOCOL_VERSION",
     "Ack",
@@ -67,8 +69,12 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
+MAX_DOMAIN_BYTES = 256
+
 LookupNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 """There may be one for each room."""
+
+AgentName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 Priority = Annotated[int, msgspec.Meta(ge=0, lt=NUM_PRIORITIES)]
 
@@ -241,6 +247,8 @@ class Hello(Message, frozen=True, tag="hello"):
         backend_metadata: What the prefill rank's transport needs to write here.
         route: What the sender wants from the rank that reads this.
         staging: Where the rank that reads this may write packed pieces; nowhere if None.
+        agent: Name of the sender's agent in the transport, if it shares one with other ranks of its process; else it is
+            that of the incarnation.
     """
 
     peer: PeerId
@@ -253,14 +261,20 @@ class Hello(Message, frozen=True, tag="hello"):
     layout: KVLayout
     route: Route
     staging: StagingWindow | None = None
+    agent: AgentName | None = None
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """Prefill -> decode: the answer to a Hello that fits."""
+    """Prefill -> decode: the answer to a Hello that fits.
+
+    Attributes:
+        domain: Where what the rank's transport leaves behind can be seen; see `kvflow.backends.base.Backend.domain`.
+    """
 
     peer: PeerId
     attempt: Count
     version: int
+    domain: Annotated[bytes, msgspec.Meta(max_length=MAX_DOMAIN_BYTES)] = b""
 
 
 class Refuse(Message, frozen=True, tag="refuse"):

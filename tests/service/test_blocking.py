@@ -18,7 +18,15 @@ import pytest
 
 from kvflow import blocking
 from kvflow.blocking import LoopThread, Memory, Outcome, TransferUpdate
-from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, RankDraining, TransferFailed
+from kvflow.errors import (
+    ConfigError,
+    FailureReason,
+    LocalProtocolError,
+    PagesInUse,
+    PlanError,
+    RankDraining,
+    TransferFailed,
+)
 from kvflow.room import RoomId
 from tests.support.instances import BACKENDS, decode_config, make_pool, prefill_config
 from tests.support.pools import Pool
@@ -440,6 +448,32 @@ def test_room_in_use_shows_in_the_outcome() -> None:
         assert first.outcome is Outcome.PENDING
         first.abort()
         assert first.wait() is Outcome.ABORTED
+
+
+def test_pages_that_another_transfer_holds_are_never_accepted_in_silence() -> None:
+    with pair_of_ranks() as pair:
+        first, second = pair.receive(1), pair.receive(2)
+        assert second.wait() is Outcome.FAILED
+        assert second.failure is not None
+        assert second.failure.reason is FailureReason.PAGES_IN_USE
+        with pytest.raises(PagesInUse) as refused:
+            second.result()
+        assert refused.value.values["held_by"] == 1
+        first.abort()
+        assert first.until_safe() is Memory.SAFE
+        third = pair.receive(3)
+        pair.prefill.send(3).finish(TOKENS, PAGES)
+        assert third.wait() is Outcome.SUCCESS
+
+
+def test_a_quarantine_is_told_and_released_by_record_or_room() -> None:
+    with pair_of_ranks() as pair:
+        assert pair.decode.quarantined() == []
+        with pytest.raises(LocalProtocolError, match="not in quarantine"):
+            pair.decode.release(1)
+        assert pair.receive(1).until_safe(0.01) is Memory.HELD
+    with pytest.raises(LocalProtocolError, match="not open"):
+        pair.decode.release(1)
 
 
 def test_room_of_a_rank_that_drains_shows_in_the_outcome() -> None:

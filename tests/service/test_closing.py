@@ -16,6 +16,7 @@ from kvflow.backends.memory import FaultScript, MemoryBackend
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import BackendError, ConfigError, FailureReason, LocalProtocolError, RankBroken, TransferFailed
 from kvflow.geometry.plan import Descriptors
+from kvflow.state.quarantine import Awaited
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.channel import ZmqControl
 from tests.support.failures import catch, catch_into
@@ -331,9 +332,10 @@ async def test_what_a_broken_decode_rank_could_not_prove_stays_in_quarantine_whe
             await until(lambda: deployment.prefill[0].statistics().waiting_grants)
             await crash(decode)
         await leave_broken(deployment, decode)
-        assert decode.quarantined() == [receiver]
+        (record,) = decode.quarantined()
+        assert [proof.awaited for proof in record.missing] == [Awaited.BROKEN]
         assert (receiver.outcome, receiver.memory) == (Outcome.FAILED, Memory.QUARANTINED)
-        decode.release(receiver)
+        decode.release(record)
         assert (receiver.outcome, receiver.memory) == (Outcome.FAILED, Memory.SAFE)
         assert decode.quarantined() == []
 
@@ -348,7 +350,7 @@ async def test_leaving_a_broken_prefill_rank_fences_its_writes_and_frees_its_pag
             await until(lambda: deployment.faults[0].posted)
             await crash(deployment.prefill[0])
         sender = request.senders[0]
-        assert deployment.prefill[0].quarantined() == [sender]
+        assert [record.room for record in deployment.prefill[0].quarantined()] == [sender.room]
         await leave_broken(deployment, deployment.prefill[0])
         assert deployment.prefill[0].quarantined() == []
         assert (sender.outcome, sender.memory) == (Outcome.FAILED, Memory.SAFE)

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvflow.config import Limits, Timeouts
+from kvflow.config import Limits, Proofs, Timeouts
 from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.routes import Route, compile_routes
@@ -268,6 +268,7 @@ class DecodeDriver:
         side: Its layout.
         ends_with_process: Of its transport.
         staging: Its staging memory.
+        proofs: Defaults if None.
     """
 
     def __init__(
@@ -279,6 +280,7 @@ class DecodeDriver:
         side: KVLayout | None = None,
         ends_with_process: bool = True,
         staging: WindowSettings | None = None,
+        proofs: Proofs | None = None,
     ) -> None:
         self.me = me
         settings = DecodeSettings(
@@ -289,6 +291,7 @@ class DecodeDriver:
             backend_metadata=b"",
             ends_with_process=ends_with_process,
             staging=staging,
+            proofs=proofs or Proofs(),
         )
         self.core = DecodeCore(me, settings)
         self.now = 100.0
@@ -349,16 +352,22 @@ class DecodeDriver:
             routes = rank_routes(sides, target)
         return self(ev.RoutesCompiled(compile_routes_.instance, compile_routes_.attempt, routes))
 
-    def welcome(self, hellos: Sequence[Effect]) -> list[DecodeEffect]:
+    def welcome(self, hellos: Sequence[Effect], domain: bytes = b"") -> list[DecodeEffect]:
         """Let every rank accept the hello that it was sent last."""
         effects: list[DecodeEffect] = []
         for to, hello in messages(hellos, Hello):
             assert isinstance(hello, Hello)
-            effects += self.hear(to, Welcome(peer=to, attempt=hello.attempt, version=PROTOCOL_VERSION))
+            welcome = Welcome(peer=to, attempt=hello.attempt, version=PROTOCOL_VERSION, domain=domain)
+            effects += self.hear(to, welcome)
         return effects
 
     def connect(
-        self, *others: PeerId, silent: Iterable[PeerId] = (), head_bytes: int = 2, num_layers: int = 1
+        self,
+        *others: PeerId,
+        silent: Iterable[PeerId] = (),
+        head_bytes: int = 2,
+        num_layers: int = 1,
+        domain: bytes = b"",
     ) -> list[DecodeEffect]:
         """Do the handshake with an instance, from the directory's answer on; give what follows the last Welcome.
 
@@ -367,11 +376,12 @@ class DecodeDriver:
             silent: Of these, the ranks that hold nothing that is wanted.
             head_bytes: Bytes of a token in each layer that each of the others sends.
             num_layers: Layers that each of the others sends.
+            domain: What they say of their transport.
         """
         self.core.instances.reconnect(others[0].rank.instance, self.now)  # as for a room, if none has been opened yet
         effects = self.found(*others)
         hellos = self.compiled(effects, silent=silent, head_bytes=head_bytes, num_layers=num_layers)
-        return self.welcome(hellos)
+        return self.welcome(hellos, domain)
 
 
 def grant(room: RoomId = 7, generation: int = 1, tokens: tuple[int, int] = (0, 8), **changes: object) -> Grant:

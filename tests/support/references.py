@@ -22,9 +22,11 @@ PAGES: Final = (SETTINGS_PAGE, API_PAGE)
 
 MARKED: Final = re.compile(r"(<!-- generated: (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-SETTINGS: Final = ("RankConfig", "PrefillConfig", "DecodeConfig", "Timeouts", "Limits")
+SETTINGS: Final = ("RankConfig", "PrefillConfig", "DecodeConfig", "Proofs", "Timeouts", "Limits")
 
 RANK: Final = ("start_drain", "is_drained", "drain", "quarantined", "release")
+
+WAITS: Final = ("wait", "until_safe")
 
 TITLES: Final = {
     "kvflow.rank.Rank": "Both ranks",
@@ -39,11 +41,15 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.PrefillRank": ("endpoint", "send", "ticket", "statistics"),
         "kvflow.DecodeRank": ("receive", "statistics"),
         "kvflow.rank.Rank": RANK,
+        "kvflow.QuarantineRecord": (),
+        "kvflow.MissingProof": ("detail",),
+        "kvflow.Awaited": (),
+        "kvflow.SharedBackend": (),
     },
     "transfers": {
-        "kvflow.RoomSender": ("chunk", "finish", "delivered"),
+        "kvflow.RoomSender": ("chunk", "finish", "granted", "quiesce", "delivered"),
         "kvflow.RoomReceiver": ("done",),
-        "kvflow.transfer.Transfer": ("abort", "is_settled", "error"),
+        "kvflow.transfer.Transfer": ("abort", "is_settled", "until_safe", "error"),
         "kvflow.Handover": (),
         "kvflow.TokenPages": (),
         "kvflow.LayersReady": (),
@@ -74,9 +80,9 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.blocking.DecodeRank": ("receive",),
         "kvflow.blocking._BlockingRank": ("open", "close", "completed", "wait_any", "fileno", *RANK, "statistics"),
         "kvflow.blocking.TransferUpdate": (),
-        "kvflow.blocking.BlockingSender": ("chunk", "finish", "result"),
+        "kvflow.blocking.BlockingSender": ("chunk", "finish", "quiesce", "is_quiesced", "resume_at", "result"),
         "kvflow.blocking.BlockingReceiver": ("result",),
-        "kvflow.blocking._BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", "wait"),
+        "kvflow.blocking._BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", *WAITS),
         "kvflow.blocking.LoopThread": (),
         "kvflow.blocking.Registry": (),
     },

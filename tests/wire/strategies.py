@@ -129,6 +129,7 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         layout=layouts(),
         route=routes,
         staging=st.none() | windows,
+        agent=st.none() | names.filter(bool),
     ),
     wm.Welcome: st.builds(wm.Welcome, peer=peers, attempt=counts, version=signed),
     wm.Refuse: st.builds(wm.Refuse, peer=peers, to=st.none() | peers, detail=names, attempt=st.none() | counts),

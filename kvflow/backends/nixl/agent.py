@@ -277,6 +277,9 @@ class NixlAgent:
         return [*self._connections.values(), *self._former]
 
     def _add(self, agent: Any, peer: str, blob: bytes) -> None:
+        if peer == agent.name:  # itself, which needs no adding
+            self._connections[peer] = Connection(peer, agent, blob, PreparedLists(peer))
+            return
         try:
             name = _decoded(agent.add_remote_agent(blob))
         except Exception as error:
@@ -370,7 +373,8 @@ class NixlAgent:
 
     def _remove(self, connection: Connection) -> None:
         connection.lists.drop(connection.agent, self._clean_up)
-        self._clean_up(connection.agent.remove_remote_agent, connection.peer)
+        if connection.peer != connection.agent.name:
+            self._clean_up(connection.agent.remove_remote_agent, connection.peer)
 
     def _remove_former(self) -> None:
         """Remove former endpoints of peers that were connected anew, once nothing is under way over them."""

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kvflow.backends.metadata import RegisteredMemory
@@ -58,11 +58,14 @@ class NativeAgents:
         Raises:
             RegistrationError: NIXL does not take it.
         """
-        self._rows = {
+        rows = {
             kind: [(item.address, item.length, device, "") for item, device in items]
             for kind, items in memory.by_kind.items()
         }
-        self._register_with(self.first)
+        for agent in self._agents:
+            self._register_with(agent, rows)
+        for kind, added in rows.items():
+            self._rows.setdefault(kind, []).extend(added)
         return bytes(self.first.get_agent_metadata())
 
     def other_than(self, taken: Sequence[Any]) -> Any:
@@ -77,7 +80,7 @@ class NativeAgents:
         if len(self._agents) >= MAX_AGENTS:
             raise BackendError("posts over the former endpoints of a peer have not ended", endpoints=len(taken))
         agent = self._start(f"{self._name}#{len(self._agents) + 1}")
-        self._register_with(agent)
+        self._register_with(agent, self._rows)
         self._agents.append(agent)
         return agent
 
@@ -103,8 +106,8 @@ class NativeAgents:
         self._registered.clear()
         self._agents.clear()
 
-    def _register_with(self, agent: Any) -> None:
-        for kind, rows in self._rows.items():
+    def _register_with(self, agent: Any, rows_by_kind: Mapping[MemoryKind, list[tuple[int, int, int, str]]]) -> None:
+        for kind, rows in rows_by_kind.items():
             try:
                 registered = agent.register_memory(rows, kind)
             except Exception as error:

@@ -296,6 +296,7 @@ class Instances:
                 layout=self._settings.layout,
                 route=compiled.route,
                 staging=window,
+                agent=self._settings.agent,
             )
             effects += self._say_hello(instance, peer, now, min(self._timeouts.retransmit_s / 4, MAX_HELLO_PAUSE_S))
         return effects
@@ -309,7 +310,7 @@ class Instances:
         instance = self._instance_of(peer)
         del instance.hellos[peer]
         self._timers.clear(HelloUnanswered(peer))
-        is_new = self._peers.handshake_done(peer, now)
+        is_new = self._peers.handshake_done(peer, now, welcome.domain)
         effects: list[DecodeEffect] = [LogEvent("peer_connected", {"peer": str(peer)})] if is_new else []
         effects += self._rooms.peer_connected(instance.ranks[peer.rank.engine_rank])
         return effects if instance.hellos else [*effects, *self._connected(instance, now)]

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
+from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, PagesInUse, Stage
 from kvflow.room import RoomId
 from kvflow.state.closed import ClosedGenerations
+from kvflow.state.decode.held import HeldPage, HeldPages
 from kvflow.state.decode.room import ReceiveContext, Room
 from kvflow.state.effects import CountAnomaly, DecodeEffect, SendMessage
 from kvflow.state.events import ConnectedRank, ReceiveOpened, Scattered
@@ -70,6 +71,11 @@ class Rooms:
 
     A room in quarantine gives its number free but stays in the table under its generation, so that a late Drained
     still finds it.
+
+    Attributes:
+        rooms: By generation.
+        generations: Of rooms that are not in quarantine, by room.
+        held: Pages of all of them.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class Rooms:
         self._quarantine = quarantine
         self._last_generation = 0
         self._closed: ClosedGenerations[_Ended] = ClosedGenerations(MAX_CLOSED)
+        self.held = HeldPages(settings.layout)
 
     # What the engine wants -------------------------------------------------------------------------------------------
 
@@ -92,6 +99,7 @@ class Rooms:
 
         Raises:
             LocalProtocolError: The room is being received already, or its generation is not new.
+            PagesInUse: Another transfer holds one of the pages.
             CapacityExceeded: Too many rooms are open, or too much is in quarantine.
         """
         if opened.room in self.generations:
@@ -103,6 +111,10 @@ class Rooms:
         self._quarantine.check_admission()
         if opened.generation <= self._last_generation:
             raise LocalProtocolError("generation was used before", generation=opened.generation)
+        held = self.held.first_of(opened.pages)
+        if held is not None:
+            raise self._in_use(held)
+        self.held.hold(opened.pages)
         self._last_generation = opened.generation
         room = Room(self._context, opened, now + opened.timeout_s)
         self.rooms[room.generation] = room
@@ -328,10 +340,22 @@ class Rooms:
             self._quarantine.put(generation, room.opened.footprint)
         if room.state.is_safe:
             self._quarantine.remove(generation)
+            self.held.drop(room.opened.pages)
             self._timers.clear(ReceiveUnanswered(generation))
             self._closed.close(generation, _Ended(room.room, room.granted, room.failure))
             self.rooms.pop(generation, None)
         return effects
+
+    def _in_use(self, held: HeldPage) -> PagesInUse:
+        """Say which transfer holds a page."""
+        holder = next(room for room in self.rooms.values() if room.holds(held))
+        return PagesInUse(
+            "another transfer may still be written to this page",
+            component=held.component,
+            page=held.page,
+            held_by=holder.room,
+            memory=holder.state.memory.value,
+        )
 
     def _find(self, number: RoomId, generation: int) -> Room | None:
         room = self.rooms.get(generation)

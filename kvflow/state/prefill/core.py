@@ -33,7 +33,7 @@ from kvflow.state.prefill.queue import PieceQueue
 from kvflow.state.prefill.room import SendContext
 from kvflow.state.prefill.rooms import PostStalled, Rooms
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool, SlotUnreturned
-from kvflow.state.quarantine import Quarantine
+from kvflow.state.quarantine import Awaited, MissingProof, Quarantine
 from kvflow.state.rehearsal import REHEARSED, first_page_of
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.timers import Timers
@@ -128,6 +128,17 @@ class PrefillCore:
         """Decode ranks that have asked for a room."""
         known = self.rooms.rooms.get(room)
         return [] if known is None else known.peers
+
+    def missing_proofs(self, key: RoomId) -> list[MissingProof]:
+        """Say which proofs are missing that nothing reads the pages of a room any more."""
+        known = self.rooms.rooms.get(key)
+        peers = [] if known is None else [one.id.peer for one in known.deliveries.values() if one.has_posts]
+        return [MissingProof(str(peer), "", Awaited.WRITE_END) for peer in peers]
+
+    def pages_of(self, key: RoomId) -> dict[str, bytes]:
+        """Give the pages of a room as `WIRE_PAGES`, by component."""
+        known = self.rooms.rooms.get(key)
+        return {} if known is None else known.pages()
 
     def connections(self) -> list[bytes]:
         """Name the connections over which decode ranks may be reached, during their handshake and after it."""
@@ -384,7 +395,8 @@ class PrefillCore:
 
     def _welcome(self, connection: bytes, hello: Hello) -> list[PrefillEffect]:
         version = min(PROTOCOL_VERSION, hello.versions[1])
-        return [Reply(connection, Welcome(peer=self.me, attempt=hello.attempt, version=version))]
+        domain = self._settings.domain
+        return [Reply(connection, Welcome(peer=self.me, attempt=hello.attempt, version=version, domain=domain))]
 
     def _refuse_hello(self, connection: bytes, hello: Hello, detail: str) -> list[PrefillEffect]:
         if hello.to == self.me:

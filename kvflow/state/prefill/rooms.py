@@ -34,6 +34,9 @@ MAX_FAILED = 4_096
 MAX_DECLINED = 4_096
 """Rooms that decode ranks gave up before they were opened, and that are remembered until the engine opens them."""
 
+UNFENCED_SHARE = 8
+"""One decode rank may have this part of the unfenced deliveries: the others are served when writes to it never end."""
+
 MAX_BACKOFF = 8
 """Messages are retransmitted less and less often, down to this many times the first pause."""
 
@@ -104,12 +107,15 @@ class Rooms:
     A room that is over leaves the table. A delivery of which bytes may still land at the decode rank is kept as
     *unfenced*, without its pages: the source pages are free, which proves nothing about the destination. Its decode
     rank is told Drained when the last post has ended in a way that proves it, and never before; if there is no such
-    way, only the end of one of the two processes is a proof.
+    way, only the end of one of the two processes is a proof. When there are too many, those of a decode rank that is
+    gone are dropped, which then must not connect again and so is never told Drained; as long as all decode ranks are
+    connected, nothing new is begun instead.
     """
 
     def __init__(self, context: SendContext, timers: Timers[Hashable], quarantine: Quarantine) -> None:
         self.rooms: dict[RoomId, Room] = {}
         self.unfenced: dict[DeliveryId, Delivery] = {}
+        self._num_unfenced: dict[PeerId, int] = {}
         self._context = context
         self._timeouts = context.settings.timeouts
         self._limits = context.settings.limits
@@ -127,13 +133,17 @@ class Rooms:
 
         Raises:
             LocalProtocolError: The room is open, or its pages are in quarantine.
-            CapacityExceeded: Too many rooms are open, or too much is in quarantine.
+            CapacityExceeded: Too many rooms are open, too much is in quarantine, or too many writes may still land.
         """
         if room in self.rooms:
             raise LocalProtocolError("room is in use", room=room, memory=self.rooms[room].state.memory.value)
         if len(self.rooms) >= self._limits.transfers:
             raise CapacityExceeded("too many rooms are open", limit=self._limits.transfers)
         self._quarantine.check_admission()
+        if self._follows_too_many():
+            raise CapacityExceeded(
+                "too many ended transfers may still land at decode ranks", unfenced=len(self.unfenced)
+            )
         self._failed.pop(room, None)
         opened = self.rooms[room] = Room(self._context, room)
         effects: list[PrefillEffect] = []
@@ -479,7 +489,7 @@ class Rooms:
         return self._context.failed(delivery_id, failure, drained=True)
 
     def _serve(self, room: Room, peer: PeerId, grant: Grant, now: float) -> list[PrefillEffect]:
-        refusal = room.refusal(peer, grant)
+        refusal = room.refusal(peer, grant) or self._too_many_unfenced(peer)
         if refusal is not None:
             return self._refuse(peer, grant, refusal)
         effects = room.grant(peer, grant, self._context.peers[peer].link, now)
@@ -487,6 +497,17 @@ class Rooms:
         if delivery.state.is_pending:
             self._timers.set(DeliveryDeadline(delivery.id), now + grant.timeout_s)
         return self._follow(room, effects, now)
+
+    def _too_many_unfenced(self, peer: PeerId) -> Failure | None:
+        """Why nothing is written to a decode rank while so much of what it was sent may still land."""
+        most = max(self._limits.unfenced // UNFENCED_SHARE, 1)
+        num_unfenced = self._num_unfenced.get(peer, 0)
+        if num_unfenced < most and not self._follows_too_many():
+            return None
+        detail = (
+            f"writes of {num_unfenced} ended transfers may still land at {peer.rank}, of {len(self.unfenced)} in all"
+        )
+        return self._error(FailureReason.CAPACITY, detail)
 
     def _answer_closed(self, peer: DecodePeer, grant: Grant) -> list[PrefillEffect]:
         """Answer a late grant: it is never served, whatever its decode rank has missed."""
@@ -607,6 +628,7 @@ class Rooms:
             if not delivery.is_fenced and self._context.peers.why_over(delivery.id.peer) is None:
                 delivery.forget_pages()
                 self.unfenced[delivery.id] = delivery
+                self._num_unfenced[delivery.id.peer] = self._num_unfenced.get(delivery.id.peer, 0) + 1
         if room.failure is not None:
             self._failed[room.room] = _FailedRoom(room.failure, dict.fromkeys((*room.deliveries, *room.told)))
         while len(self._failed) > MAX_FAILED:
@@ -614,12 +636,28 @@ class Rooms:
 
     def _settle_unfenced(self, delivery: Delivery, effects: list[PrefillEffect]) -> list[PrefillEffect]:
         if delivery.is_fenced:
-            del self.unfenced[delivery.id]
+            self._forget_unfenced([delivery.id])
         return effects
 
     def _forget_unfenced(self, keys: list[DeliveryId]) -> None:
         for key in keys:
             del self.unfenced[key]
+            self._num_unfenced[key.peer] -= 1
+            if not self._num_unfenced[key.peer]:
+                del self._num_unfenced[key.peer]
+
+    def _follows_too_many(self) -> bool:
+        """Drop what decode ranks that are gone were sent, the oldest first, and say whether that was not enough."""
+        peers, limit = self._context.peers, self._limits.unfenced
+        for peer in list(self._num_unfenced) if len(self.unfenced) >= limit else ():
+            if len(self.unfenced) >= limit and peer not in peers:
+                self.peer_ended(peer)
+                peers.end(peer, "writes to this incarnation are not followed any more, because too many have not ended")
+        return len(self.unfenced) >= limit
+
+    def count_unfenced(self) -> dict[PeerId, int]:
+        """Say how many unfenced deliveries each decode rank has."""
+        return dict(self._num_unfenced)
 
     def _find(self, delivery_id: DeliveryId) -> tuple[Room | None, Delivery | None]:
         room = self.rooms.get(delivery_id.room)

@@ -221,6 +221,7 @@ class Scenario:
                 faults=Faults(writes_of_dead=float(outlives)),
                 ends_with_process="that ends with the process" in self._transport,
                 in_band_notices="without notices" not in self._transport,
+                shows_last_bytes="that shows last bytes" in self._transport,
                 tells=True,
             )
             world.pace = PACE
@@ -335,6 +336,17 @@ class Scenario:
             if not is_allowed:
                 raise ScenarioError("transfer has begun")
 
+    def _reuse(self, who: str) -> None:
+        for rank in self._ranks(who):
+            worker = self._worker(rank)
+            if not isinstance(worker, DecodeWorker):
+                raise ScenarioError("only a decode rank receives into pages", rank=str(rank))
+            before = worker.num_refused
+            worker.process.call(worker.reuse_too_early)
+            self._world.run(0.0)
+            if worker.num_refused == before:
+                raise ScenarioError("no transfer holds pages", rank=str(rank))
+
     def _compute(self, who: str, room: RoomId, stop: int) -> None:
         self._command(who, room, stop, is_last=False)
 
@@ -385,7 +397,7 @@ class Scenario:
     def _release(self, room: RoomId, who: str) -> None:
         for rank in self._ranks(who):
             worker = self._worker(rank)
-            worker.process.call(worker.rank.release, self._transfer(rank, room).transfer)
+            worker.process.call(worker.rank.release, room)
 
     def _run(self, lasts: float) -> None:
         self._world.run(lasts)
