@@ -41,10 +41,10 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.PrefillRank": ("endpoint", "send", "ticket", "statistics"),
         "kvflow.DecodeRank": ("receive", "statistics"),
         "kvflow.rank.Rank": RANK,
+        "kvflow.SharedBackend": (),
         "kvflow.QuarantineRecord": (),
         "kvflow.MissingProof": ("detail",),
         "kvflow.Awaited": (),
-        "kvflow.SharedBackend": (),
     },
     "transfers": {
         "kvflow.RoomSender": ("chunk", "finish", "granted", "quiesce", "delivered"),
