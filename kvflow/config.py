@@ -292,8 +292,9 @@ class Timeouts:
         ageing_s: How long a chunk waits for its turn until it is lifted by one class of priority. A class is worth this
             much of a head start over the next one: 0.1 s lets the lowest of 8 wait for 0.7 s before it takes turns with
             the highest.
-        lease_s: Silence after which a peer is taken for lost; pings go out three times as often. An event loop that is
-            blocked for longer (by a model step, say) is taken for dead.
+        lease_s: Silence after which a peer is taken for lost, if its connection is gone, too; pings go out three times
+            as often. While its connection stands, an event loop may be blocked (by a model step, say) for ten times as
+            long.
     """
 
     handshake_s: float = 5.0

@@ -134,8 +134,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     ) -> "RoomReceiver":
         """Start to receive a room; use the result as an async context manager.
 
-        Leaving the block, by any way, means that no write can reach the pages any more (or `memory` says that they
-        are quarantined).
+        Leaving the block, by any way, means that no write can reach the pages any more (or they are in quarantine).
 
         Args:
             room: The router's id of the request, the same on both sides; a ticket has it.
@@ -150,9 +149,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             timeout_s: How long the whole transfer may take; from the settings by default.
             digest: Compare what has arrived with digests of what was sent before it counts as complete; a difference
                 fails the transfer with the reason `corrupt`. As the settings say (`digest_every`) by default.
-            priority: Class of the transfer on every prefill rank, 0 (first) to 7 (last): where chunks wait
-                for this rank, those of a lower number go first. Waiting lifts a chunk by one class after each
-                `Timeouts.ageing_s` of the prefill rank.
+            priority: Class of the transfer on every prefill rank, 0 (first) to 7 (last). Where chunks wait for this
+                rank, lower ones go first; each `Timeouts.ageing_s` of the prefill rank lifts a chunk by one class.
             label: The engine's own id of the request, for log lines; it does not travel.
 
         Raises:
@@ -161,8 +159,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             TicketError: The ticket is malformed, or it is for another room, model or protocol version.
             LocalProtocolError: On entry: the room is being received already, or the rank is not open.
             PagesInUse: On entry: another transfer may still be written to one of the pages.
-            CapacityExceeded: On entry: too many rooms are open, or too much memory is in quarantine.
-            RankDraining: On entry: the rank is about to close.
+            CapacityExceeded, RankDraining: On entry: too much is open or in quarantine; the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
         """
         digest = _check_digest(digest)

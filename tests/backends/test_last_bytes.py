@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.backends.last_bytes import NUM_BYTES, kill_writers
+from tests.backends.last_bytes import kill_writers
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -14,7 +14,7 @@ def test_nothing_lands_after_the_proof_that_the_last_bytes_of_a_killed_process_h
     """By default the writer copies the bytes itself. Over TCP its kernel goes on sending what it holds."""
     for landing in kill_writers(3, {**os.environ, **settings}):
         assert landing.is_proved
-        assert 0 < landing.num_arrived < NUM_BYTES
+        assert landing.num_arrived > 0
         assert landing.num_after_proof == 0
 
 

@@ -645,3 +645,31 @@ def test_a_transfer_that_waits_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> 
             sender.finish(TOKENS, PAGES, metadata=b"token")
             receiver.wait()
             assert receiver.result().metadata == b"token"
+
+
+KILLED = """
+import signal, sys
+from contextlib import ExitStack
+from kvflow import blocking
+from tests.support.instances import make_pool, prefill_config
+
+stack, pool = ExitStack(), make_pool()
+rank = stack.enter_context(blocking.PrefillRank(prefill_config({endpoint!r}, backend={backend!r}), pool.layout))
+senders = [rank.send(room) for room in range(4)]
+
+def leave(*_):
+    stack.close()
+    print(*(sender.outcome.value for sender in senders), flush=True)
+    sys.exit(3)
+
+signal.signal(signal.SIGTERM, leave)
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_signal_handler_closes_ranks_with_open_transfers(backend: str) -> None:
+    with registry_in_thread() as endpoint:
+        program = KILLED.format(backend=backend, endpoint=endpoint)
+        ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, b"aborted aborted aborted aborted\n", b"")

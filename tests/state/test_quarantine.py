@@ -269,6 +269,7 @@ def test_a_record_names_the_peer_and_what_would_be_a_proof() -> None:
     (proof,) = core.core.missing_proofs(1)
     assert proof == (str(PREFILL), endpoint_of(PREFILL), Awaited.DRAINED)
     assert proof.detail.startswith(f"{PREFILL} must say Drained")
+    core(ev.ConnectionLost(PREFILL))
     core.sleep(10.0)
     assert awaited(core) == [Awaited.PEER]
     core(GONE)

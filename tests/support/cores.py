@@ -161,12 +161,15 @@ class PrefillDriver:
         return self(ev.MessageArrived(connection, message))  # type: ignore[arg-type]
 
     def sleep(self, seconds: float) -> list[PrefillEffect]:
-        """Let time pass, deadline by deadline, as a clock task would."""
+        """Let time pass, deadline by deadline, as a clock task would. Whoever is silent has no connection any more."""
         effects: list[PrefillEffect] = []
         end = self.now + seconds
         while (deadline := self.core.next_deadline()) is not None and deadline <= end:
             self.now = max(self.now, deadline)
-            effects += self(ev.TimePassed())
+            due = self(ev.TimePassed())
+            for reply in [effect for effect in of_kind(due, Reply) if isinstance(effect.message, Ping)]:
+                due += self(ev.ReplyLost(reply.connection))
+            effects += due
         self.now = end
         return effects
 

@@ -31,8 +31,8 @@ WAITS: Final = ("wait", "until_safe")
 TITLES: Final = {
     "kvflow.rank.Rank": "Both ranks",
     "kvflow.transfer.Transfer": "Both ends of a transfer",
-    "kvflow.blocking._BlockingRank": "Both blocking ranks",
-    "kvflow.blocking._BlockingTransfer": "Both blocking ends",
+    "kvflow.blocking.ranks.BlockingRank": "Both blocking ranks",
+    "kvflow.blocking.transfers.BlockingTransfer": "Both blocking ends",
 }
 """Bases whose members are described once; they are no public names themselves."""
 
@@ -41,10 +41,10 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.PrefillRank": ("endpoint", "send", "ticket", "statistics"),
         "kvflow.DecodeRank": ("receive", "statistics"),
         "kvflow.rank.Rank": RANK,
+        "kvflow.SharedBackend": (),
         "kvflow.QuarantineRecord": (),
         "kvflow.MissingProof": ("detail",),
         "kvflow.Awaited": (),
-        "kvflow.SharedBackend": (),
     },
     "transfers": {
         "kvflow.RoomSender": ("chunk", "finish", "granted", "quiesce", "delivered"),
@@ -78,11 +78,11 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "blocking": {
         "kvflow.blocking.PrefillRank": ("endpoint", "send", "ticket"),
         "kvflow.blocking.DecodeRank": ("receive",),
-        "kvflow.blocking._BlockingRank": ("open", "close", "completed", "wait_any", "fileno", *RANK, "statistics"),
+        "kvflow.blocking.ranks.BlockingRank": ("open", "close", "completed", "wait_any", "fileno", *RANK, "statistics"),
         "kvflow.blocking.TransferUpdate": (),
         "kvflow.blocking.BlockingSender": ("chunk", "finish", "quiesce", "is_quiesced", "resume_at", "result"),
         "kvflow.blocking.BlockingReceiver": ("result",),
-        "kvflow.blocking._BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", *WAITS),
+        "kvflow.blocking.transfers.BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", *WAITS),
         "kvflow.blocking.LoopThread": (),
         "kvflow.blocking.Registry": (),
     },

@@ -27,7 +27,7 @@ from kvflow.state.effects import (
     Reply,
 )
 from kvflow.state.leaving import Leaving
-from kvflow.state.peers import LeaseCheck, is_genuine, log_loss
+from kvflow.state.peers import LeaseCheck, Peer, is_genuine, log_loss
 from kvflow.state.prefill.peers import DecodePeer, DecodePeers
 from kvflow.state.prefill.queue import PieceQueue
 from kvflow.state.prefill.room import SendContext
@@ -418,9 +418,12 @@ class PrefillCore:
         return [Reply(former.connection, Ping(peer=self.me))]
 
     def _reply_lost(self, connection: bytes, now: float) -> list[PrefillEffect]:
-        """Let a newcomer take the place of a decode rank whose connection is gone."""
+        """Note that a connection is gone: its decode rank has its lease to be heard again, or a newcomer its place."""
         former = self.peers.at(connection)
-        if former is None or former.newcomer is None:
+        if former is None:
+            return []
+        former.liveness.disconnected()
+        if former.newcomer is None:
             return []
         if now > former.asked_at + former.newcomer[1].lease_s:  # it has not repeated its hello for so long
             former.newcomer = None
@@ -542,7 +545,7 @@ class PrefillCore:
             case LeaseCheck(peer):
                 liveness = self.peers[peer].liveness
                 if not liveness.check(now, late_s):
-                    return []
+                    return self._ask_if_silent(liveness)
                 # A decode rank can prove nothing here; if it lives, it connects anew.
                 detail = f"{peer.rank} was silent for {liveness.lease_s} s"
                 return self._left(peer, self._failure(FailureReason.PEER_LOST, detail), now)
@@ -552,6 +555,10 @@ class PrefillCore:
                 return self.slots.expired(key, now)
             case _:
                 return self.rooms.expired(key, now)
+
+    def _ask_if_silent(self, liveness: Peer) -> list[PrefillEffect]:
+        """Ping a decode rank that is silent: if its connection is gone, that cannot be sent."""
+        return self.peers.send(liveness.id, Ping(peer=self.me)) if liveness.is_silent else []
 
     def _failure(self, reason: FailureReason, detail: str) -> Failure:
         return Failure(reason, Stage.BOOTSTRAP, str(self.me.rank), detail)

@@ -56,11 +56,11 @@ __all__ = [
 POLL_S: Final = 0.02
 """How often a worker looks for free pages, and whether pages that it could not give back are safe by now."""
 
-REUSING_ROOM: Final = 2**62
-"""Of requests that are never served."""
-
 PARTNER_S: Final = 1.0
 """How much later at most a worker leaves than the other one in its process."""
+
+REUSING_ROOM: Final = 2**62
+"""Of requests that are never served."""
 
 REFUSALS: Final = (TransferFailed, LocalProtocolError, CapacityExceeded, RankDraining, RankBroken, TimeoutError)
 """How kvflow says that a request does not go well, and how an engine gives one up."""

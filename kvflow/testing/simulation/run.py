@@ -89,7 +89,8 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
         seed: Decides everything.
         tells: Keep a story.
         faults: Instead of drawn ones.
-        by_name: Every request names its instance, as some seeds have it anyway.
+        by_name: Every request names its instance, nothing is preempted, and each process has one role, as some seeds
+            have it anyway.
     """
     rng = random.Random(f"kvflow {seed}")  # noqa: S311 - chance must be repeatable here
     drawn = draw_faults(rng)
@@ -108,7 +109,7 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
             world.plane.shares_network = rng.random() < 0.5
             deployment = _draw_deployment(rng, world, None if by_name else seed)
             with watch_logs(deployment):
-                _run_watched(rng, deployment, result)
+                _run_watched(rng, deployment, result, None if by_name else _draw_preemptions(seed))
     finally:
         if was_collecting:
             gc.enable()
@@ -120,13 +121,13 @@ def _own(seed: int, what: str) -> random.Random:
     return random.Random(f"kvflow {what} {seed}")  # noqa: S311 - chance must be repeatable here
 
 
-def _run_watched(rng: random.Random, deployment: Deployment, result: Result) -> None:
+def _run_watched(rng: random.Random, deployment: Deployment, result: Result, preemptions: random.Random | None) -> None:
     world = deployment.world
     router = Router(
         deployment,
         num_clients=rng.choice((1, 1, 2)),
         interval_s=rng.uniform(0.7, 1.6),
-        preemptions=_draw_preemptions(result.seed),
+        preemptions=preemptions,
     )
     try:
         _run(deployment, router)

@@ -610,3 +610,25 @@ def test_what_may_still_land_at_a_decode_rank_that_is_gone_is_dropped_and_it_is_
     assert "not followed any more" in refused.detail
     assert messages(core.hear(DECODE, Cancel(room=1, generation=1, failure=ABORTED)), Drained) == []
     assert messages(core(ev.TransportClosed()), Goodbye) == []
+
+
+def test_a_failed_that_says_drained_is_followed_by_no_other(granted: PrefillDriver) -> None:
+    effects = granted(ev.SendAborted(ROOM, ABORTED))
+    ((_, failed),) = messages(effects, Failed)
+    assert isinstance(failed, Failed)
+    assert failed.drained
+    assert messages(effects + granted.pass_time(5.0), Drained) == []
+
+
+def test_a_transfer_that_fails_while_it_is_written_says_drained_once_at_the_end(granted: PrefillDriver) -> None:
+    granted(chunk(0, 4))
+    granted(chunk(4, 8, last=True))
+    effects = granted(ev.SendAborted(ROOM, ABORTED))
+    assert [failed.drained for _, failed in messages(effects, Failed) if isinstance(failed, Failed)] == [False]
+    assert messages(effects + end(granted, 0), Drained) == [], "the other write may still land"
+    assert len(messages(end(granted, 1), Drained)) == 1
+
+
+def test_a_success_says_no_drained(granted: PrefillDriver) -> None:
+    effects = granted(chunk(0, 8, last=True)) + end(granted, 0) + granted.hear(DECODE, ACK)
+    assert messages(effects, Drained) == []
