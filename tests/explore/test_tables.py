@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 from kvflow.state import peers, tables
-from kvflow.state.decode import handshake, progress
+from kvflow.state.decode import instances, progress
 from kvflow.state.prefill import room
 from kvflow.testing.explore import Setup, explore
 from tests.explore.worlds import WORLDS
@@ -23,7 +23,7 @@ USED_BY: Final = MappingProxyType(
         "FEED": (tables, room),
         "RANK": (tables, progress),
         "PEER": (tables, peers),
-        "INSTANCE": (tables, handshake),
+        "INSTANCE": (tables, instances),
     }
 )
 """Modules that know a table by its name."""
