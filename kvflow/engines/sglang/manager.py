@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, process_model_config
+from sglang.srt.runtime_context import get_device, get_disagg, get_memory, get_parallel, process_model_config
 from typing_extensions import override
 
 import kvflow
@@ -248,6 +248,7 @@ def _refuse_unserved(mode: Any) -> None:
         "layer split of DSA's cache": parallel.enable_dsa_cache_layer_split,
         "pipeline stages on decode": mode == DisaggregationMode.DECODE and parallel.pp_size > 1,
         "the allocation policy prefill_complete": disagg.disaggregation_decode_allocation_policy != "early",
+        "HiSparse": get_memory().enable_hisparse,
         "the staging buffer of SGLang": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
         "release of pages without a proof": not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
     }

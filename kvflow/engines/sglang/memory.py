@@ -77,14 +77,13 @@ def describe_pools(args: Any, shard: Shard, *, fingerprint: str, location: Locat
         args: SGLang's `KVArgs`.
         shard: Which part of the model they hold.
         fingerprint: What makes two caches interchangeable.
-        location: Where they are, but for buffers whose `kv_data_mem_kinds` says otherwise.
+        location: Where they are.
 
     Raises:
         LayoutError: They hold what kvflow does not move, with the reason, or their sizes do not fit each other.
     """
     _refuse_unknown(args, shard)
     main, draft = _main_buffers(args, shard)
-    kinds = getattr(args, "kv_data_mem_kinds", None) or [location.memory_kind] * len(args.kv_data_ptrs)
     components = [Component("kv", _cells(main, args, shard))]
     if draft:
         components.append(Component("draft", _cells(draft, args, shard, is_draft=True)))
@@ -97,7 +96,7 @@ def describe_pools(args: Any, shard: Shard, *, fingerprint: str, location: Locat
     layout = layout_from_pointers(
         components,
         fingerprint,
-        buffers=_registered(args, kinds, location),
+        buffers=_registered(args),
         memory_kind=location.memory_kind,
         device_id=location.device_id,
     )
@@ -151,17 +150,8 @@ def _state_names(kinds: Sequence[Any]) -> list[str]:
     return names
 
 
-def _registered(args: Any, kinds: Sequence[str], location: Location) -> list[BufferLists]:
-    """List every buffer, with where it is."""
-    lists = [
-        BufferLists([address], [length], [item], _at(kind, location))
-        for address, length, item, kind in zip(
-            args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, kinds, strict=True
-        )
-    ]
+def _registered(args: Any) -> list[BufferLists]:
+    """List every buffer."""
+    lists = [BufferLists(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)]
     states = zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
     return lists + [BufferLists(*entry) for entry in states]
-
-
-def _at(kind: str, location: Location) -> Location:
-    return location if kind == location.memory_kind else Location(kind, 0)

@@ -38,7 +38,7 @@ class StateBuffers(NamedTuple):
         kind: Its entry of `state_types`.
         buffers: Its buffers; without layers they are numbered by their places in the list.
         has_layers: Their layers are those of the model.
-        dims: Of a recurrent state: cells along the axis that is sharded; 0 if it is not.
+        dims: Of a recurrent state: cells along the axis that is sharded; 0 if none is, None if SGLang does not say.
         groups: Of a recurrent state: full sizes of the blocks of that axis that are sharded each by itself.
         rows: Of a recurrent state: rows outside that axis.
     """
@@ -46,7 +46,7 @@ class StateBuffers(NamedTuple):
     kind: str
     buffers: list[Buffer]
     has_layers: bool
-    dims: Sequence[int]
+    dims: Sequence[int | None]
     groups: Sequence[Sequence[int] | None]
     rows: Sequence[int]
 
@@ -68,7 +68,7 @@ class StateBuffers(NamedTuple):
             getattr(kind, "value", kind),
             buffers,
             bool(layers),
-            _nth(args, "state_dim_per_tensor", index) or [0] * count,
+            _nth(args, "state_dim_per_tensor", index) or [None] * count,
             _nth(args, "state_conv_shard_groups", index) or [None] * count,
             _nth(args, "state_slice_outer_counts", index) or [1] * count,
         )
@@ -129,7 +129,7 @@ def describe_state(name: str, args: Any, index: int, shard: Shard, layers: Seque
     match state.kind:
         case "mamba":
             return State((_recurrent(name, state, shard),), is_slot=True)
-        case "dsa":
+        case "dsa" if shard.is_mla:
             return State(_index(name, state, layers, args.page_size), is_slot=False)
         case "swa":
             return State((_window(name, state, args, shard),), is_slot=False)
@@ -207,7 +207,7 @@ class _Cut(NamedTuple):
     """How one buffer of a recurrent state is sharded; see `StateBuffers`."""
 
     tensor: str
-    dim: int
+    dim: int | None
     groups: Sequence[int] | None
     own_rows: int
     rows: int
@@ -216,7 +216,9 @@ class _Cut(NamedTuple):
     def parts(self, shard: Shard, one: Buffer) -> Parts:
         """Say what an item holds."""
         tp_size, tp_rank = shard.tp_size, shard.tp_rank
-        if not self.dim:
+        if self.dim is None:
+            return OpaqueItem(f"{self.tensor} of {tp_size} ranks", tp_rank)
+        if self.dim == 0:
             return OpaqueItem(self.tensor)
         unit, shared_by = one.item // (self.dim * self.own_rows), self.rows // self.own_rows
         groups = self.groups or ()

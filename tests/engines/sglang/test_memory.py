@@ -178,11 +178,29 @@ def test_two_states_of_one_kind_are_two_components() -> None:
     assert list(describe(args).layout.by_name) == ["kv", "mamba", "mamba#1"]
 
 
-def test_buffers_may_be_on_the_host() -> None:
-    args = kv_args(2, draft=1)
-    args.kv_data_mem_kinds = ["DRAM"] * 4 + ["VRAM"] * 2
-    layout = describe(args).layout
-    assert layout.locations == {"kv": Location("DRAM", 0), "draft": DEVICE}
+@pytest.mark.parametrize(("dims", "senders"), [([0], {0, 1}), ([], {1})], ids=["replicated", "not said"])
+def test_state_that_sglang_says_nothing_about_is_one_of_its_rank(dims: list[int], senders: set[int]) -> None:
+    """Ranks share the work only of what they all hold."""
+    two = [
+        describe(
+            with_state(
+                with_state(kv_args(1, 4), "mamba", [64], dim_per_tensor=dims, layer_ids=[0] if dims else []),
+                "mamba",
+                [64],
+                dim_per_tensor=dims,
+                layer_ids=[1] if dims else [],
+            ),
+            Shard(8, 2, rank),
+        )
+        for rank in range(2)
+    ]
+    sent = [(route.engine_rank, one) for route in routes(two, two[1], rank=1) for one in route.slices]
+    assert {rank for rank, one in sent if one.component.startswith("mamba")} == senders
+
+
+def test_index_of_ordinary_attention_is_refused() -> None:
+    with pytest.raises(LayoutError, match="does not move"):
+        describe(with_state(kv_args(2), "dsa", [40, 40]))
 
 
 def test_lists_of_different_lengths_are_refused() -> None:
