@@ -16,23 +16,32 @@ __all__ = ["Deployment", "Process", "deployment"]
 ROOT: Final = Path(__file__).parents[3]
 
 
+def free_port() -> int:
+    """Give a port on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
 class Process:
     """A worker process.
 
     Args:
         mode: "prefill" or "decode".
         settings: Of the adapter.
+        environment: Further variables.
     """
 
-    def __init__(self, mode: str, settings: dict[str, Any]) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "KVFLOW_SGLANG": json.dumps(settings)}
+    def __init__(self, mode: str, settings: dict[str, Any], environment: dict[str, str]) -> None:
+        own = {"PYTHONPATH": str(ROOT), "KVFLOW_SGLANG": json.dumps(settings), **environment}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.engines.sglang.worker", mode],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=environment,
+            env=os.environ | own,
         )
 
     def tell(self, do: str, **arguments: Any) -> Any:
@@ -44,6 +53,10 @@ class Process:
         answer = json.loads(self._process.stdout.readline())
         assert "error" not in answer, answer["error"]
         return answer["result"]
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """End it at once."""
@@ -66,11 +79,15 @@ class Deployment:
 
     def open(self, name: str, prefill: dict[str, int], decode: dict[str, int]) -> None:
         """Make both sides of a model."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.prefill.tell("open", name=name, port=port, **prefill)
         self.decode.tell("open", name=name, port=port, **decode)
+
+    def start(self) -> None:
+        """Make both schedulers."""
+        port = free_port()
+        self.prefill.tell("start", port=port)
+        self.decode.tell("start", port=port)
 
     def room(self) -> int:
         """Give a room that was not used before."""
@@ -83,9 +100,9 @@ class Deployment:
 
 
 @contextmanager
-def deployment(settings: dict[str, Any]) -> Iterator[Deployment]:
+def deployment(settings: dict[str, Any], **environment: str) -> Iterator[Deployment]:
     """Start the two processes, and end them."""
-    prefill, decode = Process("prefill", settings), Process("decode", settings)
+    prefill, decode = (Process(mode, settings, environment) for mode in ("prefill", "decode"))
     try:
         yield Deployment(prefill, decode)
     finally:

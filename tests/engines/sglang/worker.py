@@ -19,7 +19,7 @@ shim.install()
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
 from kvflow.engines.sglang import plugin  # noqa: E402
-from tests.engines.sglang import sides  # noqa: E402
+from tests.engines.sglang import schedulers, sides  # noqa: E402
 
 __all__: list[str] = []
 
@@ -45,6 +45,24 @@ class Worker:
         if self.side is not None:
             self.side.close()
             self.side = None
+
+    def start(self, port: int) -> None:
+        """Make a scheduler, in place of what was before."""
+        self.close()
+        self.side = schedulers.SCHEDULERS[self.mode](port)
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        """Call the scheduler."""
+        return getattr(self.side, what)(**arguments)
+
+    def until(self, what: str, timeout_s: float = 20, **arguments: Any) -> bool:
+        """Go on with steps until the scheduler says yes."""
+        found: bool = self.side.until(lambda: getattr(self.side, what)(**arguments), timeout_s)
+        return found
+
+    def rest(self, seconds: float) -> None:
+        """Go on with steps for a while."""
+        self.side.until(lambda: False, seconds)
 
     def transfer(self, **arguments: Any) -> Any:
         """Send or receive a request."""
