@@ -60,7 +60,6 @@ class EngineOptions(SideOptions, frozen=True, kw_only=True):
 
     Attributes:
         bind: Address of the prefill rank's control socket.
-        same_host: Tell the transport that both processes are on one host and write to each other's memory themselves.
         lease_s: Silence after which the other side is taken for lost.
         layers: Tensors, of which each page has a cell.
         cell_bytes: Bytes of a cell, which is one descriptor.
@@ -70,7 +69,6 @@ class EngineOptions(SideOptions, frozen=True, kw_only=True):
     """
 
     bind: str = "tcp://127.0.0.1:0"
-    same_host: bool = True
     lease_s: float = 3.0
     layers: int = 4
     cell_bytes: int = 4096

@@ -37,9 +37,6 @@ COMPUTE_S = 0.002
 ROOM_TOKENS = 65_536
 """Rooms have tokens of their own, so that the pages of one are not taken for those of another."""
 
-SAME_HOST = {"nixl": {"ends_with_process": True}}
-"""How a transport is told that all processes are on one host."""
-
 Result = TypeVar("Result")
 
 
@@ -121,12 +118,10 @@ class Worker:
         self._scopes: dict[int, anyio.CancelScope] = {}
         self._limiter = anyio.CapacityLimiter(1)
         timeouts = kvflow.Timeouts(lease_s=options.lease_s)
-        backend_options = SAME_HOST.get(options.backend, {}) if options.same_host else {}
         common: dict[str, Any] = {
             "instance": options.side,
             "registry": options.registry,
             "backend": options.backend,
-            "backend_options": backend_options,
             "timeouts": timeouts,
         }
         self._rank: kvflow.PrefillRank | kvflow.DecodeRank

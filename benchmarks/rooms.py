@@ -12,6 +12,7 @@ import numpy as np
 import kvflow
 from kvflow import Timeouts
 from kvflow.cli.pools import PagePool, PoolShape
+from kvflow.room import RoomId
 
 __all__ = ["BATCH", "PATIENT", "TOKENS", "Pair", "Rooms", "deploy", "enter_receiver", "enter_sender", "make_pool"]
 
@@ -46,7 +47,7 @@ class _Room(NamedTuple):
     sender: kvflow.RoomSender | None
 
 
-async def enter_sender(pair: Pair, number: int) -> kvflow.RoomSender:
+async def enter_sender(pair: Pair, number: RoomId) -> kvflow.RoomSender:
     """Open a room on prefill; it has to be left in the end."""
     return await pair.prefill.send(number).__aenter__()
 

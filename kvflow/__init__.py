@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from kvflow.backends import known_backends
-    from kvflow.config import DecodeConfig, Endpoint, Limits, PrefillConfig, Timeouts
+    from kvflow.backends.shared import SharedBackend
+    from kvflow.config import DecodeConfig, Endpoint, Limits, PrefillConfig, Proofs, Timeouts
     from kvflow.decode import DecodeRank, Handover, RoomReceiver
     from kvflow.directory.server import Registry
     from kvflow.errors import (
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         KvflowError,
         LayoutError,
         LocalProtocolError,
+        PagesInUse,
         PlanError,
         ProtocolError,
         RankBroken,
@@ -40,11 +42,14 @@ if TYPE_CHECKING:
     from kvflow.geometry.tensors import layout_from_tensors
     from kvflow.observe.logs import configure_logging
     from kvflow.prefill import PrefillRank, RoomSender
+    from kvflow.quarantine import QuarantineRecord
     from kvflow.state.events import LayersReady
+    from kvflow.state.quarantine import Awaited, MissingProof
     from kvflow.state.tables import Memory, Outcome
     from kvflow.statistics import RankStatistics
 
 __all__ = [
+    "Awaited",
     "BackendError",
     "BackendUnavailable",
     "CapacityExceeded",
@@ -61,11 +66,15 @@ __all__ = [
     "Limits",
     "LocalProtocolError",
     "Memory",
+    "MissingProof",
     "Outcome",
+    "PagesInUse",
     "PlanError",
     "PrefillConfig",
     "PrefillRank",
+    "Proofs",
     "ProtocolError",
+    "QuarantineRecord",
     "RankBroken",
     "RankDraining",
     "RankStatistics",
@@ -75,6 +84,7 @@ __all__ = [
     "RoomReceiver",
     "RoomSender",
     "RouteError",
+    "SharedBackend",
     "Stage",
     "ThreadShortage",
     "TicketError",
@@ -91,6 +101,7 @@ __all__ = [
 __version__ = "0.2.0"
 
 _HOMES: Final = {
+    "Awaited": "kvflow.state.quarantine",
     "BackendError": "kvflow.errors",
     "BackendUnavailable": "kvflow.errors",
     "CapacityExceeded": "kvflow.errors",
@@ -107,11 +118,15 @@ _HOMES: Final = {
     "Limits": "kvflow.config",
     "LocalProtocolError": "kvflow.errors",
     "Memory": "kvflow.state.tables",
+    "MissingProof": "kvflow.state.quarantine",
     "Outcome": "kvflow.state.tables",
+    "QuarantineRecord": "kvflow.quarantine",
     "TokenPages": "kvflow.geometry.pages",
+    "PagesInUse": "kvflow.errors",
     "PlanError": "kvflow.errors",
     "PrefillConfig": "kvflow.config",
     "PrefillRank": "kvflow.prefill",
+    "Proofs": "kvflow.config",
     "ProtocolError": "kvflow.errors",
     "RankBroken": "kvflow.errors",
     "RankDraining": "kvflow.errors",
@@ -122,6 +137,7 @@ _HOMES: Final = {
     "RoomReceiver": "kvflow.decode",
     "RoomSender": "kvflow.prefill",
     "RouteError": "kvflow.errors",
+    "SharedBackend": "kvflow.backends.shared",
     "Stage": "kvflow.errors",
     "ThreadShortage": "kvflow.errors",
     "TicketError": "kvflow.errors",

@@ -26,6 +26,7 @@ __all__ = [
     "Limits",
     "Packing",
     "PrefillConfig",
+    "Proofs",
     "RankConfig",
     "Timeouts",
     "check_address",
@@ -292,8 +293,9 @@ class Timeouts:
         ageing_s: How long a chunk waits for its turn until it is lifted by one class of priority. A class is worth this
             much of a head start over the next one: 0.1 s lets the lowest of 8 wait for 0.7 s before it takes turns with
             the highest.
-        lease_s: Silence after which a peer is taken for lost; pings go out three times as often. An event loop that is
-            blocked for longer (by a model step, say) is taken for dead.
+        lease_s: Silence after which a peer is taken for lost, if its connection is gone, too; pings go out three times
+            as often. While its connection stands, an event loop may be blocked (by a model step, say) for ten times as
+            long.
     """
 
     handshake_s: float = 5.0
@@ -341,6 +343,9 @@ class Limits:
             above.
         quarantined_pages: Pages in quarantine beyond which nothing new is admitted.
         quarantined_bytes: Bytes of such pages, as above.
+        unfenced: Ended transfers of a prefill rank of which bytes may still land at a decode rank. Beyond it, those to
+            decode ranks that are gone are not followed any more: such a rank must restart before it is served again.
+            If all are connected, nothing new is admitted. One decode rank that has an eighth of them is refused.
         metadata_bytes: Metadata of one transfer, at most 32 MiB.
         descriptors_planned_inline: Descriptors above which planning leaves the event loop for a worker thread.
     """
@@ -355,6 +360,7 @@ class Limits:
     descriptors_per_peer: int = 2**21
     quarantined_pages: int = 65_536
     quarantined_bytes: int = 4 * 2**30
+    unfenced: int = 16_384
     metadata_bytes: int = 65_536
     descriptors_planned_inline: int = 20_000
 
@@ -511,6 +517,33 @@ class PrefillConfig(RankConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Proofs:
+    """What proves to a decode rank, besides what a prefill rank says itself, that this can write nothing any more.
+
+    What always counts is in docs/failure-model.md: all bytes have arrived, Drained, a Goodbye that is a fence, and an
+    operator's `release`. Over TCP, time proves nothing, however long ago a process has ended.
+
+    Attributes:
+        process_end: The end of its process counts, where the transport has found out that nothing can land after it,
+            or when the last bytes have landed.
+        queue_pairs_die_with_process_s: The word of the deployment that each prefill rank writes over queue pairs of
+            RDMA, and that its fabric delivers nothing any more so many seconds after their process has ended; None if
+            it does not say so. It is only taken with a transport that may use such queue pairs.
+
+    Raises:
+        ConfigError: A setting has the wrong type or is out of range; `values` has its name and its value.
+    """
+
+    process_end: bool = True
+    queue_pairs_die_with_process_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_type("proofs.process_end", self.process_end, bool)
+        if self.queue_pairs_die_with_process_s is not None:
+            check_duration("proofs.queue_pairs_die_with_process_s", self.queue_pairs_die_with_process_s)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecodeConfig(RankConfig):
     """Settings of a decode rank. It opens no port, it only connects.
 
@@ -520,6 +553,7 @@ class DecodeConfig(RankConfig):
         digest_every: Compare the digests of what was sent and what has arrived in one of so many transfers: 1 for each
             transfer, 0 for none. Needs host memory on both sides. Both sides read all of its pages once more.
         staging_slots: Slots of the window of one prefill rank.
+        proofs: What proves that a prefill process can write nothing any more.
     """
 
     staging_slots: int = 3
@@ -528,8 +562,11 @@ class DecodeConfig(RankConfig):
 
     advertise: str | None = None
 
+    proofs: Proofs = Proofs()
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_type("proofs", self.proofs, Proofs)
         if self.advertise is not None:
             check_host("advertise", self.advertise)
         _set(self, "digest_every", _check_integer("digest_every", self.digest_every, 0, MAX_COUNT))

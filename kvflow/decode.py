@@ -13,6 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from kvflow.backends.base import Backend, BackendEvent
+from kvflow.backends.shared import SharedBackend
 from kvflow.config import (
     DecodeConfig,
     Endpoint,
@@ -30,6 +31,7 @@ from kvflow.geometry.ranges import TokenRange
 from kvflow.observe.trace import TransferLine
 from kvflow.ports import Ports
 from kvflow.rank import Rank
+from kvflow.room import RoomId
 from kvflow.stages.aggregate import Aggregate
 from kvflow.stages.bootstrap import PeerConnections, PeerProofs, RouteCompiler
 from kvflow.stages.digests import check_digestible
@@ -79,7 +81,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     Args:
         config: Settings.
         layout: The pools to receive into; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name.
+        backend: A transport to use instead of the one that the settings name; one that it shares with other ranks of
+            this process is a `SharedBackend`.
         ports: The world to use instead of the real one.
 
     Raises:
@@ -94,19 +97,31 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     _core: DecodeCore
 
     def __init__(
-        self, config: DecodeConfig, layout: KVLayout, backend: Backend | None = None, *, ports: Ports | None = None
+        self,
+        config: DecodeConfig,
+        layout: KVLayout,
+        backend: Backend | SharedBackend | None = None,
+        *,
+        ports: Ports | None = None,
     ) -> None:
         check_argument("config", config, DecodeConfig)
         check_argument("layout", layout, KVLayout)
         if config.digest_every and not layout.is_on_host:
             raise ConfigError("digests need host memory", digest_every=config.digest_every, memory_kind="VRAM")
         super().__init__(config, layout, backend, ports=ports)
+        if config.proofs.queue_pairs_die_with_process_s is not None and not self._backend.capabilities.queue_pairs:
+            raise ConfigError(
+                "time proves nothing over a transport without queue pairs",
+                setting="proofs.queue_pairs_die_with_process_s",
+                value=config.proofs.queue_pairs_die_with_process_s,
+                backend=self._backend.name,
+            )
         self._generations = itertools.count(1)
         self._secret = self._ports.random_bytes(SECRET_BYTES)
 
     def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,
-        room: int | None = None,
+        room: RoomId | None = None,
         *,
         prefill: Prefill,
         tokens: TokenRange,
@@ -115,11 +130,11 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         timeout_s: float | None = None,
         digest: bool | None = None,
         priority: int = 0,
+        label: str | None = None,
     ) -> "RoomReceiver":
         """Start to receive a room; use the result as an async context manager.
 
-        Leaving the block, by any way, means that no write can reach the pages any more (or `memory` says that they
-        are quarantined).
+        Leaving the block, by any way, means that no write can reach the pages any more (or they are in quarantine).
 
         Args:
             room: The router's id of the request, the same on both sides; a ticket has it.
@@ -134,17 +149,17 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             timeout_s: How long the whole transfer may take; from the settings by default.
             digest: Compare what has arrived with digests of what was sent before it counts as complete; a difference
                 fails the transfer with the reason `corrupt`. As the settings say (`digest_every`) by default.
-            priority: Class of the transfer on every prefill rank, 0 (first) to 7 (last): where chunks wait
-                for this rank, those of a lower number go first. Waiting lifts a chunk by one class after each
-                `Timeouts.ageing_s` of the prefill rank.
+            priority: Class of the transfer on every prefill rank, 0 (first) to 7 (last). Where chunks wait for this
+                rank, lower ones go first; each `Timeouts.ageing_s` of the prefill rank lifts a chunk by one class.
+            label: The engine's own id of the request, for log lines; it does not travel.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
             ConfigError: `num_ranks`, `timeout_s`, `priority` or `digest` is unusable, or `prefill` needs a registry.
             TicketError: The ticket is malformed, or it is for another room, model or protocol version.
             LocalProtocolError: On entry: the room is being received already, or the rank is not open.
-            CapacityExceeded: On entry: too many rooms are open, or too much memory is in quarantine.
-            RankDraining: On entry: the rank is about to close.
+            PagesInUse: On entry: another transfer may still be written to one of the pages.
+            CapacityExceeded, RankDraining: On entry: too much is open or in quarantine; the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
         """
         digest = _check_digest(digest)
@@ -163,23 +178,20 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             priority=check_priority("priority", priority),
             issuer=issuer,
         )
-        return RoomReceiver(self, opened, digest)
+        return RoomReceiver(self, opened, digest, label)
 
-    def _meaning(self, room: int | None, prefill: Prefill) -> tuple[int, ev.InstanceRef, PeerId | None]:
+    def _meaning(self, room: RoomId | None, prefill: Prefill) -> tuple[RoomId, ev.InstanceRef, PeerId | None]:
         """Give the room, how its instance is referred to, and who gave its ticket.
 
         Raises:
             LocalProtocolError, ConfigError, TicketError: As in `receive`.
         """
-        registry = self.config.registry
         if isinstance(prefill, Mapping):
             ticket = Ticket.parse(prefill)
             ticket.check(None if room is None else check_room(room), self.layout.fingerprint)
-            name = ticket.issuer.rank.instance
-            known_here = ticket.address == registry
-            return ticket.room, name if known_here else ev.InstanceAt(ticket.address, name), ticket.issuer
+            return ticket.room, ev.InstanceAt(ticket.address, ticket.issuer.rank.instance), ticket.issuer
         if room is None:
-            raise LocalProtocolError("room must be given, unless a ticket has it")
+            raise LocalProtocolError("room must be an integer or a string, or come with a ticket", room=room)
         room = check_room(room)
         if isinstance(prefill, Endpoint):
             return room, ev.InstanceAt(str(prefill)), None
@@ -187,7 +199,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             raise LocalProtocolError(
                 "prefill must be the name of an instance, an Endpoint or a ticket", prefill=prefill
             )
-        if registry is None:
+        if self.config.registry is None:
             raise ConfigError("prefill by name needs a registry", setting="registry", prefill=prefill)
         return room, prefill, None
 
@@ -230,6 +242,28 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         secret = hashlib.blake2b(number, key=self._secret, digest_size=SECRET_BYTES).digest()
         event = msgspec.structs.replace(opened, generation=generation, digest=digest, secret=secret)
         self.open_transfer(generation, receiver, event)
+
+    def rehearse(self, room: RoomId) -> bool:
+        """Run through what will be done when a room that is granted is complete; see `kvflow.PrefillRank.rehearse`.
+
+        Args:
+            room: One that is being received.
+
+        Returns:
+            Whether it is granted.
+
+        Raises:
+            LocalProtocolError: The rank is not open, or this is another event loop or thread.
+            RankBroken: It is broken.
+        """
+        self.check_open()
+        rehearsal = self._core.understudy(room, self.now())
+        if rehearsal is None:
+            return False
+        core, notices = rehearsal
+        for notice in notices:
+            self._aggregate.rehearse(core, notice)
+        return True
 
     def statistics(self) -> RankStatistics:
         """Give counts at this moment.
@@ -276,6 +310,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             backend_metadata=backend.metadata(),
             ends_with_process=backend.capabilities.ends_with_process,
             staging=windows,
+            proofs=config.proofs,
+            agent=backend.shared_agent,
         )
         self._directories = Directories(config.registry, self._ports, self._log, self._take_records)
         self._resources.callback(self._directories.close)
@@ -355,8 +391,8 @@ class RoomReceiver(Transfer):
 
     __slots__ = ("_digest", "_opened", "_rank", "handover")
 
-    def __init__(self, rank: DecodeRank, opened: ev.ReceiveOpened, digest: bool | None) -> None:
-        super().__init__(rank, opened.room)
+    def __init__(self, rank: DecodeRank, opened: ev.ReceiveOpened, digest: bool | None, label: str | None) -> None:
+        super().__init__(rank, opened.room, label)
         self.handover: Handover | None = None
         self._rank = rank
         self._opened = opened
@@ -397,6 +433,7 @@ class RoomReceiver(Transfer):
             num_pages=self._opened.footprint.num_pages,
             elapsed_s=self._rank.now() - self._opened_at,
             failure=self.failure,
+            label=self.label,
         )
 
     @override

@@ -8,6 +8,8 @@ import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvflow.room import RoomId
+
 if TYPE_CHECKING:
     from kvflow.state.tables import Memory
 
@@ -20,6 +22,7 @@ __all__ = [
     "KvflowError",
     "LayoutError",
     "LocalProtocolError",
+    "PagesInUse",
     "PlanError",
     "ProtocolError",
     "RankBroken",
@@ -76,6 +79,10 @@ class ProtocolError(KvflowError):
 
 class LocalProtocolError(ProtocolError):
     """This process broke the rule: fix the calling code."""
+
+
+class PagesInUse(LocalProtocolError):
+    """Another transfer of this rank may still be written to a page; `values` names page and room: take other pages."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -176,6 +183,8 @@ class FailureReason(enum.StrEnum):
     """A rank could not carry out what follows from an event, which no input should cause; its exit raises the error."""
     CAPACITY = "capacity"
     """A bound of the peer is reached."""
+    PAGES_IN_USE = "pages_in_use"
+    """It did not begin: another transfer of this rank may still be written to one of its pages."""
     PROTOCOL = "protocol"
     """A peer broke the protocol within this transfer; or, before it began, the engine did: its room is in use, say."""
 
@@ -193,7 +202,7 @@ class TransferFailed(KvflowError):
 
     def __init__(
         self,
-        room: int,
+        room: RoomId,
         reason: FailureReason,
         stage: Stage,
         rank: str,

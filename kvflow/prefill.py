@@ -10,16 +10,19 @@ from typing_extensions import override
 
 from kvflow.aio.flag import Flag
 from kvflow.backends.base import Backend, BackendEvent
+from kvflow.backends.shared import SharedBackend
 from kvflow.config import PrefillConfig, check_argument
 from kvflow.directory import DirectoryMessage, DirectoryService, RegistryClient
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError, RemoteProtocolError, Stage, Unreachable
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import Pages
-from kvflow.geometry.ranges import TokenRange
+from kvflow.geometry.pages import Pages, TokenPages, pages_spanned
+from kvflow.geometry.ranges import TokenRange, held_range
 from kvflow.observe.trace import TransferLine
 from kvflow.packing.staging import LocalStaging
 from kvflow.ports import Ports
 from kvflow.rank import Rank
+from kvflow.room import RoomId
+from kvflow.stages.agents import PeerAgents
 from kvflow.stages.bootstrap import HelloChecks
 from kvflow.stages.enqueue import CapacityLine, DeviceWaits, finish_chunk, make_chunk
 from kvflow.stages.planning import Planning
@@ -35,7 +38,7 @@ from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer, check_room
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.hosts import host_of
-from kvflow.wire.messages import Failure, Goodbye, Message, RankRecord
+from kvflow.wire.messages import MAX_DOMAIN_BYTES, Failure, Goodbye, Grant, Message, RankRecord
 from kvflow.wire.ticket import Ticket
 
 __all__ = ["PrefillRank", "RoomSender"]
@@ -47,7 +50,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     Args:
         config: Settings.
         layout: The pools to send from; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name.
+        backend: A transport to use instead of the one that the settings name; one that it shares with other ranks of
+            this process is a `SharedBackend`.
         ports: The world to use instead of the real one.
 
     Raises:
@@ -62,7 +66,12 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     _core: PrefillCore
 
     def __init__(
-        self, config: PrefillConfig, layout: KVLayout, backend: Backend | None = None, *, ports: Ports | None = None
+        self,
+        config: PrefillConfig,
+        layout: KVLayout,
+        backend: Backend | SharedBackend | None = None,
+        *,
+        ports: Ports | None = None,
     ) -> None:
         check_argument("config", config, PrefillConfig)
         check_argument("layout", layout, KVLayout)
@@ -75,7 +84,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         """Address of the control socket, once the rank is open."""
         return self._listener.endpoint
 
-    def send(self, room: int) -> "RoomSender":
+    def send(self, room: RoomId, *, label: str | None = None) -> "RoomSender":
         """Start to send a room; use the result as an async context manager.
 
         It may be started before any decode rank has asked, and before anything is computed. Leaving the block, by any
@@ -83,6 +92,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
         Args:
             room: The router's id of the request, the same on both sides.
+            label: The engine's own id of the request, for log lines; it does not travel.
 
         Raises:
             LocalProtocolError: On entry: the room is in use, or the rank is not open. On exit: nothing has failed, but
@@ -91,9 +101,59 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             RankDraining: On entry: the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told.
         """
-        return RoomSender(self, room)
+        return RoomSender(self, room, label)
 
-    def ticket(self, room: int) -> dict[str, object]:
+    def rehearse(self, room: RoomId) -> bool:
+        """Run through what the last chunk of a granted room will run through, without sending anything.
+
+        Code that has not run for some ten milliseconds takes several times as long as code that has, and an engine
+        computes for longer than that between the grant and the last chunk. Blocking ranks rehearse by themselves
+        (`LoopThread`). A rehearsal takes about as long as the planning of a chunk of one page.
+
+        Args:
+            room: One that is being sent.
+
+        Returns:
+            Whether that could be rehearsed: a decode rank has granted, and the last chunk is still to come.
+
+        Raises:
+            LocalProtocolError: The rank is not open, or this is another event loop or thread.
+            RankBroken: It is broken.
+        """
+        self.check_open()
+        now = self.now()
+        rehearsal = self._core.understudy(room, now)
+        if rehearsal is None:
+            return False
+        core, grant = rehearsal
+        try:
+            chunk = self._rehearsed_chunk(grant)
+            for effect in core.handle(ev.ChunkOffered(grant.room, chunk, self.footprint(chunk.pages)), now):
+                if isinstance(effect, ef.PostPiece):
+                    self._planning.rehearse(effect.piece)
+                    core.handle(ev.PostEnded(effect.piece.delivery, effect.piece.seq, None), now)
+        except KvflowError:  # what does not fit is for the chunk itself to say
+            return False
+        finally:
+            self._planning.drop_room(grant.room)
+        return True
+
+    def _rehearsed_chunk(self, grant: Grant) -> Chunk:
+        """Make the only chunk of a rehearsal, of any pages.
+
+        Raises:
+            PlanError: The layout does not have what the grant wants.
+        """
+        pages: dict[str, Pages] = {}
+        for name, tokens in grant.ranges.items():
+            component = self.layout.by_name.get(name)
+            if component is not None:
+                pages[name] = TokenPages(
+                    tokens, [0] * pages_spanned(held_range(tokens, component.shard), component.tokens_per_slot)
+                )
+        return finish_chunk(make_chunk(self.layout, (0, 0), pages), b"", self.config.limits.metadata_bytes)
+
+    def ticket(self, room: RoomId) -> dict[str, object]:
         """Give what a decode rank needs to receive a room from this instance, for a router to hand through unread.
 
         It is a small dict that survives JSON. It names this very process: a decode rank refuses it when this rank has
@@ -149,6 +209,9 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     @override
     def _open(self) -> None:
         backend, capabilities = self._backend, self._backend.capabilities
+        if self.config.registry is not None:
+            self._registry = RegistryClient(self.config.registry, self._ports, self._log, self._ignore_records)
+            self._resources.callback(self._registry.close)
         staging = None
         if self._staging is not None:
             overhead_s = capabilities.descriptor_overhead_s
@@ -161,14 +224,16 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             in_band_notices=capabilities.in_band_notices,
             max_descriptor_bytes=capabilities.max_descriptor_bytes,
             staging=None if staging is None else staging.settings,
+            domain=backend.domain()[:MAX_DOMAIN_BYTES],
         )
         self._core = PrefillCore(self.me, settings)
         self._record(settings)
         self.line = CapacityLine(self._core.has_capacity, self._core.peers_of)
         self._device_waits = DeviceWaits(self._context)
-        self._submit = Submit(self._context, backend)
+        agents = PeerAgents()
+        self._submit = Submit(self._context, backend, agents)
         self._planning = Planning(self._context, self.layout, backend, self._submit, staging)
-        self._hellos = HelloChecks(self._context, settings, backend, staging)
+        self._hellos = HelloChecks(self._context, settings, backend, agents, staging)
         self._listener = self._ports.control.listen(self.config.bind, self.config.advertise, self._on_message)
         self._resources.callback(self._close_listener)
         record = RankRecord(
@@ -178,13 +243,11 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             backend=backend.name,
             layout=self.layout,
         )
-        if self.config.registry is None:
+        if self._registry is not None:
+            self._registry.publish(record)
+        else:
             self._directory = DirectoryService(self._listener.send, self._ports.now, self._anomalies, record)
             self._resources.callback(self._directory.close)
-        else:
-            self._registry = RegistryClient(self.config.registry, self._ports, self._log, self._ignore_records)
-            self._resources.callback(self._registry.close)
-            self._registry.publish(record)
         self._resources.callback(self._withdraw)
 
     @override
@@ -279,7 +342,12 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
     @override
     def _settle_after_break(self) -> None:
-        """Report all source pages as safe: a closed transport reads none any more."""
+        """Report all source pages as safe: a closed transport reads none any more.
+
+        One that other ranks use goes on; as long as it has not ended every post of this rank, nothing is proved.
+        """
+        if self._submit.num_posted:
+            return
         for key, sender in list(self._transfers.items()):
             sender.report(sender.outcome, Memory.SAFE, sender.failure)
             del self._transfers[key]
@@ -308,8 +376,8 @@ class RoomSender(Transfer):
         "wanted",
     )
 
-    def __init__(self, rank: PrefillRank, room: int) -> None:
-        super().__init__(rank, room)
+    def __init__(self, rank: PrefillRank, room: RoomId, label: str | None = None) -> None:
+        super().__init__(rank, room, label)
         self._rank = rank
         self.wanted: Mapping[str, TokenRange] | None = None
         self.is_quiesced = False
@@ -546,6 +614,7 @@ class RoomSender(Transfer):
             num_pages=self._footprint.num_pages,
             elapsed_s=self._rank.now() - self._opened_at,
             failure=self.failure,
+            label=self.label,
         )
 
     @override

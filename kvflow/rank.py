@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Final, Generic, Protocol, Self, TypeVar
 
 import anyio
+import numpy as np
 
 from kvflow.aio.alarm import Alarm
 from kvflow.aio.shield import to_the_end
@@ -24,6 +25,7 @@ from kvflow.aio.tasks import OwnedTasks
 from kvflow.aio.turns import Turns
 from kvflow.backends import create_backend
 from kvflow.backends.base import Backend, BackendEvent
+from kvflow.backends.shared import RankEndpoint, SharedBackend
 from kvflow.config import RankConfig
 from kvflow.errors import (
     CapacityExceeded,
@@ -36,21 +38,23 @@ from kvflow.errors import (
     Stage,
 )
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import PageTable
+from kvflow.geometry.pages import WIRE_PAGES, PageTable
 from kvflow.observe.logs import LOGGER, get_logger
 from kvflow.observe.times import Duration, StageTimes
 from kvflow.observe.trace import AnomalyLog, describe, log_transfer
 from kvflow.packing.staging import staging_memory
 from kvflow.ports import Ports
+from kvflow.quarantine import QuarantineRecord
+from kvflow.room import RoomId
 from kvflow.stages.context import StageContext, agent_name
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
-from kvflow.state.quarantine import Footprint, Quarantine
+from kvflow.state.quarantine import Awaited, Footprint, MissingProof, Quarantine
 from kvflow.state.recorder import Recorder
 from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.state.tables import Memory, Outcome
 from kvflow.system import system_ports
-from kvflow.transfer import Transfer
+from kvflow.transfer import Transfer, check_room
 from kvflow.wire.messages import Failure, PeerId, RankId
 
 __all__ = ["Rank"]
@@ -89,6 +93,12 @@ class Core(Protocol[Event_contra, Effect_co]):
     def next_deadline(self) -> float | None:
         """When it wants to hear that time has passed."""
 
+    def missing_proofs(self, key: Any, /) -> Sequence[MissingProof]:
+        """Say which proofs the pages of a transfer wait for."""
+
+    def pages_of(self, key: Any, /) -> Mapping[str, bytes]:
+        """Give the pages of a transfer as `WIRE_PAGES`, by component."""
+
 
 class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     """Base of both ranks. Use it as an async context manager.
@@ -103,13 +113,20 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     _core: Core[AnyEvent | SharedEvent, AnyEffect]
 
     def __init__(
-        self, config: RankConfig, layout: KVLayout, backend: Backend | None = None, *, ports: Ports | None = None
+        self,
+        config: RankConfig,
+        layout: KVLayout,
+        backend: Backend | SharedBackend | None = None,
+        *,
+        ports: Ports | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
         self._ports = ports or system_ports()
         incarnation = int.from_bytes(self._ports.random_bytes(INCARNATION_BYTES), "little")
         self.me = PeerId(RankId(config.instance, config.engine_rank), incarnation)
+        if isinstance(backend, SharedBackend):
+            backend = backend.for_rank()
         self._backend = backend or create_backend(config.backend, config.backend_options)
         self._staging = staging_memory(config, layout)
         self._page_bytes = {component.name: component.page_bytes for component in layout.components}
@@ -130,7 +147,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             anomalies=self._anomalies,
         )
         self._arrived: Turns[BackendEvent] = Turns(self._take_backend_event, self._fail, EVENTS_AT_ONCE)
-        self._transfers: dict[int, AnyTransfer] = {}
+        self._transfers: dict[RoomId, AnyTransfer] = {}
         self._num_unsettled = 0
         self._settled = anyio.Event()
         self._events: deque[AnyEvent | SharedEvent] = deque()
@@ -154,6 +171,8 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
                 self._backend.advertise(host)
             await self._backend.open(agent_name(self.me), self._arrived.put, self._tasks.fail)
             await self._backend.register(self._staging.added_to(self.layout) if self._staging else self.layout)
+            if isinstance(self._backend, RankEndpoint):
+                self._backend.keep(self._staging)
             self._open()
             self._alarm = Alarm(
                 self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()), self._ports.now, self._loop_lag.add
@@ -179,6 +198,8 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             await self._close()
         finally:
             self._is_over = True
+            for transfer in self._transfers.values():
+                transfer.rank_left()
             try:
                 self._resources.close()
             finally:
@@ -422,7 +443,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
-    def open_transfer(self, key: int, transfer: AnyTransfer, event: AnyEvent) -> None:
+    def open_transfer(self, key: RoomId, transfer: AnyTransfer, event: AnyEvent) -> None:
         """Put a transfer on record and tell the core that it begins.
 
         Raises:
@@ -444,32 +465,70 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
                 self._transfers[key] = before
             raise
 
-    def quarantined(self) -> list[AnyTransfer]:
-        """List ended transfers whose pages are not proved quiet: they must not be used again while they are listed."""
-        return [transfer for transfer in self._transfers.values() if transfer.memory is Memory.QUARANTINED]
+    def quarantined(self) -> list[QuarantineRecord]:
+        """List ended transfers whose pages are not proved quiet: they must not be used again while they are listed.
 
-    def release(self, transfer: AnyTransfer) -> None:
-        """Take the pages of a transfer in quarantine back although nobody has proved them quiet.
+        Each record says which pages these are, and for each peer what would be a proof.
+        """
+        return [self._record_of(key, transfer) for key, transfer in self._transfers.items() if transfer.is_quarantined]
+
+    def release(self, which: RoomId | QuarantineRecord) -> None:
+        """Take pages in quarantine back although nobody has proved them quiet.
 
         An operator's last resort, for when it is known from elsewhere that no peer can write to them (or read them)
         any more: its host is off, say. If that is not so, another request gets the wrong bytes.
 
         Args:
-            transfer: One of `quarantined()`; its `memory` is SAFE afterwards.
+            which: A room, for each transfer of it that is in quarantine; or one of `quarantined()`. The `memory` of the
+                transfer is SAFE afterwards.
 
         Raises:
             LocalProtocolError: It is not in quarantine, or this is another event loop or thread.
         """
         self.check_loop()
-        keys = [key for key, other in self._transfers.items() if other is transfer]
-        if not keys or transfer.memory is not Memory.QUARANTINED:
-            raise LocalProtocolError("transfer is not in quarantine", room=transfer.room, memory=transfer.memory.value)
+        room = which.room if isinstance(which, QuarantineRecord) else check_room(which)
+        keys = [key for key, transfer in self._transfers.items() if transfer.is_quarantined and transfer.room == room]
+        if isinstance(which, QuarantineRecord):
+            keys = [key for key in keys if key == which.key]
+        if not keys:
+            raise LocalProtocolError("room is not in quarantine", room=room)
+        for key in keys:
+            self._release(key, self._transfers[key])
+
+    def _release(self, key: RoomId, transfer: AnyTransfer) -> None:
         self._log.warning("quarantine_released", room=transfer.room, failure=transfer.failure)
         if self._error is None and not self._is_over:
-            self.dispatch(ev.QuarantineReleased(keys[0]))
+            self.dispatch(ev.QuarantineReleased(key))
         else:  # nobody reports any more
             transfer.report(transfer.outcome, Memory.SAFE, transfer.failure)
-            del self._transfers[keys[0]]
+            del self._transfers[key]
+
+    def _record_of(self, key: RoomId, transfer: AnyTransfer) -> QuarantineRecord:
+        pages = {
+            name: np.frombuffer(data, WIRE_PAGES).astype(np.int32) for name, data in self._core.pages_of(key).items()
+        }
+        takes_proofs = self._error is None and not self._is_over
+        return QuarantineRecord(
+            room=transfer.room,
+            label=transfer.label,
+            key=key,
+            pages=pages,
+            num_bytes=sum(len(indices) * self._page_bytes[name] for name, indices in pages.items()),
+            since_s=transfer.quarantined_s,
+            failure=transfer.failure,
+            missing=tuple(self._core.missing_proofs(key) if takes_proofs else [MissingProof("", "", Awaited.BROKEN)]),
+        )
+
+    def _log_quarantined(self, key: RoomId, transfer: AnyTransfer) -> None:
+        record = self._record_of(key, transfer)
+        self._log.warning(
+            "pages_quarantined",
+            room=record.room,
+            pages={name: len(pages) for name, pages in record.pages.items()},
+            num_bytes=record.num_bytes,
+            missing=[proof.detail for proof in record.missing],
+            quarantined=len(self._core.quarantine),
+        )
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -488,7 +547,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         stage = Stage.BOOTSTRAP if reason is FailureReason.PEER_CLOSED else Stage.ENQUEUE
         return self._context.failure(reason, stage, detail)
 
-    def _report(self, key: int, effect: ef.ReportSender | ef.ReportReceiver) -> None:
+    def _report(self, key: RoomId, effect: ef.ReportSender | ef.ReportReceiver) -> None:
         """Pass on to the engine how a transfer stands; forget it when nothing more can follow."""
         transfer = self._transfers.get(key)
         if transfer is None:
@@ -498,10 +557,10 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         is_decided = was_pending and transfer.outcome is not Outcome.PENDING
         if is_decided and LOGGER.isEnabledFor(logging.WARNING if effect.failure else logging.DEBUG):
             log_transfer(self._log, transfer.log_line())
-        if Memory.QUARANTINED in (before, transfer.memory) and before is not transfer.memory:
-            is_in = transfer.memory is Memory.QUARANTINED
-            name, level = ("pages_quarantined", logging.WARNING) if is_in else ("quarantine_left", logging.INFO)
-            self._log.log(level, name, room=transfer.room, quarantined=len(self._core.quarantine))
+        if transfer.is_quarantined and before is not Memory.QUARANTINED:
+            self._log_quarantined(key, transfer)
+        elif before is Memory.QUARANTINED and not transfer.is_quarantined:
+            self._log.info("quarantine_left", room=transfer.room, quarantined=len(self._core.quarantine))
         if effect.memory is Memory.SAFE and effect.outcome is not Outcome.PENDING:
             del self._transfers[key]
         if transfer.is_settled and not was_settled:

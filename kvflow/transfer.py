@@ -1,7 +1,6 @@
 """One room, as an engine holds it: two facts, and a way to wait for each."""
 
 import abc
-import operator
 from collections.abc import Callable
 from typing import Protocol
 
@@ -9,28 +8,38 @@ from kvflow.aio.flag import Flag
 from kvflow.aio.shield import to_the_end
 from kvflow.errors import LocalProtocolError, TransferFailed
 from kvflow.observe.trace import TransferLine
+from kvflow.room import MAX_ROOM_BYTES, RoomId, as_room
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure
 
 __all__ = ["Transfer", "check_room"]
 
-MAX_ROOM = 2**63
-"""Rooms travel as signed 64-bit integers."""
+
+MAX_LABEL = 256
 
 
-def check_room(room: int) -> int:
-    """Turn any kind of integer into a room.
+def check_room(room: object) -> RoomId:
+    """Turn any kind of integer, or a string, into a room.
 
     Raises:
-        LocalProtocolError: It is none, or out of range.
+        LocalProtocolError: It is none.
     """
-    try:
-        number = operator.index(room)
-    except TypeError:
-        number = -1
-    if not 0 <= number < MAX_ROOM:
-        raise LocalProtocolError("room must be an integer in 0 ... 2**63 - 1", room=room)
-    return number
+    checked = as_room(room)
+    if checked is None:
+        detail = f"an integer in 0 ... 2**63 - 1, or a string of 1 to {MAX_ROOM_BYTES} bytes of UTF-8"
+        raise LocalProtocolError(f"room must be {detail}", room=room)
+    return checked
+
+
+def check_label(label: object) -> str | None:
+    """Give the label of a transfer.
+
+    Raises:
+        LocalProtocolError: It is neither a string of at most 256 characters nor None.
+    """
+    if label is None or (isinstance(label, str) and len(label) <= MAX_LABEL):
+        return label
+    raise LocalProtocolError(f"label must be a string of at most {MAX_LABEL} characters", label=label)
 
 
 class Home(Protocol):
@@ -52,6 +61,7 @@ class Transfer(abc.ABC):
 
     Attributes:
         room: The router's id of the request.
+        label: The engine's own id of it, for log lines.
         outcome: Whether it succeeded; decided once.
         memory: Whether somebody can still touch its pages.
         failure: Why it did not succeed, once that is decided.
@@ -66,16 +76,20 @@ class Transfer(abc.ABC):
         "_is_refused",
         "_is_told",
         "_opened_at",
+        "_quarantined_at",
+        "_safe",
         "_settled",
         "failure",
+        "label",
         "memory",
         "on_change",
         "outcome",
         "room",
     )
 
-    def __init__(self, home: Home, room: int) -> None:
+    def __init__(self, home: Home, room: RoomId, label: str | None = None) -> None:
         self.room = check_room(room)
+        self.label = check_label(label)
         self.outcome = Outcome.PENDING
         self.memory = Memory.SAFE
         self.failure: Failure | None = None
@@ -83,16 +97,45 @@ class Transfer(abc.ABC):
         self._home = home
         self._decided = Flag()
         self._settled = Flag()
+        self._safe = Flag()
         self._has_begun = False
         self._is_given_up = False
         self._is_refused = False
         self._is_told = False
         self._opened_at = 0.0
+        self._quarantined_at = 0.0
 
     @property
     def is_settled(self) -> bool:
         """Its outcome is decided, and its pages are quiet or in quarantine."""
         return self.outcome is not Outcome.PENDING and self.memory in (Memory.SAFE, Memory.QUARANTINED)
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Its pages are not proved quiet: they must not be used."""
+        return self.memory is Memory.QUARANTINED
+
+    @property
+    def quarantined_s(self) -> float:
+        """Seconds that its pages have been in quarantine; 0 if they are not."""
+        return self._home.now() - self._quarantined_at if self.is_quarantined else 0.0
+
+    async def until_safe(self) -> Memory:
+        """Wait until nobody can touch the pages any more, also after the block; for whoever holds them meanwhile.
+
+        Returns:
+            `memory`: SAFE, or something else if the rank was left before that was proved. Nothing follows then.
+
+        Raises:
+            LocalProtocolError: The transfer was not entered, was refused, or this is another event loop.
+        """
+        self._check_begun()
+        await self._safe.wait()
+        return self.memory
+
+    def rank_left(self) -> None:
+        """Note that nothing is proved any more."""
+        self._safe.set()
 
     def begin(self) -> None:
         """Note that it is on record now.
@@ -113,11 +156,15 @@ class Transfer(abc.ABC):
 
     def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
         """Take in what the core says."""
+        if memory is Memory.QUARANTINED and not self.is_quarantined:
+            self._quarantined_at = self._home.now()
         self.failure, self.memory, self.outcome = failure, memory, outcome  # other threads look at the outcome first
         if outcome is not Outcome.PENDING:
             self._decided.set()
         if memory in (Memory.SAFE, Memory.QUARANTINED):
             self._settled.set()
+        if memory is Memory.SAFE:
+            self._safe.set()
         if self.on_change is not None:
             self.on_change()
 

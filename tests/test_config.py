@@ -15,6 +15,7 @@ from kvflow.config import (
     Endpoint,
     Limits,
     PrefillConfig,
+    Proofs,
     Timeouts,
     is_instance_name,
     join_address,
@@ -111,6 +112,8 @@ BAD_DECODE: Final[list[tuple[str, object]]] = [
     ("staging_slots", 0),
     ("staging_slots", 1.5),
     ("staging_slots", 4_097),
+    ("proofs", None),
+    ("proofs", {"process_end": True}),
     ("advertise", "tcp://x:1"),
     ("advertise", "*"),
     ("advertise", 7),
@@ -173,6 +176,25 @@ def test_timeouts_are_positive_numbers_up_to_a_day(field: str, value: object) ->
     with pytest.raises(ConfigError) as caught:
         Timeouts(**{field: value})  # type: ignore[arg-type]
     assert caught.value.values["setting"] == f"timeouts.{field}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("process_end", None),
+        ("process_end", 1),
+        ("queue_pairs_die_with_process_s", 0),
+        ("queue_pairs_die_with_process_s", -1.0),
+        ("queue_pairs_die_with_process_s", True),
+        ("queue_pairs_die_with_process_s", "60"),
+        ("queue_pairs_die_with_process_s", 86_401.0),
+    ],
+)
+def test_what_counts_as_a_proof_is_checked(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Proofs(**cast("dict[str, Any]", {field: value}))
+    assert caught.value.values["setting"] == f"proofs.{field}"
+    assert decode().proofs == Proofs(process_end=True, queue_pairs_die_with_process_s=None)
 
 
 def test_metadata_fits_a_message() -> None:

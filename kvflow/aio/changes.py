@@ -56,10 +56,6 @@ class Changes(Generic[Item]):
             finally:
                 self._num_waiting -= 1
 
-    def __len__(self) -> int:
-        """How many items have changed."""
-        return len(self._changed)
-
     def fileno(self) -> int:
         """Give a descriptor that is readable while there is something to take. It stays the owner's.
 

@@ -7,14 +7,18 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from threading import Thread
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import anyio
 from anyio.from_thread import BlockingPortal
 
+from kvflow.config import check_duration
 from kvflow.errors import ConfigError, LocalProtocolError
 
 __all__ = ["LoopThread"]
+
+SWITCH_INTERVAL_S: Final = 0.0005
+REHEARSAL_INTERVAL_S: Final = 0.003
 
 
 class LoopThread:
@@ -26,13 +30,31 @@ class LoopThread:
         affinity: CPUs that it may run on, and with it the threads that it starts: those of the transport and of libzmq.
             By default they are those of the thread that enters the context. An engine that has pinned its thread to one
             CPU names others here, or kvflow's threads wait whenever that one computes.
+        switch_interval_s: `sys.setswitchinterval` of the process while a transfer of its ranks is open, unless it is
+            shorter already; it is put back afterwards. With Python's own 5 ms, each thread of a handover may wait as
+            long for an engine that computes in Python. None leaves it alone.
+        rehearsal_interval_s: How often ranks rehearse a transfer that waits (`kvflow.PrefillRank.rehearse`), which is
+            quicker then when its time has come. None for never.
 
     Raises:
         LocalProtocolError: On entry: it is entered already. On exit: ranks still use it.
-        ConfigError: On entry: the system does not know these CPUs, or has no affinity.
+        ConfigError: An interval is no duration. On entry: the system does not know these CPUs, or has no
+            affinity.
     """
 
-    def __init__(self, affinity: Collection[int] | None = None) -> None:
+    def __init__(
+        self,
+        affinity: Collection[int] | None = None,
+        *,
+        switch_interval_s: float | None = SWITCH_INTERVAL_S,
+        rehearsal_interval_s: float | None = REHEARSAL_INTERVAL_S,
+    ) -> None:
+        if switch_interval_s is not None:
+            check_duration("switch_interval_s", switch_interval_s)
+        if rehearsal_interval_s is not None:
+            check_duration("rehearsal_interval_s", rehearsal_interval_s)
+        self.switch_interval_s = switch_interval_s
+        self.rehearsal_interval_s = rehearsal_interval_s
         self._affinity = affinity
         self._portal: BlockingPortal | None = None
         self._num_users = 0

@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.errors import BackendError
+from kvflow.errors import BackendError, RegistrationError
 from kvflow.geometry.blocks import Blocks
 from kvflow.geometry.layout import KVLayout, MemoryKind, MemoryRange
 from kvflow.geometry.plan import Descriptors
@@ -43,6 +43,8 @@ class Capabilities:
         max_descriptor_bytes: Longest single descriptor it takes; None for no limit.
         ends_with_process: Nothing lands any more once the process that wrote has ended. It is False where bytes can
             wait in the network, or in the receiver's library, and land later.
+        queue_pairs: It may write over queue pairs of RDMA, of which a deployment can know how long they outlive their
+            process (`Proofs.queue_pairs_die_with_process_s`).
         prepared_lists: `post_blocks` is faster than `post`, because it refers to lists that are kept for each peer.
         descriptor_overhead_s: Measured cost of a descriptor besides its bytes, in seconds; 0 if unknown. Where it
             exceeds the time to copy the bytes twice, small pieces are packed.
@@ -52,6 +54,7 @@ class Capabilities:
     memory_kinds: frozenset[MemoryKind]
     max_descriptor_bytes: int | None = None
     ends_with_process: bool = False
+    queue_pairs: bool = False
     prepared_lists: bool = False
     descriptor_overhead_s: float = 0.0
 
@@ -148,6 +151,21 @@ class Backend(abc.ABC):
             RegistrationError: The memory kind is not supported, the transport refused, or memory is registered already.
         """
 
+    async def extend(self, layout: KVLayout) -> None:
+        """Do the same for the memory of another rank, as far as it is not registered yet; `metadata` tells of it then.
+
+        Only a backend that ranks share is asked to. By default it is refused.
+
+        Raises:
+            RegistrationError: The transport cannot, or refused.
+        """
+        raise RegistrationError("transport takes the memory of one rank only", backend=self.name)
+
+    @property
+    def shared_agent(self) -> str | None:
+        """Name under which peers connect to this endpoint if ranks share it; None if that is the name in `open`."""
+        return None
+
     @abc.abstractmethod
     def metadata(self) -> bytes:
         """Give what a peer needs to write here, opaque to kvflow.
@@ -230,8 +248,22 @@ class Backend(abc.ABC):
         Does nothing if the backend is closed.
         """
 
-    async def outlast(self) -> bool:
-        """Wait until nothing that was written by processes that have already ended can land here.
+    def domain(self) -> bytes:
+        """Name the part of the world in which it can be seen whether bytes of an ended process are still on their way.
+
+        A prefill rank tells it to decode ranks, which give it to `outlast`. Called after `register`.
+
+        Returns:
+            At most 256 bytes, the same for two endpoints that are in one such part; empty, the default, if there is no
+            such part or it does not matter.
+        """
+        return b""
+
+    async def outlast(self, domain: bytes) -> bool:
+        """Wait until nothing that was written by processes of a domain that have already ended can land here.
+
+        Args:
+            domain: What `domain` gave in the ended process; not trusted.
 
         Returns:
             True then, or False if that can never be known. By default `capabilities.ends_with_process`.

@@ -166,6 +166,12 @@ class MemoryBackend(Backend):
         self._memory = RegisteredMemory.of(layout)
 
     @override
+    async def extend(self, layout: KVLayout) -> None:
+        check_memory_kinds(layout, self.capabilities.memory_kinds, self.name)
+        if self._memory is not None:
+            self._memory = self._memory.also(RegisteredMemory.of(layout).without(self._memory))
+
+    @override
     def metadata(self) -> bytes:
         if self._memory is None:
             raise BackendError("no memory is registered yet", backend=self.name)

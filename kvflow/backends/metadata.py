@@ -39,6 +39,31 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         """All that a layout wants to be registered."""
         return cls(layout.allocations, layout.memory_kind, layout.device_id)
 
+    def without(self, other: "RegisteredMemory") -> tuple[MemoryRange, ...]:
+        """Give the parts of the ranges that others do not have, each saying where it is.
+
+        Raises:
+            RegistrationError: Something that both have is in different places.
+        """
+        left = []
+        for item in self.ranges:
+            location, start = self.location_of(item), item.address
+            for taken in other.ranges:
+                if taken.end <= start or item.end <= taken.address:
+                    continue
+                if other.location_of(taken) != location:
+                    raise RegistrationError("memory is registered elsewhere", address=taken.address, found=location)
+                if start < taken.address:
+                    left.append(MemoryRange(start, taken.address - start, location))
+                start = taken.end
+            if start < item.end:
+                left.append(MemoryRange(start, item.end - start, location))
+        return tuple(left)
+
+    def also(self, ranges: tuple[MemoryRange, ...]) -> "RegisteredMemory":
+        """Give the same with further ranges, none of which it has."""
+        return RegisteredMemory(tuple(sorted((*self.ranges, *ranges), key=_address)), self.memory_kind, self.device_id)
+
     @functools.cached_property
     def by_kind(self) -> Mapping[MemoryKind, Sequence[tuple[MemoryRange, int]]]:
         """The ranges and their device ordinals, by kind of memory."""
@@ -157,6 +182,10 @@ class PeerMetadata(msgspec.Struct, frozen=True):
         if not metadata.memory.ranges:
             raise BackendError("peer has registered no memory", backend=backend)
         return metadata
+
+
+def _address(item: MemoryRange) -> int:
+    return item.address
 
 
 def check_memory_kinds(layout: KVLayout, memory_kinds: Collection[MemoryKind], backend: str) -> None:

@@ -30,7 +30,7 @@ class NativeAgent(Polled, Protocol):
     """An agent as `OwnerBackend` uses it. Every method is called on the owner thread."""
 
     def register(self, memory: RegisteredMemory) -> bytes:
-        """Register memory, and give what a peer's agent needs to write there.
+        """Register memory, and give what a peer's agent needs to write there and to what was registered before.
 
         Raises:
             RegistrationError: The library refused.
@@ -149,6 +149,17 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
         memory = RegisteredMemory.of(layout)
         self._blob = await self._call(lambda agent: agent.register(memory), RegistrationError)
         self._memory = memory
+
+    @override
+    async def extend(self, layout: KVLayout) -> None:
+        self._running()
+        check_memory_kinds(layout, self.capabilities.memory_kinds, self.name)
+        mine = self._registered()
+        added = RegisteredMemory.of(layout).without(mine)
+        if added:
+            more = RegisteredMemory(added, mine.memory_kind, mine.device_id)
+            self._blob = await self._call(lambda agent: agent.register(more), RegistrationError)
+            self._memory = mine.also(added)
 
     @override
     def metadata(self) -> bytes:

@@ -1,8 +1,12 @@
-"""The one thread that owns a native agent.
+"""The thread that owns a native agent.
 
 Native calls block, completions can only be polled, and the libraries are not safe for several threads. So each agent
-has one thread that makes every call: it runs the commands that the event loop sends, and polls in between, often while
-something is expected and rarely otherwise.
+has one thread that runs the commands that the event loop sends, and polls in between, often while something is expected
+and rarely otherwise.
+
+To wake that thread takes longer than a short call. While it has nothing to do, the event loop may make such a call
+itself (`run_now`), which keeps the thread away from the agent meanwhile. The thread waits for that, but the event loop
+never waits for the thread.
 
 What is expected may be long in coming: a decode rank waits for the prefill of its request. So the longer nothing has
 happened, the longer are the pauses, in proportion: polling adds a few hundredths to whatever is waited for. And when
@@ -22,6 +26,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
@@ -96,9 +101,11 @@ class OwnerThread:
         self._found_at = 0.0
         self._gaps: deque[float] = deque([0.0], maxlen=GAPS)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._unfinished: deque[None] = deque()  # one for each command that has not been run
+        self._in_use = threading.RLock()
         self._agent: Polled | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._barrier = ExitBarrier(self._thread, lambda: self._commands.put(_nothing))
+        self._barrier = ExitBarrier(self._thread, lambda: self._put(_nothing))
         try:
             start_thread(self._thread)
         except BackendUnavailable:
@@ -116,7 +123,35 @@ class OwnerThread:
         Does nothing in a fork.
         """
         if not self.is_abandoned:
-            self._commands.put(command)
+            self._put(command)
+
+    def run_now(self, command: Callable[[], None]) -> bool:
+        """Run a short command at once on the thread that calls, the event loop's, unless the agent is in use.
+
+        What it raises is a crash, as in `submit`.
+
+        Returns:
+            Whether it was run. It is not while commands wait, which go first.
+        """
+        if self.is_abandoned or self._unfinished or not self._in_use.acquire(blocking=False):
+            return False
+        try:
+            agent = self._agent
+            if self._unfinished or agent is None or self._barrier.is_due:
+                return False
+            was_busy = agent.is_busy()
+            self._guard(command)
+            self._happened_at = time.monotonic()
+            if not was_busy and agent.is_busy():
+                self._put(_nothing)  # or the thread would sleep on
+            return True
+        finally:
+            self._in_use.release()
+
+    def poll_now(self) -> bool:
+        """Poll as `run_now` runs a command; say whether anything has happened."""
+        before = self._found_at
+        return self.run_now(self._poll) and self._found_at != before
 
     async def call(self, function: Callable[[], Result]) -> Result:
         """Run a function on the thread, in order, and give its result or raise its exception.
@@ -127,24 +162,26 @@ class OwnerThread:
             BackendError: This process is a fork of the one that has the thread.
         """
         self.check()
+        self._free()
         future: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
         def run() -> None:
             if future.set_running_or_notify_cancel():
                 _resolve(future, function)
 
-        self._commands.put(run)
+        self._put(run)
         self._barrier.lift()
         return await asyncio.wrap_future(future)
 
     async def stop(self) -> None:
-        """Run what is queued, then end the thread."""
+        """Run what is queued, then end the thread. Call it where `run_now` is called."""
         if self.is_abandoned:
             return
+        self._free()
         self._barrier.cancel()
         ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._commands.put(lambda: ended.set_result(None))
-        self._commands.put(None)
+        self._put(lambda: ended.set_result(None))
+        self._put(None)
         await asyncio.wrap_future(ended)
         self._thread.join()
 
@@ -162,11 +199,21 @@ class OwnerThread:
         self.is_abandoned = True
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # so that nothing destroys the agent
 
+    def _free(self) -> None:
+        """Let the thread have the agent if a signal handler has raised right in the middle of `run_now`."""
+        with suppress(RuntimeError):  # it is free, as always
+            self._in_use.release()
+
+    def _put(self, command: Callable[[], None] | None) -> None:
+        self._unfinished.append(None)
+        self._commands.put(command)
+
     def _run(self) -> None:
         _pause_precisely()
         while self._run_commands():
             if self._agent is not None:
-                self._guard(self._poll)
+                with self._in_use:
+                    self._guard(self._poll)
 
     def _poll(self) -> None:
         if self._agent is not None and self._agent.poll():
@@ -186,14 +233,17 @@ class OwnerThread:
         wait_s = self._interval_s()
         for _ in range(COMMANDS_PER_ROUND):
             if self._barrier.is_due:
-                self._barrier.wait()
+                with self._in_use:  # so that no other thread is in a call, or begins one
+                    self._barrier.wait()
             try:
                 command = self._commands.get(timeout=wait_s)
             except queue.Empty:
                 break
             if command is None:
                 return False
-            self._guard(command)
+            with self._in_use:
+                self._guard(command)
+                self._unfinished.popleft()
             self._happened_at = time.monotonic()
             wait_s = 0.0
         return True

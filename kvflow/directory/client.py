@@ -123,8 +123,10 @@ class RegistryClient:
                 self._registration.dispute(message)
             case Refuse() if self._registration is not None:
                 self._registration.refuse(message)
-            case Registered() | RegistrationConflict() | Refuse():  # late: the rank was withdrawn
+            case Registered() | RegistrationConflict():  # late: the rank was withdrawn
                 pass
+            case Refuse():
+                self._anomalies.count("lookup_refused", message.peer, detail=message.detail)
             case _:
                 self._anomalies.count("message_rejected", detail=f"unexpected {type(message).__name__}")
 
@@ -196,8 +198,8 @@ class _Registration:
             )
 
     def refuse(self, refuse: Refuse) -> None:
-        """Log that who answers there does so for another instance; once for each reason."""
-        if refuse.to != self._record.peer:
+        """Log that who answers there does so for another instance, or for none; once for each reason."""
+        if refuse.to not in (None, self._record.peer):
             return
         self._note_answer()
         if refuse.detail != self._refusal:

@@ -25,6 +25,7 @@ __all__ = [
     "build_page_table",
     "build_page_tables",
     "count_runs",
+    "first_page",
     "locate",
     "normalize",
     "pages_spanned",
@@ -126,6 +127,19 @@ def _span(tokens: TokenRange, page_size: int) -> int:
 def count_runs(pages: NDArray[Any]) -> int:
     """Count the runs of consecutive pages; `pages` is a flat array of integers."""
     return int(np.count_nonzero(pages[1:] != pages[:-1] + 1)) + bool(len(pages))
+
+
+def first_page(tokens: TokenRange, component: Component) -> tuple[TokenRange, int]:
+    """Cut a range down to what is in the first page that it touches on some rank, or to a whole slot.
+
+    Returns:
+        The shorter range, and how many pages the component has of it: one, as a rule.
+    """
+    start, stop = tokens
+    size = component.tokens_per_slot
+    if component.kind == "paged":
+        stop = min(stop, start - start % size + size * component.shard.size)
+    return (start, stop), _span(held_range((start, stop), component.shard), size)
 
 
 def build_page_table(component: Component, given: TokenPages, *, distinct: bool = False) -> PageTable:

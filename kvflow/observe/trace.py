@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 from kvflow.errors import Stage
 from kvflow.observe.logs import LOGGER, BoundLogger
+from kvflow.room import RoomId
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.tables import Outcome
@@ -49,6 +50,7 @@ STAGES: Final[dict[type, Stage]] = {
     ev.ConnectionLost: Stage.BOOTSTRAP,
     ev.ProbeFinished: Stage.BOOTSTRAP,
     ev.PeerFenced: Stage.BOOTSTRAP,
+    ev.FenceImpossible: Stage.BOOTSTRAP,
     ev.NoticeDelivered: Stage.AGGREGATE,
     ev.DigestsVerified: Stage.AGGREGATE,
     ev.Scattered: Stage.AGGREGATE,
@@ -197,16 +199,18 @@ class TransferLine:
         num_pages: Pages of this rank's pools that they were moved from or into.
         elapsed_s: Since the engine opened it, in seconds.
         failure: None if it succeeded.
+        label: The engine's own id of the request.
     """
 
     role: Literal["send", "receive"]
-    room: int
+    room: RoomId
     outcome: Outcome
     prefill: str | None
     num_bytes: int
     num_pages: int
     elapsed_s: float
     failure: Failure | None = None
+    label: str | None = None
 
 
 def log_transfer(log: BoundLogger, line: TransferLine) -> None:
@@ -226,6 +230,8 @@ def log_transfer(log: BoundLogger, line: TransferLine) -> None:
     }
     if line.prefill is not None:
         values["prefill"] = line.prefill
+    if line.label is not None:
+        values["label"] = line.label
     if line.failure is not None:
         values |= failure_values(line.failure)
     name = "send_ended" if line.role == "send" else "receive_ended"

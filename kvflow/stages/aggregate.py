@@ -16,9 +16,10 @@ from kvflow.packing.scatter import Scattering
 from kvflow.packing.staging import StagingMemory
 from kvflow.stages.context import StageContext
 from kvflow.stages.digests import find_difference
+from kvflow.state.decode.core import DecodeCore
 from kvflow.state.effects import ScatterStaged, VerifyDigests
 from kvflow.state.events import DecodeEvent, DigestsVerified, NoticeDelivered, Scattered
-from kvflow.wire.codec import decode
+from kvflow.wire.codec import decode, encode
 from kvflow.wire.messages import Failure, Notice
 
 __all__ = ["Aggregate"]
@@ -62,6 +63,12 @@ class Aggregate:
         else:
             detail = f"{type(message).__name__} came in band"
             self._context.anomalies.count("notice_rejected", stage=Stage.AGGREGATE.value, detail=detail)
+
+    def rehearse(self, core: DecodeCore, notice: Notice) -> None:
+        """Do what `take` does with a notice, but for a core that is thrown away."""
+        message = decode(encode(notice))
+        if isinstance(message, Notice):
+            core.handle(NoticeDelivered(message), self._context.now())
 
     def scatter(self, effect: ScatterStaged) -> None:
         """Scatter what a notice has brought; the core hears how that ended."""

@@ -22,7 +22,8 @@ from kvflow.geometry.pack import PackedSlices, is_head_major
 from kvflow.geometry.routes import compile_routes
 from kvflow.packing.staging import LocalStaging
 from kvflow.ports import Connection
-from kvflow.stages.context import StageContext, agent_name
+from kvflow.stages.agents import PeerAgents
+from kvflow.stages.context import StageContext
 from kvflow.stages.planning import PreparedRoute
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
@@ -50,6 +51,7 @@ class HelloChecks:
         context: Of this rank.
         settings: Of this rank's core.
         backend: Connected to each decode rank that fits.
+        agents: Of the decode ranks.
         staging: Where packed pieces are gathered; nothing is packed if None.
     """
 
@@ -58,11 +60,13 @@ class HelloChecks:
         context: StageContext[ev.PrefillEvent],
         settings: PrefillSettings,
         backend: Backend,
+        agents: PeerAgents,
         staging: LocalStaging | None,
     ) -> None:
         self._context = context
         self._settings = settings
         self._backend = backend
+        self._agents = agents
         self._staging = staging
         self._at_once = anyio.CapacityLimiter(HELLOS_AT_ONCE)
         self._disconnecting: dict[str, anyio.Event] = {}
@@ -72,9 +76,11 @@ class HelloChecks:
         self._context.start_task(self._check, connection, hello)
 
     def disconnect(self, peer: PeerId) -> None:
-        """Release what the transport holds for a peer."""
-        ended = self._disconnecting[agent_name(peer)] = anyio.Event()
-        self._context.start_task(self._disconnect, agent_name(peer), ended)
+        """Release what the transport holds for a peer, unless another one has the same agent."""
+        agent = self._agents.remove(peer)
+        if agent is not None:
+            ended = self._disconnecting[agent] = anyio.Event()
+            self._context.start_task(self._disconnect, agent, ended)
 
     async def _check(self, connection: bytes, hello: Hello) -> None:
         async with self._at_once:
@@ -85,7 +91,8 @@ class HelloChecks:
                 else:
                     link = self.bind(hello)
                 if link.route.copy_groups:
-                    await self._connect(agent_name(hello.peer), hello.backend_metadata)
+                    agent = self._agents.add(hello.peer, hello.agent, hello.backend_metadata)
+                    await self._connect(agent, hello.backend_metadata)
             except (KvflowError, MemoryError) as error:
                 checked = ev.HelloChecked(connection, hello, None, str(error) or "out of memory")
             else:
@@ -262,5 +269,5 @@ class PeerProofs:
         self._context.dispatch(ev.ProbeFinished(effect.peer, is_gone))
 
     async def _fence(self, effect: ef.AwaitFence) -> None:
-        if await self._backend.outlast():
-            self._context.dispatch(ev.PeerFenced(effect.peer))
+        is_fenced = await self._backend.outlast(effect.domain)
+        self._context.dispatch(ev.PeerFenced(effect.peer) if is_fenced else ev.FenceImpossible(effect.peer))

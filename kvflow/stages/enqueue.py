@@ -18,6 +18,7 @@ from kvflow.errors import FailureReason, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages, build_page_tables, normalize
 from kvflow.geometry.ranges import TokenRange, check_range
+from kvflow.room import RoomId
 from kvflow.stages.context import StageContext
 from kvflow.state.effects import AwaitData
 from kvflow.state.events import Chunk, DataReady, LayersReady, PrefillEvent, ReadyEvent
@@ -93,7 +94,7 @@ def _check_layers(layers: Sequence[LayersReady], ready: ReadyEvent | None) -> tu
 class _Place:
     """A call that waits with a chunk. Later calls whose rooms go to one of `peers` wait behind it."""
 
-    room: int
+    room: RoomId
     turn: Future[None]
     peers: tuple[PeerId, ...] = ()
 
@@ -106,20 +107,20 @@ class CapacityLine:
         peers_of: Gives the decode ranks that have asked for a room.
     """
 
-    def __init__(self, has_capacity: Callable[[int], bool], peers_of: Callable[[int], Iterable[PeerId]]) -> None:
+    def __init__(self, has_capacity: Callable[[RoomId], bool], peers_of: Callable[[RoomId], Iterable[PeerId]]) -> None:
         self._has_capacity = has_capacity
         self._peers_of = peers_of
         self._waiting: dict[_Place, None] = {}
-        self._by_room: dict[int, list[_Place]] = {}
+        self._by_room: dict[RoomId, list[_Place]] = {}
         self._num_waiting: dict[PeerId, int] = {}
 
-    def is_open(self, room: int) -> bool:
+    def is_open(self, room: RoomId) -> bool:
         """Say whether a chunk of a room may be offered without waiting."""
         if not self._has_capacity(room):
             return False
         return not self._waiting or not any(peer in self._num_waiting for peer in self._peers_of(room))
 
-    async def wait(self, room: int) -> None:
+    async def wait(self, room: RoomId) -> None:
         """Wait for this room's turn, or until `leave` is called for it. Then offer the chunk, and call `admit`.
 
         Cancelled, it passes the turn on.
@@ -148,7 +149,7 @@ class CapacityLine:
                 return
             before.update(place.peers)
 
-    def leave(self, room: int) -> None:
+    def leave(self, room: RoomId) -> None:
         """Let a room stop waiting: it has failed."""
         for place in self._by_room.get(room, ()):
             if not place.turn.done():

@@ -20,6 +20,7 @@ from kvflow.geometry.pages import PageTable, read_page_tables
 from kvflow.geometry.plan import ComponentSlice, Descriptors, plan_extents
 from kvflow.geometry.ranges import is_final
 from kvflow.packing.staging import Gathering, LocalStaging
+from kvflow.room import RoomId
 from kvflow.stages.context import StageContext
 from kvflow.stages.digests import digests_of
 from kvflow.stages.submit import Submit
@@ -27,6 +28,7 @@ from kvflow.state import events as ev
 from kvflow.state.effects import Piece
 from kvflow.state.events import DeliveryId
 from kvflow.state.packing import pays_off
+from kvflow.wire.codec import encode
 from kvflow.wire.messages import Notice, Staged
 
 __all__ = ["Plan", "PlanWork", "Planning", "PreparedRoute"]
@@ -129,7 +131,7 @@ class Planning:
         self._plans = anyio.CapacityLimiter(1)
         self._plans_with_digests = anyio.CapacityLimiter(1)
         self._planned: dict[tuple[DeliveryId, int], Descriptors | Blocks] = {}
-        self._granted: dict[int, dict[DeliveryId, Mapping[str, PageTable]]] = {}
+        self._granted: dict[RoomId, dict[DeliveryId, Mapping[str, PageTable]]] = {}
 
     def post_piece(self, piece: Piece) -> None:
         """Plan a piece on the event loop, and post it."""
@@ -157,6 +159,15 @@ class Planning:
         else:
             self._context.start_task(self._plan_in_thread, work)
 
+    def rehearse(self, piece: Piece) -> None:
+        """Do what `post_piece` does, but for posting.
+
+        Raises:
+            PlanError: The granted page tables do not fit; the piece itself would say so.
+        """
+        self.prepare(piece).plan()
+        encode(piece.notice)
+
     def post_plan(self, delivery: DeliveryId, seq: int, notice: Notice) -> None:
         """Post what was planned beside the event loop."""
         self._submit.post(delivery, seq, self._planned.pop((delivery, seq)), notice)
@@ -165,7 +176,7 @@ class Planning:
         """Forget what was planned beside the event loop."""
         del self._planned[delivery, seq]
 
-    def drop_room(self, room: int) -> None:
+    def drop_room(self, room: RoomId) -> None:
         """Forget the page tables that were granted for a room."""
         self._granted.pop(room, None)
 

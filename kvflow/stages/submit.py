@@ -7,7 +7,8 @@ from kvflow.backends.base import Backend, BackendEvent, PostEnded, PostInDoubt
 from kvflow.errors import BackendError, FailureReason, Stage
 from kvflow.geometry.blocks import Blocks
 from kvflow.geometry.plan import Descriptors
-from kvflow.stages.context import StageContext, agent_name
+from kvflow.stages.agents import PeerAgents
+from kvflow.stages.context import StageContext
 from kvflow.state import events as ev
 from kvflow.state.events import DeliveryId
 from kvflow.wire.codec import encode
@@ -36,15 +37,17 @@ class Submit:
     Args:
         context: Of this rank.
         backend: Where to post.
+        agents: Of the decode ranks.
 
     Attributes:
         direct: What was posted to pages.
         packed: What was posted to staging slots.
     """
 
-    def __init__(self, context: StageContext[ev.PrefillEvent], backend: Backend) -> None:
+    def __init__(self, context: StageContext[ev.PrefillEvent], backend: Backend, agents: PeerAgents) -> None:
         self._context = context
         self._backend = backend
+        self._agents = agents
         self._in_band = backend.capabilities.in_band_notices
         self._posts: dict[int, _Post] = {}
         self._num_posts = 0
@@ -79,7 +82,7 @@ class Submit:
         payload = encode(notice) if self._in_band else b""
         post = self._backend.post_blocks if isinstance(moves, Blocks) else self._backend.post
         try:
-            post(post_id, agent_name(delivery.peer), moves, payload)  # type: ignore[arg-type] # told apart above
+            post(post_id, self._agents.of(delivery.peer), moves, payload)  # type: ignore[arg-type] # told apart above
         except BackendError as error:
             self.take(PostEnded(post_id, str(error)))
 

@@ -11,6 +11,7 @@ import msgspec
 
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange
+from kvflow.room import RoomId
 from kvflow.state.events import ConnectedRank, DeliveryId, InstanceRef, PeerRoute, ReadyEvent, ReceiveOpened
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure, Grant, Hello, Message, Notice, PeerId, RankRecord
@@ -179,7 +180,7 @@ class AdmitChunks(msgspec.Struct, frozen=True):
 class ReportGranted(msgspec.Struct, frozen=True):
     """Tell the engine that every decode rank has granted a room, and which tokens of each component they want."""
 
-    room: int
+    room: RoomId
     wanted: dict[str, TokenRange]
 
 
@@ -190,14 +191,14 @@ class ReportQuiesced(msgspec.Struct, frozen=True):
         resume_at: Where chunks go on; None if everything is posted, the last chunk too.
     """
 
-    room: int
+    room: RoomId
     resume_at: int | None
 
 
 class ReportSender(msgspec.Struct, frozen=True):
     """Tell the engine how a room that it sends stands."""
 
-    room: int
+    room: RoomId
     outcome: Outcome
     memory: Memory
     failure: Failure | None
@@ -253,9 +254,14 @@ class ProbePeer(msgspec.Struct, frozen=True):
 
 
 class AwaitFence(msgspec.Struct, frozen=True):
-    """Wait until nothing lands any more of what an ended process had written; say PeerFenced if that can be known."""
+    """Wait until nothing lands any more of what an ended process had written; say PeerFenced if that can be known.
+
+    Attributes:
+        domain: What the process has said of where that can be seen.
+    """
 
     peer: PeerId
+    domain: bytes = b""
 
 
 class WatchNotices(msgspec.Struct, frozen=True):
@@ -319,7 +325,7 @@ class ReportReceiver(msgspec.Struct, frozen=True):
         received: What it brought, once it is a success.
     """
 
-    room: int
+    room: RoomId
     generation: int
     outcome: Outcome
     memory: Memory
@@ -335,7 +341,7 @@ class CountAnomaly(msgspec.Struct, frozen=True):
 
     kind: str
     peer: PeerId | None
-    room: int | None = None
+    room: RoomId | None = None
 
 
 class LogEvent(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from kvflow.geometry.pages import PageTable
 from kvflow.geometry.ranges import TokenRange
 from kvflow.geometry.routes import RegionSlice, Route
 from kvflow.geometry.split import SplitPolicy
+from kvflow.room import RoomId
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.wire.messages import AnyMessage, Failure, Hello, Notice, PeerId, RankRecord, Staged, StagingWindow
 
@@ -27,6 +28,7 @@ __all__ = [
     "DeliveryId",
     "DigestsVerified",
     "DrainStarted",
+    "FenceImpossible",
     "HelloChecked",
     "InstanceAt",
     "InstanceFound",
@@ -64,7 +66,7 @@ __all__ = [
 class DeliveryId(NamedTuple):
     """One prefill rank's part of one transfer to one decode rank."""
 
-    room: int
+    room: RoomId
     peer: PeerId
     generation: int
 
@@ -142,7 +144,7 @@ class PeerRoute(msgspec.Struct, frozen=True):
 class SendOpened(msgspec.Struct, frozen=True):
     """The engine started to send a room."""
 
-    room: int
+    room: RoomId
 
 
 class ChunkOffered(msgspec.Struct, frozen=True):
@@ -152,7 +154,7 @@ class ChunkOffered(msgspec.Struct, frozen=True):
         footprint: What the chunk's pages take of the pools.
     """
 
-    room: int
+    room: RoomId
     chunk: Chunk
     footprint: Footprint = NO_MEMORY
 
@@ -160,13 +162,13 @@ class ChunkOffered(msgspec.Struct, frozen=True):
 class QuiesceAsked(msgspec.Struct, frozen=True):
     """The engine wants the source pages of a room back, and will go on with the room later."""
 
-    room: int
+    room: RoomId
 
 
 class SendAborted(msgspec.Struct, frozen=True):
     """The engine gave a room up."""
 
-    room: int
+    room: RoomId
     failure: Failure
 
 
@@ -311,7 +313,7 @@ class ReceiveOpened(msgspec.Struct, frozen=True):
         issuer: The incarnation of a prefill rank that gave the ticket of this room; no other one is meant.
     """
 
-    room: int
+    room: RoomId
     generation: int
     instance: InstanceRef
     ranges: Mapping[str, TokenRange]
@@ -328,7 +330,7 @@ class ReceiveOpened(msgspec.Struct, frozen=True):
 class ReceiveAborted(msgspec.Struct, frozen=True):
     """The engine gave a room up."""
 
-    room: int
+    room: RoomId
     failure: Failure
 
 
@@ -430,6 +432,12 @@ class PeerFenced(msgspec.Struct, frozen=True):
     peer: PeerId
 
 
+class FenceImpossible(msgspec.Struct, frozen=True):
+    """The transport cannot tell when what an ended process had written has landed."""
+
+    peer: PeerId
+
+
 class DigestsVerified(msgspec.Struct, frozen=True):
     """What arrived was compared with its digests, see `VerifyDigests`.
 
@@ -463,7 +471,7 @@ class QuarantineReleased(msgspec.Struct, frozen=True):
         key: The room on a prefill rank, the generation on a decode rank.
     """
 
-    key: int
+    key: RoomId
 
 
 class DrainStarted(msgspec.Struct, frozen=True):
@@ -519,6 +527,7 @@ DecodeEvent = (
     | NoticeDelivered
     | ProbeFinished
     | PeerFenced
+    | FenceImpossible
     | DigestsVerified
     | Scattered
     | QuarantineReleased

@@ -1,6 +1,11 @@
 """What must hold for a core after every event. Checked by tests; too slow to check in service."""
 
+from collections import Counter
+
+import numpy as np
+
 from kvflow.errors import KvflowError
+from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.state.decode.core import DecodeCore
 from kvflow.state.prefill.core import PrefillCore
 from kvflow.state.prefill.room import standing_of
@@ -52,6 +57,8 @@ def _check_prefill(core: PrefillCore) -> None:
         core.quarantine,
         [room.footprint for room in rooms.rooms.values() if room.state.memory is Memory.QUARANTINED],
     )
+    counts = Counter(delivery.peer for delivery in rooms.unfenced)
+    _require(rooms.count_unfenced() == counts, "unfenced deliveries are miscounted", counted=rooms.count_unfenced())
     for delivery in rooms.unfenced.values():
         _require(not delivery.is_fenced, "delivery is fenced but not forgotten", delivery=delivery.id)
     for number, room in rooms.rooms.items():
@@ -61,9 +68,9 @@ def _check_prefill(core: PrefillCore) -> None:
         _require(not rooms.is_waited_for(number), "grants wait for an open room", room=number)
         _require(room.now_waits == room.waits, "timers of a room are not up to date", room=number)
         standings = [standing_of(delivery.state) for delivery in room.deliveries.values()]
-        counts = tuple(sum(facts) for facts in zip(*standings, strict=True)) or (0, 0, 0)
+        totals = tuple(sum(facts) for facts in zip(*standings, strict=True)) or (0, 0, 0)
         counted = (room.num_delivered, room.num_safe, room.num_quarantined)
-        _require(counted == counts, "deliveries of a room are counted wrongly", room=number)
+        _require(counted == totals, "deliveries of a room are counted wrongly", room=number)
         for delivery in room.deliveries.values():
             _check_facts(delivery.state, delivery=delivery.id)
             _require(delivery.now_waits == delivery.waits, "timers of a delivery are not up to date", room=number)
@@ -82,6 +89,7 @@ def _check_decode(core: DecodeCore) -> None:
         core.quarantine,
         [room.opened.footprint for room in rooms.rooms.values() if room.state.memory is Memory.QUARANTINED],
     )
+    _check_held(core)
     for generation, room in rooms.rooms.items():
         _check_facts(room.state, generation=generation)
         _require(not room.state.is_safe, "room is over but not forgotten", generation=generation)
@@ -106,3 +114,18 @@ def _check_decode(core: DecodeCore) -> None:
         _require(rooms.rooms.get(room.generation) is room, "room that is over waits for a handshake", room=room.room)
     for number, generation in rooms.generations.items():
         _require(generation in rooms.rooms, "room leads nowhere", room=number, generation=generation)
+
+
+def _check_held(core: DecodeCore) -> None:
+    """Check that no two transfers have a page in common, and that each page of a transfer is held, and no other one."""
+    held = core.rooms.held.count()
+    num_pages = dict.fromkeys(held, 0)
+    seen: dict[str, set[int]] = {name: set() for name in held}
+    for room in core.rooms.rooms.values():
+        for name, data in room.opened.pages.items():
+            pages = np.frombuffer(data, WIRE_PAGES).tolist()
+            seen[name].update(pages)
+            num_pages[name] += len(pages)
+    distinct = {name: len(pages) for name, pages in seen.items()}
+    _require(distinct == num_pages, "a page is in two transfers", distinct=distinct, pages=num_pages)
+    _require(held == num_pages, "pages are held for nobody, or are not held", held=held, pages=num_pages)

@@ -1,6 +1,7 @@
 """Whether a rank takes new rooms: until it drains or closes. Pure."""
 
 from kvflow.errors import LocalProtocolError, RankDraining
+from kvflow.room import RoomId
 from kvflow.wire.messages import Failure
 
 __all__ = ["Leaving"]
@@ -26,7 +27,7 @@ class Leaving:
         """Take nothing new, and go on with nothing."""
         self.failure, self.is_closing = failure, True
 
-    def check_open(self, room: int) -> None:
+    def check_open(self, room: RoomId) -> None:
         """Refuse to open a room on the way out.
 
         Raises:

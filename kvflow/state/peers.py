@@ -11,10 +11,14 @@ from kvflow.state.tables import PEER, PeerSignal, PeerState
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Drained, Failed, Failure, Goodbye, Message, Notice, PeerId, Ping, Pong, SlotQuery
 
-__all__ = ["LeaseCheck", "Peer", "is_genuine", "log_loss"]
+__all__ = ["BUSY_LEASES", "LeaseCheck", "Peer", "is_genuine", "log_loss"]
 
 MIN_LEASE_S = 1e-3
 """However short a lease a peer asks for, there is time between two checks."""
+
+BUSY_LEASES = 10
+"""Leases that a peer may be silent for while its connection stands: libzmq's own thread answers heartbeats, also where
+an engine holds the interpreter. One whose event loop never runs again is lost then."""
 
 
 class LeaseCheck(msgspec.Struct, frozen=True):
@@ -31,7 +35,7 @@ class Peer:
         timers: Where its checks are noted.
 
     Attributes:
-        lease_s: Silence after which it must be taken for dead.
+        lease_s: Silence after which it must be taken for dead, unless its connection stands.
         heard_at: When something was last heard, in seconds of the clock of events.
     """
 
@@ -48,6 +52,11 @@ class Peer:
     def is_connected(self) -> bool:
         """The handshake is done, its connection stands, and it is not silent."""
         return self.state is PeerState.CONNECTED
+
+    @property
+    def is_silent(self) -> bool:
+        """Nothing was heard in most of its lease, or for longer."""
+        return self._silent_thirds >= PINGS_PER_LEASE - 1
 
     def connected(self, lease_s: float, now: float) -> None:
         """Note that the handshake succeeded: the lease begins."""
@@ -73,6 +82,7 @@ class Peer:
     def check(self, now: float, late_s: float) -> bool:
         """Count a third of the lease that was silent; say whether the whole lease was, and the peer is lost.
 
+        While its connection stands its process lives, and its event loop is only busy: it has `BUSY_LEASES`.
         A third of which this process slept through a half is not counted, except after another such one in the same
         silence: what the peer said meanwhile may lie unread, and a peer in the same process could say nothing.
 
@@ -86,7 +96,7 @@ class Peer:
             if not self._is_spared:
                 self._silent_thirds += 1
             next_check = now + self._third_s
-        if self._silent_thirds >= PINGS_PER_LEASE:
+        if self._silent_thirds >= PINGS_PER_LEASE * (BUSY_LEASES if self.is_connected else 1):
             self._apply(PeerSignal.EXPIRED)
             return True
         self._timers.set(LeaseCheck(self.id), next_check)

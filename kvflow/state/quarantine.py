@@ -1,12 +1,72 @@
-"""Pages that nobody has proved quiet: how many there are, and whether there may be more. Pure."""
+"""Pages that nobody has proved quiet: how many there are, what is missing, and whether there may be more. Pure."""
 
-from collections.abc import Hashable
+import enum
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from kvflow.config import Limits
 from kvflow.errors import CapacityExceeded
 
-__all__ = ["NO_MEMORY", "Footprint", "Quarantine"]
+__all__ = ["NO_MEMORY", "Awaited", "Footprint", "MissingProof", "Quarantine"]
+
+
+class Awaited(enum.StrEnum):
+    """What would prove that a peer cannot touch pages in quarantine any more."""
+
+    DRAINED = "drained"
+    """Drained from a prefill rank that is connected."""
+    PEER = "peer"
+    """Drained from a prefill rank that is silent or has left, or the end of its process."""
+    LANDING = "landing"
+    """Its process has ended; the transport looks out for the last bytes."""
+    QUEUE_PAIRS = "queue_pairs"
+    """Its process has ended; the time runs that the deployment has named for its queue pairs."""
+    OPERATOR = "operator"
+    """Its process has ended, and nobody can tell when the last bytes have landed."""
+    WRITE_END = "write_end"
+    """The end of this rank's own writes, from its transport."""
+    LOCAL = "local"
+    """The end of what this rank itself does with the pages: it scatters or compares them."""
+    BROKEN = "broken"
+    """This rank has failed or is over, and takes no proof any more."""
+
+
+SENTENCES: Final[Mapping[Awaited, str]] = MappingProxyType(
+    {
+        Awaited.DRAINED: "{peer} must say Drained, which it does when its writes have ended; if bytes of one linger, "
+        "only the end of its process counts",
+        Awaited.PEER: "{peer} must be reached again and say Drained, or the host of {endpoint} must refuse "
+        "connections because the process has ended",
+        Awaited.LANDING: "the process of {peer} has ended; the connections that it may have written over must run dry",
+        Awaited.QUEUE_PAIRS: "the process of {peer} has ended; the time must pass that the deployment has named for "
+        "its queue pairs",
+        Awaited.OPERATOR: "the process of {peer} at {endpoint} has ended, its last words were not heard, and the "
+        "transport cannot tell when its last bytes have landed; an operator must release the pages",
+        Awaited.WRITE_END: "the transport of this rank must report the end of its writes to {peer}, or be closed",
+        Awaited.LOCAL: "this rank must have finished scattering or comparing what has arrived",
+        Awaited.BROKEN: "this rank takes no proof any more; an operator must release the pages",
+    }
+)
+
+
+class MissingProof(NamedTuple):
+    """A peer that may still touch pages in quarantine.
+
+    Attributes:
+        peer: "instance/rank@incarnation"; empty if it is not known.
+        endpoint: Address of its control socket; empty if it has none, or it is not known.
+        awaited: What would be a proof.
+    """
+
+    peer: str
+    endpoint: str
+    awaited: Awaited
+
+    @property
+    def detail(self) -> str:
+        """The same as a sentence."""
+        return SENTENCES[self.awaited].format(peer=self.peer, endpoint=self.endpoint or "an unknown address")
 
 
 class Footprint(NamedTuple):

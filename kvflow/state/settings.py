@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvflow.config import Limits, Packing, Timeouts
+from kvflow.config import Limits, Packing, Proofs, Timeouts
 from kvflow.geometry.layout import KVLayout
 
 __all__ = ["DecodeSettings", "LocalStagingSettings", "PrefillSettings", "WindowSettings"]
@@ -55,6 +55,7 @@ class PrefillSettings(msgspec.Struct, frozen=True):
         in_band_notices: The transport delivers notices with the bytes; else they go over the control channel.
         max_descriptor_bytes: Longest descriptor that the transport takes; None for no limit.
         staging: To pack pieces in; none are packed if None.
+        domain: Where what the transport leaves behind can be seen; decode ranks are told.
     """
 
     timeouts: Timeouts
@@ -64,6 +65,7 @@ class PrefillSettings(msgspec.Struct, frozen=True):
     in_band_notices: bool = True
     max_descriptor_bytes: int | None = None
     staging: LocalStagingSettings | None = None
+    domain: bytes = b""
 
 
 class DecodeSettings(msgspec.Struct, frozen=True):
@@ -77,6 +79,8 @@ class DecodeSettings(msgspec.Struct, frozen=True):
         backend_metadata: What a peer's transport needs to write here.
         ends_with_process: The transport lets nothing land any more once the process that wrote has ended.
         staging: For windows of prefill ranks; nobody packs if None.
+        proofs: What proves that a prefill process can write nothing any more.
+        agent: Name of the transport's agent, if this rank shares it.
     """
 
     timeouts: Timeouts
@@ -86,3 +90,5 @@ class DecodeSettings(msgspec.Struct, frozen=True):
     backend_metadata: bytes
     ends_with_process: bool
     staging: WindowSettings | None = None
+    proofs: Proofs = Proofs()
+    agent: str | None = None

@@ -1,12 +1,13 @@
-"""Under which host others reach this process."""
+"""Under which host others reach this process, and which addresses are its own."""
 
+import errno
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 import anyio
 
-__all__ = ["default_host", "host_of", "host_towards"]
+__all__ = ["default_host", "host_of", "host_towards", "is_own_address"]
 
 ELSEWHERE: Final = ("tcp://192.0.2.1:1", "tcp://[2001:db8::1]:1")
 """Addresses that are kept for documentation: they are on no network but behind the default route."""
@@ -34,6 +35,21 @@ async def host_towards(endpoint: str) -> str | None:
             return str(probe.getsockname()[0]).partition("%")[0]
     except (OSError, RuntimeError):  # the latter if the system allows no thread to resolve the name in
         return None
+
+
+def is_own_address(address: bytes) -> bool:
+    """Say whether this host has an IPv4 or IPv6 address, in its network namespace. True if that cannot be found out.
+
+    Args:
+        address: In the order of the network, 4 or 16 bytes.
+    """
+    family = socket.AF_INET if len(address) == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((socket.inet_ntop(family, address), 0))
+    except OSError as error:
+        return error.errno != errno.EADDRNOTAVAIL
+    return True
 
 
 async def default_host(towards: Callable[[str], Awaitable[str | None]]) -> str | None:

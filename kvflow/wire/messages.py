@@ -4,9 +4,10 @@ Version history:
     1: first version.
     2: a Notice may be of some layers only (`layers`).
     3: standard names for messages and fields; Welcome and Refuse repeat the attempt that they answer; Decline and
-       RegistrationConflict are new; Goodbye says whether it is a fence. Versions 1 and 2 were never deployed and are
-       not spoken any more. Lookup and Records have numbers, and a Lookup may leave the name of the instance to whoever
-       answers; a rank that answers for its instance refuses to register others by Refuse.
+       RegistrationConflict are new; Goodbye says whether it is a fence; Welcome names a domain, and Hello an agent of
+       the transport that ranks share. Versions 1 and 2 were never deployed and are not spoken any more. Lookup and
+       Records have numbers, and a Lookup may leave the name of the instance to whoever answers; a rank that answers for
+       its instance refuses to register others by Refuse. Rooms may be strings.
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.
@@ -21,8 +22,10 @@ from kvflow.errors import ConfigError, FailureReason, RemoteProtocolError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange
 from kvflow.geometry.routes import Route
+from kvflow.room import MAX_ROOM, MAX_ROOM_BYTES
 
 __all__ = [
+    "MAX_DOMAIN_BYTES",
     "OLDEST_VERSION",
     "PROTOCOL_VERSION",
     "Ack",
@@ -66,7 +69,21 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
+MAX_DOMAIN_BYTES = 256
+
+LookupNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+"""There may be one for each room."""
+
+AgentName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+
 Priority = Annotated[int, msgspec.Meta(ge=0, lt=NUM_PRIORITIES)]
+
+
+WireRoom = (
+    Annotated[int, msgspec.Meta(ge=0, le=MAX_ROOM)]
+    | Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ROOM_BYTES)]
+)
+"""A room in a message. Its length counts characters there, which bounds it as well."""
 
 
 class RankId(NamedTuple):
@@ -185,7 +202,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
     instance: str | None
     timeout_s: Seconds
-    number: Count = 0
+    number: LookupNumber = 0
 
 
 class Records(Message, frozen=True, tag="records"):
@@ -198,7 +215,7 @@ class Records(Message, frozen=True, tag="records"):
 
     instance: str | None
     records: tuple[RankRecord, ...]
-    number: Count = 0
+    number: LookupNumber = 0
 
 
 class StagingWindow(msgspec.Struct, frozen=True, array_like=True):
@@ -230,6 +247,8 @@ class Hello(Message, frozen=True, tag="hello"):
         backend_metadata: What the prefill rank's transport needs to write here.
         route: What the sender wants from the rank that reads this.
         staging: Where the rank that reads this may write packed pieces; nowhere if None.
+        agent: Name of the sender's agent in the transport, if it shares one with other ranks of its process; else it is
+            that of the incarnation.
     """
 
     peer: PeerId
@@ -242,14 +261,20 @@ class Hello(Message, frozen=True, tag="hello"):
     layout: KVLayout
     route: Route
     staging: StagingWindow | None = None
+    agent: AgentName | None = None
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """Prefill -> decode: the answer to a Hello that fits."""
+    """Prefill -> decode: the answer to a Hello that fits.
+
+    Attributes:
+        domain: Where what the rank's transport leaves behind can be seen; see `kvflow.backends.base.Backend.domain`.
+    """
 
     peer: PeerId
     attempt: Count
     version: int
+    domain: Annotated[bytes, msgspec.Meta(max_length=MAX_DOMAIN_BYTES)] = b""
 
 
 class Refuse(Message, frozen=True, tag="refuse"):
@@ -283,7 +308,7 @@ class Grant(Message, frozen=True, tag="grant"):
         digest: Digests of what is written are wanted with the notices.
     """
 
-    room: int
+    room: WireRoom
     generation: int
     token: int
     ranges: dict[str, tuple[int, int]]
@@ -301,7 +326,7 @@ class Decline(Message, frozen=True, tag="decline"):
     Answered by Drained.
     """
 
-    room: int
+    room: WireRoom
     generation: int
     failure: Failure
 
@@ -334,7 +359,7 @@ class Notice(Message, frozen=True, tag="notice"):
         staged: The bytes are in a staging slot, from where the decode rank scatters them into its pages.
     """
 
-    room: int
+    room: WireRoom
     generation: int
     token: int
     engine_rank: Count
@@ -356,7 +381,7 @@ class Notice(Message, frozen=True, tag="notice"):
 class SlotReleased(Message, frozen=True, tag="slot_released"):
     """Decode -> prefill: the staging slot of this notice is not read any more, and never will be for it."""
 
-    room: int
+    room: WireRoom
     generation: int
     engine_rank: Count
     seq: Count
@@ -365,7 +390,7 @@ class SlotReleased(Message, frozen=True, tag="slot_released"):
 class SlotQuery(Message, frozen=True, tag="slot_query"):
     """Prefill -> decode: repeat SlotReleased for this notice, if it is true; it may have been lost."""
 
-    room: int
+    room: WireRoom
     generation: int
     engine_rank: Count
     seq: Count
@@ -374,14 +399,14 @@ class SlotQuery(Message, frozen=True, tag="slot_query"):
 class Ack(Message, frozen=True, tag="ack"):
     """Decode -> prefill: every byte of this generation has arrived; only now do both sides call it a success."""
 
-    room: int
+    room: WireRoom
     generation: int
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
     """Decode -> prefill: stop, and say Drained when nothing of this generation can be written any more."""
 
-    room: int
+    room: WireRoom
     generation: int
     failure: Failure
 
@@ -393,7 +418,7 @@ class Drained(Message, frozen=True, tag="drained"):
         failure: Why the transfer has ended, as far as this rank knows; a Failed that said so may have been lost.
     """
 
-    room: int
+    room: WireRoom
     generation: int
     engine_rank: int
     failure: Failure | None = None
@@ -405,7 +430,7 @@ class Failed(Message, frozen=True, tag="failed"):
     It follows when it is true, which is never if bytes of a failed write may land at any time.
     """
 
-    room: int
+    room: WireRoom
     generation: int
     engine_rank: int
     failure: Failure

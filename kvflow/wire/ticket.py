@@ -6,18 +6,19 @@ Routers parse and write JSON again, and some read numbers as floats: what may be
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from kvflow.config import check_endpoint, is_instance_name
 from kvflow.errors import ConfigError, TicketError
+from kvflow.room import RoomId, as_room
 from kvflow.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, PeerId, RankId
 
 __all__ = ["Ticket"]
 
 MAX_TEXT: Final = 1_024
-MAX_ROOM: Final = 2**63
+MAX_DIGITS: Final = 19
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Version = Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
@@ -31,7 +32,8 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     instance: Text
     engine_rank: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
     incarnation: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-    room: Annotated[str, msgspec.Meta(pattern="^[0-9]{1,19}$")]
+    room: Text
+    room_type: Literal["integer", "string"]
     fingerprint: Text
 
 
@@ -47,7 +49,7 @@ class Ticket:
         versions: Lowest and highest protocol version that it speaks.
     """
 
-    room: int
+    room: RoomId
     address: str
     issuer: PeerId
     fingerprint: str
@@ -62,6 +64,7 @@ class Ticket:
             "engine_rank": self.issuer.rank.engine_rank,
             "incarnation": f"{self.issuer.incarnation:016x}",
             "room": str(self.room),
+            "room_type": "string" if isinstance(self.room, str) else "integer",
             "fingerprint": _brief(self.fingerprint),
         }
 
@@ -79,15 +82,15 @@ class Ticket:
                 text.encode()
         except (msgspec.ValidationError, ConfigError, UnicodeEncodeError, TypeError) as error:
             raise TicketError("ticket is malformed", detail=str(error)) from error
-        room = int(read.room)
-        if room >= MAX_ROOM:
-            raise TicketError("ticket is malformed", detail="room is out of range")
+        room = _parse_room(read.room) if read.room_type == "integer" else as_room(read.room)
+        if room is None:
+            raise TicketError("ticket is malformed", detail="room must be one")
         if not is_instance_name(read.instance):
             raise TicketError("ticket is malformed", detail="instance must be a name")
         issuer = PeerId(RankId(read.instance, read.engine_rank), int(read.incarnation, 16))
         return cls(room, read.address, issuer, read.fingerprint, read.versions)
 
-    def check(self, room: int | None, fingerprint: str) -> None:
+    def check(self, room: RoomId | None, fingerprint: str) -> None:
         """Refuse a ticket that is not meant for a request, or that cannot lead to a handshake.
 
         Args:
@@ -105,6 +108,12 @@ class Ticket:
             raise TicketError("no protocol version in common", ticket=self.versions, here=here)
         if self.fingerprint != _brief(fingerprint):
             raise TicketError("ticket is of another model", ticket=self.fingerprint, here=fingerprint)
+
+
+def _parse_room(digits: str) -> RoomId | None:
+    """Read a room that is an integer; None if it is none."""
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS
+    return as_room(int(digits)) if is_number else None
 
 
 def _brief(fingerprint: str) -> str:

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from kvflow.backends import Backend
 from kvflow.backends.memory import MappedRange, MemoryBackend
+from kvflow.backends.shared import SharedBackend
 from kvflow.testing.buffers import Buffer, HostBuffer
 from kvflow.testing.contract import BackendContract
 from kvflow.testing.contract.suite.blocks import BlockContract
@@ -33,6 +34,29 @@ class TestMemory(BackendContract):
 
 
 class TestNixl(BackendContract):
+    backend = "nixl"
+    impatient = IMPATIENT
+
+
+class SharedContract(BackendContract):
+    """An endpoint that ranks could share, and that one rank has for itself."""
+
+    @override
+    def new_backend(self) -> Backend:
+        return SharedBackend(self.backend, self.options).for_rank()
+
+    @override
+    def new_impatient_backend(self) -> Backend:
+        return SharedBackend(self.backend, {**self.options, **self.impatient}).for_rank()
+
+
+class TestSharedMemory(SharedContract):
+    backend = "memory"
+    reaches_other_processes = False
+
+
+@pytest.mark.slow
+class TestSharedNixl(SharedContract):
     backend = "nixl"
     impatient = IMPATIENT
 

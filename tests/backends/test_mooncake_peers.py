@@ -1,7 +1,6 @@
 """Peers of a Mooncake endpoint that are real processes: they hang, die, and come back under an old address."""
 
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,13 +16,12 @@ from kvflow.backends.mooncake import MooncakeBackend, agent
 from kvflow.backends.mooncake.address import INCARNATION_BYTES, EndpointAddress
 from kvflow.errors import BackendError
 from kvflow.geometry.plan import Descriptors
-from kvflow.testing.contract.suite.processes import PIECE, Target
-from tests.backends.endpoints import Endpoint, copies, fresh_name, open_backend, open_endpoints, same
+from kvflow.testing.contract.suite.processes import PIECE, Target, target_process
+from tests.backends.endpoints import Endpoint, copies, open_backend, open_endpoints, same
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
-ROOT = Path(__file__).parents[2]
 SIZE = 16 * 2**20
 LANES = 4
 """Connections that the library opens to a peer; each carries one descriptor at a time."""
@@ -65,16 +63,10 @@ def unsealed(metadata: bytes) -> PeerMetadata:
 
 @asynccontextmanager
 async def open_peer() -> AsyncIterator[Peer]:
-    name = fresh_name("process")
-    command = [sys.executable, "-m", "kvflow.testing.target", "mooncake", "{}", name, str(SIZE)]
-    async with await anyio.open_process(command, cwd=ROOT, stderr=None) as process:
-        peer = Peer(name, process)
-        try:
-            await peer.start()
-            yield peer
-        finally:
-            if process.returncode is None:
-                process.kill()
+    async with target_process("mooncake", SIZE) as target:
+        peer = Peer(target.name, target.process)
+        peer.address, peer.metadata = target.address, target.metadata
+        yield peer
 
 
 @asynccontextmanager

@@ -206,6 +206,74 @@ async def test_completions_are_polled_for_within_a_burst_of_commands() -> None:
     assert log.count("command") == 5 * COMMANDS_PER_ROUND
 
 
+async def test_a_short_call_is_made_at_once_while_the_thread_is_idle() -> None:
+    ran: list[str] = []
+    async with owner_thread() as owner:
+        assert not owner.run_now(lambda: ran.append("without an agent"))
+        await owner.poll_agent(Agent())
+        await until(lambda: owner.run_now(lambda: ran.append(threading.current_thread().name)))
+    assert ran == [threading.current_thread().name]
+
+
+async def test_a_short_call_overtakes_no_command() -> None:
+    ran: list[str] = []
+    async with owner_thread() as owner:
+        await owner.poll_agent(Agent())
+        gate = Gate(owner)
+        assert not owner.run_now(lambda: ran.append("while one waits or runs"))
+        await until(gate.entered.is_set)
+        assert not owner.run_now(lambda: ran.append("while one runs"))
+        owner.submit(lambda: ran.append("command"))
+        gate.open()
+        await until(lambda: owner.run_now(lambda: ran.append("at once")))
+    assert ran == ["command", "at once"]
+
+
+async def test_the_thread_waits_for_a_short_call_and_then_polls_what_it_has_begun() -> None:
+    log: list[str] = []
+    agent = Agent(log)
+    agent.busy = False
+    async with owner_thread() as owner:
+        await owner.poll_agent(agent)
+
+        def begin() -> None:
+            owner.submit(lambda: log.append("command"))
+            log.append("begin")
+            agent.busy = True
+
+        await until(lambda: owner.run_now(begin))
+        polled = agent.num_polls
+        await until(lambda: agent.num_polls > polled + 2)
+    assert log.index("begin") < log.index("command")
+
+
+async def test_a_short_call_that_fails_is_a_crash() -> None:
+    async with owner_thread() as owner:
+        await owner.poll_agent(Agent())
+        await until(lambda: owner.run_now([].pop))
+        assert [type(error) for error in owner.crashes] == [IndexError]
+
+
+async def test_polling_at_once_says_whether_anything_was_found() -> None:
+    agent = Agent()
+    agent.busy = False
+    async with owner_thread() as owner:
+        await owner.poll_agent(agent)
+        await until(owner.poll_now)
+        agent.eventful = False
+        polled = agent.num_polls
+        while agent.num_polls == polled:
+            assert not owner.poll_now()
+
+
+async def test_an_interrupted_short_call_does_not_keep_the_thread_out() -> None:
+    """A signal handler raises where the lock was taken, but not yet given back."""
+    async with owner_thread() as owner:
+        await owner.poll_agent(Agent())
+        owner._in_use.acquire()
+        assert await owner.call(lambda: 7) == 7
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -317,6 +385,7 @@ async def test_what_a_fork_leaves_to_its_parent_is_not_used_and_never_destroyed(
     owner.abandon()
     held, ran = weakref.ref(agent), list[str]()
     owner.submit(lambda: ran.append("submitted"))
+    assert not owner.run_now(lambda: ran.append("run"))
     with pytest.raises(BackendError, match="forked"):
         await owner.call(lambda: ran.append("called"))
     await owner.stop()
@@ -355,6 +424,45 @@ sys.exit(3)
 
 
 UNTIL_DUE = "while not owner._barrier.is_due: time.sleep(1e-3)"
+
+
+SHORT_CALL_AT_EXIT = """
+import functools, sys, threading, time
+from kvflow.backends.owner import OwnerThread, PollIntervals
+
+begun = threading.Event()
+
+class Agent:
+    def poll(self):
+        return False
+
+    def is_busy(self):
+        return False
+
+def call():
+    begun.set()
+    while not owner._barrier.is_due: time.sleep(1e-3)
+    time.sleep(0.05)
+    print("returned", flush=True)
+
+def loop():
+    while not owner.run_now(call):
+        pass
+    while True:
+        owner.run_now(functools.partial(print, "not any more", flush=True))
+
+owner = OwnerThread("owner", print, PollIntervals(0.0, 0.0, None))
+owner.submit(functools.partial(owner.adopt, Agent()))
+threading.Thread(target=loop, daemon=True).start()
+begun.wait()
+sys.exit(3)
+"""
+
+
+async def test_the_process_ends_after_a_short_call_that_runs_in_another_thread() -> None:
+    command = [sys.executable, "-c", SHORT_CALL_AT_EXIT]
+    ended = await anyio.run_process(command, check=False, stderr=subprocess.PIPE)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, b"returned\n", b"")
 
 
 @pytest.mark.parametrize(

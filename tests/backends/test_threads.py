@@ -131,7 +131,7 @@ def test_waiting_for_what_ended_processes_have_written_outlasts_a_shortage(short
                 answers: list[bool] = []
 
                 async def ask() -> None:
-                    answers.append(await target.backend.outlast())
+                    answers.append(await target.backend.outlast(target.backend.domain()))
 
                 tasks.start_soon(ask)
                 await until(lambda: shortage.num_refused)

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import memory, path, shape
 from benchmarks.__main__ import NAMES, main
+from benchmarks.embedded.timeline import STEPS
 from benchmarks.hetero import CASES
 from kvflow.cli.bench.rows import Measured, Tail, compare, rows_as_json
 from tests.support.distributions import build_wheel, unpack
@@ -97,8 +98,15 @@ def test_memory_is_measured_in_a_process_of_its_own() -> None:
 
 def test_embedded_times_handovers_and_calls(run: Run) -> None:
     rows = run("embedded", "--engines=sleeps", "--shape=tiny", "--requests=4", "--rounds=1", "--gap=0.001")
-    assert [row["unit"] for row in rows] == ["ms"] * 2 + ["us"] * 5
+    assert [row["unit"] for row in rows] == ["ms"] * 2 + ["us"] * 6
     assert all(0 < row["kvflow"] <= row["tail"]["kvflow_p99"] for row in rows)
+    assert all(row["ratio"] > 0 for row in rows[:2])
+
+
+def test_embedded_times_every_step_of_a_handover(run: Run) -> None:
+    small = ("--engines=sleeps", "--shape=tiny", "--requests=4", "--rounds=1", "--gap=0.001")
+    rows = run("embedded", "--timeline", *small)
+    assert [row["case"] for row in rows] == [step.name for step in STEPS]
 
 
 @pytest.mark.parametrize("backend", ["memory", "nixl", "mooncake"])
@@ -220,6 +228,7 @@ def test_rows_are_drawn(tmp_path: Path, run: Run) -> None:
         (["embedded", "--engines", "nobody"], "nobody"),
         (["embedded", "--gap", "0"], "--gap"),
         (["embedded", "--backend", "memory"], "memory"),
+        (["embedded", "--sglang", "/nowhere"], "/nowhere"),
         (["idle", "--pairs", "0"], "--pairs"),
         (["idle", "--seconds", "inf"], "--seconds"),
         (["idle", "--backend", "raven"], "raven"),

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from kvflow.room import RoomId
+
 __all__ = [
     "SUCCESS",
     "WRONG_PAGES",
@@ -98,7 +100,7 @@ class Landed(msgspec.Struct, frozen=True, tag="landed"):
     """
 
     at: float
-    room: int
+    room: RoomId
     failed_at: float
     memory: str
 

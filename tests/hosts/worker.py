@@ -218,7 +218,7 @@ class DecodeWorker(Worker[kvflow.DecodeRank]):
         is_complete = False
         try:
             async with receiver:
-                is_complete = await self._receive(receiver, lane)
+                is_complete = await self._receive(receiver, room, lane)
         except kvflow.KvflowError as error:  # the receive was refused
             self._end(room, reason_of(error))
             self._hold(receiver, lane)
@@ -232,15 +232,15 @@ class DecodeWorker(Worker[kvflow.DecodeRank]):
             async with self._rank.receive(room, prefill=PREFILL, tokens=nothing, pages={"kv": []}):
                 pass
 
-    async def _receive(self, receiver: kvflow.RoomReceiver, lane: int) -> bool:
+    async def _receive(self, receiver: kvflow.RoomReceiver, room: int, lane: int) -> bool:
         try:
             handover = await receiver.done()
         except kvflow.TransferFailed as error:
-            self._end(receiver.room, reason_of(error))
+            self._end(room, reason_of(error))
             self._hold(receiver, lane)
             return False
-        is_right = self._pool.holds(lane, receiver.room) and handover.metadata == b"%d" % receiver.room
-        self._end(receiver.room, lines.SUCCESS if is_right else lines.WRONG_PAGES)
+        is_right = self._pool.holds(lane, room) and handover.metadata == b"%d" % room
+        self._end(room, lines.SUCCESS if is_right else lines.WRONG_PAGES)
         return True
 
     async def _use(self, room: int, lane: int) -> None:

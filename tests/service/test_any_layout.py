@@ -1,5 +1,6 @@
 """Drawn pairs of instances, through the whole service: real messages, real transports, real memory."""
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from typing import Any
@@ -15,14 +16,19 @@ from kvflow.backends.base import Backend
 from kvflow.backends.memory import MappedRange, MemoryBackend
 from kvflow.config import Limits
 from kvflow.geometry.pages import TokenPages
+from kvflow.state.tables import Outcome
 from kvflow.statistics import StagingStatistics
 from tests.support.examples import examples
 from tests.support.instances import decode_config, prefill_config
+from tests.support.waiting import until
 from tests.support.worlds import Rank, World, worlds
 
 pytestmark = pytest.mark.anyio
 
 MAX_RANKS = 8
+
+Condition = Callable[[], bool]
+Rehearsed = set[kvflow.DecodeRank]
 
 small_worlds = worlds().filter(lambda world: len(world.prefill) + len(world.decode) <= MAX_RANKS)
 
@@ -52,6 +58,13 @@ async def test_over_nixl_at_real_addresses(world: World, post: int, stops: tuple
     await hand_over(world, "nixl", bytes_per_post=post, stops=stops)
 
 
+@pytest.mark.timeout(120)
+@settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
+@given(world=small_worlds)
+async def test_rehearsals_leave_no_trace(world: World) -> None:
+    await hand_over(world, "memory", rehearses=True)
+
+
 async def hand_over(world: World, backend: str, **options: Any) -> StagingStatistics:
     """Compute, send and receive the request as in `transfer`, and compare all memory with the model."""
     if backend != "memory":  # which maps any address
@@ -72,10 +85,12 @@ async def transfer(
     bytes_per_post: int = 2**20,
     stops: tuple[int, ...] = (),
     packing: str = "auto",
+    rehearses: bool = False,
 ) -> StagingStatistics:
     """Open every rank, send and receive the request; say what was packed."""
     totals = [0, 0]
     staging = STAGING if packing == "always" else {}
+    rehearsed = Rehearsed()
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
         senders, receivers = [], []
         for number, (_, rank) in enumerate(sorted(world.prefill.items())):
@@ -91,16 +106,23 @@ async def transfer(
             receivers.append((await stack.enter_async_context(receiver), rank))
         async with anyio.create_task_group() as tasks:
             for prefill, rank in senders:
-                tasks.start_soon(send, world, prefill, rank, stops)
+                all_rehearse = (lambda: len(rehearsed) == len(receivers)) if rehearses else None
+                tasks.start_soon(send, world, prefill, rank, stops, all_rehearse)
             for decode, rank in receivers:
-                tasks.start_soon(receive, world, decode, rank)
+                tasks.start_soon(receive, world, decode, rank, rehearsed if rehearses else None)
         for prefill, _ in senders:
             found = prefill.statistics().staging
             totals = [totals[0] + found.packed_posts, totals[1] + found.direct_posts]
     return StagingStatistics(packed_posts=totals[0], direct_posts=totals[1])
 
 
-async def send(world: World, prefill: kvflow.PrefillRank, rank: Rank, stops: tuple[int, ...]) -> None:
+async def send(
+    world: World,
+    prefill: kvflow.PrefillRank,
+    rank: Rank,
+    stops: tuple[int, ...],
+    others_rehearse: Condition | None,
+) -> None:
     """The paged main component goes chunk by chunk, everything else with the last chunk."""
     num_tokens = world.num_tokens["kv"]
     names = [component.name for component in rank.layout.components]
@@ -111,6 +133,12 @@ async def send(world: World, prefill: kvflow.PrefillRank, rank: Rank, stops: tup
             if start < stop:
                 pages = {"kv": rank.pages("kv", (start, stop))} if "kv" in names else {}
                 await sender.chunk((start, stop), pages, layers=layers)
+        if others_rehearse is not None:
+            await sender.granted()
+            await until(others_rehearse)
+            before = prefill.statistics()
+            assert prefill.rehearse(ROOM)
+            assert prefill.statistics() == before
         last = (edges[-2], num_tokens)
         parts = {name: TokenPages((0, world.num_tokens[name]), rank.tables[name]) for name in names}
         if "kv" in names:
@@ -124,7 +152,9 @@ def with_all_pages(rank: Rank, name: str, part: TokenPages) -> TokenPages:
     return TokenPages(part.tokens, rank.pages(name, part.tokens))
 
 
-async def receive(world: World, decode: kvflow.DecodeRank, rank: Rank) -> None:
+async def receive(
+    world: World, decode: kvflow.DecodeRank, rank: Rank, rehearsed: set[kvflow.DecodeRank] | None
+) -> None:
     pages = {
         component.name: TokenPages(
             world.wanted[component.name], rank.pages(component.name, world.wanted[component.name])
@@ -133,6 +163,12 @@ async def receive(world: World, decode: kvflow.DecodeRank, rank: Rank) -> None:
     }
     tokens = world.wanted["kv"]
     async with decode.receive(ROOM, prefill="prefill", tokens=tokens, pages=pages) as receiver:
+        if rehearsed is not None:
+            await until(lambda: receiver.outcome is not Outcome.PENDING or decode.rehearse(ROOM))
+            before = decode.statistics()
+            assert decode.rehearse(ROOM) is (receiver.outcome is Outcome.PENDING)
+            assert decode.statistics() == before
+            rehearsed.add(decode)
         handover = await receiver.done()
     held = {name[:3] for name in world.held()}
     assert handover.num_bytes == int((world.expected(rank, held) != world.expected(rank, set())).sum())

@@ -18,7 +18,16 @@ import pytest
 
 from kvflow import blocking
 from kvflow.blocking import LoopThread, Memory, Outcome, TransferUpdate
-from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, RankDraining, TransferFailed
+from kvflow.errors import (
+    ConfigError,
+    FailureReason,
+    LocalProtocolError,
+    PagesInUse,
+    PlanError,
+    RankDraining,
+    TransferFailed,
+)
+from kvflow.room import RoomId
 from tests.support.instances import BACKENDS, decode_config, make_pool, prefill_config
 from tests.support.pools import Pool
 from tests.support.registries import registry_in_thread
@@ -87,18 +96,19 @@ def test_one_look_a_step_tells_of_everything(backend: str) -> None:
             room: pair.decode.receive(room, prefill="prefill", tokens=(0, 4), pages={"kv": [room]}) for room in range(8)
         }
         senders = {room: pair.prefill.send(room) for room in range(8)}
-        for sender in senders.values():
-            sender.finish((0, 4), {"kv": [sender.room]}, metadata=b"%d" % sender.room)
+        for room, sender in senders.items():
+            sender.finish((0, 4), {"kv": [room]}, metadata=b"%d" % room)
         for rank, transfers in ((pair.decode, receivers), (pair.prefill, senders)):
-            told: dict[int, list[TransferUpdate[Any]]] = {room: [] for room in transfers}
+            told: dict[RoomId, list[TransferUpdate[Any]]] = {room: [] for room in transfers}
             while not all(
                 updates and updates[-1].memory is Memory.SAFE and updates[-1].outcome is Outcome.SUCCESS
                 for updates in told.values()
             ):
                 for update in rank.wait_any(10):
                     told[update.room].append(update)
-            for room, updates in told.items():
-                assert {update.transfer for update in updates} == {transfers[room]}
+            for room, transfer in transfers.items():
+                updates = told[room]
+                assert {update.transfer for update in updates} == {transfer}
                 assert {update.failure for update in updates} == {None}
             assert rank.completed() == []
         assert [receiver.result().metadata for receiver in receivers.values()] == [b"%d" % room for room in range(8)]
@@ -440,6 +450,32 @@ def test_room_in_use_shows_in_the_outcome() -> None:
         assert first.wait() is Outcome.ABORTED
 
 
+def test_pages_that_another_transfer_holds_are_never_accepted_in_silence() -> None:
+    with pair_of_ranks() as pair:
+        first, second = pair.receive(1), pair.receive(2)
+        assert second.wait() is Outcome.FAILED
+        assert second.failure is not None
+        assert second.failure.reason is FailureReason.PAGES_IN_USE
+        with pytest.raises(PagesInUse) as refused:
+            second.result()
+        assert refused.value.values["held_by"] == 1
+        first.abort()
+        assert first.until_safe() is Memory.SAFE
+        third = pair.receive(3)
+        pair.prefill.send(3).finish(TOKENS, PAGES)
+        assert third.wait() is Outcome.SUCCESS
+
+
+def test_a_quarantine_is_told_and_released_by_record_or_room() -> None:
+    with pair_of_ranks() as pair:
+        assert pair.decode.quarantined() == []
+        with pytest.raises(LocalProtocolError, match="not in quarantine"):
+            pair.decode.release(1)
+        assert pair.receive(1).until_safe(0.01) is Memory.HELD
+    with pytest.raises(LocalProtocolError, match="not open"):
+        pair.decode.release(1)
+
+
 def test_room_of_a_rank_that_drains_shows_in_the_outcome() -> None:
     with pair_of_ranks() as pair:
         pair.prefill.start_drain()
@@ -518,6 +554,7 @@ PROGRAM = """
 import atexit, sys
 from contextlib import ExitStack
 from kvflow import blocking
+from kvflow.room import RoomId
 from tests.support.instances import make_pool, prefill_config
 
 stack, pool = ExitStack(), make_pool()
@@ -546,3 +583,56 @@ def test_a_process_ends_although_its_ranks_are_open(backend: str, begin: str, en
         program = PROGRAM.format(backend=backend, endpoint=endpoint, begin=begin, end=end)
         ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, printed, b"")
+
+
+@pytest.mark.parametrize("interval_s", [1e-4, None])
+def test_threads_are_switched_sooner_while_a_transfer_is_open(interval_s: float | None) -> None:
+    before, shorter = sys.getswitchinterval(), interval_s or sys.getswitchinterval()
+    with registry_in_thread() as endpoint, LoopThread(switch_interval_s=interval_s) as loop:
+        with blocking.DecodeRank(decode_config(endpoint, backend="memory"), make_pool().layout, loop=loop) as rank:
+            receivers = [rank.receive(room, prefill="prefill", tokens=TOKENS, pages=PAGES) for room in (1, 2)]
+            rank.statistics()  # they have begun
+            assert sys.getswitchinterval() == pytest.approx(shorter)
+            receivers[0].abort()
+            receivers[0].wait()
+            assert sys.getswitchinterval() == pytest.approx(shorter)
+            receivers[1].abort()
+            receivers[1].wait()
+            rank.statistics()
+            assert sys.getswitchinterval() == pytest.approx(before)
+            rank.receive(3, prefill="prefill", tokens=TOKENS, pages=PAGES)
+        assert sys.getswitchinterval() == pytest.approx(before)
+
+
+@pytest.mark.parametrize("interval_s", [0, -1.0, float("nan"), "soon"])
+def test_a_switch_interval_is_a_duration(interval_s: Any) -> None:
+    with pytest.raises(ConfigError, match="switch_interval_s"):
+        LoopThread(switch_interval_s=interval_s)
+
+
+KILLED = """
+import signal, sys
+from contextlib import ExitStack
+from kvflow import blocking
+from tests.support.instances import make_pool, prefill_config
+
+stack, pool = ExitStack(), make_pool()
+rank = stack.enter_context(blocking.PrefillRank(prefill_config({endpoint!r}, backend={backend!r}), pool.layout))
+senders = [rank.send(room) for room in range(4)]
+
+def leave(*_):
+    stack.close()
+    print(*(sender.outcome.value for sender in senders), flush=True)
+    sys.exit(3)
+
+signal.signal(signal.SIGTERM, leave)
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_signal_handler_closes_ranks_with_open_transfers(backend: str) -> None:
+    with registry_in_thread() as endpoint:
+        program = KILLED.format(backend=backend, endpoint=endpoint)
+        ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, b"aborted aborted aborted aborted\n", b"")

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import socket
 import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
@@ -17,6 +16,7 @@ from kvflow.backends.memory import FaultScript, MemoryBackend
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import BackendError, ConfigError, FailureReason, LocalProtocolError, RankBroken, TransferFailed
 from kvflow.geometry.plan import Descriptors
+from kvflow.state.quarantine import Awaited
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.channel import ZmqControl
 from tests.support.failures import catch, catch_into
@@ -30,7 +30,7 @@ from tests.support.instances import (
     make_pool,
     prefill_config,
 )
-from tests.support.ports import unused_port
+from tests.support.ports import is_free, unused_port
 from tests.support.slow import MOONCAKE_SLOWLY
 from tests.support.waiting import until
 
@@ -332,9 +332,10 @@ async def test_what_a_broken_decode_rank_could_not_prove_stays_in_quarantine_whe
             await until(lambda: deployment.prefill[0].statistics().waiting_grants)
             await crash(decode)
         await leave_broken(deployment, decode)
-        assert decode.quarantined() == [receiver]
+        (record,) = decode.quarantined()
+        assert [proof.awaited for proof in record.missing] == [Awaited.BROKEN]
         assert (receiver.outcome, receiver.memory) == (Outcome.FAILED, Memory.QUARANTINED)
-        decode.release(receiver)
+        decode.release(record)
         assert (receiver.outcome, receiver.memory) == (Outcome.FAILED, Memory.SAFE)
         assert decode.quarantined() == []
 
@@ -349,7 +350,7 @@ async def test_leaving_a_broken_prefill_rank_fences_its_writes_and_frees_its_pag
             await until(lambda: deployment.faults[0].posted)
             await crash(deployment.prefill[0])
         sender = request.senders[0]
-        assert deployment.prefill[0].quarantined() == [sender]
+        assert [record.room for record in deployment.prefill[0].quarantined()] == [sender.room]
         await leave_broken(deployment, deployment.prefill[0])
         assert deployment.prefill[0].quarantined() == []
         assert (sender.outcome, sender.memory) == (Outcome.FAILED, Memory.SAFE)
@@ -415,8 +416,3 @@ async def test_cancelled_registry_leaves_its_port() -> None:
         async with kvflow.Registry(f"tcp://127.0.0.1:{port}"):
             await anyio.sleep_forever()
     await until(lambda: is_free(port))
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as asked:
-        return asked.connect_ex(("127.0.0.1", port)) != 0

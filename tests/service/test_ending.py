@@ -199,7 +199,7 @@ async def test_late_proof_ends_the_quarantine() -> None:
             async with receiver:
                 await until(lambda: deployment.faults[0].posted)
         assert receiver.memory is Memory.QUARANTINED
-        assert deployment.decode[0].quarantined() == [receiver]
+        assert [record.room for record in deployment.decode[0].quarantined()] == [receiver.room]
         deployment.faults[0].release()
         await until(lambda: receiver.memory is Memory.SAFE)
         assert deployment.decode[0].quarantined() == []

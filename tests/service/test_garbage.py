@@ -135,6 +135,16 @@ async def test_hello_that_does_not_fit_is_refused(
         assert word in answer.detail
 
 
+async def test_the_agent_of_a_living_rank_is_not_taken_over(deployment: Deployment) -> None:
+    """What is written for the newcomer would land at the other rank."""
+    await deployment.request(1, 8).hand_over()
+    async with unknown_peer_metadata() as metadata:
+        hello = await a_hello(deployment, backend_metadata=metadata, agent=str(deployment.decode[0].me))
+        answer = await ask(deployment.prefill[0].endpoint, hello)
+    assert isinstance(answer, Refuse)
+    assert "another peer has this agent, with other memory" in answer.detail
+
+
 async def test_the_highest_version_in_common_is_spoken(deployment: Deployment) -> None:
     hello = await a_hello(deployment, versions=(0, PROTOCOL_VERSION + 5), route=NOTHING)
     answer = await ask(deployment.prefill[0].endpoint, hello)

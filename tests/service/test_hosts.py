@@ -7,6 +7,7 @@ from typing_extensions import override
 
 import kvflow
 from kvflow.backends.memory import MemoryBackend
+from kvflow.wire.channel import ZmqControl
 from tests.support.instances import decode_config, make_pool, prefill_config
 
 pytestmark = pytest.mark.anyio
@@ -41,6 +42,28 @@ async def test_of_a_prefill_rank_it_is_the_one_that_decode_ranks_are_given(setti
         config = prefill_config(registry.endpoint, **settings)
         async with kvflow.PrefillRank(config, make_pool().layout, backend):
             assert backend.hosts == [host]
+
+
+@pytest.mark.parametrize(
+    ("settings", "host"),
+    [({}, "of the default route"), ({"advertise": "localhost"}, "localhost"), ({"advertise": "[::1]"}, "::1")],
+    ids=str,
+)
+async def test_of_a_decode_rank_without_a_registry_it_is_the_one_of_the_default_route_or_of_the_settings(
+    settings: dict[str, Any], host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def towards(_: ZmqControl, endpoint: str) -> str | None:
+        """On a host that has a default route for IPv6 only."""
+        asked.append(endpoint)
+        return "of the default route" if endpoint.startswith("tcp://[2001:db8:") else None
+
+    monkeypatch.setattr(ZmqControl, "host_towards", towards)
+    backend = Attentive()
+    async with kvflow.DecodeRank(decode_config(None, **settings), make_pool().layout, backend):
+        assert backend.hosts == [host]
+    assert len(asked) == (0 if settings else 2)
 
 
 async def test_of_a_decode_rank_it_is_the_one_on_the_way_to_the_registry() -> None:

@@ -6,20 +6,30 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 import kvflow
-from kvflow.backends.nixl import NixlBackend
 from kvflow.cli.processes import ChildProcess
-from kvflow.config import Limits, Timeouts
-from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage, TransferFailed
+from kvflow.config import Limits, Proofs, Timeouts
+from kvflow.errors import (
+    CapacityExceeded,
+    ConfigError,
+    FailureReason,
+    LocalProtocolError,
+    PagesInUse,
+    Stage,
+    TransferFailed,
+)
 from kvflow.geometry.layout import MemoryRange
 from kvflow.state.decode.core import DecodeCore
 from kvflow.state.events import MessageArrived, ProbeFinished
 from kvflow.state.prefill import peers
 from kvflow.state.prefill.core import PrefillCore
+from kvflow.state.quarantine import Awaited
 from kvflow.state.tables import Memory
 from kvflow.wire.messages import Cancel
+from tests.observe.lines import Lines, printed
 from tests.support.failures import catch, undisturbed
 from tests.support.instances import Deployment, Request, decode_config, deploy, make_pool, prefill_config
 from tests.support.ports import unused_port
@@ -83,11 +93,90 @@ async def test_a_full_quarantine_admits_nothing_until_an_operator_releases_it() 
             assert refused.value.values == {"transfers": 2, "pages": 4, "num_bytes": 4 * 4 * 192}
         for rank in (prefill, decode):
             (first, _) = rank.quarantined()
-            rank.release(first)  # type: ignore[arg-type]
-            assert first.memory is Memory.SAFE
+            rank.release(first)
             assert len(rank.quarantined()) == 1
         await other.hand_over()
         other.assert_arrived()
+
+
+async def test_a_record_says_what_an_operator_has_to_know() -> None:
+    with printed() as lines:
+        async with deploy(timeouts=QUICK_DRAIN) as deployment:
+            await check_records(deployment, lines)
+
+
+async def check_records(deployment: Deployment, lines: Lines) -> None:
+    """On both sides, of one transfer in doubt."""
+    request = await doubt(deployment, 1)
+    prefill, decode = deployment.prefill[0], deployment.decode[0]
+    await anyio.sleep(0.01)
+    for rank, pages in ((prefill, request.src_tables[0]), (decode, request.dst_tables[0])):
+        (record,) = rank.quarantined()
+        assert (record.room, record.num_bytes) == (1, 2 * 4 * 192)
+        assert record.pages["kv"].dtype == np.int32
+        assert sorted(record.pages["kv"].tolist()) == sorted(pages)
+        assert 0.01 <= record.since_s < 60.0
+        assert record.failure is not None
+        assert record.failure.reason is FailureReason.WRITE_FAILED
+        (proof,) = record.missing
+        assert str(record).startswith("room 1: pages 2 of kv (1536 bytes) for 0.")
+        assert str(record).endswith(proof.detail)
+    assert [proof.awaited for proof in prefill.quarantined()[0].missing] == [Awaited.WRITE_END]
+    (proof,) = decode.quarantined()[0].missing
+    assert (proof.peer, proof.endpoint, proof.awaited) == (str(prefill.me), prefill.endpoint, Awaited.DRAINED)
+    assert {line["room"] for line in lines.named("pages_quarantined")} == {1}
+    assert [proof.detail] in [line["missing"] for line in lines.named("pages_quarantined")]
+
+
+async def test_pages_in_quarantine_are_refused_and_can_be_waited_for() -> None:
+    async with deploy(timeouts=QUICK_DRAIN) as deployment:
+        prefill, decode = deployment.prefill[0], deployment.decode[0]
+        request = deployment.request(1, 8)
+        pages = request.dst_pages(0, (0, 8))
+        deployment.faults[0].plan.append("doubt")
+        receiver = request.receiver()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(catch, request.send)
+            with pytest.raises(TransferFailed):
+                async with receiver:
+                    await receiver.done()
+        assert receiver.memory is Memory.QUARANTINED
+        early = decode.receive(2, prefill="prefill", tokens=(0, 8), pages=pages)
+        with pytest.raises(PagesInUse) as refused:
+            async with early:
+                pass
+        values = {"component": "kv", "page": request.dst_tables[0][0], "held_by": 1, "memory": "quarantined"}
+        assert refused.value.values == values
+        with pytest.raises(LocalProtocolError, match="was refused"):
+            await early.until_safe()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(deployment.close, prefill)
+            assert await receiver.until_safe() is Memory.SAFE
+        async with decode.receive(4, prefill="prefill", tokens=(0, 8), pages=pages) as again:
+            again.abort()
+
+
+async def test_whoever_waits_for_pages_learns_that_the_rank_was_left() -> None:
+    async with deploy(timeouts=QUICK_DRAIN) as deployment:
+        decode, request = deployment.decode[0], deployment.request(1, 8)
+        deployment.faults[0].plan.append("doubt")
+        receiver = request.receiver()
+        with pytest.raises(LocalProtocolError, match="enter the transfer"):
+            await receiver.until_safe()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(catch, request.send)
+            with pytest.raises(TransferFailed):
+                async with receiver:
+                    await receiver.done()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(deployment.close, decode)
+            assert await receiver.until_safe() is Memory.QUARANTINED
+
+
+def test_time_is_no_proof_over_a_transport_without_queue_pairs() -> None:
+    proofs = Proofs(queue_pairs_die_with_process_s=60.0)
+    with pytest.raises(ConfigError, match="without queue pairs"):
+        kvflow.DecodeRank(decode_config("tcp://127.0.0.1:1", proofs=proofs), make_pool().layout)
 
 
 async def test_bytes_fill_the_quarantine_as_well() -> None:
@@ -101,13 +190,16 @@ async def test_a_release_is_for_what_is_in_quarantine_and_happens_once() -> None
     async with deploy(timeouts=QUICK_DRAIN) as deployment:
         decode = deployment.decode[0]
         await doubt(deployment, 1)
-        (receiver,) = decode.quarantined()
-        decode.release(receiver)
-        with pytest.raises(LocalProtocolError, match="not in quarantine"):
-            decode.release(receiver)
-        async with deployment.request(2, 8).receiver() as held:
+        (record,) = decode.quarantined()
+        decode.release(record)
+        for again in (record, record.room):
             with pytest.raises(LocalProtocolError, match="not in quarantine"):
-                decode.release(held)
+                decode.release(again)
+        async with deployment.request(2, 8).receiver():
+            with pytest.raises(LocalProtocolError, match="not in quarantine"):
+                decode.release(2)
+        with pytest.raises(LocalProtocolError, match="room must be"):
+            decode.release(None)  # type: ignore[arg-type]
         await until(lambda: decode.statistics().quarantined == 0)  # the proof may take longer than the drain time
 
 
@@ -123,7 +215,7 @@ async def test_releasing_source_pages_proves_nothing_to_the_decode_rank(monkeypa
         prefill.release(prefill.quarantined()[0])
         cancels = watch_core(monkeypatch, PrefillCore, is_cancel)
         await until(lambda: len(cancels) >= 2)  # the decode rank asks again, and would not if it was answered
-        assert decode.quarantined() == [receiver]
+        assert [record.room for record in decode.quarantined()] == [receiver.room]
         faults.release()
         await until(lambda: receiver.memory is Memory.SAFE)
         assert request.num_written() == 4 * 192
@@ -143,11 +235,12 @@ async def test_what_is_in_quarantine_when_its_rank_is_closed_can_still_be_releas
     async with deploy(timeouts=QUICK_DRAIN) as deployment:
         decode = deployment.decode[0]
         await doubt(deployment, 1)
-        (receiver,) = decode.quarantined()
         await deployment.close(decode)
-        assert decode.quarantined() == [receiver]
-        decode.release(receiver)
-        assert (receiver.memory, decode.quarantined()) == (Memory.SAFE, [])
+        (record,) = decode.quarantined()
+        decode.release(record)
+        assert decode.quarantined() == []
+        with pytest.raises(LocalProtocolError, match="not in quarantine"):
+            decode.release(record)
 
 
 # Peers that fail ---------------------------------------------------------------------------------------------------
@@ -221,7 +314,7 @@ def num_hellos(prefill: kvflow.PrefillRank) -> int:
 async def decode_rank(registry: str) -> AsyncIterator[kvflow.DecodeRank]:
     pool = make_pool()
     settings = decode_config(registry, backend="nixl", timeouts=Timeouts(lease_s=1.0, drain_s=0.3))
-    async with kvflow.DecodeRank(settings, pool.layout, NixlBackend(ends_with_process=True)) as decode:
+    async with kvflow.DecodeRank(settings, pool.layout) as decode:
         yield decode
 
 

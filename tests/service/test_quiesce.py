@@ -11,6 +11,7 @@ import kvflow
 from kvflow import blocking
 from kvflow.config import Limits
 from kvflow.errors import FailureReason, LocalProtocolError, TransferFailed
+from tests.support.failures import catch
 from tests.support.instances import (
     BACKENDS,
     NUM_PAGES,
@@ -198,12 +199,15 @@ async def test_a_chunk_that_waits_for_capacity_is_forgotten() -> None:
 async def test_a_room_that_fails_meanwhile_raises_and_says_how_its_pages_are() -> None:
     async with deploy() as ranks:
         ranks.faults[0].hold()
-        with pytest.raises(TransferFailed) as caught:
-            async with receiving(ranks), ranks.prefill[0].send(1) as sender:
+        sender = ranks.prefill[0].send(1)
+
+        async def preempt() -> None:
+            async with receiving(ranks), sender:
                 await sender.granted()
                 await sender.chunk((0, 4), table(FIRST, (0, 4)))
                 await sender.quiesce()
-        assert caught.value.reason is FailureReason.STALLED
+
+        assert (await catch(preempt)).reason is FailureReason.STALLED
         assert sender.memory is kvflow.Memory.QUARANTINED
         with pytest.raises(TransferFailed):
             await sender.quiesce()

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import kvflow
-from kvflow.backends.nixl import NixlBackend
 from kvflow.cli.main import main
 from kvflow.cli.processes import ChildProcess
 from kvflow.config import Limits, Timeouts
@@ -67,7 +66,7 @@ async def test_two_processes_with_packing_cancels_and_a_death(tmp_path: Path) ->
         config = decode_config(
             registry.endpoint, backend="nixl", timeouts=PATIENT_LEASE, record=own, staging_slots=2, **SLOTS
         )
-        async with kvflow.DecodeRank(config, pool.layout, NixlBackend(ends_with_process=True)) as decode:
+        async with kvflow.DecodeRank(config, pool.layout) as decode:
             async with prefill_process(registry.endpoint, 0, record=str(killed), **settings) as first:
                 for room in range(1, 25):
                     await hand_over(decode, first, room)

@@ -11,6 +11,7 @@ import pytest
 import kvflow
 import kvflow.blocking
 from kvflow import Endpoint
+from kvflow.config import join_address
 from kvflow.directory import lookups
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, TicketError
 from kvflow.wire.messages import PeerId, RankId
@@ -18,6 +19,8 @@ from kvflow.wire.ticket import Ticket
 from tests.observe.lines import printed
 from tests.support.failures import catch
 from tests.support.instances import QUICK, decode_config, make_pool, prefill_config
+from tests.support.ports import is_free, unused_port
+from tests.support.slow import MOONCAKE_SLOWLY
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -44,9 +47,9 @@ async def prefill_ranks(num_ranks: int = 1, **settings: object) -> AsyncIterator
 
 
 @asynccontextmanager
-async def decode_rank(registry: str | None = None) -> AsyncIterator[kvflow.DecodeRank]:
+async def decode_rank(registry: str | None = None, backend: str = "memory") -> AsyncIterator[kvflow.DecodeRank]:
     pool = make_pool()
-    async with kvflow.DecodeRank(decode_config(registry, timeouts=QUICK), pool.layout) as rank:
+    async with kvflow.DecodeRank(decode_config(registry, timeouts=QUICK, backend=backend), pool.layout) as rank:
         yield rank
 
 
@@ -84,8 +87,9 @@ async def test_an_instance_is_found_by_address_ticket_and_name_with_one_handshak
         assert [rank.statistics().anomalies for rank in ranks] == [{}] * num_ranks
 
 
-async def test_a_ticket_has_the_room_and_names_who_answers() -> None:
-    async with prefill_ranks(2) as ranks, decode_rank() as decode:
+@pytest.mark.parametrize("backend", MOONCAKE_SLOWLY)
+async def test_a_ticket_has_the_room_and_names_who_answers(backend: str) -> None:
+    async with prefill_ranks(2, backend=backend) as ranks, decode_rank(backend=backend) as decode:
         tickets = [through_a_router(rank.ticket(7)) for rank in ranks]
         assert [ticket["engine_rank"] for ticket in tickets] == [0, 1]
         assert {ticket["address"] for ticket in tickets} == {ranks[0].endpoint}
@@ -102,14 +106,15 @@ async def test_a_ticket_of_an_instance_in_a_registry_works_without_that_registry
             await hand_over([prefill], decode, prefill.ticket(1), 1)
 
 
-@pytest.mark.parametrize("host", ["[::1]", "127.0.0.1"])
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
 async def test_an_instance_restarts_at_its_address(host: str) -> None:
-    bind = f"tcp://{host}:0"
+    port = unused_port()
+    bind = join_address(host, port)
     async with decode_rank() as decode:
         async with prefill_ranks(bind=bind) as ranks:
-            bind = ranks[0].endpoint
             stale = ranks[0].ticket(2)
             await hand_over(ranks, decode, Endpoint.parse(bind), 1)
+        await until(lambda: is_free(port, host))
         async with prefill_ranks(bind=bind) as ranks:
             failure = await catch(lambda: receive(decode, stale))
             assert failure.reason is FailureReason.STALE_TICKET
@@ -119,11 +124,13 @@ async def test_an_instance_restarts_at_its_address(host: str) -> None:
 
 
 async def test_another_instance_answers_at_an_address() -> None:
+    port = unused_port()
+    bind = f"tcp://127.0.0.1:{port}"
     async with decode_rank() as decode:
-        async with prefill_ranks() as ranks:
-            bind = ranks[0].endpoint
+        async with prefill_ranks(bind=bind) as ranks:
             stale = ranks[0].ticket(2)
             await hand_over(ranks, decode, Endpoint.parse(bind), 1)
+        await until(lambda: is_free(port))
         async with prefill_ranks(bind=bind, instance="other") as ranks:
             failure = await catch(lambda: receive(decode, stale))
             assert failure.reason is FailureReason.STALE_TICKET
@@ -136,6 +143,19 @@ async def test_a_registry_has_no_instance_of_its_own() -> None:
         failure = await catch(lambda: receive(decode, Endpoint.parse(registry.endpoint), 1))
         assert failure.reason is FailureReason.UNREACHABLE
         assert registry.endpoint in failure.detail
+
+
+async def test_a_rank_that_has_a_registry_answers_for_nobody_and_says_so() -> None:
+    async with kvflow.Registry() as registry:
+        config = prefill_config(registry.endpoint)
+        async with kvflow.PrefillRank(config, make_pool().layout) as prefill, decode_rank() as decode:
+            with printed() as lines:
+                failure = await catch(lambda: receive(decode, Endpoint.parse(prefill.endpoint), 1))
+                assert (failure.reason, prefill.endpoint in failure.detail) == (FailureReason.UNREACHABLE, True)
+                assert lines.named("lookup_refused")
+                sibling = prefill_config(prefill.endpoint, 1, 2)
+                async with kvflow.PrefillRank(sibling, make_pool(2, 1).layout):
+                    await until(lambda: lines.named("registration_refused"))
 
 
 async def test_who_answers_for_an_instance_registers_nobody_else() -> None:
@@ -165,7 +185,7 @@ async def test_names_need_a_registry() -> None:
             decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
         with pytest.raises(LocalProtocolError, match="Endpoint or a ticket"):
             decode.receive(1, prefill=7, tokens=TOKENS, pages=PAGES)  # type: ignore[arg-type]
-        with pytest.raises(LocalProtocolError, match="room must be given"):
+        with pytest.raises(LocalProtocolError, match="come with a ticket"):
             decode.receive(prefill=Endpoint("::1", 1), tokens=TOKENS, pages=PAGES)
 
 

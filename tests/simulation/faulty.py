@@ -7,15 +7,18 @@ from typing import Any, Final
 import pytest
 from msgspec.structs import replace
 
+from kvflow.backends import shared
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
 from kvflow.stages import aggregate
 from kvflow.stages.submit import Submit
 from kvflow.state import tables
 from kvflow.state.decode import core as decode_core
+from kvflow.state.decode import handshake, progress
+from kvflow.state.decode import instances as decode_instances
 from kvflow.state.decode import peers as decode_peers
-from kvflow.state.decode import progress
 from kvflow.state.decode import room as decode_room
 from kvflow.state.decode import rooms as decode_rooms
+from kvflow.state.decode.held import HeldPages
 from kvflow.state.effects import DecodeEffect, DropPlan, PostPlan, PrefillEffect, WrittenBy
 from kvflow.state.events import Chunk, PlanFinished
 from kvflow.state.prefill import peers as prefill_peers
@@ -178,11 +181,15 @@ def death_is_always_a_proof(patch: Patch) -> None:
     """Whatever the transport says about bytes that outlive their sender."""
     original = decode_peers.PrefillPeers.ended
 
-    def ended(self: decode_peers.PrefillPeers, peer: Any) -> Any:
+    def ended(self: decode_peers.PrefillPeers, peer: Any, now: float) -> Any:
         self._ends_with_process = True
-        return original(self, peer)
+        return original(self, peer, now)
 
     patch.setattr(decode_peers.PrefillPeers, "ended", ended)
+
+
+def pages_that_are_held_are_taken_again(patch: Patch) -> None:
+    patch.setattr(HeldPages, "first_of", lambda _self, _pages: None)
 
 
 def silence_is_a_proof(patch: Patch) -> None:
@@ -350,6 +357,11 @@ def windows_of_the_lost_go_to_others_without_a_proof(patch: Patch) -> None:
     patch.setattr(decode_core.DecodeCore, "_left", left)
 
 
+def tickets_are_good_for_any_process(patch: Patch) -> None:
+    patch.setattr(decode_instances.Instance, "is_meant_by", lambda *_: True)
+    patch.setattr(handshake.Instances, "_fail_outdated", lambda *_: [])
+
+
 def quiesced_pages_are_not_waited_for(patch: Patch) -> None:
     patch.setattr(prefill_room.Delivery, "reads_pages", property(lambda _: False))
 
@@ -403,6 +415,22 @@ def empty_notices_overtake_pieces(patch: Patch) -> None:
     patch.setattr(prefill_room.Delivery, "_say_empty", say_empty)
 
 
+def ranks_that_leave_end_writes_that_go_on(patch: Patch) -> None:
+    """Of an endpoint that they share with others."""
+    original = shared.SharedBackend.leave
+
+    async def leave(self: shared.SharedBackend, member: shared.RankEndpoint) -> None:
+        if len(self._members) > 1 and member._running:
+            member.take([PostEnded(post_id, "stopped by closing the endpoint") for post_id in member._running])
+        await original(self, member)
+
+    patch.setattr(shared.SharedBackend, "leave", leave)
+
+
+def notices_go_to_any_rank_of_an_endpoint(patch: Patch) -> None:
+    patch.setattr(shared.SharedBackend, "_readers", lambda self: list(self._members)[:1])
+
+
 FAULTS: Final[tuple[Fault, ...]] = (
     abort_releases_pages,
     failure_releases_pages,
@@ -418,6 +446,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     posting_goes_on_after_the_end,
     goodbye_is_a_proof,
     death_is_always_a_proof,
+    pages_that_are_held_are_taken_again,
     silence_is_a_proof,
     doubt_is_an_end,
     written_is_delivered,
@@ -437,10 +466,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
     slots_of_writes_that_linger_are_used_again,
     slots_are_not_asked_for,
     windows_of_the_lost_go_to_others_without_a_proof,
+    tickets_are_good_for_any_process,
     quiesced_pages_are_not_waited_for,
     plans_of_quiesced_pages_are_not_waited_for,
     tokens_that_were_forgotten_do_not_come_again,
     events_of_forgotten_data_count_for_what_comes_again,
     layers_that_have_left_come_again,
     empty_notices_overtake_pieces,
+    ranks_that_leave_end_writes_that_go_on,
+    notices_go_to_any_rank_of_an_endpoint,
 )

@@ -32,12 +32,13 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "posting_goes_on_after_the_end": "kvflow-plan-that-comes-late",
         "goodbye_is_a_proof": 68,
         "death_is_always_a_proof": 70,
+        "pages_that_are_held_are_taken_again": 0,
         "silence_is_a_proof": 28,
         "doubt_is_an_end": 46,
         "written_is_delivered": 0,
         "receivers_have_no_deadline": 2,
         "senders_have_no_deadline": 6,
-        "credit_is_not_given_back": 154,
+        "credit_is_not_given_back": 150,
         "free_source_pages_are_a_proof_for_the_destination": 98,
         "cancels_are_not_said": 0,
         "digests_are_believed": 117,
@@ -46,11 +47,12 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "later_layers_are_not_waited_for": 2,
         "layers_of_a_chunk_count_as_the_whole": 17,
         "staged_notices_count_before_they_are_scattered": 7,
-        "pages_are_given_back_while_they_are_scattered": 268,
+        "pages_are_given_back_while_they_are_scattered": 82,
         "slots_are_free_as_soon_as_their_write_has_ended": 7,
         "slots_of_writes_that_linger_are_used_again": "kvflow-slot-of-a-lingering-write",
         "slots_are_not_asked_for": 18,
         "windows_of_the_lost_go_to_others_without_a_proof": "kvflow-window-of-a-dead-rank",
+        "tickets_are_good_for_any_process": "kvflow-ticket-of-the-process-before",
         "goodbye_is_said_first_and_proofs_after_it_are_dropped": 158,
         "the_fate_of_rooms_decides_about_an_instance": 3,
         "sockets_have_no_heartbeats": 10,
@@ -65,6 +67,8 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "events_of_forgotten_data_count_for_what_comes_again": 13,
         "layers_that_have_left_come_again": 26,
         "empty_notices_overtake_pieces": 334,
+        "ranks_that_leave_end_writes_that_go_on": 1765,
+        "notices_go_to_any_rank_of_an_endpoint": 294,
         "errors_lose_the_remaining_effects": 5,
     }
 )
@@ -82,6 +86,7 @@ RARE: Final = (
     "windows_of_the_lost_go_to_others_without_a_proof",
     "ports_are_refused_while_bytes_may_still_land",
     "empty_notices_overtake_pieces",
+    "ranks_that_leave_end_writes_that_go_on",
 )
 """Faults that take several rare events in one order. Seeds find them, but not within a number that a test can run."""
 

@@ -16,6 +16,7 @@ from kvflow.errors import FailureReason, PlanError, Stage, ThreadShortage
 from kvflow.observe.logs import get_logger
 from kvflow.observe.times import StageTimes
 from kvflow.observe.trace import AnomalyLog
+from kvflow.room import RoomId
 from kvflow.stages.context import StageContext
 from kvflow.stages.enqueue import DEVICE_WAITS_AT_ONCE, CapacityLine, DeviceWaits, finish_chunk, make_chunk
 from kvflow.state.effects import AwaitData
@@ -44,33 +45,33 @@ class Line:
         asked: Rooms whose decode ranks were asked for, in order.
     """
 
-    def __init__(self, rooms: dict[int, list[PeerId]], **capacity: int) -> None:
+    def __init__(self, rooms: dict[RoomId, list[PeerId]], **capacity: int) -> None:
         self.rooms = rooms
         self.capacity = {A: capacity.get("a", 0), B: capacity.get("b", 0), C: capacity.get("c", 0)}
-        self.gone: list[int] = []
-        self.asked: list[int] = []
+        self.gone: list[RoomId] = []
+        self.asked: list[RoomId] = []
         self.line = CapacityLine(self._has_capacity, self._peers_of)
 
-    def _peers_of(self, room: int) -> list[PeerId]:
+    def _peers_of(self, room: RoomId) -> list[PeerId]:
         self.asked.append(room)
         return self.rooms[room]
 
-    def _has_capacity(self, room: int) -> bool:
+    def _has_capacity(self, room: RoomId) -> bool:
         return all(self.capacity[one] for one in self.rooms[room])
 
-    async def offer(self, room: int) -> None:
+    async def offer(self, room: RoomId) -> None:
         """Do what an engine's chunk does."""
         if not self.line.is_open(room):
             await self.line.wait(room)
         self._go(room)
         self.line.admit()
 
-    def _go(self, room: int) -> None:
+    def _go(self, room: RoomId) -> None:
         self.gone.append(room)
         for one in self.rooms[room]:
             self.capacity[one] -= 1
 
-    async def begin(self, tasks: TaskGroup, *rooms: int) -> None:
+    async def begin(self, tasks: TaskGroup, *rooms: RoomId) -> None:
         """Let rooms offer a chunk, one after another, as far as they can."""
         for room in rooms:
             tasks.start_soon(self.offer, room)
@@ -154,7 +155,7 @@ async def test_who_is_cancelled_gives_its_turn_to_the_next(has_turn: bool) -> No
 
 async def test_who_has_failed_stops_waiting_and_holds_nobody_up() -> None:
     line = Line({1: [A, B], 2: [A]}, a=2)
-    left: list[int] = []
+    left: list[RoomId] = []
 
     async def wait_in_vain() -> None:
         await line.line.wait(1)
@@ -194,7 +195,7 @@ async def test_nothing_is_kept_of_who_has_gone() -> None:
 
 
 async def test_whether_a_room_must_wait_is_seen_without_looking_at_everybody_who_waits() -> None:
-    many = {room: [A] for room in range(100)}
+    many: dict[RoomId, list[PeerId]] = {room: [A] for room in range(100)}
     line = Line({**many, 100: [A, B], 101: [B]}, b=1)
     async with anyio.create_task_group() as tasks:
         await line.begin(tasks, *many)

@@ -1,7 +1,6 @@
 """Digests in the core: asked for in the grant, carried by notices, compared before success."""
 
 import pytest
-from msgspec.structs import replace
 
 from kvflow.config import Timeouts
 from kvflow.errors import FailureReason, Stage
@@ -64,7 +63,7 @@ def answer(core: DecodeDriver, failure: Failure | None = None) -> list[DecodeEff
 
 def test_grants_ask_for_digests_if_the_request_does(core: DecodeDriver, granted: list[DecodeEffect]) -> None:
     assert [message.digest for _, message in messages(granted, Grant) if isinstance(message, Grant)] == [True, True]
-    effects = core(replace(REQUEST, room=8, generation=2, digest=False))
+    effects = core(request(2, room=8))
     assert [message.digest for _, message in messages(effects, Grant) if isinstance(message, Grant)] == [False, False]
 
 

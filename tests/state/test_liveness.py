@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.config import PINGS_PER_LEASE
-from kvflow.state.peers import LeaseCheck, Peer
+from kvflow.state.peers import BUSY_LEASES, LeaseCheck, Peer
 from kvflow.state.tables import PeerState
 from kvflow.state.timers import Timers
 from tests.support.cores import PREFILL
@@ -51,12 +51,17 @@ class Checked:
 
 
 def lost_at(checked: Checked, words: list[float], sleep: Sleep, end: float) -> float | None:
-    """Check as often as the timers say until it is lost; what is said during the sleep is read at its end."""
+    """Check as often as the timers say until it is lost; what is said during the sleep is read at its end.
+
+    Its process ends with its last word, and the connection with it.
+    """
     heard = [sleep.wake(word) for word in words]
     while sleep.wake(due := checked.next_check) < end:
         now = sleep.wake(due)
         while heard and heard[0] < now:
             checked.peer.heard(heard.pop(0))
+        if not heard:
+            checked.peer.disconnected()
         if checked.check(now, now - due):
             return now
     return None
@@ -90,6 +95,7 @@ def test_a_peer_that_died_meanwhile_is_lost_after_the_sleep(start: float, length
 
 def test_a_process_that_is_always_late_loses_dead_peers_too() -> None:
     checked, now, num_checks = Checked(), 0.0, 0
+    checked.peer.disconnected()
     while not checked.check(now := now + 2 * THIRD_S, THIRD_S):
         num_checks += 1
     assert num_checks <= 6
@@ -99,10 +105,26 @@ def test_a_word_between_two_sleeps_lets_neither_be_counted() -> None:
     checked = Checked()
     checked.check(2 * THIRD_S, THIRD_S)
     checked.peer.heard(2.5 * THIRD_S)
+    checked.peer.disconnected()
     num_checks, is_lost = 0, checked.check(10 * THIRD_S, 6 * THIRD_S)
     while not is_lost:
         num_checks, is_lost = num_checks + 1, checked.check(checked.next_check, 0.0)
     assert num_checks == PINGS_PER_LEASE
+
+
+def test_a_peer_whose_connection_stands_is_busy_and_lost_only_after_ten_leases() -> None:
+    checked, now = Checked(), 0.0
+    while not checked.check(now := checked.next_check, 0.0):
+        assert checked.peer.is_connected
+    assert now == pytest.approx(BUSY_LEASES * LEASE_S)
+
+
+def test_a_busy_peer_whose_connection_breaks_is_lost_at_the_next_check() -> None:
+    checked = Checked()
+    for _ in range(2 * PINGS_PER_LEASE):
+        assert not checked.check(checked.next_check, 0.0)
+    checked.peer.disconnected()
+    assert checked.check(checked.next_check, 0.0)
 
 
 def test_a_lost_peer_is_not_checked_until_it_is_heard_again() -> None:

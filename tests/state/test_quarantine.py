@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.config import Limits, Timeouts
+from kvflow.config import Limits, Proofs, Timeouts
 from kvflow.errors import CapacityExceeded, LocalProtocolError
 from kvflow.state import events as ev
-from kvflow.state.quarantine import NO_MEMORY, Footprint, Quarantine
+from kvflow.state.effects import AwaitFence
+from kvflow.state.quarantine import NO_MEMORY, Awaited, Footprint, Quarantine
 from kvflow.wire.messages import Cancel, Drained, Failed, Pong
 from tests.support.cores import (
     ABORTED,
@@ -16,8 +17,10 @@ from tests.support.cores import (
     DecodeDriver,
     PrefillDriver,
     abort_failure,
+    endpoint_of,
     grant,
     messages,
+    of_kind,
     peer,
     reports,
 )
@@ -247,3 +250,70 @@ def test_a_release_of_one_delivery_in_doubt_ends_the_others_that_drain() -> None
     assert core.core.is_idle
     for to in (DECODE, other):
         assert [receiver for receiver, _ in messages(end(core, 0, delivery(to)), Drained)] == [to]
+
+
+# What is missing ---------------------------------------------------------------------------------------------------
+
+
+GONE = ev.ProbeFinished(PREFILL, is_gone=True)
+
+
+def awaited(core: DecodeDriver | PrefillDriver, key: int = 1) -> list[Awaited]:
+    return [proof.awaited for proof in core.core.missing_proofs(key)]
+
+
+def test_a_record_names_the_peer_and_what_would_be_a_proof() -> None:
+    core = DecodeDriver(ends_with_process=False)
+    core.connect(PREFILL)
+    open_and_quarantine(core, 1, ROOM)
+    (proof,) = core.core.missing_proofs(1)
+    assert proof == (str(PREFILL), endpoint_of(PREFILL), Awaited.DRAINED)
+    assert proof.detail.startswith(f"{PREFILL} must say Drained")
+    core(ev.ConnectionLost(PREFILL))
+    core.sleep(10.0)
+    assert awaited(core) == [Awaited.PEER]
+    core(GONE)
+    assert awaited(core) == [Awaited.LANDING]
+    core(ev.FenceImpossible(PREFILL))
+    assert awaited(core) == [Awaited.OPERATOR]
+    (proof,) = core.core.missing_proofs(1)
+    assert endpoint_of(PREFILL) in proof.detail, "it is known although the process has ended"
+    assert core.core.pages_of(1) == request().pages
+    core(ev.QuarantineReleased(1))
+    assert (core.core.missing_proofs(1), core.core.pages_of(1)) == ([], {})
+
+
+def test_where_the_transport_looks_is_what_the_prefill_rank_has_said() -> None:
+    core = DecodeDriver(ends_with_process=False)
+    core.connect(PREFILL, domain=b"a kernel")
+    core(request())
+    assert AwaitFence(PREFILL, b"a kernel") in core(GONE)
+
+
+def test_the_end_of_a_process_does_not_count_where_the_settings_say_so() -> None:
+    core = DecodeDriver(proofs=Proofs(process_end=False))
+    core.connect(PREFILL)
+    core(request())
+    effects = core(GONE)
+    assert reports(effects) == [("failed", "draining")]
+    assert of_kind(effects, AwaitFence) == []
+    core.sleep(100.0)
+    assert awaited(core) == [Awaited.OPERATOR]
+
+
+def test_time_after_the_end_of_a_process_counts_only_where_the_deployment_knows_its_fabric() -> None:
+    core = DecodeDriver(ends_with_process=False, proofs=Proofs(queue_pairs_die_with_process_s=60.0))
+    core.connect(PREFILL)
+    core(request())
+    core.sleep(100.0)
+    assert awaited(core) == [Awaited.PEER], "silence does not start the clock"
+    core(GONE)
+    core(ev.FenceImpossible(PREFILL))
+    core.sleep(59.0)
+    core(GONE)
+    assert awaited(core) == [Awaited.QUEUE_PAIRS]
+    assert reports(core.sleep(1.1)) == [("failed", "safe")]
+
+
+def test_a_prefill_rank_waits_for_its_own_writes(prefill: PrefillDriver) -> None:
+    assert prefill.core.missing_proofs(ROOM) == [(str(DECODE), "", Awaited.WRITE_END)]

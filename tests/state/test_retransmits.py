@@ -164,10 +164,10 @@ def test_a_rank_that_said_failed_but_not_drained_is_asked_again(transfer: Transf
 
 def lose(transfer: Transfer, *, spare: PeerId) -> list[DecodeEffect]:
     """Let every rank but one fall silent for longer than its lease."""
-    effects: list[DecodeEffect] = []
+    effects = transfer.core(ev.ConnectionLost(PREFILL))
     for _ in range(4):
         transfer.core.hear(spare, Pong(peer=spare))
-        effects = transfer.core.sleep(0.75)
+        effects += transfer.core.sleep(0.75)
     return effects
 
 

@@ -5,11 +5,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvflow.config import Limits, Timeouts
+from kvflow.config import Limits, Proofs, Timeouts
 from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.routes import Route, compile_routes
 from kvflow.geometry.split import SplitPolicy
+from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.decode.core import DecodeCore
 from kvflow.state.effects import (
@@ -160,12 +161,15 @@ class PrefillDriver:
         return self(ev.MessageArrived(connection, message))  # type: ignore[arg-type]
 
     def sleep(self, seconds: float) -> list[PrefillEffect]:
-        """Let time pass, deadline by deadline, as a clock task would."""
+        """Let time pass, deadline by deadline, as a clock task would. Whoever is silent has no connection any more."""
         effects: list[PrefillEffect] = []
         end = self.now + seconds
         while (deadline := self.core.next_deadline()) is not None and deadline <= end:
             self.now = max(self.now, deadline)
-            effects += self(ev.TimePassed())
+            due = self(ev.TimePassed())
+            for reply in [effect for effect in of_kind(due, Reply) if isinstance(effect.message, Ping)]:
+                due += self(ev.ReplyLost(reply.connection))
+            effects += due
         self.now = end
         return effects
 
@@ -264,6 +268,7 @@ class DecodeDriver:
         side: Its layout.
         ends_with_process: Of its transport.
         staging: Its staging memory.
+        proofs: Defaults if None.
     """
 
     def __init__(
@@ -275,6 +280,7 @@ class DecodeDriver:
         side: KVLayout | None = None,
         ends_with_process: bool = True,
         staging: WindowSettings | None = None,
+        proofs: Proofs | None = None,
     ) -> None:
         self.me = me
         settings = DecodeSettings(
@@ -285,6 +291,7 @@ class DecodeDriver:
             backend_metadata=b"",
             ends_with_process=ends_with_process,
             staging=staging,
+            proofs=proofs or Proofs(),
         )
         self.core = DecodeCore(me, settings)
         self.now = 100.0
@@ -345,16 +352,22 @@ class DecodeDriver:
             routes = rank_routes(sides, target)
         return self(ev.RoutesCompiled(compile_routes_.instance, compile_routes_.attempt, routes))
 
-    def welcome(self, hellos: Sequence[Effect]) -> list[DecodeEffect]:
+    def welcome(self, hellos: Sequence[Effect], domain: bytes = b"") -> list[DecodeEffect]:
         """Let every rank accept the hello that it was sent last."""
         effects: list[DecodeEffect] = []
         for to, hello in messages(hellos, Hello):
             assert isinstance(hello, Hello)
-            effects += self.hear(to, Welcome(peer=to, attempt=hello.attempt, version=PROTOCOL_VERSION))
+            welcome = Welcome(peer=to, attempt=hello.attempt, version=PROTOCOL_VERSION, domain=domain)
+            effects += self.hear(to, welcome)
         return effects
 
     def connect(
-        self, *others: PeerId, silent: Iterable[PeerId] = (), head_bytes: int = 2, num_layers: int = 1
+        self,
+        *others: PeerId,
+        silent: Iterable[PeerId] = (),
+        head_bytes: int = 2,
+        num_layers: int = 1,
+        domain: bytes = b"",
     ) -> list[DecodeEffect]:
         """Do the handshake with an instance, from the directory's answer on; give what follows the last Welcome.
 
@@ -363,14 +376,15 @@ class DecodeDriver:
             silent: Of these, the ranks that hold nothing that is wanted.
             head_bytes: Bytes of a token in each layer that each of the others sends.
             num_layers: Layers that each of the others sends.
+            domain: What they say of their transport.
         """
         self.core.instances.reconnect(others[0].rank.instance, self.now)  # as for a room, if none has been opened yet
         effects = self.found(*others)
         hellos = self.compiled(effects, silent=silent, head_bytes=head_bytes, num_layers=num_layers)
-        return self.welcome(hellos)
+        return self.welcome(hellos, domain)
 
 
-def grant(room: int = 7, generation: int = 1, tokens: tuple[int, int] = (0, 8), **changes: object) -> Grant:
+def grant(room: RoomId = 7, generation: int = 1, tokens: tuple[int, int] = (0, 8), **changes: object) -> Grant:
     fields: dict[str, object] = {
         "token": 99,
         "pages": {"kv": b"\0" * 4},

@@ -5,7 +5,7 @@ import socket
 from contextlib import suppress
 from typing import Final
 
-__all__ = ["unused_port"]
+__all__ = ["is_free", "unused_port"]
 
 BELOW_EPHEMERAL: Final = range(20_000, 32_768)
 """Ports that the system gives to nobody who does not name them, so that no connection takes one between two uses."""
@@ -24,3 +24,15 @@ def unused_port() -> int:
             asked.bind(("127.0.0.1", port))
             return port
     raise OSError("no port is free")
+
+
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Say whether a port can be bound again; a socket that was closed may take a moment."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as asked:
+        asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            asked.bind((host, port))
+        except OSError:
+            return False
+    return True

@@ -8,13 +8,14 @@ import anyio
 
 import kvflow
 from kvflow.cli.processes import ChildProcess, open_tasks
+from kvflow.decode import Prefill
 from tests.support.prefill_process import PAGES, TOKENS, PrefillOptions
 
-__all__ = ["hand_over", "prefill_process", "receive"]
+__all__ = ["give_ticket", "hand_over", "prefill_process", "receive"]
 
 
 @asynccontextmanager
-async def prefill_process(registry: str, port: int, **settings: Any) -> AsyncIterator[ChildProcess]:
+async def prefill_process(registry: str | None, port: int, **settings: Any) -> AsyncIterator[ChildProcess]:
     """Start a process with some settings of its rank, which is told to leave in the end."""
     options = PrefillOptions(registry, f"tcp://127.0.0.1:{port}", settings)
     async with (
@@ -25,15 +26,22 @@ async def prefill_process(registry: str, port: int, **settings: Any) -> AsyncIte
         yield prefill
 
 
-async def receive(rank: kvflow.DecodeRank, room: int) -> kvflow.Handover:
-    async with rank.receive(room, prefill="prefill", tokens=TOKENS, pages=PAGES) as receiver:
+async def receive(rank: kvflow.DecodeRank, room: int, prefill: Prefill = "prefill") -> kvflow.Handover:
+    async with rank.receive(room, prefill=prefill, tokens=TOKENS, pages=PAGES) as receiver:
         return await receiver.done()
 
 
-async def hand_over(rank: kvflow.DecodeRank, prefill: ChildProcess, room: int) -> None:
+async def give_ticket(prefill: ChildProcess, room: int) -> dict[str, Any]:
+    """Have a ticket given, as a router would get it."""
+    await prefill.tell("ticket", room=room)
+    ticket: dict[str, Any] = (await prefill.expect("ticket", room))["ticket"]
+    return ticket
+
+
+async def hand_over(rank: kvflow.DecodeRank, prefill: ChildProcess, room: int, reference: Prefill = "prefill") -> None:
     """Send a room in two parts, and receive it."""
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(receive, rank, room)
+        tasks.start_soon(receive, rank, room, reference)
         await prefill.tell("send", room=room)
         await prefill.expect("half", room)
         await prefill.tell("finish")

@@ -1,11 +1,13 @@
 """A prefill instance in a process of its own: `python -m tests.support.prefill_process OPTIONS`.
 
-Told to `send` a room, it sends the first page, reports `half`, and sends the rest when it is told to `finish`, or
-gives the room up when it is told to `abort`; then it reports `over`. Told to `preempt` a room, it sends it page by page,
-takes the pages back in the middle of that, overwrites them, reports `quiesced`, and goes on from others. On SIGTERM it finishes what it has begun, reports
-`drained` and ends.
+Asked for a `ticket`, it gives one. Told to `send` a room, it sends the first page, reports `half`, and sends the rest
+when it is told to `finish`, or gives the room up when it is told to `abort`; then it reports `over`. Told to `hold`
+before that, it holds the interpreter for so many seconds, and reports `held`. Told to `preempt` a room, it sends it
+page by page, takes the pages back in the middle of that, overwrites them, reports `quiesced`, and goes on from others.
+On SIGTERM it finishes what it has begun, reports `drained` and ends.
 """
 
+import ctypes
 import signal
 import sys
 from contextlib import suppress
@@ -20,7 +22,7 @@ from kvflow.cli.processes import Line, Report, run_child
 from tests.support.instances import make_pool, prefill_config
 from tests.support.pools import Pool
 
-__all__ = ["FILL", "MANY_PAGES", "OVERWRITTEN", "PAGES", "TOKENS", "PrefillOptions"]
+__all__ = ["FILL", "MANY_PAGES", "OVERWRITTEN", "PAGES", "TOKENS", "PrefillOptions", "hold_interpreter"]
 
 TOKENS = (0, 8)
 PAGES = {"kv": [3, 9]}
@@ -31,9 +33,9 @@ MANY_PAGES = 28
 
 
 class PrefillOptions(msgspec.Struct, frozen=True):
-    """Where it is found, what finds it, and further settings."""
+    """Who finds it, itself if nobody, where it listens, and further settings."""
 
-    registry: str
+    registry: str | None
     bind: str
     settings: dict[str, Any] = {}
 
@@ -58,7 +60,10 @@ def fill(pool: Pool, value: int, num_pages: int | None = None) -> None:
 
 async def serve(rank: kvflow.PrefillRank, pool: Pool, line: Line, until_done: anyio.CancelScope) -> None:
     line.report("ready")
-    while (order := await next_order(line))["do"] in ("send", "preempt"):
+    while (order := await next_order(line))["do"] in ("send", "preempt", "ticket"):
+        if order["do"] == "ticket":
+            line.report("ticket", room=order["room"], ticket=rank.ticket(order["room"]))
+            continue
         with suppress(kvflow.TransferFailed):  # the other side says so, too
             if order["do"] == "send":
                 await send(rank, order["room"], line)
@@ -72,7 +77,10 @@ async def send(rank: kvflow.PrefillRank, room: int, line: Line) -> None:
     async with rank.send(room) as sender:
         await sender.chunk((0, 4), {"kv": PAGES["kv"][:1]})
         line.report("half", room=room)
-        if (await next_order(line))["do"] == "abort":
+        while (order := await next_order(line))["do"] == "hold":
+            hold_interpreter(order["seconds"])
+            line.report("held")
+        if order["do"] == "abort":
             sender.abort()
         else:
             await sender.finish((4, 8), {"kv": PAGES["kv"][1:]})
@@ -90,6 +98,11 @@ async def preempt(rank: kvflow.PrefillRank, pool: Pool, room: int, line: Line) -
         line.report("quiesced", room=room, start=start)
         others = list(range(MANY_PAGES + start // size, 2 * MANY_PAGES))
         await sender.finish((start, MANY_PAGES * size), {"kv": others})
+
+
+def hold_interpreter(seconds: int) -> None:
+    """Let no thread of Python run, as a native call does that keeps the lock of the interpreter."""
+    ctypes.PyDLL(None).sleep(seconds)
 
 
 async def next_order(line: Line) -> Report:

@@ -7,6 +7,7 @@ from kvflow.state.effects import DecodeEffect
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.wire.messages import Grant, Notice, PeerId
 from tests.support.cores import DecodeDriver, Effect, messages
+from tests.support.small_routes import NUM_PAGES
 
 __all__ = ["ROOM", "Transfer", "request"]
 
@@ -29,7 +30,7 @@ def request(
         generation=generation,
         instance=instance,
         ranges={"kv": tokens},
-        pages={"kv": b"\1\0\0\0"},
+        pages={"kv": generation.to_bytes(4, "little") if generation < NUM_PAGES else b""},
         num_decode_ranks=1,
         timeout_s=timeout_s,
         secret=b"0123456789abcdef",

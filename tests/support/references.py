@@ -22,28 +22,34 @@ PAGES: Final = (SETTINGS_PAGE, API_PAGE)
 
 MARKED: Final = re.compile(r"(<!-- generated: (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-SETTINGS: Final = ("RankConfig", "PrefillConfig", "DecodeConfig", "Timeouts", "Limits")
+SETTINGS: Final = ("RankConfig", "PrefillConfig", "DecodeConfig", "Proofs", "Timeouts", "Limits")
 
 RANK: Final = ("start_drain", "is_drained", "drain", "quarantined", "release")
+
+WAITS: Final = ("wait", "until_safe")
 
 TITLES: Final = {
     "kvflow.rank.Rank": "Both ranks",
     "kvflow.transfer.Transfer": "Both ends of a transfer",
-    "kvflow.blocking._BlockingRank": "Both blocking ranks",
-    "kvflow.blocking._BlockingTransfer": "Both blocking ends",
+    "kvflow.blocking.ranks.BlockingRank": "Both blocking ranks",
+    "kvflow.blocking.transfers.BlockingTransfer": "Both blocking ends",
 }
 """Bases whose members are described once; they are no public names themselves."""
 
 GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "ranks": {
-        "kvflow.PrefillRank": ("endpoint", "send", "statistics"),
+        "kvflow.PrefillRank": ("endpoint", "send", "ticket", "statistics"),
         "kvflow.DecodeRank": ("receive", "statistics"),
         "kvflow.rank.Rank": RANK,
+        "kvflow.SharedBackend": (),
+        "kvflow.QuarantineRecord": (),
+        "kvflow.MissingProof": ("detail",),
+        "kvflow.Awaited": (),
     },
     "transfers": {
-        "kvflow.RoomSender": ("chunk", "finish", "delivered"),
+        "kvflow.RoomSender": ("chunk", "finish", "granted", "quiesce", "delivered"),
         "kvflow.RoomReceiver": ("done",),
-        "kvflow.transfer.Transfer": ("abort", "is_settled", "error"),
+        "kvflow.transfer.Transfer": ("abort", "is_settled", "until_safe", "error"),
         "kvflow.Handover": (),
         "kvflow.TokenPages": (),
         "kvflow.LayersReady": (),
@@ -61,7 +67,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.KVLayout": (),
         "kvflow.head_range": (),
     },
-    "registry": {"kvflow.Registry": ()},
+    "registry": {"kvflow.Endpoint": ("parse",), "kvflow.Registry": ()},
     "observation": {
         "kvflow.RankStatistics": (),
         "kvflow.statistics.StagingStatistics": (),
@@ -70,13 +76,13 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.known_backends": (),
     },
     "blocking": {
-        "kvflow.blocking.PrefillRank": ("endpoint", "send"),
+        "kvflow.blocking.PrefillRank": ("endpoint", "send", "ticket"),
         "kvflow.blocking.DecodeRank": ("receive",),
-        "kvflow.blocking._BlockingRank": ("open", "close", "completed", "wait_any", "fileno", *RANK, "statistics"),
+        "kvflow.blocking.ranks.BlockingRank": ("open", "close", "completed", "wait_any", "fileno", *RANK, "statistics"),
         "kvflow.blocking.TransferUpdate": (),
-        "kvflow.blocking.BlockingSender": ("chunk", "finish", "result"),
+        "kvflow.blocking.BlockingSender": ("chunk", "finish", "quiesce", "is_quiesced", "resume_at", "result"),
         "kvflow.blocking.BlockingReceiver": ("result",),
-        "kvflow.blocking._BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", "wait"),
+        "kvflow.blocking.transfers.BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", *WAITS),
         "kvflow.blocking.LoopThread": (),
         "kvflow.blocking.Registry": (),
     },

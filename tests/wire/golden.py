@@ -71,8 +71,9 @@ MESSAGES: Final[dict[str, wm.Message]] = {
         layout=LAYOUT,
         route=Route(0, (RegionSlice("kv", "k", 3, (2, 4)),)),
         staging=wm.StagingWindow(address=2**40, slot_bytes=2**23, num_slots=3),
+        agent="both/0@0000000000000007",
     ),
-    "welcome": wm.Welcome(peer=PREFILL, attempt=5, version=3),
+    "welcome": wm.Welcome(peer=PREFILL, attempt=5, version=3, domain=b"a kernel"),
     "refuse": wm.Refuse(peer=PREFILL, to=DECODE, detail="no", attempt=5),
     "grant": wm.Grant(
         room=7,

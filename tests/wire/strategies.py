@@ -103,7 +103,8 @@ windows: Final = st.builds(
     slot_bytes=st.integers(1, 2**53 - 1),
     num_slots=st.integers(1, 4_096),
 )
-transfer_ids: Final = {"room": signed, "generation": signed}
+rooms: Final = st.integers(0, 2**63 - 1) | st.text(min_size=1, max_size=256)
+transfer_ids: Final = {"room": rooms, "generation": signed}
 
 MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
     wm.Register: st.builds(wm.Register, record=records, lease_s=seconds),
@@ -128,6 +129,7 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         layout=layouts(),
         route=routes,
         staging=st.none() | windows,
+        agent=st.none() | names.filter(bool),
     ),
     wm.Welcome: st.builds(wm.Welcome, peer=peers, attempt=counts, version=signed),
     wm.Refuse: st.builds(wm.Refuse, peer=peers, to=st.none() | peers, detail=names, attempt=st.none() | counts),

@@ -20,7 +20,7 @@ from tests.wire.strategies import MESSAGES, any_message
 PEER: Final = PeerId(RankId("prefill", 0), 2**64 - 1)
 PING: Final = encode(Ping(peer=PEER))
 GRANT: Final = Grant(
-    room=2**63,
+    room=2**63 - 1,
     generation=2**64 - 1,
     token=2**63,
     ranges={"kv": (0, 8)},
@@ -72,6 +72,11 @@ def test_what_is_encoded_comes_back(kind: type[Message], data: st.DataObject) ->
     decoded = decode(encode(message))
     assert (type(decoded), decoded) == (kind, message)
     assert decode_frames([encode(message)]) == message
+
+
+@pytest.mark.parametrize("room", [-1, 2**63, "", "x" * 257, True, 1.5, None, b"req", [1]])
+def test_what_is_no_room_is_refused(room: object) -> None:
+    assert "room" in str(refused(raw({**fields(GRANT), "room": room})))
 
 
 @settings(max_examples=60, deadline=None)
@@ -166,6 +171,8 @@ def test_wrong_field_type_is_named(name: str, value: object) -> None:
         value = "1.5"
     if name == "digest" and value is True:
         value = 1
+    if name == "room" and value == "text":
+        value = b"text"
     assert f"$.{name}" in str(refused(raw(fields(GRANT) | {name: value})))
 
 

@@ -28,6 +28,12 @@ def test_a_ticket_survives_a_router_that_reads_every_number_as_a_float() -> None
     assert Ticket.parse({**handed, "added_by_the_router": [1, None]}) == TICKET
 
 
+@pytest.mark.parametrize("room", [0, "0", "cmpl-3f", "x" * 256])
+def test_rooms_of_both_kinds_come_back(room: int | str) -> None:
+    ticket = Ticket(room, "tcp://h:1", ISSUER, "model")
+    assert Ticket.parse(json.loads(json.dumps(ticket.as_dict()))) == ticket
+
+
 @given(st.dictionaries(st.sampled_from([*TICKET.as_dict()]), JSON, min_size=1))
 def test_whatever_a_field_becomes_is_read_or_refused(changed: dict[str, Any]) -> None:
     try:

@@ -34,10 +34,10 @@ from typing_extensions import override
 
 from kvflow.backends.base import Capabilities
 from kvflow.backends.delivery import Delivery
+from kvflow.backends.dryness import Dryness
 from kvflow.backends.metadata import PeerMetadata
 from kvflow.backends.mooncake.address import EndpointAddress
 from kvflow.backends.mooncake.agent import Agent
-from kvflow.backends.mooncake.dryness import Dryness
 from kvflow.backends.mooncake.engine import Engine, WritingEngine
 from kvflow.backends.mooncake.library import (
     ENVIRONMENT,
@@ -122,6 +122,7 @@ class MooncakeBackend(OwnerBackend[Agent, ConnectedPeer]):
         self.capabilities = Capabilities(
             in_band_notices=False,
             memory_kinds=memory_kinds(),
+            queue_pairs=protocol == "rdma",
             descriptor_overhead_s=TCP_DESCRIPTOR_OVERHEAD_S if protocol == "tcp" else 0.0,
         )
         super().__init__(PollIntervals(busy_interval_s, busy_interval_s, None), close_timeout_s)
@@ -164,7 +165,7 @@ class MooncakeBackend(OwnerBackend[Agent, ConnectedPeer]):
         owner.submit(functools.partial(agent.post, post_id, peer.name, descriptors))
 
     @override
-    async def outlast(self) -> bool:
+    async def outlast(self, domain: bytes) -> bool:
         """As the contract says; never for device memory, where what was read may still have to be copied.
 
         A connection whose far end is not on this host is known to be dry only when it is closed. So where other

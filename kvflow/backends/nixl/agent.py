@@ -52,7 +52,7 @@ MAX_WAITING: Final = 1_000_000
 
 
 class NixlAgent:
-    """An endpoint made of agents of NIXL. Every method runs on the owner thread.
+    """An endpoint made of agents of NIXL. Every method runs on the owner thread, or in `OwnerThread.run_now`.
 
     Args:
         name: Of the first agent of NIXL; the others have numbers behind it.
@@ -92,6 +92,11 @@ class NixlAgent:
         self._num_posts = 0
         self._is_watching = False
         self._agents = NativeAgents(api, name, plugin, plugin_options)
+
+    @property
+    def epolls(self) -> tuple[int, ...]:
+        """As in `find_epolls`, of the agent that peers write to."""
+        return self._agents.epolls
 
     def register(self, memory: RegisteredMemory) -> bytes:
         """Register memory, and give the metadata of the agent.
@@ -139,6 +144,19 @@ class NixlAgent:
         self._hand_on()  # the next call may take long
         if post is not None:
             self._follow(post, post.connection.agent.transfer)
+
+    def post_now(self, outbox: Outbox) -> None:
+        """Begin the next writes of an outbox on the event loop, and deliver what has become of them by then."""
+        self.post_next(outbox)
+        self.poll()
+
+    def is_used_to(self, peer: str) -> bool:
+        """Say whether a post to a peer has ended well before: the first one may have to wait for the connection.
+
+        Any thread may ask.
+        """
+        connection = self._connections.get(peer)
+        return connection is not None and connection.is_used
 
     def _prepare(self, outbox: Outbox, writes: Sequence[Write]) -> Post | None:
         connection = self._connections.get(outbox.peer)
@@ -259,6 +277,9 @@ class NixlAgent:
         return [*self._connections.values(), *self._former]
 
     def _add(self, agent: Any, peer: str, blob: bytes) -> None:
+        if peer == agent.name:  # itself, which needs no adding
+            self._connections[peer] = Connection(peer, agent, blob, PreparedLists(peer))
+            return
         try:
             name = _decoded(agent.add_remote_agent(blob))
         except Exception as error:
@@ -286,6 +307,7 @@ class NixlAgent:
             self._running[post.number] = post
             return
         self._running.pop(post.number, None)
+        post.connection.is_used = True
         self._end(post, None)
         if self._has_fences:
             self._end_fenced(post)
@@ -351,7 +373,8 @@ class NixlAgent:
 
     def _remove(self, connection: Connection) -> None:
         connection.lists.drop(connection.agent, self._clean_up)
-        self._clean_up(connection.agent.remove_remote_agent, connection.peer)
+        if connection.peer != connection.agent.name:
+            self._clean_up(connection.agent.remove_remote_agent, connection.peer)
 
     def _remove_former(self) -> None:
         """Remove former endpoints of peers that were connected anew, once nothing is under way over them."""

@@ -10,8 +10,9 @@ What the library does determines the design:
 * A write costs several calls besides its bytes, so small ones that have queued up for one peer go as one (`posts`).
   Their notices travel together (`notices`).
 * Releasing a running handle does not stop it, so handles are polled to the end and only then released.
-* What a process has written over TCP may land after its death, when the receiver polls again. What it has written on
-  one host does not, because there the writer copies the bytes itself.
+* What a process has written over TCP may land after its death, when the receiver polls again. What it has copied on
+  one host does not, because there the writer moves the bytes itself. Of processes with one kernel, the kernel shows
+  when the last bytes have landed, whichever way they took (`paths`).
 * UCX drops its same-host lanes under peer error handling. One option brings back the copies from process to process.
   Another one would bring back shared-memory queues, and halve the latency, but a process that is killed while it writes
   to such a queue blocks it for everybody for ever: measured after 22 and 125 kills, and never in 550 without it.
@@ -20,23 +21,29 @@ Source: measurements with nixl 1.5.1 (UCX 1.23) on Linux, host memory.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from typing_extensions import override
 
-from kvflow.backends.base import Capabilities
+from kvflow.backends.base import Capabilities, OnBroken, OnEvents
 from kvflow.backends.delivery import Delivery
+from kvflow.backends.dryness import Dryness
 from kvflow.backends.metadata import PeerMetadata
 from kvflow.backends.nixl.agent import NixlAgent
+from kvflow.backends.nixl.arrivals import Arrivals
 from kvflow.backends.nixl.library import ENGINE_CONFIG
+from kvflow.backends.nixl.paths import can_be_seen, may_use_rdma
 from kvflow.backends.nixl.posts import Outbox, Write
 from kvflow.backends.owner import ConnectedPeer, OwnerBackend, PollIntervals
+from kvflow.backends.sockets import kernel_domain
+from kvflow.errors import BackendError
 from kvflow.geometry.blocks import BlockLists, Blocks, run_extents
 from kvflow.geometry.layout import MemoryKind
 from kvflow.geometry.plan import Descriptors
+from kvflow.observe.logs import get_logger
 
 __all__ = ["FORMAT", "NixlBackend"]
 
@@ -70,9 +77,12 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
         busy_interval_s: Between polls while something is in flight or expected.
         quiet_interval_s: The same when nothing has happened for long.
         idle_interval_s: Between polls while nothing is.
-        ends_with_process: That nothing lands any more once the process that wrote has ended, which only the operator
-            can know: it is so if every peer is on this host and UCX is not forced to TCP. It lets a decode rank take
-            pages back when a prefill process that wrote to them has died.
+        ends_with_process: An operator's word that nothing lands any more once the process that wrote has ended, where
+            the rank cannot see that itself: it sees it of host memory, if both processes share a kernel and neither
+            has a device for RDMA. It lets a decode rank take pages back when a prefill process that wrote to them has
+            died.
+        inline_bytes: Longest write that the event loop begins itself while the owner thread is idle; on one host that
+            copies the bytes, too.
         descriptor_overhead_s: Cost of a descriptor besides its bytes, in seconds, by which kvflow decides what to pack.
             Measured: 2.3e-6 on one host, 5e-6 to 7e-6 over TCP. 0 packs nothing.
         close_timeout_s: How long `aclose` waits for running posts before it destroys the agent, which stops them.
@@ -93,16 +103,42 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
         idle_interval_s: float = 20e-3,
         close_timeout_s: float = 5.0,
         ends_with_process: bool = False,
+        inline_bytes: int = 2**22,
         descriptor_overhead_s: float = 2.3e-6,
     ) -> None:
         super().__init__(PollIntervals(busy_interval_s, quiet_interval_s, idle_interval_s), close_timeout_s)
         self.capabilities = dataclasses.replace(
-            self.capabilities, ends_with_process=ends_with_process, descriptor_overhead_s=descriptor_overhead_s
+            self.capabilities,
+            ends_with_process=ends_with_process,
+            descriptor_overhead_s=descriptor_overhead_s,
+            queue_pairs=plugin == "UCX" and may_use_rdma(),
         )
+        self._arrivals: Arrivals | None = None
+        self._inline_bytes = inline_bytes
+        self._dryness = Dryness(of_domain=True)
         self._plugin = plugin
         self._plugin_options = dict({"engine_config": ENGINE_CONFIG} if plugin == "UCX" else {})
         self._plugin_options.update(plugin_options or {})
         self._environment = environment
+
+    @override
+    async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
+        await super().open(agent_name, on_events, on_broken)
+        _, agent = self._running()
+        self._arrivals = Arrivals(agent.epolls, self._poll)
+
+    @override
+    async def aclose(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.close()
+        await super().aclose()
+
+    def _poll(self) -> bool:
+        """Poll on the event loop, because something has come."""
+        if self._owner is None or not self._owner.poll_now():
+            return False
+        self._delivery.deliver()
+        return True
 
     @override
     def _create_agent(self, agent_name: str, delivery: Delivery) -> NixlAgent:
@@ -131,9 +167,41 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
     def _submit(self, outbox: Outbox, write: Write) -> None:
         owner, agent = self._running()
         outbox.put(write)
-        owner.submit(functools.partial(agent.post_next, outbox))
+        is_short = write.num_bytes <= self._inline_bytes
+        if not is_short or not agent.is_used_to(outbox.peer) or not owner.run_now(partial(agent.post_now, outbox)):
+            owner.submit(partial(agent.post_next, outbox))
 
     @override
     def watch(self, *, active: bool) -> None:
         if self._owner is not None and self._agent is not None:
-            self._owner.submit(functools.partial(self._agent.watch, active))
+            self._owner.submit(partial(self._agent.watch, active))
+
+    @override
+    def domain(self) -> bytes:
+        """Name the kernel and the network namespace, if all that this process writes, or is written, can be seen."""
+        is_on_host = self._memory is not None and set(self._memory.by_kind) == {"DRAM"}
+        if not is_on_host or not can_be_seen(self._plugin, self._plugin_options):
+            return b""
+        try:
+            return kernel_domain().encode()
+        except OSError as error:
+            get_logger(backend=self.name).info("kernel_domain_unknown", detail=str(error))
+            return b""
+
+    @override
+    async def outlast(self, domain: bytes) -> bool:
+        """As the contract says, if both processes are of one domain: then both ends of their connections can be seen.
+
+        Connections with processes elsewhere do not matter then.
+        """
+        if self.capabilities.ends_with_process:
+            return True
+        if not domain or domain != self.domain():
+            return False
+        try:
+            await self._dryness.wait()
+            await self._call(lambda agent: agent.poll())  # what was read by now is in its place after this
+        except (OSError, BackendError) as error:
+            get_logger(backend=self.name).warning("nixl_connections_unknown", detail=str(error))
+            return False
+        return True

@@ -1,10 +1,12 @@
 """The agents of NIXL that make up one endpoint. Used on the owner thread."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kvflow.backends.metadata import RegisteredMemory
+from kvflow.backends.nixl.arrivals import find_epolls
 from kvflow.backends.nixl.library import error_text
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.layout import MemoryKind
@@ -24,6 +26,9 @@ class NativeAgents:
         plugin: NIXL plugin to use.
         plugin_options: Its parameters.
 
+    Attributes:
+        epolls: As in `find_epolls`, of the first agent.
+
     Raises:
         BackendUnavailable: The plugin does not start.
     """
@@ -33,7 +38,8 @@ class NativeAgents:
         self._start = functools.partial(_start, api, plugin=plugin, plugin_options=plugin_options)
         self._rows: dict[MemoryKind, list[tuple[int, int, int, str]]] = {}
         self._registered: list[tuple[Any, Any]] = []
-        self._agents: list[Any] = [self._start(name)]
+        first, self.epolls = find_epolls(lambda: self._start(name))
+        self._agents: list[Any] = [first]
 
     def __len__(self) -> int:
         return len(self._agents)
@@ -52,11 +58,14 @@ class NativeAgents:
         Raises:
             RegistrationError: NIXL does not take it.
         """
-        self._rows = {
+        rows = {
             kind: [(item.address, item.length, device, "") for item, device in items]
             for kind, items in memory.by_kind.items()
         }
-        self._register_with(self.first)
+        for agent in self._agents:
+            self._register_with(agent, rows)
+        for kind, added in rows.items():
+            self._rows.setdefault(kind, []).extend(added)
         return bytes(self.first.get_agent_metadata())
 
     def other_than(self, taken: Sequence[Any]) -> Any:
@@ -71,7 +80,7 @@ class NativeAgents:
         if len(self._agents) >= MAX_AGENTS:
             raise BackendError("posts over the former endpoints of a peer have not ended", endpoints=len(taken))
         agent = self._start(f"{self._name}#{len(self._agents) + 1}")
-        self._register_with(agent)
+        self._register_with(agent, self._rows)
         self._agents.append(agent)
         return agent
 
@@ -89,13 +98,16 @@ class NativeAgents:
         Args:
             clean_up: Makes the calls.
         """
+        epolls, self.epolls = self.epolls, ()
+        for fd in epolls:
+            os.close(fd)
         for agent, registered in self._registered:
             clean_up(agent.deregister_memory, registered)
         self._registered.clear()
         self._agents.clear()
 
-    def _register_with(self, agent: Any) -> None:
-        for kind, rows in self._rows.items():
+    def _register_with(self, agent: Any, rows_by_kind: Mapping[MemoryKind, list[tuple[int, int, int, str]]]) -> None:
+        for kind, rows in rows_by_kind.items():
             try:
                 registered = agent.register_memory(rows, kind)
             except Exception as error:

@@ -150,6 +150,7 @@ class Connection:
         agent: The agent of NIXL that has it.
         blob: The metadata that it was made from.
         lists: For writes that name blocks.
+        is_used: A post over it has ended well.
         has_erred: A post over it could not be begun or carried out.
         has_failed: Every post over it raises from now on.
     """
@@ -158,6 +159,7 @@ class Connection:
     agent: Any
     blob: bytes
     lists: PreparedLists
+    is_used: bool = False
     has_erred: bool = False
     has_failed: bool = False
 

@@ -7,17 +7,21 @@ what to do, in order. Equal events at equal times give equal effects, so any run
 from collections.abc import Hashable
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from kvflow.errors import FailureReason, Stage
+from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.decode.handshake import Instances
-from kvflow.state.decode.peers import PeerForgotten, PingDue, PrefillPeers, ProbeDue
+from kvflow.state.decode.peers import PeerForgotten, PingDue, PrefillPeers, ProbeDue, QueuePairsGone
 from kvflow.state.decode.room import ReceiveContext
 from kvflow.state.decode.rooms import Rooms
 from kvflow.state.decode.windows import StagingWindows
 from kvflow.state.effects import CountAnomaly, DecodeEffect, WatchNotices
 from kvflow.state.leaving import Leaving
 from kvflow.state.peers import LeaseCheck, is_genuine, log_loss
-from kvflow.state.quarantine import Quarantine
+from kvflow.state.quarantine import Awaited, MissingProof, Quarantine
+from kvflow.state.rehearsal import REHEARSED
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import (
@@ -52,6 +56,7 @@ class DecodeCore:
 
     def __init__(self, me: PeerId, settings: DecodeSettings) -> None:
         self.me = me
+        self._settings = settings
         self.timers: Timers[Hashable] = Timers()
         self.quarantine = Quarantine(settings.limits)
         self.peers = PrefillPeers(me, settings, self.timers)
@@ -111,6 +116,19 @@ class DecodeCore:
         """Prefill ranks that are known."""
         return len(self.peers)
 
+    def missing_proofs(self, key: int) -> list[MissingProof]:
+        """Say which proofs are missing that nobody can write to the pages of a transfer any more."""
+        room = self.rooms.rooms.get(key)
+        if room is None:
+            return []
+        own = [MissingProof(str(self.me), "", Awaited.LOCAL)] if room.is_scattering or room.is_verifying else []
+        return [*(self.peers.missing_proof(peer) for peer in room.unproved()), *own]
+
+    def pages_of(self, key: int) -> dict[str, bytes]:
+        """Give the pages of a transfer as `WIRE_PAGES`, by component."""
+        room = self.rooms.rooms.get(key)
+        return {} if room is None else dict(room.opened.pages)
+
     def peers_reachable(self) -> list[PeerId]:
         """Prefill ranks that can be sent messages, during the handshake too."""
         return self.peers.all_open
@@ -124,6 +142,22 @@ class DecodeCore:
     def windows_free(self) -> int:
         """Staging windows that are left."""
         return self.windows.num_windows - self.windows.num_taken
+
+    def understudy(self, room: RoomId, now: float) -> tuple["DecodeCore", list[Notice]] | None:
+        """Make a core that knows one granted room and nothing else, to rehearse what becomes of it.
+
+        Returns:
+            The core, and the notices with which the prefill ranks end it, for the room `REHEARSED`; None if the room is
+            not granted.
+        """
+        known = self.rooms.rooms.get(self.rooms.generations.get(room, 0))
+        if known is None or not known.granted or not known.state.is_pending:
+            return None
+        other = DecodeCore(self.me, self._settings)
+        opened = replace(known.opened, room=REHEARSED, digest=False)
+        rehearsed = other.rooms.open(opened, now)
+        other.rooms.grant(rehearsed, tuple(progress.rank for progress in known.ranks.values()), now)
+        return other, [progress.only_notice(opened) for progress in rehearsed.ranks.values()]
 
     def _handle(self, event: ev.DecodeEvent, now: float) -> list[DecodeEffect]:  # noqa: C901, PLR0912 - one arm an event
         match event:
@@ -154,14 +188,17 @@ class DecodeCore:
                 return self._process_ended(event.peer, now) if event.is_gone else effects
             case ev.PeerFenced():
                 return self._fenced(event.peer, now)
+            case ev.FenceImpossible():
+                self.peers.fence_impossible(event.peer)
+                return []
             case ev.DigestsVerified():
                 return self.rooms.verified(event.generation, event.failure, now)
             case ev.Scattered():
                 effects = self.rooms.scattered(event, now)
                 self._reclaim_windows()
                 return effects
-            case ev.QuarantineReleased():
-                return self.rooms.release(event.key, now)
+            case ev.QuarantineReleased(key):
+                return self.rooms.release(key, now)
             case ev.DrainStarted():
                 self._leaving.drain(event.failure)
                 return []
@@ -266,7 +303,7 @@ class DecodeCore:
     def _process_ended(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Take the proof that the process of a rank has ended."""
         failure = self._failure(FailureReason.PEER_LOST, f"the process of {peer.rank} has ended")
-        is_fenced, effects = self.peers.ended(peer)
+        is_fenced, effects = self.peers.ended(peer, now)
         if is_fenced:
             effects += self._fenced(peer, now, failure)
         return [*effects, *self._over(peer, failure, now), *self._close_unless_awaited(peer, now)]
@@ -312,6 +349,8 @@ class DecodeCore:
                 return self.peers.ping(peer, now)
             case ProbeDue(peer):
                 return self.peers.probe_suspect(peer)
+            case QueuePairsGone(peer):
+                return self._fenced(peer, now)
             case PeerForgotten(peer):
                 return self._forget_if_unused(peer, now)
             case _:

@@ -19,6 +19,7 @@ from collections.abc import Hashable, Iterator
 import msgspec
 
 from kvflow.errors import FailureReason, Stage
+from kvflow.room import RoomId
 from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import Room
@@ -132,8 +133,9 @@ class Instances:
         if instance.failure is not None and not is_ready and not is_news:
             detail = f"{instance} could not be reached and is being tried again: {instance.failure.detail}"
             return [*effects, *self._rooms.fail(room, self._failure(FailureReason.PEER_FAILING, detail), now)]
-        instance.waiting[room.generation] = Waiting(room, self._number)
-        self._fail_rooms_at(instance, now + self._timeouts.handshake_s)
+        waiting = Waiting(room, self._number, now + self._timeouts.handshake_s)
+        instance.waiting[room.generation] = waiting
+        self._fail_rooms_at(instance, waiting.fails_at)
         if is_ready:
             self._timers.set_once(LookAgain(instance.number), now + LOOK_AGAIN_S)
             effects.append(LookUp(ref, self._number))
@@ -187,13 +189,13 @@ class Instances:
             return effects
         if self._is_ready(instance):
             return [*effects, *self._found_again(instance, event, now)]
-        instance.refs[event.instance] = event.records[0].peer
         return [*effects, *self._begin(instance, event, now)]
 
     def _begin(self, instance: Instance, event: InstanceFound, now: float) -> list[DecodeEffect]:
         """Begin the handshake with the ranks of an instance, unless that is going on or makes no sense now."""
         if any(self._peers.has_ended(record.peer) for record in event.records):  # its lease is not over yet
             return []
+        instance.refs[event.instance] = event.records[0].peer
         is_same = [record.peer for record in event.records] == instance.peers
         is_looking_up = instance.state is InstanceState.LOOKING_UP
         if is_same and not is_looking_up:
@@ -231,7 +233,7 @@ class Instances:
             return []
         there = {record.peer.rank: record for record in event.records}
         effects: list[DecodeEffect] = []
-        for room, number in list(instance.waiting.values()):
+        for room, number, _ in list(instance.waiting.values()):
             issuer = room.opened.issuer
             if issuer is None or room.opened.instance != event.instance or number > event.number:
                 continue
@@ -294,6 +296,7 @@ class Instances:
                 layout=self._settings.layout,
                 route=compiled.route,
                 staging=window,
+                agent=self._settings.agent,
             )
             effects += self._say_hello(instance, peer, now, min(self._timeouts.retransmit_s / 4, MAX_HELLO_PAUSE_S))
         return effects
@@ -307,7 +310,7 @@ class Instances:
         instance = self._instance_of(peer)
         del instance.hellos[peer]
         self._timers.clear(HelloUnanswered(peer))
-        is_new = self._peers.handshake_done(peer, now)
+        is_new = self._peers.handshake_done(peer, now, welcome.domain)
         effects: list[DecodeEffect] = [LogEvent("peer_connected", {"peer": str(peer)})] if is_new else []
         effects += self._rooms.peer_connected(instance.ranks[peer.rank.engine_rank])
         return effects if instance.hellos else [*effects, *self._connected(instance, now)]
@@ -357,7 +360,7 @@ class Instances:
     @property
     def waiting(self) -> list[Room]:
         """Every room that waits for its instance."""
-        return [room for instance in self._instances for room, _ in instance.waiting.values()]
+        return [room for instance in self._instances for room, *_ in instance.waiting.values()]
 
     def is_waiting(self, room: Room) -> bool:
         """Say whether a room waits for its instance."""
@@ -407,7 +410,7 @@ class Instances:
 
     def _ask(self, instance: Instance) -> list[DecodeEffect]:
         """Ask wherever rooms wait for an answer."""
-        return [LookUp(ref, self._number) for ref in instance.refs_waiting if ref in instance.refs]
+        return [LookUp(ref, self._number) for ref in instance.refs_waiting]
 
     def _look_again(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Ask the directory again while the handshake is going on and somebody wants it, or a rank is suspect."""
@@ -455,7 +458,7 @@ class Instances:
     def _grant_waiting(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Grant the rooms that mean those who are connected; the others wait on."""
         effects: list[DecodeEffect] = []
-        for generation, (room, _) in list(instance.waiting.items()):
+        for generation, (room, *_) in list(instance.waiting.items()):
             if instance.is_meant_by(room):
                 del instance.waiting[generation]
                 effects += self._rooms.grant(room, self._ranks(instance), now)
@@ -475,13 +478,16 @@ class Instances:
             self._timers.clear(HandshakeDeadline(instance.number))
 
     def _fail_waiting(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        """Fail the rooms that have waited long enough. Those of outdated tickets say nothing about the instance."""
+        """Fail the rooms that have waited long enough: all, unless the instance is connected and not who they mean."""
         effects: list[DecodeEffect] = []
-        for room, _ in list(instance.waiting.values()):
+        for room, _, fails_at in list(instance.waiting.values()):
             failure = self._mismatch(instance, room)
-            if failure is not None:
+            if failure is not None and now >= fails_at:
                 effects += self._rooms.fail(room, failure, now)
-        if self._is_ready(instance) or not instance.waiting:
+        if not instance.waiting:
+            return effects
+        if self._is_ready(instance):
+            self._fail_rooms_at(instance, min(waiting.fails_at for waiting in instance.waiting.values()))
             return effects
         detail = f"{instance} was not reached within {self._timeouts.handshake_s} s: {self._obstacle(instance)}"
         return [*effects, *self._give_up(instance, self._failure(FailureReason.UNREACHABLE, detail), now)]
@@ -518,7 +524,7 @@ class Instances:
             for effect in self._decline(instance, room, declined)
         ]
 
-    def _decline(self, instance: Instance, room: int, declined: Declined) -> list[DecodeEffect]:
+    def _decline(self, instance: Instance, room: RoomId, declined: Declined) -> list[DecodeEffect]:
         if declined.issuer is not None and declined.issuer not in instance.peers:  # who gave its ticket is gone
             instance.declined.pop(room, None)
             return []
@@ -543,7 +549,7 @@ class Instances:
         instance.failure = failure
         instance.refused_at = now
         effects: list[DecodeEffect] = []
-        for room, _ in list(instance.waiting.values()):
+        for room, *_ in list(instance.waiting.values()):
             effects += self._rooms.fail(room, failure, now)
         instance.waiting.clear()
         self._stop_waiting(instance)
@@ -577,7 +583,11 @@ class Instances:
             return next(self._silent(instance), "a rank is about to be connected")
         if instance.found is None:
             ref = instance.ref
-            return f"nobody answers at {ref.address}" if isinstance(ref, InstanceAt) else "registry does not answer"
+            return (
+                f"nobody answers for an instance at {ref.address}"
+                if isinstance(ref, InstanceAt)
+                else "registry does not answer"
+            )
         ended = [str(record.peer.rank) for record in instance.found.records if self._peers.has_ended(record.peer)]
         if ended:
             return f"processes have ended whose records are still registered: {', '.join(ended)}"

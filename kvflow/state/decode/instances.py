@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvflow.room import RoomId
 from kvflow.state.decode.room import Room
 from kvflow.state.events import ConnectedRank, InstanceAt, InstanceFound, InstanceRef
 from kvflow.state.tables import INSTANCE, InstanceSignal, InstanceState
@@ -26,10 +27,12 @@ class Waiting(NamedTuple):
 
     Attributes:
         number: An answer of the directory with a lower number may be older than the room's ticket.
+        fails_at: When it has waited long enough.
     """
 
     room: Room
     number: int
+    fails_at: float
 
 
 class Declined(NamedTuple):
@@ -83,7 +86,7 @@ class Instance:
         self.waiting: dict[int, Waiting] = {}
         self.fails_at: float | None = None
         self.failure: Failure | None = None
-        self.declined: OrderedDict[int, Declined] = OrderedDict()
+        self.declined: OrderedDict[RoomId, Declined] = OrderedDict()
         self.num_declines = 0
         self.wanted_at = now
         self.refused_at = 0.0
@@ -105,8 +108,9 @@ class Instance:
 
     @property
     def refs_waiting(self) -> list[InstanceRef]:
-        """References by which rooms wait; the last one that was used if none does."""
-        return list(dict.fromkeys(room.opened.instance for room, _ in self.waiting.values())) or [self.ref]
+        """References by which rooms wait; if none does, the last one that was used, or that is left."""
+        waiting = list(dict.fromkeys(room.opened.instance for room, *_ in self.waiting.values()))
+        return waiting or ([self.ref] if self.ref in self.refs else list(self.refs)[-1:])
 
     def is_meant_by(self, room: Room) -> bool:
         """Say whether its ranks are those that a room refers to: the issuer of its ticket, or who was found last."""
@@ -131,7 +135,7 @@ class InstanceTable:
         if len(self._by_ref) < MAX_REFS:
             return True
         for ref, instance in self._by_ref.items():
-            if all(room.opened.instance != ref for room, _ in instance.waiting.values()):
+            if all(room.opened.instance != ref for room, *_ in instance.waiting.values()):
                 del self._by_ref[ref]
                 del instance.refs[ref]
                 return True

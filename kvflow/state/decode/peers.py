@@ -2,18 +2,22 @@
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
 from kvflow.state.decode.windows import StagingWindows
 from kvflow.state.effects import AwaitFence, Connect, DecodeEffect, Disconnect, LogEvent, ProbePeer, SendMessage
 from kvflow.state.peers import Peer
+from kvflow.state.quarantine import Awaited, MissingProof
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import PeerState
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Message, PeerId, Ping, StagingWindow
 
-__all__ = ["PeerForgotten", "PingDue", "PrefillPeers", "ProbeDue"]
+__all__ = ["PeerForgotten", "PingDue", "PrefillPeers", "ProbeDue", "QueuePairsGone"]
+
+Item = TypeVar("Item")
 
 MAX_ENDPOINTS = 1_024
 """Incarnations whose address is remembered after they have left."""
@@ -43,6 +47,27 @@ class ProbeDue(msgspec.Struct, frozen=True):
     peer: PeerId
 
 
+class QueuePairsGone(msgspec.Struct, frozen=True):
+    """Timer: the deployment says that by now nothing lands any more of what an ended process had written."""
+
+    peer: PeerId
+
+
+class Origin(NamedTuple):
+    """Where an incarnation of a prefill rank runs, as far as it is known.
+
+    Attributes:
+        endpoint: Address of its control socket.
+        domain: What its transport has said of where its writes can be seen.
+    """
+
+    endpoint: str = ""
+    domain: bytes = b""
+
+
+NOWHERE: Final = Origin()
+
+
 class PrefillPeers:
     """Every prefill rank that is connected, or was.
 
@@ -55,13 +80,15 @@ class PrefillPeers:
         self._me = me
         self._timeouts = settings.timeouts
         self._ends_with_process = settings.ends_with_process
+        self._proofs = settings.proofs
         self._timers = timers
         self._peers: dict[PeerId, Peer] = {}
         self._open: dict[PeerId, None] = {}
         self._endpoints: OrderedDict[PeerId, str] = OrderedDict()
         self._probing: dict[PeerId, bool] = {}
         self._ended: OrderedDict[PeerId, None] = OrderedDict()
-        self._fencing: dict[PeerId, None] = {}
+        self._fencing: OrderedDict[PeerId, bool] = OrderedDict()
+        self._origins: OrderedDict[PeerId, Origin] = OrderedDict()
         self._is_short_of_windows = False
 
     def __len__(self) -> int:
@@ -91,10 +118,8 @@ class PrefillPeers:
 
     def open(self, peer: PeerId, endpoint: str) -> list[DecodeEffect]:
         """Open a connection, unless there is one."""
-        self._endpoints[peer] = endpoint
-        self._endpoints.move_to_end(peer)
-        while len(self._endpoints) > MAX_ENDPOINTS:
-            self._endpoints.popitem(last=False)
+        _remember(self._endpoints, peer, endpoint)
+        _remember(self._origins, peer, self.origin(peer)._replace(endpoint=endpoint))
         if peer in self._open:
             return []
         self._open[peer] = None
@@ -141,8 +166,9 @@ class PrefillPeers:
 
     # Liveness --------------------------------------------------------------------------------------------------------
 
-    def handshake_done(self, peer: PeerId, now: float) -> bool:
-        """Note that a rank takes grants; say whether it was not known before."""
+    def handshake_done(self, peer: PeerId, now: float, domain: bytes) -> bool:
+        """Note that a rank takes grants, and what it says of its transport; say whether it was not known before."""
+        _remember(self._origins, peer, self.origin(peer)._replace(domain=domain))
         known = self._peers.get(peer)
         is_new = known is None
         if known is None:
@@ -214,7 +240,7 @@ class PrefillPeers:
         known = self._peers.get(peer)
         return known is not None and known.state is PeerState.SUSPECT
 
-    def ended(self, peer: PeerId) -> tuple[bool, list[DecodeEffect]]:
+    def ended(self, peer: PeerId, now: float) -> tuple[bool, list[DecodeEffect]]:
         """Note the proof that a process has ended.
 
         Returns:
@@ -222,18 +248,41 @@ class PrefillPeers:
         """
         self._endpoints.pop(peer, None)
         self.said_goodbye(peer)
-        if self._ends_with_process:
+        if self._ends_with_process and self._proofs.process_end:
             return True, []
         if peer in self._fencing:
             return False, []
-        self._fencing[peer] = None
-        return False, [AwaitFence(peer)]
+        queue_pairs_s = self._proofs.queue_pairs_die_with_process_s
+        if queue_pairs_s is not None:
+            self._timers.set_once(QueuePairsGone(peer), now + queue_pairs_s)
+        asks = self._proofs.process_end
+        _remember(self._fencing, peer, asks)
+        return False, [AwaitFence(peer, self.origin(peer).domain)] if asks else []
+
+    def fence_impossible(self, peer: PeerId) -> None:
+        """Note that the transport does not tell when the last bytes of an ended process have landed."""
+        if peer in self._fencing:
+            self._fencing[peer] = False
+
+    def origin(self, peer: PeerId) -> Origin:
+        """Say what is remembered of where an incarnation runs, also after its end."""
+        return self._origins.get(peer, NOWHERE)
+
+    def missing_proof(self, peer: PeerId) -> MissingProof:
+        """Say what would prove that a rank can write nothing any more."""
+        known = self._peers.get(peer)
+        if peer in self._fencing:
+            awaited = Awaited.LANDING if self._fencing[peer] else Awaited.OPERATOR
+            awaited = Awaited.QUEUE_PAIRS if QueuePairsGone(peer) in self._timers else awaited
+        elif known is not None and known.is_connected:
+            awaited = Awaited.DRAINED
+        else:
+            awaited = Awaited.PEER
+        return MissingProof(str(peer), self.origin(peer).endpoint, awaited)
 
     def said_goodbye(self, peer: PeerId) -> None:
         """Note that a rank serves nobody any more."""
-        self._ended[peer] = None
-        while len(self._ended) > MAX_ENDPOINTS:
-            self._ended.popitem(last=False)
+        _remember(self._ended, peer, None)
 
     def has_ended(self, peer: PeerId) -> bool:
         """Say whether a rank has said goodbye, or its process has ended; its record may outlive it."""
@@ -243,6 +292,7 @@ class PrefillPeers:
         """Note the proof that nothing of an incarnation lands any more: it is not probed after that."""
         self._endpoints.pop(peer, None)
         self._fencing.pop(peer, None)
+        self._timers.clear(QueuePairsGone(peer))
         self.windows.fenced(peer)
 
     def assign_window(self, peer: PeerId) -> tuple[StagingWindow | None, list[DecodeEffect]]:
@@ -260,3 +310,11 @@ class PrefillPeers:
             values = {"peer": str(peer), "windows": str(self.windows.num_windows)}
             effects.append(LogEvent("staging_windows_exhausted", values, is_warning=True))
         return None, effects
+
+
+def _remember(items: OrderedDict[PeerId, Item], peer: PeerId, item: Item) -> None:
+    """Keep something of an incarnation, and of so many others at most."""
+    items[peer] = item
+    items.move_to_end(peer)
+    while len(items) > MAX_ENDPOINTS:
+        items.popitem(last=False)

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from kvflow.geometry.expected import expected_bytes
 from kvflow.geometry.ranges import TokenRange
 from kvflow.state.effects import WrittenBy
-from kvflow.state.events import ConnectedRank
+from kvflow.state.events import ConnectedRank, ReceiveOpened
 from kvflow.state.tables import RANK, RankSignal, RankState
 from kvflow.wire.messages import Notice
 
@@ -134,6 +134,20 @@ class RankProgress:
         """Note that nothing is scattered for a notice any more."""
         del self._scattering[seq]
         self._tally.num_scattering -= 1
+
+    def only_notice(self, opened: ReceiveOpened) -> Notice:
+        """Make the notice with which the rank says that all has come in one piece."""
+        num_bytes = expected_bytes(self._expected, self._wanted, self._wanted)
+        return Notice(
+            room=opened.room,
+            generation=opened.generation,
+            token=self.token,
+            engine_rank=self.peer.rank.engine_rank,
+            seq=0,
+            ranges=dict(self._wanted),
+            num_bytes=num_bytes,
+            last=True,
+        )
 
     def _anomaly(self, notice: Notice) -> str | None:
         if notice.seq > self._max_notices:

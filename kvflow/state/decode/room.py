@@ -10,7 +10,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kvflow.errors import FailureReason, Stage
+from kvflow.geometry.pages import WIRE_PAGES
+from kvflow.room import RoomId
+from kvflow.state.decode.held import HeldPage
 from kvflow.state.decode.progress import RankProgress, Tally
 from kvflow.state.effects import (
     CountAnomaly,
@@ -74,7 +79,7 @@ class Room:
         self._granted: tuple[PeerId, ...] = ()
 
     @property
-    def room(self) -> int:
+    def room(self) -> RoomId:
         """The router's id of the request."""
         return self.opened.room
 
@@ -96,6 +101,15 @@ class Room:
     def involves(self, peer: PeerId) -> bool:
         """Say whether a peer was granted these pages."""
         return peer in self._granted
+
+    def holds(self, held: HeldPage) -> bool:
+        """Say whether it was given a page to receive into."""
+        pages = self.opened.pages.get(held.component, b"")
+        return bool((np.frombuffer(pages, WIRE_PAGES) == held.page).any())
+
+    def unproved(self) -> list[PeerId]:
+        """Ranks that may still write to its pages."""
+        return [progress.peer for progress in self.ranks.values() if not progress.state.is_quiet]
 
     def awaits_proof_of(self, peer: PeerId) -> bool:
         """Say whether a peer may still write to these pages."""

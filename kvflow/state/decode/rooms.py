@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
+from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, PagesInUse, Stage
+from kvflow.room import RoomId
 from kvflow.state.closed import ClosedGenerations
+from kvflow.state.decode.held import HeldPage, HeldPages
 from kvflow.state.decode.room import ReceiveContext, Room
 from kvflow.state.effects import CountAnomaly, DecodeEffect, SendMessage
 from kvflow.state.events import ConnectedRank, ReceiveOpened, Scattered
@@ -59,7 +61,7 @@ class ReceiveUndrained(msgspec.Struct, frozen=True):
 class _Ended(NamedTuple):
     """How a transfer ended; no failure for a success."""
 
-    room: int
+    room: RoomId
     granted: tuple[PeerId, ...]
     failure: Failure | None
 
@@ -69,13 +71,18 @@ class Rooms:
 
     A room in quarantine gives its number free but stays in the table under its generation, so that a late Drained
     still finds it.
+
+    Attributes:
+        rooms: By generation.
+        generations: Of rooms that are not in quarantine, by room.
+        held: Pages of all of them.
     """
 
     def __init__(
         self, context: ReceiveContext, settings: DecodeSettings, timers: Timers[Hashable], quarantine: Quarantine
     ) -> None:
         self.rooms: dict[int, Room] = {}
-        self.generations: dict[int, int] = {}
+        self.generations: dict[RoomId, int] = {}
         self._context = context
         self._timeouts = settings.timeouts
         self._limits = settings.limits
@@ -83,6 +90,7 @@ class Rooms:
         self._quarantine = quarantine
         self._last_generation = 0
         self._closed: ClosedGenerations[_Ended] = ClosedGenerations(MAX_CLOSED)
+        self.held = HeldPages(settings.layout)
 
     # What the engine wants -------------------------------------------------------------------------------------------
 
@@ -91,6 +99,7 @@ class Rooms:
 
         Raises:
             LocalProtocolError: The room is being received already, or its generation is not new.
+            PagesInUse: Another transfer holds one of the pages.
             CapacityExceeded: Too many rooms are open, or too much is in quarantine.
         """
         if opened.room in self.generations:
@@ -102,6 +111,10 @@ class Rooms:
         self._quarantine.check_admission()
         if opened.generation <= self._last_generation:
             raise LocalProtocolError("generation was used before", generation=opened.generation)
+        held = self.held.first_of(opened.pages)
+        if held is not None:
+            raise self._in_use(held)
+        self.held.hold(opened.pages)
         self._last_generation = opened.generation
         room = Room(self._context, opened, now + opened.timeout_s)
         self.rooms[room.generation] = room
@@ -119,18 +132,18 @@ class Rooms:
         """End a room without success."""
         return self._follow(room, room.stop(Signal.FAILED, failure), now)
 
-    def abort(self, number: int, failure: Failure, now: float) -> list[DecodeEffect]:
+    def abort(self, number: RoomId, failure: Failure, now: float) -> list[DecodeEffect]:
         """End a room because its engine gave it up."""
         room = self.rooms.get(self.generations.get(number, 0))
         return self._follow(room, room.stop(Signal.ABORTED, failure), now) if room else []
 
-    def release(self, generation: int, now: float) -> list[DecodeEffect]:
+    def release(self, generation: RoomId, now: float) -> list[DecodeEffect]:
         """Take the pages of a transfer in quarantine back without a proof.
 
         Raises:
             LocalProtocolError: The transfer is not in quarantine, or its pages are still being written from here.
         """
-        room = self.rooms.get(generation)
+        room = self.rooms.get(generation) if isinstance(generation, int) else None
         if room is None or room.state.memory is not Memory.QUARANTINED:
             raise LocalProtocolError("transfer is not in quarantine", generation=generation)
         if room.is_scattering:
@@ -291,7 +304,7 @@ class Rooms:
 
     # Rooms -----------------------------------------------------------------------------------------------------------
 
-    def _answer_closed(self, room: int, generation: int, peer: PeerId | None, anomaly: str) -> list[DecodeEffect]:
+    def _answer_closed(self, room: RoomId, generation: int, peer: PeerId | None, anomaly: str) -> list[DecodeEffect]:
         """Tell a rank how a transfer has ended that it still talks about."""
         ended = self._closed.result(generation)
         if ended is None or ended.room != room or (peer is not None and peer not in ended.granted):
@@ -327,12 +340,24 @@ class Rooms:
             self._quarantine.put(generation, room.opened.footprint)
         if room.state.is_safe:
             self._quarantine.remove(generation)
+            self.held.drop(room.opened.pages)
             self._timers.clear(ReceiveUnanswered(generation))
             self._closed.close(generation, _Ended(room.room, room.granted, room.failure))
             self.rooms.pop(generation, None)
         return effects
 
-    def _find(self, number: int, generation: int) -> Room | None:
+    def _in_use(self, held: HeldPage) -> PagesInUse:
+        """Say which transfer holds a page."""
+        holder = next(room for room in self.rooms.values() if room.holds(held))
+        return PagesInUse(
+            "another transfer may still be written to this page",
+            component=held.component,
+            page=held.page,
+            held_by=holder.room,
+            memory=holder.state.memory.value,
+        )
+
+    def _find(self, number: RoomId, generation: int) -> Room | None:
         room = self.rooms.get(generation)
         return room if room is not None and room.room == number else None
 

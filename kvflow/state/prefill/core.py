@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
 from kvflow.geometry.pack import is_head_major
+from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.effects import (
     AdmitChunks,
@@ -26,13 +27,14 @@ from kvflow.state.effects import (
     Reply,
 )
 from kvflow.state.leaving import Leaving
-from kvflow.state.peers import LeaseCheck, is_genuine, log_loss
+from kvflow.state.peers import LeaseCheck, Peer, is_genuine, log_loss
 from kvflow.state.prefill.peers import DecodePeer, DecodePeers
 from kvflow.state.prefill.queue import PieceQueue
 from kvflow.state.prefill.room import SendContext
 from kvflow.state.prefill.rooms import PostStalled, Rooms
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool, SlotUnreturned
-from kvflow.state.quarantine import Quarantine
+from kvflow.state.quarantine import Awaited, MissingProof, Quarantine
+from kvflow.state.rehearsal import REHEARSED, first_page_of
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import (
@@ -117,15 +119,26 @@ class PrefillCore:
         """When `TimePassed` is due, or None while no timer is set."""
         return self.timers.next()
 
-    def has_capacity(self, room: int) -> bool:
+    def has_capacity(self, room: RoomId) -> bool:
         """Say whether a chunk of this room may be offered now: no decode rank that asked has too much in line."""
         known = self.rooms.rooms.get(room)
         return known is None or self.queue.has_capacity(known.peers)
 
-    def peers_of(self, room: int) -> list[PeerId]:
+    def peers_of(self, room: RoomId) -> list[PeerId]:
         """Decode ranks that have asked for a room."""
         known = self.rooms.rooms.get(room)
         return [] if known is None else known.peers
+
+    def missing_proofs(self, key: RoomId) -> list[MissingProof]:
+        """Say which proofs are missing that nothing reads the pages of a room any more."""
+        known = self.rooms.rooms.get(key)
+        peers = [] if known is None else [one.id.peer for one in known.deliveries.values() if one.has_posts]
+        return [MissingProof(str(peer), "", Awaited.WRITE_END) for peer in peers]
+
+    def pages_of(self, key: RoomId) -> dict[str, bytes]:
+        """Give the pages of a room as `WIRE_PAGES`, by component."""
+        known = self.rooms.rooms.get(key)
+        return {} if known is None else known.pages()
 
     def connections(self) -> list[bytes]:
         """Name the connections over which decode ranks may be reached, during their handshake and after it."""
@@ -170,6 +183,24 @@ class PrefillCore:
     def slots_lost(self) -> int:
         """Staging slots, own ones and those of decode ranks, that are out of use."""
         return self.local_slots.num_lost + self.slots.num_lost
+
+    def understudy(self, room: RoomId, now: float) -> "tuple[PrefillCore, Grant] | None":
+        """Make a core that knows one granted room and nothing else, to rehearse what becomes of it.
+
+        Returns:
+            The core, and the grant, which is of one page for the room `REHEARSED`; None if no decode rank waits for
+            chunks of the room.
+        """
+        known = self.rooms.rooms.get(room)
+        delivery = known.next_delivery if known is not None else None
+        peer = self.peers.find(delivery.id.peer) if delivery is not None else None
+        if delivery is None or peer is None:
+            return None
+        other = PrefillCore(self.me, self._settings)
+        grant = first_page_of(delivery.grant, peer.link.layout)
+        other.rooms.open(REHEARSED, now)
+        other.rooms.grant(other.peers.adopt(peer, now), grant, now)
+        return other, grant
 
     def _handle(self, event: ev.PrefillEvent, now: float) -> list[PrefillEffect]:  # noqa: C901, PLR0912 - one arm an event
         match event:
@@ -364,7 +395,8 @@ class PrefillCore:
 
     def _welcome(self, connection: bytes, hello: Hello) -> list[PrefillEffect]:
         version = min(PROTOCOL_VERSION, hello.versions[1])
-        return [Reply(connection, Welcome(peer=self.me, attempt=hello.attempt, version=version))]
+        domain = self._settings.domain
+        return [Reply(connection, Welcome(peer=self.me, attempt=hello.attempt, version=version, domain=domain))]
 
     def _refuse_hello(self, connection: bytes, hello: Hello, detail: str) -> list[PrefillEffect]:
         if hello.to == self.me:
@@ -386,9 +418,12 @@ class PrefillCore:
         return [Reply(former.connection, Ping(peer=self.me))]
 
     def _reply_lost(self, connection: bytes, now: float) -> list[PrefillEffect]:
-        """Let a newcomer take the place of a decode rank whose connection is gone."""
+        """Note that a connection is gone: its decode rank has its lease to be heard again, or a newcomer its place."""
         former = self.peers.at(connection)
-        if former is None or former.newcomer is None:
+        if former is None:
+            return []
+        former.liveness.disconnected()
+        if former.newcomer is None:
             return []
         if now > former.asked_at + former.newcomer[1].lease_s:  # it has not repeated its hello for so long
             former.newcomer = None
@@ -510,7 +545,7 @@ class PrefillCore:
             case LeaseCheck(peer):
                 liveness = self.peers[peer].liveness
                 if not liveness.check(now, late_s):
-                    return []
+                    return self._ask_if_silent(liveness)
                 # A decode rank can prove nothing here; if it lives, it connects anew.
                 detail = f"{peer.rank} was silent for {liveness.lease_s} s"
                 return self._left(peer, self._failure(FailureReason.PEER_LOST, detail), now)
@@ -520,6 +555,10 @@ class PrefillCore:
                 return self.slots.expired(key, now)
             case _:
                 return self.rooms.expired(key, now)
+
+    def _ask_if_silent(self, liveness: Peer) -> list[PrefillEffect]:
+        """Ping a decode rank that is silent: if its connection is gone, that cannot be sent."""
+        return self.peers.send(liveness.id, Ping(peer=self.me)) if liveness.is_silent else []
 
     def _failure(self, reason: FailureReason, detail: str) -> Failure:
         return Failure(reason, Stage.BOOTSTRAP, str(self.me.rank), detail)

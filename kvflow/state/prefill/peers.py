@@ -259,6 +259,14 @@ class DecodePeers:
         self._by_connection[connection] = hello.peer
         known.liveness.connected(hello.lease_s, now)
 
+    def adopt(self, other: DecodePeer, now: float) -> DecodePeer:
+        """Take on a decode rank as another core knows it, without its past."""
+        known = self._peers[other.id] = DecodePeer(other.id, self._timers, None)
+        known.connection, known.attempt, known.link = other.connection, other.attempt, other.link
+        self._by_connection[known.connection] = known.id
+        known.liveness.connected(other.liveness.lease_s, now)
+        return known
+
     def heard(self, known: DecodePeer, forgotten: Iterable[PeerId]) -> None:
         """Note that a decode rank has had its Welcome: now the incarnations before it are over.
 

@@ -10,10 +10,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from kvflow.errors import FailureReason, LocalProtocolError, Stage
+from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.geometry.ranges import ALL_LAYERS, TokenRange, hull
+from kvflow.room import RoomId
 from kvflow.state.effects import (
     AwaitData,
     DropPlan,
@@ -501,7 +505,7 @@ class Room:
         told: Decode ranks that know that it has failed, besides those that it has deliveries to.
     """
 
-    def __init__(self, context: SendContext, room: int) -> None:
+    def __init__(self, context: SendContext, room: RoomId) -> None:
         self.room = room
         self.state = TransferState()
         self.failure: Failure | None = None
@@ -539,6 +543,21 @@ class Room:
     def peers(self) -> list[PeerId]:
         """Decode ranks that have asked for it."""
         return [delivery.id.peer for delivery in self.deliveries.values()]
+
+    @property
+    def next_delivery(self) -> Delivery | None:
+        """A delivery for which chunks are to come."""
+        if self.is_finished or not self.state.is_pending:
+            return None
+        return next(iter(self.deliveries.values()), None)
+
+    def pages(self) -> dict[str, bytes]:
+        """Give the pages of its chunks as `WIRE_PAGES`, by component, each once."""
+        tables: dict[str, list[NDArray[np.uint32]]] = {}
+        for chunk in self._chunks:
+            for name, table in chunk.pages.items():
+                tables.setdefault(name, []).append(table.pages)
+        return {name: np.unique(np.concatenate(lists)).astype(WIRE_PAGES).tobytes() for name, lists in tables.items()}
 
     def delivery_to(self, peer: PeerId) -> Delivery | None:
         """Find what is sent to this incarnation of a decode rank."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
+from kvflow.room import RoomId
 from kvflow.state.effects import CountAnomaly, DropPlan, PostPlan, PrefillEffect
 from kvflow.state.events import (
     Chunk,
@@ -33,6 +34,9 @@ MAX_FAILED = 4_096
 MAX_DECLINED = 4_096
 """Rooms that decode ranks gave up before they were opened, and that are remembered until the engine opens them."""
 
+UNFENCED_SHARE = 8
+"""One decode rank may have this part of the unfenced deliveries: the others are served when writes to it never end."""
+
 MAX_BACKOFF = 8
 """Messages are retransmitted less and less often, down to this many times the first pause."""
 
@@ -40,20 +44,20 @@ MAX_BACKOFF = 8
 class RoomUnopened(msgspec.Struct, frozen=True):
     """Timer: the engine must open this room before the grant runs out."""
 
-    room: int
+    room: RoomId
     peer: PeerId
 
 
 class DeclineForgotten(msgspec.Struct, frozen=True):
     """Timer: a room that was declined was not opened; it may be another request by now."""
 
-    room: int
+    room: RoomId
 
 
 class RoomUngranted(msgspec.Struct, frozen=True):
     """Timer: every decode rank must have granted after the last chunk."""
 
-    room: int
+    room: RoomId
 
 
 class DeliveryDeadline(msgspec.Struct, frozen=True):
@@ -77,13 +81,13 @@ class DeliveryUnanswered(msgspec.Struct, frozen=True):
 class RoomUnquiesced(msgspec.Struct, frozen=True):
     """Timer: posts must have ended after the engine has asked for its pages."""
 
-    room: int
+    room: RoomId
 
 
 class RoomUndrained(msgspec.Struct, frozen=True):
     """Timer: posts must have ended after the room has."""
 
-    room: int
+    room: RoomId
 
 
 class _FailedRoom(NamedTuple):
@@ -103,36 +107,43 @@ class Rooms:
     A room that is over leaves the table. A delivery of which bytes may still land at the decode rank is kept as
     *unfenced*, without its pages: the source pages are free, which proves nothing about the destination. Its decode
     rank is told Drained when the last post has ended in a way that proves it, and never before; if there is no such
-    way, only the end of one of the two processes is a proof.
+    way, only the end of one of the two processes is a proof. When there are too many, those of a decode rank that is
+    gone are dropped, which then must not connect again and so is never told Drained; as long as all decode ranks are
+    connected, nothing new is begun instead.
     """
 
     def __init__(self, context: SendContext, timers: Timers[Hashable], quarantine: Quarantine) -> None:
-        self.rooms: dict[int, Room] = {}
+        self.rooms: dict[RoomId, Room] = {}
         self.unfenced: dict[DeliveryId, Delivery] = {}
+        self._num_unfenced: dict[PeerId, int] = {}
         self._context = context
         self._timeouts = context.settings.timeouts
         self._limits = context.settings.limits
         self._timers = timers
         self._quarantine = quarantine
-        self._waiting: dict[int, dict[PeerId, Grant]] = {}
+        self._waiting: dict[RoomId, dict[PeerId, Grant]] = {}
         self.num_waiting = 0
-        self._failed: dict[int, _FailedRoom] = {}
-        self._declined: dict[int, dict[RankId, Failure]] = {}
+        self._failed: dict[RoomId, _FailedRoom] = {}
+        self._declined: dict[RoomId, dict[RankId, Failure]] = {}
 
     # What the engine wants -------------------------------------------------------------------------------------------
 
-    def open(self, room: int, now: float) -> list[PrefillEffect]:
+    def open(self, room: RoomId, now: float) -> list[PrefillEffect]:
         """Start a room; grants that came before are served now.
 
         Raises:
             LocalProtocolError: The room is open, or its pages are in quarantine.
-            CapacityExceeded: Too many rooms are open, or too much is in quarantine.
+            CapacityExceeded: Too many rooms are open, too much is in quarantine, or too many writes may still land.
         """
         if room in self.rooms:
             raise LocalProtocolError("room is in use", room=room, memory=self.rooms[room].state.memory.value)
         if len(self.rooms) >= self._limits.transfers:
             raise CapacityExceeded("too many rooms are open", limit=self._limits.transfers)
         self._quarantine.check_admission()
+        if self._follows_too_many():
+            raise CapacityExceeded(
+                "too many ended transfers may still land at decode ranks", unfenced=len(self.unfenced)
+            )
         self._failed.pop(room, None)
         opened = self.rooms[room] = Room(self._context, room)
         effects: list[PrefillEffect] = []
@@ -145,7 +156,7 @@ class Rooms:
             self._tell(room, declined)
         return effects
 
-    def offer(self, room: int, chunk: Chunk, footprint: Footprint, now: float) -> list[PrefillEffect]:
+    def offer(self, room: RoomId, chunk: Chunk, footprint: Footprint, now: float) -> list[PrefillEffect]:
         """Take a chunk from the engine.
 
         Raises:
@@ -154,7 +165,7 @@ class Rooms:
         known = self._known(room)
         return self._follow(known, known.offer(chunk, footprint, now), now)
 
-    def quiesce(self, room: int, now: float) -> list[PrefillEffect]:
+    def quiesce(self, room: RoomId, now: float) -> list[PrefillEffect]:
         """See to it that nothing reads the pages of a room, which goes on later.
 
         Raises:
@@ -164,12 +175,12 @@ class Rooms:
         known.quiesce()
         return self._follow(known, known.review(), now)
 
-    def abort(self, room: int, failure: Failure, now: float) -> list[PrefillEffect]:
+    def abort(self, room: RoomId, failure: Failure, now: float) -> list[PrefillEffect]:
         """End a room because its engine gave it up."""
         known = self.rooms.get(room)
         return self._follow(known, known.stop(Signal.ABORTED, failure), now) if known else []
 
-    def release(self, room: int, now: float) -> list[PrefillEffect]:
+    def release(self, room: RoomId, now: float) -> list[PrefillEffect]:
         """Take the pages of a room in quarantine back without a proof.
 
         Raises:
@@ -309,7 +320,7 @@ class Rooms:
         deliveries = (room.delivery_to(peer) for room in self.rooms.values())
         return all(delivery.is_fenced for delivery in deliveries if delivery is not None)
 
-    def is_waited_for(self, room: int) -> bool:
+    def is_waited_for(self, room: RoomId) -> bool:
         """Say whether a grant waits for a room to be opened."""
         return room in self._waiting
 
@@ -435,7 +446,7 @@ class Rooms:
             self._context.queue.end(delivery, seq, PieceEnd.IN_DOUBT)
             self._context.slots.in_doubt(delivery, seq)
 
-    def _fail(self, number: int, failure: Failure, now: float) -> list[PrefillEffect]:
+    def _fail(self, number: RoomId, failure: Failure, now: float) -> list[PrefillEffect]:
         room = self._known(number)
         return self._follow(room, room.stop(Signal.FAILED, failure), now)
 
@@ -478,7 +489,7 @@ class Rooms:
         return self._context.failed(delivery_id, failure, drained=True)
 
     def _serve(self, room: Room, peer: PeerId, grant: Grant, now: float) -> list[PrefillEffect]:
-        refusal = room.refusal(peer, grant)
+        refusal = room.refusal(peer, grant) or self._too_many_unfenced(peer)
         if refusal is not None:
             return self._refuse(peer, grant, refusal)
         effects = room.grant(peer, grant, self._context.peers[peer].link, now)
@@ -486,6 +497,17 @@ class Rooms:
         if delivery.state.is_pending:
             self._timers.set(DeliveryDeadline(delivery.id), now + grant.timeout_s)
         return self._follow(room, effects, now)
+
+    def _too_many_unfenced(self, peer: PeerId) -> Failure | None:
+        """Why nothing is written to a decode rank while so much of what it was sent may still land."""
+        most = max(self._limits.unfenced // UNFENCED_SHARE, 1)
+        num_unfenced = self._num_unfenced.get(peer, 0)
+        if num_unfenced < most and not self._follows_too_many():
+            return None
+        detail = (
+            f"writes of {num_unfenced} ended transfers may still land at {peer.rank}, of {len(self.unfenced)} in all"
+        )
+        return self._error(FailureReason.CAPACITY, detail)
 
     def _answer_closed(self, peer: DecodePeer, grant: Grant) -> list[PrefillEffect]:
         """Answer a late grant: it is never served, whatever its decode rank has missed."""
@@ -500,7 +522,7 @@ class Rooms:
             failure = closed.failure
         return self._refuse(peer.id, grant, failure)
 
-    def _take_waiting(self, room: int, peer: PeerId) -> Grant:
+    def _take_waiting(self, room: RoomId, peer: PeerId) -> Grant:
         self._timers.clear(RoomUnopened(room, peer))
         grant = self._waiting[room].pop(peer)
         self.num_waiting -= 1
@@ -511,7 +533,7 @@ class Rooms:
     def _time_to_open(self, grant: Grant) -> float:
         return min(grant.timeout_s, self._timeouts.open_s)
 
-    def _remember_decline(self, room: int, rank: RankId, failure: Failure, now: float) -> None:
+    def _remember_decline(self, room: RoomId, rank: RankId, failure: Failure, now: float) -> None:
         self._declined.setdefault(room, {})[rank] = failure
         self._timers.set(DeclineForgotten(room), now + self._timeouts.open_s)
         while len(self._declined) > MAX_DECLINED:
@@ -519,7 +541,7 @@ class Rooms:
             del self._declined[oldest]
             self._timers.clear(DeclineForgotten(oldest))
 
-    def _forget_declines(self, room: int, rank: RankId) -> None:
+    def _forget_declines(self, room: RoomId, rank: RankId) -> None:
         """Note that a decode rank asks anew for a room, or that the request goes to another instance now."""
         declined = self._declined.get(room)
         if declined is None:
@@ -531,7 +553,7 @@ class Rooms:
         del self._declined[room]
         self._timers.clear(DeclineForgotten(room))
 
-    def _tell(self, room: int, ranks: dict[RankId, Failure]) -> None:
+    def _tell(self, room: RoomId, ranks: dict[RankId, Failure]) -> None:
         """Note that decode ranks know of a room's failure: what they ask for next is another try."""
         failed, known = self._failed.get(room), self.rooms.get(room)
         if failed is not None:
@@ -606,6 +628,7 @@ class Rooms:
             if not delivery.is_fenced and self._context.peers.why_over(delivery.id.peer) is None:
                 delivery.forget_pages()
                 self.unfenced[delivery.id] = delivery
+                self._num_unfenced[delivery.id.peer] = self._num_unfenced.get(delivery.id.peer, 0) + 1
         if room.failure is not None:
             self._failed[room.room] = _FailedRoom(room.failure, dict.fromkeys((*room.deliveries, *room.told)))
         while len(self._failed) > MAX_FAILED:
@@ -613,12 +636,28 @@ class Rooms:
 
     def _settle_unfenced(self, delivery: Delivery, effects: list[PrefillEffect]) -> list[PrefillEffect]:
         if delivery.is_fenced:
-            del self.unfenced[delivery.id]
+            self._forget_unfenced([delivery.id])
         return effects
 
     def _forget_unfenced(self, keys: list[DeliveryId]) -> None:
         for key in keys:
             del self.unfenced[key]
+            self._num_unfenced[key.peer] -= 1
+            if not self._num_unfenced[key.peer]:
+                del self._num_unfenced[key.peer]
+
+    def _follows_too_many(self) -> bool:
+        """Drop what decode ranks that are gone were sent, the oldest first, and say whether that was not enough."""
+        peers, limit = self._context.peers, self._limits.unfenced
+        for peer in list(self._num_unfenced) if len(self.unfenced) >= limit else ():
+            if len(self.unfenced) >= limit and peer not in peers:
+                self.peer_ended(peer)
+                peers.end(peer, "writes to this incarnation are not followed any more, because too many have not ended")
+        return len(self.unfenced) >= limit
+
+    def count_unfenced(self) -> dict[PeerId, int]:
+        """Say how many unfenced deliveries each decode rank has."""
+        return dict(self._num_unfenced)
 
     def _find(self, delivery_id: DeliveryId) -> tuple[Room | None, Delivery | None]:
         room = self.rooms.get(delivery_id.room)
@@ -627,7 +666,7 @@ class Rooms:
             return None, None
         return room, delivery
 
-    def _known(self, number: int) -> Room:
+    def _known(self, number: RoomId) -> Room:
         room = self.rooms.get(number)
         if room is None:
             raise LocalProtocolError("room is not open", room=number)

@@ -24,8 +24,10 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:  # noqa: C901, PLR0912 - on
         value: To be copied.
         memo: What was copied already, by id.
     """
-    if isinstance(value, (*ATOMS, np.ndarray)):
+    if isinstance(value, ATOMS):
         return value
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.flags.writeable else value
     known = memo.get(id(value))
     if known is not None:
         return known

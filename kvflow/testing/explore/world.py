@@ -13,6 +13,7 @@ from kvflow.geometry.binding import bind_route
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.routes import compile_routes
+from kvflow.room import RoomId
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.decode.core import DecodeCore
@@ -88,7 +89,7 @@ class Setup(NamedTuple):
 
     num_prefill: int = 1
     num_decode: int = 1
-    rooms: tuple[int, ...] = (1,)
+    rooms: tuple[RoomId, ...] = (1,)
     num_writes: int = 1
     max_faults: int = 1
     faults: tuple[Fault, ...] = FAULTS
@@ -185,7 +186,7 @@ class SmallWorld:
         self.num_faults = 0
         self.may_lack_proof = False
         num_tokens = setup.num_writes * setup.num_prefill
-        layout = _layout(setup.num_prefill, num_tokens)
+        layout = _layout(setup.num_prefill, num_tokens * len(setup.rooms))
         limits = Limits(bytes_per_post=TOKEN_BYTES * setup.num_prefill, posts_per_peer=setup.posts_per_peer)
         local, windows = _staging(setup)
         self._prefill_settings = PrefillSettings(TIMEOUTS, limits, layout, "explored", staging=local)
@@ -222,9 +223,9 @@ class SmallWorld:
         self._num_tokens = num_tokens
         self._generations = {room: number for number, room in enumerate(setup.rooms, 1)}
         self.script: list[tuple[str, int, Any]] = [item for room in setup.rooms for item in self._requests(room)]
-        self.quiescing: dict[tuple[int, int], None] = {}
-        self.sent: dict[tuple[int, int], tuple[Outcome, Memory]] = {}
-        self.received: dict[tuple[int, int], tuple[Outcome, Memory]] = {}
+        self.quiescing: dict[tuple[int, RoomId], None] = {}
+        self.sent: dict[tuple[int, RoomId], tuple[Outcome, Memory]] = {}
+        self.received: dict[tuple[int, RoomId], tuple[Outcome, Memory]] = {}
         if setup.is_connected:
             self._connect_all()
 
@@ -531,7 +532,7 @@ class SmallWorld:
         if outcome is Outcome.SUCCESS and is_acknowledged and before[1] is not Memory.SAFE:
             raise PromiseBroken("pages are held until decode has everything, although every write has ended", **told)
 
-    def _check_sent(self, number: int, room: int) -> None:
+    def _check_sent(self, number: int, room: RoomId) -> None:
         outcome, memory = self.sent[number, room]
         is_reading = any(
             post.prefill == number and post.delivery.room == room for post in (*self.posts, *self.in_doubt)
@@ -566,7 +567,7 @@ class SmallWorld:
             if rank == number and self.sent.get((number, room)) == (Outcome.PENDING, Memory.SAFE):
                 raise PromiseBroken("pages are quiet, but the engine is not told", room=room)
 
-    def _check_quiesced(self, number: int, room: int) -> None:
+    def _check_quiesced(self, number: int, room: RoomId) -> None:
         if (number, room) not in self.quiescing:
             raise PromiseBroken("an engine is told that its pages are quiet, but has not asked", room=room)
         del self.quiescing[number, room]
@@ -697,10 +698,13 @@ class SmallWorld:
 
     # The beginning ---------------------------------------------------------------------------------------------------
 
-    def _requests(self, room: int) -> list[tuple[str, int, Any]]:
+    def _requests(self, room: RoomId) -> list[tuple[str, int, Any]]:
         """What the engines of all ranks do for one room."""
         num_tokens = self._num_tokens
-        pages = np.arange(num_tokens, dtype="<u4")
+        rooms = self.setup.rooms
+        first = num_tokens * rooms.index(room) if room in rooms else 0  # each has its own pages; later ones reuse them
+        pages = np.arange(first, first + num_tokens, dtype="<u4")
+        pages.flags.writeable = False
         script: list[tuple[str, int, Any]] = []
         for number in range(self.setup.num_prefill):
             script += [("P", number, ev.SendOpened(room)), ("P", number, self._chunk(room, 0))]
@@ -720,7 +724,7 @@ class SmallWorld:
             script.append(("D", number, opened))
         return script
 
-    def _chunk(self, room: int, start: int) -> ev.ChunkOffered:
+    def _chunk(self, room: RoomId, start: int) -> ev.ChunkOffered:
         """The last chunk of a room."""
         tokens = (start, self._num_tokens)
         table = PageTable(np.arange(*tokens, dtype="<u4"), start, 1)

@@ -6,7 +6,7 @@ sending process dies, what had left its memory may go on landing.
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import anyio
@@ -43,6 +43,7 @@ QUICK_S: Final = 0.002
 SLOW_S: Final = 2.0
 LATE_S: Final = 1.0
 RETRANSMIT_S: Final = 0.05
+LOOK_S: Final = 0.05
 STUCK_S: Final = 3.0
 """How long a write in doubt, or one to a dead process, may take to end."""
 
@@ -110,6 +111,7 @@ class DataPlane:
         world: Where time, chance and faults come from.
         ends_with_process: Nothing lands any more once the process that wrote has ended.
         in_band_notices: Notices travel with the writes.
+        shows_last_bytes: It can be seen when the last bytes of a dead process have landed.
 
     Attributes:
         shares_network: Links that are cut hold writes up too.
@@ -122,8 +124,16 @@ class DataPlane:
         when_posted: Each is called with one of the next writes.
     """
 
-    def __init__(self, world: "World", *, ends_with_process: bool = False, in_band_notices: bool = True) -> None:
+    def __init__(
+        self,
+        world: "World",
+        *,
+        ends_with_process: bool = False,
+        in_band_notices: bool = True,
+        shows_last_bytes: bool = False,
+    ) -> None:
         self.world = world
+        self.shows_last_bytes = shows_last_bytes
         self.ends_with_process = ends_with_process
         self.in_band_notices = in_band_notices
         self.shares_network = False
@@ -141,6 +151,15 @@ class DataPlane:
     def num_active(self) -> int:
         """Writes of which something may still land."""
         return len(self._active)
+
+    @property
+    def proves_ends(self) -> bool:
+        """The end of a process proves sooner or later that nothing of it lands any more."""
+        return self.ends_with_process or self.shows_last_bytes
+
+    def is_dry(self, peer: str) -> bool:
+        """Say whether nothing is on its way to an endpoint from processes that have ended."""
+        return not any(write.peer == peer and not write.sender.process.is_alive for write in self._active.values())
 
     def start(
         self, sender: "SimulatedBackend", post_id: int, peer: str, segments: list[Segment], notice: bytes
@@ -395,11 +414,22 @@ class SimulatedBackend(Backend):
     async def register(self, layout: KVLayout) -> None:
         check_unregistered(self._memory, self.name)
         self._memory = RegisteredMemory.of(layout)
-        for item in layout.allocations:
+        self._add_memory(layout.allocations)
+        await anyio.lowlevel.checkpoint()
+
+    @override
+    async def extend(self, layout: KVLayout) -> None:
+        if self._memory is not None:
+            added = RegisteredMemory.of(layout).without(self._memory)
+            self._memory = self._memory.also(added)
+            self._add_memory(added)
+        await anyio.lowlevel.checkpoint()
+
+    def _add_memory(self, ranges: Iterable[MemoryRange]) -> None:
+        for item in ranges:
             mapped = self._mapped.get(item.address)
             view = memoryview(_real(item.address, item.length) if mapped is None else mapped).cast("B")
             self._memories.append((item.address, item.end, view))
-        await anyio.lowlevel.checkpoint()
 
     @override
     def metadata(self) -> bytes:
@@ -448,6 +478,20 @@ class SimulatedBackend(Backend):
     @override
     def watch(self, *, active: bool) -> None:
         """Events come by themselves."""
+
+    @override
+    def domain(self) -> bytes:
+        return b"all" if self._plane.shows_last_bytes else b""
+
+    @override
+    async def outlast(self, domain: bytes) -> bool:
+        if self.capabilities.ends_with_process:
+            return True
+        if not domain or domain != self.domain():
+            return False
+        while not self._plane.is_dry(self.agent_name):  # noqa: ASYNC110 - as a transport looks at the kernel
+            await anyio.sleep(LOOK_S)
+        return True
 
     @override
     async def aclose(self) -> None:

@@ -6,8 +6,10 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
+import anyio
 from typing_extensions import override
 
 from kvflow.config import DecodeConfig, Endpoint, Limits, Packing, PrefillConfig, Timeouts
@@ -73,6 +75,7 @@ class Deployment:
         fixed_ports: A prefill rank that is started again has the port that it had before.
         may_lose_messages: A rank that leaves in order may not be able to say so.
         references: How requests refer to prefill instances; by name if None.
+        hosts: Decode instances whose workers live in the processes of a prefill instance, and share their pools.
 
     Attributes:
         workers: The latest of each rank.
@@ -92,13 +95,16 @@ class Deployment:
         fixed_ports: bool = False,
         may_lose_messages: bool = False,
         references: References | None = None,
+        hosts: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.world = world
         self.model = model
         self.instances = {instance.name: instance for instance in instances}
         self.timeouts = timeouts
         self.limits = limits
-        self.oracle = Oracle(world, model, self.instances, timeouts, may_lose_messages=may_lose_messages)
+        self.oracle = Oracle(world, model, self.instances, timeouts, may_lose_messages=may_lose_messages, hosts=hosts)
+        self._hosts = hosts
+        self._guests = {host: guest for guest, host in hosts.items()}
         self.workers: dict[RankId, Worker] = {}
         self.sabotaged: dict[Process, None] = {}
         self._said_last: dict[RankId, float] = {}
@@ -127,23 +133,45 @@ class Deployment:
             self.world.start_registry()
 
     def start(self, rank: RankId) -> None:
-        """Start a worker, unless it runs."""
+        """Start a worker, and who lives in its process, unless it runs."""
+        rank = rank._replace(instance=self._hosts.get(rank.instance, rank.instance))
         worker = self.workers.get(rank)
         if worker is not None and worker.process.is_alive:
             return
+        pool = Pool(layout_of(self.model, self.instances[rank.instance].shape, rank.engine_rank))
+        self.oracle.knows(str(rank), pool)
+        process = self.world.start(str(rank), lambda _: self._main(rank))
+        host = self._add(rank, process, pool)
+        guest = self._guest_of(rank)
+        if guest is not None:
+            self._add(guest, process, pool, host)
+
+    def _add(self, rank: RankId, process: Process, pool: Pool, host: Worker | None = None) -> Worker:
         ended_at = self._said_last.pop(rank, None)
         if ended_at is not None and self.world.now < ended_at + self._last_words_s:
             self.oracle.overtaken(str(rank), ended_at)
-        instance = self.instances[rank.instance]
-        pool = Pool(layout_of(self.model, instance.shape, rank.engine_rank))
-        self.oracle.knows(str(rank), pool)
-        process = self.world.start(str(rank), lambda _: self._main(rank))
-        make = DecodeWorker if instance.is_decode else PrefillWorker
-        worker = self.workers[rank] = make(self, rank, process, pool)
+        make = DecodeWorker if self.instances[rank.instance].is_decode else PrefillWorker
+        worker = self.workers[rank] = make(self, rank, process, pool, host)
         process.when_dead(lambda: self._ended(worker))
+        return worker
+
+    def _guest_of(self, rank: RankId) -> RankId | None:
+        guest = self._guests.get(rank.instance)
+        return None if guest is None else rank._replace(instance=guest)
 
     async def _main(self, rank: RankId) -> None:
-        worker = self.workers[rank]
+        host, guest = self.workers[rank], self._guest_of(rank)
+        if guest is None:
+            await self._run(host)
+            return
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._run, host)
+            while not host.is_ready:  # noqa: ASYNC110 - the agent has the name of the rank that opens it
+                await anyio.sleep(POLL_S / 4)
+            group.start_soon(self._run, self.workers[guest])
+
+    async def _run(self, worker: Worker) -> None:
+        rank = worker.rank_id
         if isinstance(worker, DecodeWorker):
             await worker.run(DecodeConfig(**self._settings(rank, is_decode=True)))
         elif isinstance(worker, PrefillWorker):
@@ -186,14 +214,14 @@ class Deployment:
             return None
         return str(self._endpoint(first)) if self._answers(first) else REGISTRY
 
-    def refer(self, request: Request, former: Request | None) -> Request:
-        """Draw how a request refers to its prefill instance, perhaps by the ticket of a try during faults."""
+    def refer(self, request: Request) -> Request:
+        """Draw how a request refers to its prefill instance; while faults are injected, tickets may be stale."""
         if self._references is None:
             return request
         ranks = self.instances[request.prefill].ranks
         workers = [worker for rank in ranks if isinstance(worker := self.workers[rank], PrefillWorker)]
-        is_former = former is not None and former.prefill == request.prefill and self.restart_s != SOON_S
-        reference = self._references.draw(request, self._endpoint(ranks[0]), workers, former if is_former else None)
+        stale = self.restart_s != SOON_S
+        reference = self._references.of(request, self._endpoint(ranks[0]), workers, may_be_stale=stale)
         return dataclasses.replace(request, reference=reference)
 
     def _ended(self, worker: Worker) -> None:
@@ -202,10 +230,11 @@ class Deployment:
         in_order = worker.is_leaving and is_sound and not process.was_killed
         self.oracle.ended(str(worker.rank_id), in_order=in_order)
         self._said_last[worker.rank_id] = self.world.now
+        self.oracle.gone(worker.backend.agent_name)
         if not worker.is_leaving and not process.has_vanished:
             self.oracle.died(process)
         worker.fail_requests()
-        if process.exit is not None and process not in self.sabotaged and not isinstance(process.exit, Unreachable):
+        if process.exit is not None and process not in self.sabotaged and not _lacks_sockets(process.exit):
             violation = Violation(f"{process} ends with {process.exit!r}")
             violation.__cause__ = process.exit
             self.world.loop.fail(violation)
@@ -284,8 +313,9 @@ class Deployment:
         for worker in self.living():
             for one in list(worker.transfers):
                 if one.memory is Memory.QUARANTINED and self.oracle.is_excused(one):
-                    self.world.tell(f"operator releases {one}")
-                    worker.process.call(worker.rank.release, one.transfer)
+                    record = self.oracle.check_record(one, worker.rank.quarantined())
+                    self.world.tell(f"operator releases {record}")
+                    worker.process.call(worker.rank.release, record)
 
     def is_quiet(self) -> bool:
         """Nothing is open, in any engine or rank."""
@@ -309,6 +339,13 @@ class Deployment:
             if worker.is_ready:
                 self._check_windows(worker)
         self.oracle.check_agreement()
+
+
+def _lacks_sockets(error: BaseException) -> bool:
+    """Say whether a process could not even begin, for want of sockets."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_lacks_sockets, error.exceptions))
+    return isinstance(error, Unreachable)
 
 
 def leftovers(worker: Worker) -> Mapping[str, int]:

@@ -9,15 +9,20 @@ import functools
 import itertools
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import anyio
 
+from kvflow.backends.base import Backend
+from kvflow.backends.shared import SharedBackend
 from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import DecodeRank
 from kvflow.errors import (
     CapacityExceeded,
+    KvflowError,
     LocalProtocolError,
+    PagesInUse,
     RankBroken,
     RankDraining,
     TransferFailed,
@@ -50,6 +55,12 @@ __all__ = [
 
 POLL_S: Final = 0.02
 """How often a worker looks for free pages, and whether pages that it could not give back are safe by now."""
+
+PARTNER_S: Final = 1.0
+"""How much later at most a worker leaves than the other one in its process."""
+
+REUSING_ROOM: Final = 2**62
+"""Of requests that are never served."""
 
 REFUSALS: Final = (TransferFailed, LocalProtocolError, CapacityExceeded, RankDraining, RankBroken, TimeoutError)
 """How kvflow says that a request does not go well, and how an engine gives one up."""
@@ -119,13 +130,15 @@ class Course(NamedTuple):
 
 
 class Worker:
-    """One process with one rank.
+    """One rank in a process.
 
     Args:
         deployment: What it is a part of.
         rank: Which worker of which instance it is.
         process: Where it runs.
         pool: Its memory.
+        host: The worker of the other role in the same process, with which it shares pool and transport; None if it has
+            a process of its own, or is the host.
 
     Attributes:
         rank: kvflow's, once it is ready.
@@ -136,14 +149,21 @@ class Worker:
 
     rank: PrefillRank | DecodeRank
 
-    def __init__(self, deployment: "Deployment", rank: RankId, process: Process, pool: Pool) -> None:
+    def __init__(
+        self, deployment: "Deployment", rank: RankId, process: Process, pool: Pool, host: "Worker | None" = None
+    ) -> None:
         self.deployment = deployment
         self.world = deployment.world
         self.oracle = deployment.oracle
         self.rank_id = rank
         self.process = process
         self.pool = pool
-        self.backend = self.world.backend(process, {pool.table.base: pool.memory})
+        self.partner = host
+        if host is None:
+            self.backend = self.world.backend(process, {pool.table.base: pool.memory})
+            self.shared = SharedBackend(lambda: self.backend, close_timeout_s=POLL_S)
+        else:
+            self.backend, self.shared, host.partner = host.backend, host.shared, self
         self.transfers: dict[Sending | Receiving, None] = {}
         self.tasks: dict[Request, asyncio.Task[None]] = {}
         self.is_ready = False
@@ -155,11 +175,25 @@ class Worker:
         self._on_ends: dict[OnEnd, None] = {}
 
     def close(self, drain_s: float = 0.0, *, lives_on: bool = False) -> None:
-        """Leave in order, perhaps after a drain. Call it in the process, which ends then unless it lives on."""
+        """Leave in order, perhaps after a drain. Call it in the process, which ends then unless it lives on.
+
+        Who shares the process leaves somewhat later.
+        """
+        if self.is_leaving:
+            return
         self.is_leaving = True
         self._drain_s = drain_s
         self._lives_on = lives_on
         self._closing.set()
+        if self.partner is not None:
+            after_s = PARTNER_S * self.world.rng.random()
+            leave = functools.partial(self.partner.close, drain_s, lives_on=lives_on)
+            self.world.loop.call_in(after_s, self.process.call, leave)
+
+    @property
+    def transport(self) -> Backend | SharedBackend:
+        """What its rank writes through."""
+        return self.backend if self.partner is None else self.shared
 
     def submit(self, request: Request, course: Course, on_end: OnEnd, after_s: float) -> None:
         """Begin with a request in a task of its own.
@@ -318,7 +352,7 @@ class PrefillWorker(Worker):
     async def run(self, config: PrefillConfig) -> None:
         """Serve until told to close."""
         layout = self.pool.table.layout
-        await self._run(PrefillRank(config, layout, self.backend, ports=self.world.ports(self.process)))
+        await self._run(PrefillRank(config, layout, self.transport, ports=self.world.ports(self.process)))
 
     def prepare(self, request: Request) -> Sending | None:
         """Take pages for a request; None if there are not enough."""
@@ -352,6 +386,8 @@ class PrefillWorker(Worker):
         last = len(course.cuts) - 1
         for number, (stop, groups) in enumerate(zip(course.cuts, pauses, strict=True)):
             await anyio.sleep(course.pace_s)
+            with suppress(KvflowError):  # the rank is closed or broken, which the next call will say
+                self.rank.rehearse(one.request.room)
             if stop is None:
                 await anyio.sleep_forever()
             elif stop > one.position or number == last:
@@ -380,8 +416,10 @@ class PrefillWorker(Worker):
             return False
         if rest_s:
             await anyio.sleep(rest_s)
-        while (lease := self._take_pages(one.request)) is None:
+        lease = self._take_pages(one.request)
+        while lease is None:
             await anyio.sleep(POLL_S)
+            lease = self._take_pages(one.request)
         one.lease, one.position = lease, resume_at
         self._compute_layers(one, {KV: (0, resume_at)}, ALL_LAYERS)
         return True
@@ -442,17 +480,43 @@ class PrefillWorker(Worker):
 
 
 class DecodeWorker(Worker):
-    """A worker of a decode instance."""
+    """A worker of a decode instance.
+
+    Attributes:
+        num_refused: How often it was refused pages that another transfer still needs.
+    """
 
     rank: DecodeRank
+    num_refused = 0
 
     async def run(self, config: DecodeConfig) -> None:
         """Serve until told to close."""
         layout = self.pool.table.layout
-        await self._run(DecodeRank(config, layout, self.backend, ports=self.world.ports(self.process)))
+        await self._run(DecodeRank(config, layout, self.transport, ports=self.world.ports(self.process)))
+
+    def reuse_too_early(self) -> None:
+        """Receive into pages that another transfer still needs, as an engine with a bug does; kvflow must refuse it."""
+        one = next((one for one in self.transfers if isinstance(one, Receiving) and _is_reusable(one)), None)
+        if one is None:
+            return
+        names = self.pool.table.first_page
+        pages = {name: list(one.lease.pages[name]) if name in one.ranges else None for name in names}
+        tokens = (one.request.start, one.request.num_tokens)
+        prefill = one.request.prefill if one.request.reference is None else one.request.reference
+        another = self.rank.receive(REUSING_ROOM, prefill=prefill, tokens=tokens, pages=pages)
+        try:
+            another.open()
+        except PagesInUse as refusal:
+            self.num_refused += 1
+            self.oracle.check_refused(one, refusal)
+        except REFUSALS:  # for a reason that counts before the pages
+            return
+        else:
+            self.oracle.check_refused(one, None)
 
     def prepare(self, request: Request, timeout_s: float | None = None) -> Receiving | None:
         """Take pages for a request; None if there are not enough."""
+        self.reuse_too_early()
         layout = self.pool.table.layout
         tokens = (request.start, request.num_tokens)
         ranges = {KV: tokens}
@@ -492,6 +556,13 @@ class DecodeWorker(Worker):
             self.oracle.left(one)
         self.oracle.check_handover(one, handover)
         self.oracle.check_success(one)
+
+
+def _is_reusable(one: Receiving) -> bool:
+    """Say whether somebody may still write to pages of a transfer. A ticket is for its own room, which is in use."""
+    if isinstance(one.request.reference, (str, Mapping)):
+        return False
+    return one.memory is not Memory.SAFE and any(one.lease.pages[name] for name in one.ranges)
 
 
 @types.coroutine

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange
+from kvflow.room import RoomId
 from kvflow.testing.simulation.loop import Violation
 from kvflow.testing.simulation.model import CELL_BYTES, CellTable, cell_value, layer_of
 
@@ -28,7 +29,7 @@ class Lease:
 
     __slots__ = ("is_free", "name", "number", "pages", "room")
 
-    def __init__(self, number: int, name: str, room: int, pages: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, number: int, name: str, room: RoomId, pages: Mapping[str, tuple[int, ...]]) -> None:
         self.number = number
         self.name = name
         self.room = room
@@ -54,7 +55,7 @@ class Pool:
         for page in range(table.num_pages):
             self._fill(page, FREE)
 
-    def take(self, name: str, room: int, counts: Mapping[str, int]) -> Lease | None:
+    def take(self, name: str, room: RoomId, counts: Mapping[str, int]) -> Lease | None:
         """Take pages, those that were given back last first; None if there are not enough.
 
         Raises:

@@ -1,13 +1,16 @@
 """Knows the truth, and holds what the ranks say against it. It never asks the code under test what is true."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from kvflow.config import Timeouts
 from kvflow.decode import Handover
-from kvflow.errors import FailureReason
+from kvflow.errors import FailureReason, PagesInUse
+from kvflow.quarantine import QuarantineRecord
+from kvflow.room import RoomId
 from kvflow.state.tables import Memory, Outcome
 from kvflow.testing.simulation.loop import Violation
 from kvflow.testing.simulation.memory import Lease, Pool
@@ -67,7 +70,7 @@ class Instance:
 class _Mark:
     """What a write is about: the room whose bytes it moves, and the source pages it reads, unless they are staged."""
 
-    room: int
+    room: RoomId
     lease: Lease | None
 
 
@@ -80,6 +83,7 @@ class Oracle:
         instances: By name.
         timeouts: Of every rank.
         may_lose_messages: A rank that leaves in order may not be able to say so.
+        hosts: By decode instance, the prefill instance in whose processes it lives: agents have the names of that.
     """
 
     def __init__(
@@ -90,19 +94,22 @@ class Oracle:
         timeouts: Timeouts,
         *,
         may_lose_messages: bool = False,
+        hosts: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._world = world
         self._model = model
         self._instances = instances
         self._timeouts = timeouts
-        self.requests: dict[int, list[Request]] = {}
+        self._hosts = hosts
+        self.requests: dict[RoomId, list[Request]] = {}
         self.sendings: list[Sending] = []
         self.receivings: list[Receiving] = []
-        self._rooms: dict[int, int] = {}
+        self._rooms: dict[int, RoomId] = {}
         self._pools: dict[str, Pool] = {}
         self._windows: dict[tuple[str, int], tuple[int, str]] = {}
         self._issuers: dict[Lease, str] = {}
-        self._succeeded: dict[int, dict[RankId, None]] = {}
+        self._gone: dict[str, float] = {}
+        self._succeeded: dict[RoomId, dict[RankId, None]] = {}
         self._ends: list[tuple[str, float]] = []
         self._writes: dict[Process, list[Write]] = {}
         self._shows_deaths = shows_deaths(world.faults)
@@ -175,7 +182,7 @@ class Oracle:
         window = hello.staging
         if window is not None:
             end = window.address + window.slot_bytes * window.num_slots
-            self._windows[str(hello.peer), window.address] = (end, str(hello.to))
+            self._windows[hello.agent or str(hello.peer), window.address] = (end, str(hello.to))
 
     def _check_window(self, write: "Write", target: "SimulatedBackend", address: int) -> None:
         for (name, start), (end, owner) in self._windows.items():
@@ -184,6 +191,29 @@ class Oracle:
                     self._violated(f"write {write.number} of {write.sender.process} lands in the window of {owner}")
                 return
         self._violated(f"write {write.number} lands outside of every pool and window of {target.process}")
+
+    def check_refused(self, one: Receiving, refusal: PagesInUse | None) -> None:
+        """Pages of a transfer that is not safe must be refused to another one, in its name."""
+        if refusal is None:
+            self._violated(f"pages of {one} are received into for another room, while memory is {one.memory.value}")
+        component, page = refusal.values["component"], refusal.values["page"]
+        if refusal.values["held_by"] != one.request.room or page not in one.lease.pages[str(component)]:
+            self._violated(f"pages of {one} are refused for another reason: {refusal}")
+
+    def check_record(self, one: Sending | Receiving, records: Sequence[QuarantineRecord]) -> QuarantineRecord:
+        """Each transfer in quarantine has one record, with its pages and with what would be a proof."""
+        held = {name: set(pages) for name, pages in one.lease.pages.items()}
+        found = [
+            record
+            for record in records
+            if record.room == one.request.room
+            and all(held.get(name, set()).issuperset(pages.tolist()) for name, pages in record.pages.items())
+        ]
+        if not found or not all(proof.detail for proof in found[0].missing):
+            self._violated(f"{one} is in quarantine without a record: {list(map(str, records))}")
+        if not found[0].missing:
+            self._violated(f"{one} is in quarantine, but its record misses no proof: {found[0]}")
+        return found[0]
 
     # Success is true -------------------------------------------------------------------------------------------------
 
@@ -198,6 +228,9 @@ class Oracle:
         if one.has_succeeded:
             return
         one.has_succeeded = True
+        issuer = self._issuers.get(one.lease)
+        if issuer is not None and self._gone.get(issuer, math.inf) < one.opened_at:
+            self._violated(f"{one} succeeds by a ticket of {issuer}, which had ended before")
         room = one.request.room
         for component, tokens in one.ranges.items():
             if tokens[0] < tokens[1]:
@@ -305,6 +338,10 @@ class Oracle:
         if not in_order or self._world.now < self._loses_until:
             self._ends.append((name, self._world.now))
 
+    def gone(self, agent: str) -> None:
+        """The incarnation of a rank that a transport knows by a name has ended: nobody uses its tickets from now on."""
+        self._gone[agent] = self._world.now
+
     def overtaken(self, name: str, at: float) -> None:
         """The next incarnation of a rank that left in order may be met before its Goodbye has arrived."""
         self._ends.append((name, at))
@@ -318,18 +355,26 @@ class Oracle:
         if isinstance(one, Sending):
             return False
         plane, writers = self._world.plane, f"{one.request.prefill}/"
-        if any(sender.startswith(writers) and peer.startswith(f"{one.rank}@") for sender, peer in plane.lingered):
+        if any(
+            sender.startswith(writers) and peer.startswith(self._agents_of(str(one.rank)))
+            for sender, peer in plane.lingered
+        ):
             return True
         # A death that its peers could not have noticed when they asked counts too.
         since = one.opened_at - self._timeouts.lease_s - 2 * HEARTBEAT_S - one.process.stopped_so_far_s()
         is_gone = any(name.startswith(writers) and at >= since for name, at in self._ends)
-        return is_gone and not plane.ends_with_process
+        return is_gone and not plane.proves_ends
+
+    def _agents_of(self, name: str) -> str:
+        """How the names of the agents of a rank begin."""
+        instance, _, number = name.rpartition("/")
+        return f"{self._hosts.get(instance, instance)}/{number}@"
 
     def check_windows(self, name: str, num_taken: int) -> None:
         """Windows of a decode rank belong to live ranks, or to those whose writes nobody can prove to be over."""
         num_prefill = sum(len(one.ranks) for one in self._instances.values() if not one.is_decode)
         plane = self._world.plane
-        num_excused = sum(peer.startswith(f"{name}@") for _, peer in plane.lingered)
+        num_excused = sum(peer.startswith(self._agents_of(name)) for _, peer in plane.lingered)
         if not plane.ends_with_process:
             num_excused += sum(not self._instances[ended.partition("/")[0]].is_decode for ended, _ in self._ends)
         if num_taken > num_prefill + num_excused:

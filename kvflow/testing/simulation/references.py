@@ -8,29 +8,34 @@ from typing import Any
 from kvflow.config import Endpoint
 from kvflow.testing.simulation.engines import PrefillWorker
 from kvflow.testing.simulation.requests import Request
+from kvflow.wire.messages import RankId
 
 __all__ = ["References"]
 
 
 class References:
-    """Draws which instances answer for themselves, and how each request finds its own.
+    """Which instances answer for themselves, and how each request finds its own.
 
     Args:
-        rng: Draws it.
-        prefill: Names of the prefill instances.
-
-    Attributes:
+        rng: Draws the latter.
         answering: Instances whose first rank answers for the others.
         names: Decode ranks know the registry.
     """
 
-    def __init__(self, rng: random.Random, prefill: Sequence[str]) -> None:
+    def __init__(self, rng: random.Random, answering: Sequence[str], *, names: bool) -> None:
         self._rng = rng
-        self.answering = [name for name in prefill if rng.random() < 0.7]
-        self.names = len(self.answering) < len(prefill) or rng.random() < 0.5
+        self._known: dict[RankId, dict[str, None]] = {}
+        self.answering = answering
+        self.names = names
 
-    def draw(
-        self, request: Request, endpoint: Endpoint, workers: Sequence[PrefillWorker], former: Request | None
+    @classmethod
+    def draw(cls, rng: random.Random, prefill: Sequence[str]) -> "References":
+        """Draw which of some prefill instances answer for themselves."""
+        answering = [name for name in prefill if rng.random() < 0.7]
+        return cls(rng, answering, names=len(answering) < len(prefill) or rng.random() < 0.5)
+
+    def of(
+        self, request: Request, endpoint: Endpoint, workers: Sequence[PrefillWorker], *, may_be_stale: bool
     ) -> "str | Endpoint | Mapping[str, object]":
         """Draw how the decode engine is told where a request is computed.
 
@@ -38,13 +43,15 @@ class References:
             request: Which.
             endpoint: Of the rank that answers, if the instance answers for itself.
             workers: Of its instance.
-            former: An earlier try with the same room whose ticket may still be around.
+            may_be_stale: A ticket may be of the first incarnation that gave one.
         """
         rng = self._rng
-        by_ticket, is_kept, worker = rng.random() < 0.6, rng.random() < 0.5, rng.choice(workers)
-        if former is not None and is_kept and isinstance(former.reference, Mapping):
-            return former.reference
+        by_ticket, is_late, worker = rng.random() < 0.6, rng.random() < 0.5, rng.choice(workers)
         if by_ticket and worker.gives_tickets:
             ticket: dict[str, Any] = json.loads(json.dumps(worker.rank.ticket(request.room)))
+            former = self._known.get(worker.rank_id, {})
+            self._known[worker.rank_id] = former | {ticket["incarnation"]: None}
+            if may_be_stale and is_late:
+                ticket["incarnation"] = next(iter(former), ticket["incarnation"])
             return ticket
         return endpoint if request.prefill in self.answering else request.prefill

@@ -8,6 +8,7 @@ from kvflow.config import Endpoint
 from kvflow.decode import RoomReceiver
 from kvflow.geometry.ranges import TokenRange
 from kvflow.prefill import RoomSender
+from kvflow.room import RoomId
 from kvflow.state.tables import Memory, Outcome
 from kvflow.testing.simulation.memory import Lease, Pool
 from kvflow.wire.messages import Failure, RankId
@@ -39,7 +40,7 @@ class Request:
         reference: What the decode engine is told of the prefill instance, if not its name.
     """
 
-    room: int
+    room: RoomId
     content: int
     num_tokens: int
     start: int
@@ -57,7 +58,7 @@ class Request:
     @property
     def metadata(self) -> bytes:
         """What the prefill engine hands over with the room, whichever try it is."""
-        return b"metadata of room %d" % self.room
+        return f"metadata of room {self.room}".encode()
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ from typing import Final
 
 import anyio
 
+from kvflow.room import RoomId
 from kvflow.testing.simulation.deployment import Deployment
 from kvflow.testing.simulation.engines import Course, Preemption, PrefillWorker, Worker
 from kvflow.testing.simulation.loop import Process
@@ -132,11 +133,10 @@ class Router:
     def new_request(self, prefill: Instance, decode: Instance) -> Request:
         """Make a request with a room of its own."""
         rng = self._rng
-        self._num_rooms += 1
         num_tokens = rng.randint(1, MAX_TOKENS)
         return self._route(
             Request(
-                room=self._num_rooms,
+                room=self._name_room(),
                 content=self._next_try(),
                 num_tokens=num_tokens,
                 start=0 if rng.random() < 0.6 else rng.randint(0, num_tokens),
@@ -149,12 +149,16 @@ class Router:
             )
         )
 
+    def _name_room(self) -> RoomId:
+        """Make a room: every third one is a string."""
+        self._num_rooms += 1
+        return f"request-{self._num_rooms}" if self._num_rooms % 3 == 0 else self._num_rooms
+
     def _again(self, request: Request) -> Request:
         """Make another try of a request, half of the time with the same room, perhaps on another prefill instance."""
         room = request.room
         if self._rng.random() < 0.5:
-            self._num_rooms += 1
-            room = self._num_rooms
+            room = self._name_room()
         prefill = self._pick(is_decode=False)
         return self._route(
             Request(
@@ -176,8 +180,7 @@ class Router:
         return self._num_tries
 
     def _route(self, request: Request) -> Request:
-        former = next(reversed(self.deployment.oracle.requests.get(request.room, [])), None)
-        request = self.deployment.refer(request, former)
+        request = self.deployment.refer(request)
         self.deployment.oracle.routed(request)
         return request
 

@@ -1,5 +1,6 @@
 """One seed from its first to its last moment."""
 
+import dataclasses
 import gc
 import random
 from dataclasses import dataclass, field
@@ -37,8 +38,14 @@ PATIENCE_S: Final = 1.0
 SETTLE_S: Final = 4.0
 """After the last request, nothing is left within this time."""
 
+SHOWN: Final = 0.4
+"""Part of the seeds with a transport that shows when the last bytes of a dead process have landed."""
+
 BY_NAME: Final = 0.6
 """How often every request names its instance."""
+
+BOTH_ROLES: Final = 0.1
+"""Chance that the processes of a seed have both roles."""
 
 PREEMPTING: Final = 0.35
 """Chance that prefill engines preempt requests."""
@@ -75,13 +82,15 @@ class Result:
     story: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None) -> Result:
+def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by_name: bool = False) -> Result:
     """Run a seed.
 
     Args:
         seed: Decides everything.
         tells: Keep a story.
         faults: Instead of drawn ones.
+        by_name: Every request names its instance, nothing is preempted, and each process has one role, as some seeds
+            have it anyway.
     """
     rng = random.Random(f"kvflow {seed}")  # noqa: S311 - chance must be repeatable here
     drawn = draw_faults(rng)
@@ -94,25 +103,31 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None) ->
             faults=drawn if faults is None else faults,
             ends_with_process=rng.random() < 0.4,
             in_band_notices=rng.random() < 0.7,
+            shows_last_bytes=_own(seed, "last bytes").random() < SHOWN,
             tells=tells,
         ) as world:
             world.plane.shares_network = rng.random() < 0.5
-            deployment = _draw_deployment(seed, rng, world)
+            deployment = _draw_deployment(rng, world, None if by_name else seed)
             with watch_logs(deployment):
-                _run_watched(rng, deployment, result)
+                _run_watched(rng, deployment, result, None if by_name else _draw_preemptions(seed))
     finally:
         if was_collecting:
             gc.enable()
     return result
 
 
-def _run_watched(rng: random.Random, deployment: Deployment, result: Result) -> None:
+def _own(seed: int, what: str) -> random.Random:
+    """Give chance of its own, so that everything else is drawn as it was without it."""
+    return random.Random(f"kvflow {what} {seed}")  # noqa: S311 - chance must be repeatable here
+
+
+def _run_watched(rng: random.Random, deployment: Deployment, result: Result, preemptions: random.Random | None) -> None:
     world = deployment.world
     router = Router(
         deployment,
         num_clients=rng.choice((1, 1, 2)),
         interval_s=rng.uniform(0.7, 1.6),
-        preemptions=_draw_preemptions(result.seed),
+        preemptions=preemptions,
     )
     try:
         _run(deployment, router)
@@ -128,7 +143,7 @@ def _run_watched(rng: random.Random, deployment: Deployment, result: Result) -> 
     result.story = world.story or []
 
 
-def _draw_deployment(seed: int, rng: random.Random, world: World) -> Deployment:
+def _draw_deployment(rng: random.Random, world: World, seed: int | None) -> Deployment:
     instances = []
     is_tight = rng.choice((None, True, False))
     for is_decode, letter in ((False, "prefill"), (True, "decode")):
@@ -156,17 +171,36 @@ def _draw_deployment(seed: int, rng: random.Random, world: World) -> Deployment:
         queued_chunks=rng.choice((4, 64)),
         descriptors_planned_inline=rng.choice((1, 2**15)),
     )
+    model, staging = rng.choice(MODELS), _draw_staging(rng)
+    is_fixed = rng.random() < 0.5
+    instances, hosts = _draw_hosts(seed, instances)
     return Deployment(
         world,
-        rng.choice(MODELS),
+        model,
         instances,
         timeouts=timeouts,
         limits=limits,
-        staging=_draw_staging(rng),
-        fixed_ports=rng.random() < 0.5,
+        staging=staging,
+        fixed_ports=is_fixed,
         may_lose_messages=may_lose_messages(world.faults),
-        references=_draw_references(seed, instances),
+        references=None if seed is None else _draw_references(seed, instances),
+        hosts=hosts,
     )
+
+
+def _draw_hosts(seed: int | None, instances: list[Instance]) -> tuple[list[Instance], dict[str, str]]:
+    """In some seeds every process has both roles: decode lives with prefill, in a pool for both."""
+    rng = random.Random(f"guests {seed}")  # noqa: S311 - chance must be repeatable here
+    if seed is None or rng.random() >= BOTH_ROLES:
+        return instances, {}
+    found, hosts = [], {}
+    for one in [one for one in instances if not one.is_decode]:
+        slots = 2 * POOL_TOKENS // one.shape.page_size
+        host = dataclasses.replace(one, shape=dataclasses.replace(one.shape, slots=slots))
+        guest = Instance(one.name.replace("prefill", "decode"), is_decode=True, shape=host.shape)
+        found += [host, guest]
+        hosts[guest.name] = host.name
+    return found, hosts
 
 
 def _draw_references(seed: int, instances: list[Instance]) -> References | None:
@@ -174,7 +208,7 @@ def _draw_references(seed: int, instances: list[Instance]) -> References | None:
     rng = random.Random(f"references {seed}")  # noqa: S311 - chance must be repeatable here
     if rng.random() < BY_NAME:
         return None
-    return References(rng, [one.name for one in instances if not one.is_decode])
+    return References.draw(rng, [one.name for one in instances if not one.is_decode])
 
 
 def _draw_preemptions(seed: int) -> random.Random | None:

@@ -10,6 +10,7 @@ from typing import Any
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import KvflowError
 from kvflow.prefill import RoomSender
+from kvflow.room import RoomId
 from kvflow.state.tables import Memory
 from kvflow.testing.simulation.deployment import Deployment, StagingShape, watch_logs
 from kvflow.testing.simulation.engines import REFUSALS, DecodeWorker, PrefillWorker, Worker
@@ -18,6 +19,7 @@ from kvflow.testing.simulation.interference import Interference
 from kvflow.testing.simulation.loop import Violation
 from kvflow.testing.simulation.model import KV, MODELS, Model, Shape
 from kvflow.testing.simulation.oracle import Instance
+from kvflow.testing.simulation.references import References
 from kvflow.testing.simulation.requests import Receiving, Request, Sending
 from kvflow.testing.simulation.run import settle
 from kvflow.testing.simulation.script import ScenarioError, Statement, parse
@@ -137,12 +139,13 @@ class Scenario:
     def __init__(self) -> None:
         self._model: Model = MODELS[0]
         self._instances: list[Instance] = []
+        self._answering: list[str] = []
         self._timeouts = TIMEOUTS
         self._limits = Limits()
         self._transport: list[str] = []
         self._staging: StagingShape | None = None
-        self._requests: dict[int, Request] = {}
-        self._engines: dict[tuple[RankId, int], _Engine] = {}
+        self._requests: dict[RoomId, Request] = {}
+        self._engines: dict[tuple[RankId, RoomId], _Engine] = {}
         self._num_tries = 0
         self._on_stage: _Stage | None = None
 
@@ -218,6 +221,7 @@ class Scenario:
                 faults=Faults(writes_of_dead=float(outlives)),
                 ends_with_process="that ends with the process" in self._transport,
                 in_band_notices="without notices" not in self._transport,
+                shows_last_bytes="that shows last bytes" in self._transport,
                 tells=True,
             )
             world.pace = PACE
@@ -229,6 +233,7 @@ class Scenario:
                 limits=self._limits,
                 staging=self._staging,
                 fixed_ports=True,
+                references=References(world.rng, self._answering, names=True),
             )
             self._on_stage = _Stage(deployment)
             deployment.start_all()
@@ -253,6 +258,8 @@ class Scenario:
             page_size=int(given.pop("page", 2)),
             slots=int(given.pop("pages", 8)),
         )
+        if given.pop("answers for", None) == "itself":
+            self._answering.append(name)
         if given:
             raise ScenarioError("instance has no such option", given=sorted(given))
         self._instances.append(Instance(name, kind == "decode", shape))
@@ -285,21 +292,29 @@ class Scenario:
 
     # Engines ---------------------------------------------------------------------------------------------------------
 
-    def _request(self, room: int, tokens: int, prefill: str, decode: str, has: int | None) -> None:
+    def _request(self, room: RoomId, tokens: int, prefill: str, decode: str, has: int | None) -> None:
         self._num_tries += 1
         num_ranks = self._stage.deployment.instances[decode].shape.num_ranks
         request = Request(room, self._num_tries, tokens, has or 0, True, prefill, decode, num_ranks)
         self._requests[room] = request
         self._stage.deployment.oracle.routed(request)
 
-    def _open(self, who: str, verb: str, room: int) -> None:
+    def _ticket(self, who: str, room: RoomId) -> None:
+        for rank in self._ranks(who):
+            worker = self._worker(rank)
+            if not isinstance(worker, PrefillWorker):
+                raise ScenarioError("only a prefill rank gives tickets", rank=str(rank))
+            reference = worker.rank.ticket(room)
+            self._requests[room] = dataclasses.replace(self._requests[room], reference=reference)
+
+    def _open(self, who: str, verb: str, room: RoomId) -> None:
         for rank in self._ranks(who):
             worker = self._worker(rank)
             if not isinstance(worker, PrefillWorker):
                 raise ScenarioError("only a prefill rank opens rooms", rank=str(rank))
             self._begin(worker, room, worker.prepare(self._requests[room]), is_allowed=verb == "opens")
 
-    def _receive(self, who: str, verb: str, room: int, within: float | None) -> None:
+    def _receive(self, who: str, verb: str, room: RoomId, within: float | None) -> None:
         for rank in self._ranks(who):
             worker = self._worker(rank)
             if not isinstance(worker, DecodeWorker):
@@ -307,7 +322,7 @@ class Scenario:
             one = worker.prepare(self._requests[room], within)
             self._begin(worker, room, one, is_allowed=verb == "receives")
 
-    def _begin(self, worker: Worker, room: int, one: Sending | Receiving | None, *, is_allowed: bool) -> None:
+    def _begin(self, worker: Worker, room: RoomId, one: Sending | Receiving | None, *, is_allowed: bool) -> None:
         if one is None:
             if is_allowed:
                 raise ScenarioError("pool has no pages left")
@@ -321,23 +336,34 @@ class Scenario:
             if not is_allowed:
                 raise ScenarioError("transfer has begun")
 
-    def _compute(self, who: str, room: int, stop: int) -> None:
+    def _reuse(self, who: str) -> None:
+        for rank in self._ranks(who):
+            worker = self._worker(rank)
+            if not isinstance(worker, DecodeWorker):
+                raise ScenarioError("only a decode rank receives into pages", rank=str(rank))
+            before = worker.num_refused
+            worker.process.call(worker.reuse_too_early)
+            self._world.run(0.0)
+            if worker.num_refused == before:
+                raise ScenarioError("no transfer holds pages", rank=str(rank))
+
+    def _compute(self, who: str, room: RoomId, stop: int) -> None:
         self._command(who, room, stop, is_last=False)
 
-    def _finish(self, who: str, room: int) -> None:
+    def _finish(self, who: str, room: RoomId) -> None:
         self._command(who, room, None, is_last=True)
 
-    def _command(self, who: str, room: int, stop: int | None, *, is_last: bool) -> None:
+    def _command(self, who: str, room: RoomId, stop: int | None, *, is_last: bool) -> None:
         for rank in self._ranks(who):
             one, worker = self._sending(rank, room)
             self._engines[rank, room].commands.put_nowait(_computing(worker, one, stop, is_last=is_last))
 
-    def _preempt(self, who: str, room: int) -> None:
+    def _preempt(self, who: str, room: RoomId) -> None:
         for rank in self._ranks(who):
             one, worker = self._sending(rank, room)
             self._engines[rank, room].commands.put_nowait(_preempting(worker, one))
 
-    def _abort(self, who: str, room: int) -> None:
+    def _abort(self, who: str, room: RoomId) -> None:
         for rank in self._ranks(who):
             self._transfer(rank, room)
             self._worker(rank).process.call(self._engines[rank, room].task.cancel)
@@ -368,10 +394,10 @@ class Scenario:
                 deployment.sabotaged[worker.process] = None
                 worker.process.call(worker.backend.break_down)
 
-    def _release(self, room: int, who: str) -> None:
+    def _release(self, room: RoomId, who: str) -> None:
         for rank in self._ranks(who):
             worker = self._worker(rank)
-            worker.process.call(worker.rank.release, self._transfer(rank, room).transfer)
+            worker.process.call(worker.rank.release, room)
 
     def _run(self, lasts: float) -> None:
         self._world.run(lasts)
@@ -412,7 +438,7 @@ class Scenario:
 
     # What must be seen -----------------------------------------------------------------------------------------------
 
-    def _expect(self, who: str, room: int, facts: tuple[str, ...]) -> None:
+    def _expect(self, who: str, room: RoomId, facts: tuple[str, ...]) -> None:
         for rank in self._ranks(who):
             one = self._transfer(rank, room)
             reason = one.failure.reason.value if one.failure else "no_reason"
@@ -445,13 +471,13 @@ class Scenario:
     def _worker(self, rank: RankId) -> Worker:
         return self._stage.deployment.workers[rank]
 
-    def _sending(self, rank: RankId, room: int) -> tuple[Sending, PrefillWorker]:
+    def _sending(self, rank: RankId, room: RoomId) -> tuple[Sending, PrefillWorker]:
         one, worker = self._transfer(rank, room), self._worker(rank)
         if not isinstance(one, Sending) or not isinstance(worker, PrefillWorker):
             raise ScenarioError("only a prefill rank computes", rank=str(rank))
         return one, worker
 
-    def _transfer(self, rank: RankId, room: int) -> Sending | Receiving:
+    def _transfer(self, rank: RankId, room: RoomId) -> Sending | Receiving:
         """The latest try of a room on a rank, in whatever incarnation."""
         oracle = self._stage.deployment.oracle
         every: list[Sending | Receiving] = [*oracle.sendings, *oracle.receivings]

@@ -96,12 +96,15 @@ STATEMENTS: Final = {
     "instance": r"(?P<kind>prefill|decode) (?P<name>\w[\w-]*)(?:: (?P<options>.+))?",
     "timeouts": r"timeouts (?P<settings>.+)",
     "limits": r"limits (?P<settings>.+)",
-    "transport": r"transport (?P<kind>without notices|that ends with the process|that outlives the process)",
+    "transport": r"transport "
+    r"(?P<kind>without notices|that ends with the process|that outlives the process|that shows last bytes)",
     "staging": r"staging: (?P<options>.+)",
     "request": r"request (?P<room>\d+): (?P<tokens>\d+) tokens, (?P<prefill>[\w-]+) to (?P<decode>[\w-]+)"
     r"(?:, decode has (?P<has>\d+))?",
     "open": rf"(?P<who>{WHO}) (?P<verb>opens|cannot open) (?P<room>\d+)",
     "receive": rf"(?P<who>{WHO}) (?P<verb>receives|cannot receive) (?P<room>\d+)(?: within (?P<within>{DURATION}))?",
+    "reuse": rf"(?P<who>{WHO}) cannot reuse pages",
+    "ticket": rf"(?P<who>{WHO}) gives a ticket for (?P<room>\d+)",
     "compute": rf"(?P<who>{WHO}) computes (?P<room>\d+) up to (?P<stop>\d+)",
     "finish": rf"(?P<who>{WHO}) finishes (?P<room>\d+)",
     "preempt": rf"(?P<who>{WHO}) preempts (?P<room>\d+)",

@@ -54,6 +54,7 @@ class World:
         faults: Faults = NO_FAULTS,
         ends_with_process: bool = False,
         in_band_notices: bool = True,
+        shows_last_bytes: bool = False,
         tells: bool = False,
     ) -> None:
         self.loop = VirtualLoop()
@@ -63,7 +64,12 @@ class World:
         self.injected: dict[str, int] = {}
         self.story: list[str] | None = [] if tells else None
         self.network = Network(self)
-        self.plane = DataPlane(self, ends_with_process=ends_with_process, in_band_notices=in_band_notices)
+        self.plane = DataPlane(
+            self,
+            ends_with_process=ends_with_process,
+            in_band_notices=in_band_notices,
+            shows_last_bytes=shows_last_bytes,
+        )
         self.processes: dict[str, Process] = {}
 
     def __enter__(self) -> Self:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
+from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.decode import handshake
 from kvflow.state.effects import (
@@ -475,7 +476,7 @@ def test_another_instance_is_not_blamed(core: DecodeDriver) -> None:
 # Declines ------------------------------------------------------------------------------------------------------------
 
 
-def declined(effects: list[DecodeEffect]) -> list[tuple[PeerId, int]]:
+def declined(effects: list[DecodeEffect]) -> list[tuple[PeerId, RoomId]]:
     return [(to, decline.room) for to, decline in messages(effects, Decline) if isinstance(decline, Decline)]
 
 
@@ -650,7 +651,7 @@ def test_rooms_that_wait_for_a_rank_that_was_connected_before_fail_with_its_name
 def test_a_lost_rank_is_shaken_hands_with_again_and_rooms_wait_for_that(core: DecodeDriver) -> None:
     core(request())
     core.connect(PREFILL)
-    effects = core.sleep(3.0)
+    effects = core(ev.ConnectionLost(PREFILL)) + core.sleep(3.0)
     assert reports(effects) == [("failed", "draining")]
     assert LookUp("prefill") in effects
     assert reports(core(request(2, room=8))) == []

@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
+from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.decode import instances
 from kvflow.state.effects import CompileRoutes, DecodeEffect, LookUp, ProbePeer, ReportReceiver
@@ -49,7 +50,7 @@ def connect(core: DecodeDriver, ref: ev.InstanceRef, *peers: PeerId) -> None:
     assert rooms_granted(granted) == [1] * len(peers)
 
 
-def rooms_granted(effects: list[DecodeEffect]) -> list[int]:
+def rooms_granted(effects: list[DecodeEffect]) -> list[RoomId]:
     return [message.room for _, message in messages(effects, Grant) if isinstance(message, Grant)]
 
 
@@ -174,6 +175,17 @@ def test_a_ticket_of_a_sibling_that_the_directory_never_knows_is_stale_in_the_en
     effects += core.pass_time(HANDSHAKE_S)
     assert failures(effects) == [(2, FailureReason.STALE_TICKET)]
     assert rooms_granted(core(request(3, room=3, instance=TICKET, issuer=PREFILL))) == [3, 3]
+
+
+def test_tickets_that_are_not_known_yet_wait_each_for_its_own_time(core: DecodeDriver) -> None:
+    connect(core, TICKET, PREFILL, OTHER_PREFILL)
+    for generation, incarnation in ((2, 2), (3, 3)):
+        issuer = OTHER_PREFILL._replace(incarnation=incarnation)
+        core(request(generation, room=generation, instance=TICKET, issuer=issuer))
+        answer(core, TICKET, PREFILL, OTHER_PREFILL)
+        failed = failures(core.pass_time(3.0))
+    assert failed == [(2, FailureReason.STALE_TICKET)]
+    assert failures(core.pass_time(2.0)) == [(3, FailureReason.STALE_TICKET)]
 
 
 def test_a_ticket_that_is_newer_than_a_failed_handshake_waits_for_another(core: DecodeDriver) -> None:

@@ -16,6 +16,7 @@ from kvflow.state.effects import (
     ReportReceiver,
     WatchNotices,
 )
+from kvflow.state.peers import BUSY_LEASES
 from kvflow.wire.messages import Ack, Cancel, Drained, Failed, Failure, Goodbye, Grant, PeerId, Ping, Pong, Refuse
 from tests.support.cores import (
     ABORTED,
@@ -227,10 +228,10 @@ def test_room_is_free_again_while_its_old_pages_are_in_quarantine(transfer: Tran
 
 def lose(transfer: Transfer, *, spare: PeerId) -> list[DecodeEffect]:
     """Let every rank but one fall silent for longer than its lease."""
-    effects: list[DecodeEffect] = []
+    effects = transfer.core(ev.ConnectionLost(PREFILL))
     for _ in range(4):
         transfer.core.hear(spare, Pong(peer=spare))
-        effects = transfer.core.sleep(0.75)
+        effects += transfer.core.sleep(0.75)
     return effects
 
 
@@ -363,7 +364,7 @@ def test_what_only_a_prefill_rank_should_hear_is_counted(transfer: Transfer) -> 
 
 def test_a_prefill_rank_that_stays_silent_is_forgotten(core: DecodeDriver) -> None:
     core.connect(PREFILL, OTHER)
-    effects = core.sleep(3.0 * 13)
+    effects = core.sleep(3.0 * (BUSY_LEASES + 12))
     assert [effect for effect in effects if isinstance(effect, Disconnect)] == [Disconnect(PREFILL), Disconnect(OTHER)]
     assert len(core.core.peers) == 0
 

@@ -7,6 +7,7 @@ from types import FrameType
 import pytest
 
 from kvflow.config import NUM_PRIORITIES, Limits, Timeouts
+from kvflow.room import RoomId
 from kvflow.state.effects import Piece
 from kvflow.state.events import DeliveryId
 from kvflow.state.prefill import queue as queue_module
@@ -21,7 +22,7 @@ from tests.support.sending import delivery as delivery_of
 Queued = tuple[Piece, float]
 """A piece, and when it gets in line."""
 
-Place = tuple[int, int, int]
+Place = tuple[int, RoomId, int]
 """Engine rank of the peer, room, sequence number."""
 
 AGEING_S = 1.0
@@ -70,7 +71,7 @@ def take_all(queue: PieceQueue, now: float = 0.0) -> list[Piece]:
     return taken
 
 
-def rooms_of(jobs: Iterable[Piece]) -> list[int]:
+def rooms_of(jobs: Iterable[Piece]) -> list[RoomId]:
     return [taken.delivery.room for taken in jobs]
 
 

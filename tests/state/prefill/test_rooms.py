@@ -7,7 +7,7 @@ from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError
 from kvflow.state import events as ev
 from kvflow.state.effects import AwaitData, CountAnomaly, DisconnectTransport, PrefillEffect, ReportGranted
 from kvflow.state.events import Chunk
-from kvflow.wire.messages import Ack, Cancel, Drained, Failed, Goodbye, Notice, Ping, Pong
+from kvflow.wire.messages import Ack, Cancel, Drained, Failed, Goodbye, Notice, PeerId, Ping, Pong, Refuse
 from tests.support.cores import (
     ABORTED,
     DECODE,
@@ -16,6 +16,7 @@ from tests.support.cores import (
     PrefillDriver,
     abort_failure,
     anomalies,
+    connection_of,
     grant,
     messages,
     of_kind,
@@ -561,3 +562,73 @@ def test_a_lingering_write_to_a_rank_that_is_over_is_not_remembered(granted: Pre
     granted(ev.PostEnded(piece.delivery, piece.seq, ABORTED, True))
     assert granted.core.is_idle
     assert not granted.core.rooms.unfenced
+
+
+# A bound on what may still land ------------------------------------------------------------------------------------
+
+
+def linger(core: PrefillDriver, room: int, decode: PeerId) -> None:
+    """End a room of which bytes may still land at a decode rank."""
+    core(ev.SendOpened(room))
+    core.hear(decode, grant(room, generation=room))
+    core(chunk(0, 8, room=room, last=True))
+    core(ev.PostEnded(ev.DeliveryId(room, decode, room), 0, FAILURE, True))
+
+
+def test_a_decode_rank_at_which_too_much_may_still_land_is_refused_and_others_are_served() -> None:
+    core = PrefillDriver(limits=Limits(unfenced=16))
+    other = peer("decode", 1)
+    for decode in (DECODE, other):
+        core.connect(decode)
+    for room in (1, 2):
+        linger(core, room, DECODE)
+    core(ev.SendOpened(3))
+    (failed,) = failed_in(core.hear(DECODE, grant(3, generation=3)))
+    assert (failed.failure.reason, failed.drained) == (FailureReason.CAPACITY, True)
+    core(chunk(0, 8, room=3, last=True))
+    assert pieces(core.hear(other, grant(3, generation=3)))
+
+
+def test_nothing_is_begun_while_too_much_may_still_land_at_decode_ranks_that_are_connected() -> None:
+    core = PrefillDriver(limits=Limits(unfenced=1))
+    core.connect()
+    linger(core, 1, DECODE)
+    with pytest.raises(CapacityExceeded, match="may still land"):
+        core(ev.SendOpened(2))
+
+
+def test_what_may_still_land_at_a_decode_rank_that_is_gone_is_dropped_and_it_is_never_told_drained() -> None:
+    core = PrefillDriver(limits=Limits(unfenced=1))
+    core.connect()
+    linger(core, 1, DECODE)
+    core.sleep(10.0)
+    core(ev.SendOpened(2))
+    assert not core.core.rooms.unfenced
+    effects = core(ev.MessageArrived(connection_of(DECODE), core.hello(DECODE, attempt=9)))
+    ((_, refused),) = messages(effects, Refuse)
+    assert isinstance(refused, Refuse)
+    assert "not followed any more" in refused.detail
+    assert messages(core.hear(DECODE, Cancel(room=1, generation=1, failure=ABORTED)), Drained) == []
+    assert messages(core(ev.TransportClosed()), Goodbye) == []
+
+
+def test_a_failed_that_says_drained_is_followed_by_no_other(granted: PrefillDriver) -> None:
+    effects = granted(ev.SendAborted(ROOM, ABORTED))
+    ((_, failed),) = messages(effects, Failed)
+    assert isinstance(failed, Failed)
+    assert failed.drained
+    assert messages(effects + granted.pass_time(5.0), Drained) == []
+
+
+def test_a_transfer_that_fails_while_it_is_written_says_drained_once_at_the_end(granted: PrefillDriver) -> None:
+    granted(chunk(0, 4))
+    granted(chunk(4, 8, last=True))
+    effects = granted(ev.SendAborted(ROOM, ABORTED))
+    assert [failed.drained for _, failed in messages(effects, Failed) if isinstance(failed, Failed)] == [False]
+    assert messages(effects + end(granted, 0), Drained) == [], "the other write may still land"
+    assert len(messages(end(granted, 1), Drained)) == 1
+
+
+def test_a_success_says_no_drained(granted: PrefillDriver) -> None:
+    effects = granted(chunk(0, 8, last=True)) + end(granted, 0) + granted.hear(DECODE, ACK)
+    assert messages(effects, Drained) == []

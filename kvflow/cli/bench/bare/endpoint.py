@@ -3,7 +3,8 @@
 import abc
 from typing import Any
 
-from kvflow.cli.bench.loads import PairOptions, Tables
+from kvflow.cli.bench.loads import Tables
+from kvflow.cli.bench.sides import SideOptions
 from kvflow.cli.pools import PagePool
 
 __all__ = ["BareEndpoint", "open_endpoint"]
@@ -48,7 +49,7 @@ class BareEndpoint(abc.ABC):
         """End it; nothing is under way any more."""
 
 
-def open_endpoint(options: PairOptions, pool: PagePool) -> BareEndpoint:
+def open_endpoint(options: SideOptions, pool: PagePool) -> BareEndpoint:
     """Open an endpoint on a transport, "nixl" or "mooncake", over a pool to write from or to.
 
     Raises:

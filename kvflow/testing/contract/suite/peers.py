@@ -89,7 +89,7 @@ class PeerContract(ContractBase):
     async def test_live_peers_do_not_hold_up_the_wait_for_last_bytes_of_ended_ones(self) -> None:
         async with self.open_some() as (source, target):
             await write(source, target, 1)
-            is_quiet = await target.backend.outlast()
+            is_quiet = await target.backend.outlast(target.backend.domain())
             assert is_quiet or not target.backend.capabilities.ends_with_process
             await write(source, target, 2)
 

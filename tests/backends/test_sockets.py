@@ -10,12 +10,14 @@ from typing import ClassVar
 import anyio
 import pytest
 
+from kvflow.backends import dryness, sockets
 from kvflow.backends.base import Backend
+from kvflow.backends.dryness import Dryness
 from kvflow.backends.memory import MemoryBackend
-from kvflow.backends.mooncake import MooncakeBackend, dryness, sockets
-from kvflow.backends.mooncake.dryness import Dryness
-from kvflow.backends.mooncake.sockets import Connections
+from kvflow.backends.mooncake import MooncakeBackend
 from kvflow.backends.nixl import NixlBackend
+from kvflow.backends.sockets import Connections
+from kvflow.wire.hosts import is_own_address
 from tests.backends.endpoints import open_backend
 from tests.support.waiting import until
 
@@ -163,15 +165,45 @@ async def test_an_open_connection_counts_if_its_far_end_cannot_be_seen(
     assert sockets.is_wet(near, seen) is is_wet
 
 
-async def outlast(backend: Backend) -> bool:
+async def test_of_a_domain_connections_count_whoever_has_made_them_but_not_those_with_other_hosts() -> None:
+    """A library may write over a connection that the other side has accepted."""
+    with listening() as listener, sending(listener, 1_000), listener.accept()[0] as connection:
+        read(connection, 1_000)
+        with socket.create_connection(listener.getsockname()) as outgoing, listener.accept()[0] as accepted:
+            accepted.send(b"never read")
+            await until(Connections().are_dry)
+            assert not Connections(of_domain=True).are_dry()
+            outgoing.recv(100)
+            await until(Connections(of_domain=True).are_dry)
+
+
+@pytest.mark.parametrize(
+    ("digits", "is_own"),
+    [
+        ("0100007F", True),
+        ("010200C0", False),  # 192.0.2.1, for documentation
+        ("00000000000000000000000001000000", True),
+        ("B80D0120000000000000000001000000", False),  # 2001:db8::1
+    ],
+)
+def test_an_address_of_a_table_is_told_from_those_of_other_hosts(digits: str, is_own: bool) -> None:
+    if sys.byteorder == "big":
+        pytest.skip("the kernel prints words as they are in memory")
+    assert is_own_address(sockets.address_of(digits)) is is_own
+
+
+async def outlast(backend: Backend, domain: bytes | None = None) -> bool:
     async with open_backend(backend):
-        return await backend.outlast()
+        return await backend.outlast(backend.domain() if domain is None else domain)
 
 
 async def test_a_transport_that_can_see_it_says_so_when_nothing_lands_any_more() -> None:
     assert await outlast(MooncakeBackend())
     assert await outlast(MemoryBackend())
-    assert not await outlast(NixlBackend())
+    assert await outlast(NixlBackend())
+    assert not await outlast(NixlBackend(), b"")
+    assert not await outlast(NixlBackend(), b"another kernel")
+    assert await outlast(NixlBackend(ends_with_process=True), b"another kernel")
 
 
 class Looks:
@@ -180,7 +212,7 @@ class Looks:
     made: ClassVar[list["Looks"]] = []
     num_dry = 0
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_domain: bool) -> None:
         self.made.append(self)
 
     def are_dry(self) -> bool:

@@ -1,11 +1,12 @@
 """Waiting until nothing can come any more from processes that have ended."""
 
+import functools
 from contextlib import suppress
 from typing import Final
 
 import anyio
 
-from kvflow.backends.mooncake.sockets import Connections
+from kvflow.backends.sockets import Connections
 from kvflow.backends.threads import run_in_thread
 from kvflow.errors import BackendError
 
@@ -21,9 +22,13 @@ class Dryness:
 
     Whoever asks has all connections looked at anew. That answers those who asked before as well: what is dry of the
     connections of now is dry of those that there were earlier.
+
+    Args:
+        of_domain: Look only at connections with processes of the same `kernel_domain`, see `Connections`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_domain: bool = False) -> None:
+        self._of_domain = of_domain
         self._looking = anyio.Lock()
         self._num_asked = 0
         self._num_answered = 0
@@ -49,7 +54,7 @@ class Dryness:
             with suppress(BackendError):  # there was no thread for this look, there may be one for the next
                 if connections is None or asked != self._num_asked:
                     now_asked = self._num_asked
-                    connections = await run_in_thread(Connections)
+                    connections = await run_in_thread(functools.partial(Connections, of_domain=self._of_domain))
                     asked, pause_s = now_asked, LOOK_S
                 if await run_in_thread(connections.are_dry):
                     return asked

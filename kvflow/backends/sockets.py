@@ -6,25 +6,34 @@ dry for good once its far end had nothing left to deliver and, later, the near e
 of the stream has arrived already, the far end does not matter.
 
 It is not known which connections belonged to ended processes, so every connection has to have been dry once. Those of
-live processes are dry between two writes, because each carries one write at a time and waits for its answer.
+live processes are dry between two writes.
+
+A process on another host, or in another network namespace, has its end of a connection where it cannot be seen. Two
+processes with the same `kernel_domain` see both ends of every connection between them.
 
 Source: Mooncake, commit 0ab6a43, tcp_transport_session_impl.h: bytes for host memory are read from the socket to their
-place, those for device memory to a buffer first.
+place, those for device memory to a buffer first. UCX 1.23, tcp_ep.c: the same, and a message that was read is handled
+before the call that read it returns.
 """
 
 import array
 import fcntl
+import sys
 import termios
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Connections", "Row", "is_wet"]
+from kvflow.wire.hosts import is_own_address
+
+__all__ = ["Connections", "Row", "address_of", "is_wet", "kernel_domain"]
 
 TABLES: Final = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 LOCAL_TABLE: Final = Path("/proc/self/net/unix")
 DESCRIPTORS: Final = Path("/proc/self/fd")
+BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+NETWORK: Final = Path("/proc/self/ns/net")
 LISTENS: Final = "0A"
 MAY_BRING_MORE: Final = ("01", "03")
 """States of a connection whose far end has not closed it, as far as the near end knows."""
@@ -53,19 +62,40 @@ class Row:
     inode: int
 
 
+def kernel_domain() -> str:
+    """Name the running kernel and this process's part of its network, so that others can compare it with theirs.
+
+    Raises:
+        OSError: The kernel does not tell.
+    """
+    network = NETWORK.stat()
+    return f"{BOOT.read_text('ascii').strip()}/{network.st_dev}:{network.st_ino}"
+
+
 class Connections:
     """The connections that others have to this process now; `are_dry` says whether they can bring nothing more.
 
     They never are dry if a far end is in another network namespace and has not closed.
 
+    Args:
+        of_domain: Take those with processes of the same `kernel_domain`, whoever made the connection, and only those.
+
     Raises:
         OSError: The kernel does not show them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_domain: bool = False) -> None:
         rows, sockets = _rows(), _sockets()
         ports = {_port(row.ends[0]) for row in rows if row.state == LISTENS and row.inode in sockets}
-        self._wet = [row.ends for row in rows if row.state != LISTENS and _port(row.ends[0]) in ports]
+        mine = [
+            row.ends
+            for row in rows
+            if row.state != LISTENS and (_port(row.ends[0]) in ports or (of_domain and row.inode in sockets))
+        ]
+        if of_domain:
+            own = {host for host in {_host(far) for _, far in mine} if is_own_address(address_of(host))}
+            mine = [ends for ends in mine if _host(ends[1]) in own]
+        self._wet = mine
 
     def are_dry(self) -> bool:
         """Look again, and say whether each of them has been dry since it was first looked at. Takes milliseconds.
@@ -105,6 +135,16 @@ def _row(fields: list[str]) -> Row:
 
 def _port(address: str) -> str:
     return address.rpartition(":")[2]
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
+
+
+def address_of(digits: str) -> bytes:
+    """Turn an address of a table, which has words of 32 bits in the order of this machine, into that of the network."""
+    words = [digits[at : at + 8] for at in range(0, len(digits), 8)]
+    return b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)
 
 
 def _local_sockets() -> set[int]:

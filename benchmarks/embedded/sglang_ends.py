@@ -1,0 +1,178 @@
+"""SGLang's own sender and receiver over NIXL, called as its schedulers call them."""
+
+import importlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.embedded.engines import LOOK_S, News
+from benchmarks.embedded.loads import LANES, EmbeddedOptions
+from benchmarks.embedded.sglang_shim import install
+from kvflow.cli.bench.sides import PREFILL
+from kvflow.cli.pools import PagePool
+from kvflow.errors import KvflowError
+
+__all__ = ["SglangDecode", "SglangPrefill", "open_manager"]
+
+HOST: Final = "127.0.0.1"
+BOOTSTRAP_S: Final = 0.5
+RETRY_S: Final = 0.1
+
+
+class Manager:
+    """SGLang's manager of one rank, and what is needed to make senders or receivers.
+
+    Attributes:
+        native: The manager.
+        metadata: SGLang's metadata buffers.
+        address: Of the bootstrap server.
+        states: `KVPoll`.
+        make: Makes a sender or a receiver for a room.
+    """
+
+    def __init__(self, native: Any, metadata: Any, address: str, states: Any, make: Callable[..., Any]) -> None:
+        self.native = native
+        self.metadata = metadata
+        self.address = address
+        self.states = states
+        self.make: Callable[[int], Any] = lambda room: make(mgr=native, bootstrap_addr=address, bootstrap_room=room)
+
+
+def open_manager(options: EmbeddedOptions, pool: PagePool) -> Manager:
+    """Start SGLang's side over a pool, and the bootstrap server on prefill. What it prints goes nowhere."""
+    logging.disable(logging.CRITICAL)
+    os.environ.setdefault("SGLANG_HOST_IP", HOST)
+    install(Path(options.sglang))
+    torch = importlib.import_module("torch")
+    torch.set_num_threads(1)
+    conn = importlib.import_module("sglang.srt.disaggregation.nixl.conn")
+    utils = importlib.import_module("sglang.srt.disaggregation.utils")
+    base = importlib.import_module("sglang.srt.disaggregation.base.conn")
+    context = importlib.import_module("sglang.srt.runtime_context")
+    is_prefill = options.side == PREFILL
+    settings = {"page_size": pool.shape.page_size, "disaggregation_mode": options.side, "tp_size": 1, "device": "cpu"}
+    arguments = (
+        context.get_context()
+        .override_server_args(host=HOST, disaggregation_bootstrap_port=options.port, **settings)
+        .install()
+    )
+    ranks = dict.fromkeys(("attn_dcp_rank", "attn_tp_rank", "attn_dp_rank", "attn_cp_rank", "tp_rank", "pp_rank"), 0)
+    context.get_parallel().override_permanently(**ranks, pp_group=None)
+    metadata = utils.MetadataBuffers(
+        LANES, hidden_size=4096, hidden_states_dtype=torch.bfloat16, max_sampling_mask_tokens=0
+    )
+    if is_prefill:
+        conn.NixlKVBootstrapServer(HOST, options.port)
+        time.sleep(BOOTSTRAP_S)
+    mode = utils.DisaggregationMode.PREFILL if is_prefill else utils.DisaggregationMode.DECODE
+    native = conn.NixlKVManager(_arguments(base.KVArgs(), pool, metadata), mode, arguments, False)
+    make = conn.NixlKVSender if is_prefill else conn.NixlKVReceiver
+    return Manager(native, metadata, f"{HOST}:{options.port}", base.KVPoll, make)
+
+
+def _arguments(found: Any, pool: PagePool, metadata: Any) -> Any:
+    """Describe a pool as SGLang wants it."""
+    shape, count = pool.shape, pool.shape.num_tensors
+    found.kv_data_ptrs = [pool.range.address + number * pool.tensor_bytes for number in range(count)]
+    found.kv_data_lens = [pool.num_pages * shape.page_bytes] * count
+    found.kv_item_lens = [shape.page_bytes] * count
+    found.kv_data_mem_kinds = ["DRAM"] * count
+    found.kv_cache_dtype_str = shape.dtype
+    found.aux_data_ptrs, found.aux_data_lens, found.aux_item_lens = metadata.get_buf_infos()
+    for name in ("kv_layer_ids", "state_types", "state_data_ptrs", "state_data_lens"):
+        setattr(found, name, [])
+    for name in ("state_item_lens", "state_layer_ids", "state_dim_per_tensor"):
+        setattr(found, name, [])
+    for name in ("engine_rank", "gpu_id", "system_dp_rank", "pp_rank", "prefill_start_layer", "num_draft_entries"):
+        setattr(found, name, 0)
+    found.prefill_end_layer = shape.layers
+    found.kv_head_num = found.total_kv_head_num = shape.num_heads
+    found.page_size = shape.page_size
+    found.ib_device = ""
+    found.rust_http_port = found.mla_compression_ratios = None
+    found.is_hybrid_mla_backend = False
+    return found
+
+
+class SglangPrefill:
+    """A `PrefillEnd`."""
+
+    nap_s = LOOK_S
+    is_quiet = False
+
+    def __init__(self, manager: Manager, tables: list[list[int]]) -> None:
+        self._manager = manager
+        self._tables = [np.asarray(table, np.int32) for table in tables]
+        self._senders: dict[int, Any] = {}
+        self._granted: set[int] = set()
+
+    def send(self, room: int) -> None:
+        """Begin a request."""
+        self._senders[room] = self._manager.make(room)
+
+    def chunk(self, room: int) -> None:
+        """Do nothing: all goes with the end."""
+
+    def finish(self, room: int, *, is_rest: bool) -> None:
+        """Send all tokens and the metadata."""
+        sender, pages, slot = self._senders[room], self._tables[room % LANES], room % LANES
+        sender.pop_decode_prefix_len()
+        sender.init(len(pages), slot)
+        self._manager.metadata.bootstrap_room[slot, 0] = room
+        sender.send(pages)
+
+    def completed(self) -> list[News]:
+        """Ask each sender how it stands."""
+        states, news = self._manager.states, []
+        for room, sender in list(self._senders.items()):
+            state = sender.poll()
+            if state == states.WaitingForInput and room not in self._granted:
+                self._granted.add(room)
+                news.append(News(room, granted=True))
+            elif state == states.Success:
+                news.append(News(room, freed=True, ended=True))
+                sender.clear()
+                del self._senders[room]
+            elif state == states.Failed:
+                sender.failure_exception()
+        return news
+
+
+class SglangDecode:
+    """A `DecodeEnd`."""
+
+    nap_s = LOOK_S
+
+    def __init__(self, manager: Manager, tables: list[list[int]]) -> None:
+        self._manager = manager
+        self._tables = [np.asarray(table, np.int32) for table in tables]
+        self._receivers: dict[int, Any] = {}
+        while not manager.native.try_ensure_parallel_info(manager.address):
+            time.sleep(RETRY_S)
+
+    def receive(self, room: int) -> None:
+        """Begin a request."""
+        receiver = self._manager.make(room)
+        receiver.init(0)
+        receiver.send_metadata(self._tables[room % LANES], room % LANES, None, decode_prefix_len=0)
+        self._receivers[room] = receiver
+
+    def completed(self) -> list[News]:
+        """Ask each receiver how it stands."""
+        states, news = self._manager.states, []
+        for room, receiver in list(self._receivers.items()):
+            state = receiver.poll()
+            if state == states.Success:
+                if int(self._manager.metadata.bootstrap_room[room % LANES, 0]) != room:
+                    raise KvflowError("metadata of another room has arrived", room=room)
+                news.append(News(room, ended=True))
+                receiver.clear()
+                del self._receivers[room]
+            elif state == states.Failed:
+                receiver.failure_exception()
+        return news

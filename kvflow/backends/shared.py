@@ -1,0 +1,385 @@
+"""One transport endpoint for several ranks of a process: a prefill and a decode rank on one pool, or one after another.
+
+The endpoint has one native agent, one thread and one registration of the memory. Each rank has a `RankEndpoint` of it,
+which is a `Backend` like any other but for what it proves: closing it is no fence while other ranks use the agent.
+Writes of the rank that have not ended by then are not said to have ended, so that nobody takes their pages for free.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from kvflow.backends import create_backend
+from kvflow.backends.base import Backend, BackendEvent, NoticeArrived, OnBroken, OnEvents, PostEnded
+from kvflow.errors import BackendError, BackendUnavailable, LocalProtocolError, RegistrationError
+from kvflow.geometry.blocks import Blocks
+from kvflow.geometry.layout import KVLayout, MemoryRange
+from kvflow.geometry.plan import Descriptors
+
+__all__ = ["RankEndpoint", "SharedBackend"]
+
+CLOSE_TIMEOUT_S = 5.0
+
+
+class SharedBackend:
+    """A transport for several ranks of one process, on one event loop. Give it to each of them as `backend`.
+
+    It opens with the first rank and closes with the last one that leaves; after that it can be opened again. The ranks
+    have the same memory as a rule, which is registered once; the staging memory of each is added, and kept until the
+    endpoint closes.
+
+    Args:
+        name: Of the transport, as in the settings of a rank; or what makes one.
+        options: Of the transport, as in the settings of a rank.
+        close_timeout_s: How long a rank that leaves while others stay waits for its writes.
+
+    Raises:
+        ConfigError: No such transport, or it does not take these options.
+        BackendUnavailable: A plugin of that name cannot be imported, or is no backend.
+    """
+
+    def __init__(
+        self,
+        name: str | Callable[[], Backend] = "nixl",
+        options: Mapping[str, object] | None = None,
+        *,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+    ) -> None:
+        self.close_timeout_s = close_timeout_s
+        chosen = dict(options or {})
+        self._make = functools.partial(create_backend, name, chosen) if isinstance(name, str) else name
+        self._inner = self._make()
+        self._host: str | None = None
+        self._agent: str | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = asyncio.Lock()
+        self._has_memory = False
+        self._error: BackendError | None = None
+        self._members: dict[RankEndpoint, None] = {}
+        self._connected: dict[str, dict[RankEndpoint, None]] = {}
+        self._posts: dict[int, tuple[RankEndpoint, int]] = {}
+        self._num_posts = 0
+        self._kept: list[object] = []
+
+    def for_rank(self) -> "RankEndpoint":
+        """Make the endpoint of one rank."""
+        return RankEndpoint(self)
+
+    @property
+    def inner(self) -> Backend:
+        """The transport."""
+        return self._inner
+
+    @property
+    def agent(self) -> str | None:
+        """The name of its agent: that of the rank that has opened it. None while it is closed."""
+        return self._agent
+
+    def advertise(self, host: str) -> None:
+        """As `Backend.advertise`; the first rank says it."""
+        if self._agent is None:
+            self._host = host
+
+    async def enter(self, member: "RankEndpoint", agent_name: str) -> None:
+        """Let a rank in; the first one opens the transport.
+
+        Raises:
+            BackendUnavailable: The library is missing or broken.
+            LocalProtocolError: The other ranks are on another event loop.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise LocalProtocolError("ranks that share a backend must be on one event loop", backend=self._inner.name)
+        self._loop = loop
+        async with self._lock:
+            if self._error is not None:
+                raise BackendUnavailable("shared transport has broken down", detail=str(self._error))
+            if self._agent is None:
+                await self._open(agent_name)
+            self._members[member] = None
+
+    async def _open(self, agent_name: str) -> None:
+        if self._host is not None:
+            self._inner.advertise(self._host)
+        try:
+            await self._inner.open(agent_name, self._take, self._break_down)
+        except BaseException:
+            self._reset()
+            raise
+        self._agent = agent_name
+
+    def _reset(self) -> None:
+        """Begin anew: a backend is opened once."""
+        self._inner = self._make()
+        self._agent = self._loop = self._error = None
+        self._has_memory = False
+        self._connected.clear()
+        self._posts.clear()
+        self._kept.clear()
+
+    async def register(self, layout: KVLayout) -> None:
+        """Register the memory of a rank, as far as it is not registered yet.
+
+        Raises:
+            RegistrationError: The transport does not take it.
+        """
+        async with self._lock:
+            await (self._inner.extend(layout) if self._has_memory else self._inner.register(layout))
+            self._has_memory = True
+
+    def keep(self, memory: object) -> None:
+        """Keep memory alive until the transport closes: peers may write there for as long."""
+        self._kept.append(memory)
+
+    async def connect(self, member: "RankEndpoint", peer: str, metadata: bytes) -> None:
+        """Get ready to write to a peer for one rank.
+
+        Raises:
+            BackendError: As `Backend.connect`.
+        """
+        self._connected.setdefault(peer, {})[member] = None
+        try:
+            await self._inner.connect(peer, metadata)
+        except BaseException:
+            await self.disconnect(member, peer)
+            raise
+
+    async def disconnect(self, member: "RankEndpoint", peer: str) -> None:
+        """Release what is held for a peer, unless another rank is connected to it."""
+        users = self._connected.get(peer)
+        if users is None or member not in users:
+            return
+        del users[member]
+        if not users:
+            del self._connected[peer]
+            await self._inner.disconnect(peer)
+
+    def begin(self, member: "RankEndpoint", post_id: int) -> int:
+        """Give a post of a rank a number that no other has."""
+        number = self._num_posts
+        self._num_posts += 1
+        self._posts[number] = (member, post_id)
+        return number
+
+    def forget(self, number: int) -> None:
+        """Forget a post that was refused."""
+        del self._posts[number]
+
+    def watch(self) -> None:
+        """Poll for notices if any rank expects some."""
+        self._inner.watch(active=any(member.is_watching for member in self._members))
+
+    async def leave(self, member: "RankEndpoint") -> None:
+        """Let a rank go, when its writes have ended or its time for that is up; the last one closes the transport."""
+        if member not in self._members:
+            return
+        if len(self._members) > 1 and self._error is None:
+            with anyio.move_on_after(self.close_timeout_s):
+                await member.wait_until_idle()
+        async with self._lock:
+            if len(self._members) == 1:
+                await self._close(member)
+                return
+            for peer in [peer for peer, users in self._connected.items() if member in users]:
+                await self.disconnect(member, peer)
+            del self._members[member]
+            self.watch()
+
+    async def _close(self, last: "RankEndpoint") -> None:
+        try:
+            await self._inner.aclose()  # delivers the ends of all posts
+        finally:
+            del self._members[last]
+            self._reset()
+
+    def _take(self, events: Sequence[BackendEvent]) -> None:
+        """Give each rank what is about its posts, and notices to those that expect any."""
+        found: dict[RankEndpoint, list[BackendEvent]] = {}
+        for event in events:
+            if isinstance(event, NoticeArrived):
+                for member in self._readers():
+                    found.setdefault(member, []).append(event)
+                continue
+            is_end = isinstance(event, PostEnded)
+            known = self._posts.pop(event.post_id, None) if is_end else self._posts.get(event.post_id)
+            if known is not None and known[0] in self._members:
+                member, post_id = known
+                found.setdefault(member, []).append(_renumbered(event, post_id))
+        for member, its_events in found.items():
+            member.take(its_events)
+
+    def _readers(self) -> list["RankEndpoint"]:
+        """Ranks that have ever expected a notice; all of them if there is none."""
+        return [member for member in self._members if member.has_watched] or list(self._members)
+
+    def _break_down(self, error: BackendError) -> None:
+        self._error = error
+        for member in list(self._members):
+            member.break_down(error)
+
+
+class RankEndpoint(Backend):
+    """What one rank has of a `SharedBackend`.
+
+    Attributes:
+        is_watching: It expects notices.
+        has_watched: It ever has.
+    """
+
+    def __init__(self, shared: SharedBackend) -> None:
+        self.name = shared.inner.name
+        self.capabilities = shared.inner.capabilities
+        self.is_watching = False
+        self.has_watched = False
+        self._shared = shared
+        self._is_open = False
+        self._is_registered = False
+        self._is_broken = False
+        self._peers: dict[str, None] = {}
+        self._running: dict[int, None] = {}
+        self._idle = anyio.Event()
+
+    @property
+    @override
+    def shared_agent(self) -> str | None:
+        return self._shared.agent
+
+    @override
+    def advertise(self, host: str) -> None:
+        self._shared.advertise(host)
+
+    @override
+    async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
+        self._on_events, self._on_broken = on_events, on_broken
+        await self._shared.enter(self, agent_name)
+        self._is_open = True
+
+    @override
+    async def register(self, layout: KVLayout) -> None:
+        self._check_open()
+        if self._is_registered:
+            raise RegistrationError("memory is registered already, and only once", backend=self.name)
+        await self._shared.register(layout)
+        self._is_registered = True
+
+    def keep(self, memory: object) -> None:
+        """Keep memory alive for as long as peers may write there."""
+        self._shared.keep(memory)
+
+    @override
+    def metadata(self) -> bytes:
+        self._check_registered()
+        return self._shared.inner.metadata()
+
+    @override
+    def view(self, memory: MemoryRange) -> NDArray[np.uint8]:
+        self._check_registered()
+        return self._shared.inner.view(memory)
+
+    @override
+    async def connect(self, peer: str, metadata: bytes) -> None:
+        self._check_open()
+        if peer not in self._peers:
+            await self._shared.connect(self, peer, metadata)
+            self._peers[peer] = None
+
+    @override
+    async def disconnect(self, peer: str) -> None:
+        if peer in self._peers:
+            del self._peers[peer]
+            await self._shared.disconnect(self, peer)
+
+    @override
+    def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
+        number = self._begin(post_id, peer)
+        try:
+            self._shared.inner.post(number, peer, descriptors, notice)
+        except BaseException:
+            self._refused(number, post_id)
+            raise
+
+    @override
+    def post_blocks(self, post_id: int, peer: str, blocks: Blocks, notice: bytes) -> None:
+        number = self._begin(post_id, peer)
+        try:
+            self._shared.inner.post_blocks(number, peer, blocks, notice)
+        except BaseException:
+            self._refused(number, post_id)
+            raise
+
+    @override
+    def watch(self, *, active: bool) -> None:
+        if self._is_open:
+            self.is_watching, self.has_watched = active, True
+            self._shared.watch()
+
+    @override
+    def domain(self) -> bytes:
+        self._check_registered()
+        return self._shared.inner.domain()
+
+    @override
+    async def outlast(self, domain: bytes) -> bool:
+        return await self._shared.inner.outlast(domain)
+
+    @override
+    async def aclose(self) -> None:
+        """Leave; a fence only for the last rank that does. Writes that have not ended by then get no end otherwise."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._peers.clear()
+        with anyio.CancelScope(shield=True):
+            await self._shared.leave(self)
+
+    async def wait_until_idle(self) -> None:
+        """Wait until every write of this rank has ended, or none will."""
+        while self._running and not self._is_broken:
+            self._idle = anyio.Event()
+            await self._idle.wait()
+
+    def take(self, events: Sequence[BackendEvent]) -> None:
+        """Hand on what has happened."""
+        for event in events:
+            if isinstance(event, PostEnded):
+                self._running.pop(event.post_id, None)
+        if not self._running:
+            self._idle.set()
+        self._on_events(events)
+
+    def break_down(self, error: BackendError) -> None:
+        """Hand on that the transport works no more."""
+        self._is_broken = True
+        self._idle.set()
+        self._on_broken(error)
+
+    def _begin(self, post_id: int, peer: str) -> int:
+        if peer not in self._peers:
+            raise BackendError("peer is not connected", peer=peer)
+        self._running[post_id] = None
+        return self._shared.begin(self, post_id)
+
+    def _refused(self, number: int, post_id: int) -> None:
+        del self._running[post_id]
+        self._shared.forget(number)
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise BackendError("backend is not open", backend=self.name)
+
+    def _check_registered(self) -> None:
+        if not self._is_registered:
+            raise BackendError("no memory is registered yet", backend=self.name)
+
+
+def _renumbered(event: BackendEvent, post_id: int) -> BackendEvent:
+    if isinstance(event, NoticeArrived):
+        return event
+    if isinstance(event, PostEnded):
+        return PostEnded(post_id, event.error, event.lingers)
+    return type(event)(post_id, event.error)

@@ -1,0 +1,403 @@
+"""The two ranks on the event loop of a thread."""
+
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from threading import Lock
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from kvflow import decode, prefill
+from kvflow.aio.changes import Changes
+from kvflow.aio.doorbell import Doorbell
+from kvflow.aio.loop_thread import LoopThread
+from kvflow.aio.rehearsals import Rehearsals
+from kvflow.aio.switching import SWITCHING
+from kvflow.backends.base import Backend
+from kvflow.backends.shared import SharedBackend
+from kvflow.blocking.transfers import BlockingReceiver, BlockingSender, BlockingTransfer, TransferUpdate, take_update
+from kvflow.config import DecodeConfig, PrefillConfig
+from kvflow.decode import Prefill
+from kvflow.errors import (
+    ConfigError,
+    KvflowError,
+    LocalProtocolError,
+)
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.pages import Pages
+from kvflow.geometry.ranges import TokenRange
+from kvflow.ports import Ports
+from kvflow.quarantine import QuarantineRecord
+from kvflow.room import RoomId
+from kvflow.statistics import RankStatistics
+
+__all__ = ["BlockingRank", "DecodeRank", "PrefillRank"]
+
+Result = TypeVar("Result")
+AnyRank = TypeVar("AnyRank", prefill.PrefillRank, decode.DecodeRank)
+AnyTransfer = TypeVar("AnyTransfer", bound=BlockingTransfer)
+
+
+class BlockingRank(Generic[AnyRank, AnyTransfer]):
+    """A rank on the event loop of a thread. Use it as a context manager, or call `open` and `close`.
+
+    Args:
+        make_rank: Makes the rank; called on the event loop.
+        loop: The thread to run on; one of its own by default.
+        affinity: CPUs of its own thread, see `LoopThread`.
+    """
+
+    def __init__(
+        self, make_rank: Callable[[], AnyRank], loop: LoopThread | None, affinity: Collection[int] | None
+    ) -> None:
+        if loop is not None and affinity is not None:
+            raise ConfigError("affinity is that of the loop; give it to LoopThread", affinity=affinity)
+        self._changes: Changes[AnyTransfer] = Changes()
+        self._unsettled: set[BlockingTransfer] = set()
+        self._rehearsals: Rehearsals[BlockingTransfer]
+        self._switch_interval_s: float | None = None
+        self._make_rank: Callable[[], AnyRank] = make_rank
+        self._loop = loop
+        self._affinity = affinity
+        self._rank: AnyRank | None = None
+        self._was_opened = False
+        self._is_open = False
+        self._stack = ExitStack()
+        self._closing = Lock()
+
+    def open(self) -> Self:
+        """Open the rank, as entering the context does.
+
+        Raises:
+            LocalProtocolError: It was opened before.
+            As the constructor and the entry of the rank for event loops.
+        """
+        if self._was_opened:
+            raise LocalProtocolError("a rank can be opened only once; make another one")
+        self._was_opened = True
+        with ExitStack() as stack:
+            stack.callback(self._changes.close)
+            stack.callback(self._forget_unsettled)
+            loop = self._loop or stack.enter_context(LoopThread(self._affinity))
+            self._switch_interval_s = loop.switch_interval_s
+            self._rehearsals = Rehearsals(self._rehearse, loop.rehearsal_interval_s)
+            self._portal = stack.enter_context(loop.use())
+            rank = self._portal.call(self._make_rank)
+            stack.enter_context(self._portal.wrap_async_context_manager(rank))
+            self._rank = rank
+            self._doorbell = self._portal.call(Doorbell)
+            stack.callback(self._portal.call, self._doorbell.close)
+            stack.callback(self._portal.call, self._rehearsals.close)
+            self._stack = stack.pop_all()
+        self._is_open = True
+        return self
+
+    def close(self) -> None:
+        """End every transfer that is open, and close the rank, as leaving the context does. Waits for that.
+
+        May be called twice, and from several threads.
+        """
+        self._is_open = False
+        with self._closing:
+            self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def completed(self) -> list[TransferUpdate[AnyTransfer]]:
+        """Tell of each transfer whose outcome or memory has changed since the last call. Call it in every step.
+
+        A sender is told of also when every decode rank has granted (`wanted`), and when it `is_quiesced`. Changes that
+        come together are told together. What nobody has asked for is kept. Works after closing, too.
+        """
+        updates = (take_update(transfer) for transfer in self._changes.take())
+        return [update for update in updates if update is not None]
+
+    def wait_any(self, timeout_s: float | None = None) -> list[TransferUpdate[AnyTransfer]]:
+        """Wait until `completed` has something to tell, or until the time is up, and give it. For idle engines.
+
+        A rank that is closed meanwhile ends the wait.
+
+        Raises:
+            LocalProtocolError: The rank was not opened.
+        """
+        if not self._was_opened:
+            raise LocalProtocolError("rank is not open")
+        updates: list[TransferUpdate[AnyTransfer]] = []
+
+        def look() -> bool:
+            updates.extend(self.completed())
+            return bool(updates) or self._changes.is_closed
+
+        self._changes.wait(look, timeout_s)
+        return updates
+
+    def fileno(self) -> int:
+        """Give a descriptor that is readable while `completed` has something to tell, for engines that select.
+
+        The rank closes it, which does not end a `select`. It may be readable once although there is nothing to tell.
+
+        Raises:
+            LocalProtocolError: The rank is closed.
+        """
+        try:
+            return self._changes.fileno()
+        except ValueError as error:
+            raise LocalProtocolError("rank is not open") from error
+
+    def statistics(self) -> RankStatistics:
+        """Give counts at this moment. Waits for the event loop.
+
+        Raises:
+            LocalProtocolError: The rank is not open.
+        """
+        return self._call(self._opened.statistics)
+
+    def quarantined(self) -> list[QuarantineRecord]:
+        """List ended transfers whose pages are not proved quiet; see `kvflow.DecodeRank.quarantined`. Waits for it.
+
+        Raises:
+            LocalProtocolError: The rank is not open.
+        """
+        return self._call(self._opened.quarantined)
+
+    def release(self, which: RoomId | QuarantineRecord) -> None:
+        """Take pages in quarantine back without a proof; see `kvflow.DecodeRank.release`. Waits for it.
+
+        Args:
+            which: A room, or one of `quarantined()`.
+
+        Raises:
+            LocalProtocolError: It is not in quarantine, or the rank is not open.
+        """
+        self._call(lambda: self._opened.release(which))
+
+    def start_drain(self) -> None:
+        """Take nothing new, and let what is open end; see `kvflow.DecodeRank.start_drain`.
+
+        Waits for the event loop, not for transfers: a scheduler goes on with its steps, chunks of open rooms included,
+        until `is_drained`.
+
+        Raises:
+            LocalProtocolError, RankBroken: The rank is not open, or broken.
+        """
+        self._call(self._opened.start_drain)
+
+    @property
+    def is_drained(self) -> bool:
+        """Draining has begun, and every transfer has its outcome, with its pages safe or in quarantine.
+
+        Raises:
+            LocalProtocolError: The rank is not open.
+        """
+        self._check_open()
+        return self._opened.is_drained
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Start to drain, and wait until all is done. For scripts: chunks must come from another thread meanwhile.
+
+        Args:
+            timeout_s: How long to wait; without limit by default.
+
+        Returns:
+            What `is_drained` says.
+
+        Raises:
+            LocalProtocolError, RankBroken: The rank is not open, or broken.
+        """
+        self.start_drain()
+        return self._portal.call(self._opened.drain, timeout_s)
+
+    @property
+    def _opened(self) -> AnyRank:
+        """The rank, which stays after closing.
+
+        Raises:
+            LocalProtocolError: The rank was not opened.
+        """
+        if self._rank is None:
+            raise LocalProtocolError("rank is not open")
+        return self._rank
+
+    def _note_begun(self, transfer: BlockingTransfer) -> None:
+        """Have the interpreter switch threads soon while some transfer is open, and rehearse it."""
+        self._rehearsals.add(transfer)
+        if not self._unsettled and self._switch_interval_s is not None:
+            SWITCHING.shorten(self._switch_interval_s)
+        self._unsettled.add(transfer)
+
+    def _note_settled(self, transfer: BlockingTransfer) -> None:
+        if transfer in self._unsettled:
+            self._rehearsals.remove(transfer)
+            self._unsettled.remove(transfer)
+            if not self._unsettled and self._switch_interval_s is not None:
+                SWITCHING.restore(self._switch_interval_s)
+
+    def _rehearse(self, transfer: BlockingTransfer) -> bool:
+        try:
+            return self._opened.rehearse(transfer.room)
+        except KvflowError:  # the rank is broken or closed
+            return False
+
+    def _forget_unsettled(self) -> None:
+        for transfer in list(self._unsettled):
+            self._note_settled(transfer)
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise LocalProtocolError("rank is not open")
+
+    def _call_soon(self, call: Callable[[], None]) -> None:
+        """Have something done on the event loop, after all that was asked for before.
+
+        Raises:
+            LocalProtocolError: The rank is closed, or its event loop has ended.
+        """
+        self._check_open()
+        try:
+            self._doorbell.call_soon(call)
+        except RuntimeError as error:
+            raise LocalProtocolError("rank is not open") from error
+
+    def _call(self, function: Callable[[], Result]) -> Result:
+        """Call something on the event loop, in its turn, and wait for the result.
+
+        Raises:
+            LocalProtocolError: The rank is not open.
+            BaseException: What the function raises.
+        """
+        result: Future[Result] = Future()
+
+        def call() -> None:
+            try:
+                result.set_result(function())
+            except Exception as error:  # noqa: BLE001 - raised where it was called
+                result.set_exception(error)
+
+        self._call_soon(call)
+        return result.result()
+
+
+class PrefillRank(BlockingRank[prefill.PrefillRank, BlockingSender]):
+    """`kvflow.PrefillRank` for a scheduler loop. Use it as a context manager; the arguments are the same.
+
+    Args:
+        config: Settings.
+        layout: The pools to send from; they must stay allocated until the rank is closed.
+        backend: A transport to use instead of the one that the settings name. Ranks that share one (a `SharedBackend`)
+            have one `loop`, too.
+        loop: The thread to run on; one of its own by default.
+        affinity: CPUs of its own thread, see `LoopThread`.
+        ports: The world to use instead of the real one.
+    """
+
+    def __init__(
+        self,
+        config: PrefillConfig,
+        layout: KVLayout,
+        backend: Backend | SharedBackend | None = None,
+        *,
+        loop: LoopThread | None = None,
+        affinity: Collection[int] | None = None,
+        ports: Ports | None = None,
+    ) -> None:
+        super().__init__(lambda: prefill.PrefillRank(config, layout, backend, ports=ports), loop, affinity)
+
+    @property
+    def endpoint(self) -> str:
+        """Address of the control socket, once the rank is open.
+
+        Raises:
+            LocalProtocolError: It was not opened.
+        """
+        return self._opened.endpoint
+
+    def send(self, room: RoomId, *, label: str | None = None) -> BlockingSender:
+        """Start to send a room; see `kvflow.PrefillRank.send`.
+
+        Does not wait: a room that is in use, or a rank that drains, shows in `outcome` soon. Chunks are queued without
+        bound here: a scheduler that must not run ahead looks at `queued_chunks` of the sender.
+
+        Raises:
+            LocalProtocolError: The room or the label is none, or the rank is not open.
+        """
+        self._check_open()
+        return BlockingSender(self, self._opened.send(room, label=label))
+
+    def ticket(self, room: RoomId) -> dict[str, object]:
+        """Give what a decode rank needs to receive a room from this instance; see `kvflow.PrefillRank.ticket`.
+
+        Raises:
+            LocalProtocolError: The room or the label is none, or the rank is not open.
+            RankBroken: The rank is broken.
+        """
+        self._check_open()
+        return self._opened.ticket(room)
+
+
+class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
+    """`kvflow.DecodeRank` for a scheduler loop. Use it as a context manager; the arguments are the same.
+
+    Args:
+        config: Settings.
+        layout: The pools to receive into; they must stay allocated until the rank is closed.
+        backend: A transport to use instead of the one that the settings name. Ranks that share one (a `SharedBackend`)
+            have one `loop`, too.
+        loop: The thread to run on; one of its own by default.
+        affinity: CPUs of its own thread, see `LoopThread`.
+        ports: The world to use instead of the real one.
+    """
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        layout: KVLayout,
+        backend: Backend | SharedBackend | None = None,
+        *,
+        loop: LoopThread | None = None,
+        affinity: Collection[int] | None = None,
+        ports: Ports | None = None,
+    ) -> None:
+        super().__init__(lambda: decode.DecodeRank(config, layout, backend, ports=ports), loop, affinity)
+
+    def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
+        self,
+        room: RoomId | None = None,
+        *,
+        prefill: Prefill,
+        tokens: TokenRange,
+        pages: Mapping[str, Pages],
+        num_ranks: int | None = None,
+        timeout_s: float | None = None,
+        digest: bool | None = None,
+        priority: int = 0,
+        label: str | None = None,
+    ) -> BlockingReceiver:
+        """Start to receive a room; see `kvflow.DecodeRank.receive`.
+
+        Does not wait: a room that is in use, or a rank that drains, shows in `outcome` soon.
+
+        Raises:
+            PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
+            ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range, or `prefill` is a name and the settings
+                have no registry.
+            TicketError: The ticket is malformed, or it is for another room, model or protocol version.
+        """
+        self._check_open()
+        receiver = self._opened.receive(
+            room,
+            prefill=prefill,
+            tokens=tokens,
+            pages=pages,
+            num_ranks=num_ranks,
+            timeout_s=timeout_s,
+            digest=digest,
+            priority=priority,
+            label=label,
+        )
+        return BlockingReceiver(self, receiver)

@@ -1,0 +1,37 @@
+"""What routers call requests. Pure."""
+
+import operator
+from typing import Final, SupportsIndex, TypeAlias
+
+__all__ = ["MAX_ROOM", "MAX_ROOM_BYTES", "RoomId", "as_room"]
+
+RoomId: TypeAlias = int | str
+"""The router's id of a request, the same on both sides: an integer in 0 ... 2**63 - 1, or a string."""
+
+MAX_ROOM: Final = 2**63 - 1
+
+MAX_ROOM_BYTES: Final = 256
+"""Longest string that is a room, in bytes of UTF-8."""
+
+
+def as_room(value: object) -> RoomId | None:
+    """Turn any kind of integer, or a string of 1 to 256 bytes, into a room; None if it is none.
+
+    5 and "5" are different rooms.
+    """
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, str):
+        return _as_name(value)
+    if not isinstance(value, SupportsIndex):
+        return None
+    number = operator.index(value)
+    return number if 0 <= number <= MAX_ROOM else None
+
+
+def _as_name(value: str) -> str | None:
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:  # lone surrogates
+        return None
+    return str(value) if 1 <= size <= MAX_ROOM_BYTES else None

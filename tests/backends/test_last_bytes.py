@@ -1,0 +1,23 @@
+"""Processes that are killed in the middle of a large write of NIXL, on one host."""
+
+import os
+
+import pytest
+
+from tests.backends.last_bytes import kill_writers
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize("settings", [{}, {"UCX_TLS": "tcp"}], ids=["default", "tcp"])
+def test_nothing_lands_after_the_proof_that_the_last_bytes_of_a_killed_process_have(settings: dict[str, str]) -> None:
+    """By default the writer copies the bytes itself. Over TCP its kernel goes on sending what it holds."""
+    for landing in kill_writers(3, {**os.environ, **settings}):
+        assert landing.is_proved
+        assert landing.num_arrived > 0
+        assert landing.num_after_proof == 0
+
+
+def test_where_queues_in_shared_memory_may_be_used_there_is_no_proof() -> None:
+    (landing,) = kill_writers(1, {**os.environ, "UCX_MM_ERROR_HANDLING": "y"})
+    assert not landing.is_proved

@@ -1,0 +1,111 @@
+"""What the event loop does itself, because waking the owner thread would take longer."""
+
+import functools
+import os
+import select
+import socket
+import threading
+from typing import Any
+
+import anyio.lowlevel
+import pytest
+
+from kvflow.backends.base import PostEnded
+from kvflow.backends.nixl.arrivals import Arrivals, find_epolls
+from tests.backends.endpoints import copies, open_endpoints, same
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+NUM_BYTES = 4096
+
+IDLE = {"busy_interval_s": 60.0, "quiet_interval_s": 60.0, "idle_interval_s": 60.0}
+"""The owner thread does not poll by itself."""
+
+
+@pytest.fixture
+def posting_threads(monkeypatch: pytest.MonkeyPatch, api: Any) -> list[str]:
+    """Names of the threads that make native posts from now on."""
+    names: list[str] = []
+    transfer = api.nixl_agent.transfer
+
+    def record(*arguments: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return transfer(*arguments)
+
+    monkeypatch.setattr(api.nixl_agent, "transfer", record)
+    return names
+
+
+@pytest.mark.parametrize(("limit", "is_inline"), [(NUM_BYTES, True), (NUM_BYTES - 1, False)])
+async def test_the_event_loop_posts_short_writes_once_a_connection_is_used(
+    posting_threads: list[str], limit: int, is_inline: bool
+) -> None:
+    async with open_endpoints("nixl", NUM_BYTES, options={"inline_bytes": limit}) as (source, target):
+        for post_id in range(2):
+            source.post(post_id, target, copies(source, target, (0,), NUM_BYTES), b"notice")
+            await source.take_ends(post_id + 1)
+            await target.take_notices(post_id + 1)
+            await until(lambda: not source.backend._owner._unfinished)  # type: ignore[attr-defined] # it is idle
+        assert same(source, target)
+        owner = f"kvflow-nixl-{source.name}"
+        assert posting_threads == [owner, threading.current_thread().name if is_inline else owner]
+        assert source.events == [PostEnded(0, None), PostEnded(1, None)]
+
+
+async def test_a_notice_is_found_although_nobody_polls() -> None:
+    async with open_endpoints("nixl", NUM_BYTES, options=IDLE) as (source, target):
+        for post_id in range(3):
+            source.post(post_id, target, copies(source, target), b"%d" % post_id)
+            await target.take_notices(post_id + 1)
+        assert target.notices() == [b"0", b"1", b"2"]
+
+
+@pytest.mark.parametrize(("pause_s", "goes_on"), [(0.0, True), (3600.0, False)])
+async def test_what_stays_readable_is_looked_at_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, pause_s: float, goes_on: bool
+) -> None:
+    monkeypatch.setattr("kvflow.backends.nixl.arrivals.PAUSE_S", pause_s)
+    looks: list[bool] = []
+    mine, theirs = socket.socketpair()
+    with mine, theirs, select.epoll() as epoll:
+        epoll.register(mine, select.EPOLLIN)
+
+        def look() -> bool:
+            looks.append(len(looks) < 2)  # there is something to find, and then there is not
+            return looks[-1]
+
+        arrivals = Arrivals([epoll.fileno()], look)
+        await anyio.wait_all_tasks_blocked()
+        assert not looks
+        theirs.send(b"x")
+        await until(lambda: len(looks) >= (6 if goes_on else 3))
+        arrivals.close()
+        seen = len(looks)
+        for _ in range(5):
+            await anyio.lowlevel.checkpoint()
+        assert len(looks) == seen
+        assert goes_on or seen == 3
+
+
+async def test_only_epolls_that_watch_no_other_new_one_are_found() -> None:
+    def make(*, is_nested: bool) -> tuple[select.epoll, select.epoll]:
+        inner, outer = select.epoll(), select.epoll()
+        if is_nested:
+            outer.register(inner)
+        return inner, outer
+
+    for is_nested in (False, True):
+        epolls, found = find_epolls(functools.partial(make, is_nested=is_nested))
+        assert len(found) == 2 - is_nested
+        for fd in found:
+            os.close(fd)
+        for epoll in epolls:
+            epoll.close()
+
+
+async def test_closing_arrivals_twice_does_nothing() -> None:
+    with select.epoll() as epoll:
+        arrivals = Arrivals([epoll.fileno()], lambda: True)
+        arrivals.close()
+        arrivals.close()
