@@ -17,6 +17,7 @@ import sglang.srt.disaggregation.decode as decode_module
 import sglang.srt.disaggregation.prefill as prefill_module
 import sglang.srt.runtime_context as runtime
 import torch
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator, TransferBackend
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -54,6 +55,7 @@ class Scheduler:
     """
 
     mode = ""
+    manager: Any
 
     def __init__(self, port: int) -> None:
         self.port, self.model = port, Model()
@@ -176,7 +178,7 @@ class PrefillScheduler(Scheduler):
 
     def __init__(self, port: int) -> None:
         super().__init__(port)
-        self._server = sides.CommonKVBootstrapServer("127.0.0.1", port)
+        self._server = CommonKVBootstrapServer("127.0.0.1", port)
         time.sleep(0.3)
 
         class Mixed(prefill_module.SchedulerDisaggregationPrefillMixin):
