@@ -105,7 +105,10 @@ class KvflowKVSender(End, CommonKVSender):
         room, manager = self.bootstrap_room, self.kv_mgr
         if wanted is None or manager.request_status.get(room) != KVPoll.Bootstrapping:
             return
-        self._prefix = manager.req_to_decode_prefix_len[room] = wanted["kv"][0]
+        start, stop = wanted["kv"]
+        if stop == 0:  # decode gives it up, see `KvflowKVReceiver`
+            return
+        self._prefix = manager.req_to_decode_prefix_len[room] = start
         manager.update_status(room, KVPoll.WaitingForInput)
 
     @override
@@ -229,7 +232,17 @@ class KvflowKVReceiver(End, CommonKVReceiver):
 
     @override
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        """Have kvflow tell every prefill rank, and collect the proofs."""
+        """Have kvflow tell every prefill rank, and collect the proofs.
+
+        A request that has no pages yet asks for nothing, so that there is a transfer to abort.
+        """
+        if self.transfer is None and self.conclude_state == KVPoll.Failed and self.bootstrap_infos:
+            try:
+                self._receive([], None, 0)
+            except KvflowError:  # the rank is closed, which ends the room as well
+                return
+            self._is_over = True  # SGLang has failed it already
+            self.kv_mgr.follow(self)
         self._give_up()
 
     @override

@@ -91,6 +91,22 @@ def test_prefill_aborts_between_chunks(pair: Deployment) -> None:
     check_nothing_is_left(pair)
 
 
+def test_decode_aborts_before_it_has_pages(pair: Deployment) -> None:
+    """Prefill hears of it at once, not when its patience ends."""
+    first = begin(pair)
+    send(pair, first, 70, last=True)
+    check_arrived(pair, first)
+    pair.decode.tell("ask", what="finish", room=first)
+    room = pair.room()
+    for side in (pair.prefill, pair.decode):
+        side.tell("ask", what="add", room=room, tokens=70)
+    pair.decode.tell("ask", what="abort", room=room)
+    assert pair.prefill.tell("until", what="was_told", room=room, timeout_s=2)
+    assert "aborted" in pair.prefill.tell("ask", what="was_told", room=room)
+    assert pair.decode.tell("until", what="was_told", room=room)
+    check_nothing_is_left(pair)
+
+
 def test_room_is_used_again(pair: Deployment) -> None:
     """What was said about the request before does not end the next one of its room."""
     room = begin(pair)
@@ -129,7 +145,7 @@ def test_pages_without_a_proof_are_held_after_sglangs_deadline(pair: Deployment)
 
 
 def test_prefill_is_killed() -> None:
-    """Decode fails the request within the lease; its pages are not free without a proof."""
+    """Decode fails the request within the lease, and frees its pages with the proof that nothing lands any more."""
     with deployment(SETTINGS) as pair:
         pair.start()
         room = begin(pair)
@@ -137,5 +153,5 @@ def test_prefill_is_killed() -> None:
         pair.prefill.kill()
         assert pair.decode.tell("until", what="was_told", room=room, timeout_s=6)
         assert "peer" in pair.decode.tell("ask", what="was_told", room=room)
-        pair.decode.tell("rest", seconds=3)
-        assert set(pair.decode.tell("ask", what="outcomes")) <= {"drained"}
+        assert pair.decode.tell("until", what="is_over", room=room)
+        assert pair.decode.tell("ask", what="outcomes") == ["drained"]
