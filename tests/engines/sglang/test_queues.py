@@ -145,13 +145,13 @@ def test_pages_without_a_proof_are_held_after_sglangs_deadline(pair: Deployment)
 
 
 def test_prefill_is_killed() -> None:
-    """Decode fails the request within the lease, and frees its pages with the proof that nothing lands any more."""
-    with deployment(SETTINGS) as pair:
+    """Decode fails the request within the lease, and does not free its pages without a proof."""
+    with deployment(SETTINGS, SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT="1") as pair:
         pair.start()
         room = begin(pair)
         send(pair, room, 40)
         pair.prefill.kill()
         assert pair.decode.tell("until", what="was_told", room=room, timeout_s=6)
         assert "peer" in pair.decode.tell("ask", what="was_told", room=room)
-        assert pair.decode.tell("until", what="is_over", room=room)
-        assert pair.decode.tell("ask", what="outcomes") == ["drained"]
+        pair.decode.tell("rest", seconds=4 * SGLANG_FREES_AFTER_S)
+        assert pair.decode.tell("ask", what="outcomes") in ([], ["drained"])
