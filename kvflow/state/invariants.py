@@ -65,7 +65,7 @@ def _check_prefill(core: PrefillCore) -> None:
         _check_facts(room.state, room=number)
         is_over = room.state.is_safe and not room.state.is_pending
         _require(not is_over, "room is over but not forgotten", room=number)
-        _require(not rooms.is_waited_for(number), "grants wait for an open room", room=number)
+        _require(number not in rooms.waiting, "grants wait for an open room", room=number)
         _require(room.now_waits == room.waits, "timers of a room are not up to date", room=number)
         standings = [standing_of(delivery.state) for delivery in room.deliveries.values()]
         totals = tuple(sum(facts) for facts in zip(*standings, strict=True)) or (0, 0, 0)

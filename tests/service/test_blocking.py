@@ -390,7 +390,8 @@ def test_priority_travels_with_the_grant() -> None:
         receiver = pair.decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES, priority=5)
         while not pair.prefill.statistics().waiting_grants:
             time.sleep(1e-4)
-        waiting = pair.prefill._opened._core.rooms._waiting[1][pair.decode._opened.me]
+        waiting = pair.prefill._opened._core.rooms.waiting.find(1, pair.decode._opened.me)
+        assert waiting is not None
         assert waiting.priority == 5
         receiver.abort()
         assert receiver.wait() is Outcome.ABORTED

@@ -162,7 +162,7 @@ class PrefillCore:
     @property
     def num_waiting_grants(self) -> int:
         """Grants for rooms that are not open."""
-        return self.rooms.num_waiting
+        return len(self.rooms.waiting)
 
     @property
     def num_queued(self) -> int:

@@ -21,6 +21,7 @@ from kvflow.state.events import (
 from kvflow.state.prefill.peers import DecodePeer
 from kvflow.state.prefill.queue import PieceEnd
 from kvflow.state.prefill.room import Delivery, DeliveryWait, Room, RoomWait, SendContext
+from kvflow.state.prefill.waiting import RoomUnopened, WaitingGrants
 from kvflow.state.quarantine import Footprint, Quarantine
 from kvflow.state.tables import Memory, Signal
 from kvflow.state.timers import Timers
@@ -39,13 +40,6 @@ UNFENCED_SHARE = 8
 
 MAX_BACKOFF = 8
 """Messages are retransmitted less and less often, down to this many times the first pause."""
-
-
-class RoomUnopened(msgspec.Struct, frozen=True):
-    """Timer: the engine must open this room before the grant runs out."""
-
-    room: RoomId
-    peer: PeerId
 
 
 class DeclineForgotten(msgspec.Struct, frozen=True):
@@ -102,7 +96,7 @@ class _FailedRoom(NamedTuple):
 
 
 class Rooms:
-    """The table of rooms; every method returns what is to be done.
+    """The table of rooms; every method returns what is to be done. `waiting` is what waits until its room is opened.
 
     A room that is over leaves the table. A delivery of which bytes may still land at the decode rank is kept as
     *unfenced*, without its pages: the source pages are free, which proves nothing about the destination. Its decode
@@ -121,8 +115,7 @@ class Rooms:
         self._limits = context.settings.limits
         self._timers = timers
         self._quarantine = quarantine
-        self._waiting: dict[RoomId, dict[PeerId, Grant]] = {}
-        self.num_waiting = 0
+        self.waiting = WaitingGrants(timers)
         self._failed: dict[RoomId, _FailedRoom] = {}
         self._declined: dict[RoomId, dict[RankId, Failure]] = {}
 
@@ -147,8 +140,8 @@ class Rooms:
         self._failed.pop(room, None)
         opened = self.rooms[room] = Room(self._context, room)
         effects: list[PrefillEffect] = []
-        for peer in list(self._waiting.get(room, ())):
-            effects += self._serve(opened, peer, self._take_waiting(room, peer), now)
+        for peer in self.waiting.peers(room):
+            effects += self._serve(opened, peer, self.waiting.take(room, peer), now)
         declined = self._declined.pop(room, None)
         if declined is not None:
             self._timers.clear(DeclineForgotten(room))
@@ -212,7 +205,7 @@ class Rooms:
         delivery = self._find(delivery_id)[1] or self.unfenced.get(delivery_id)
         if delivery is not None:
             return delivery.retransmit()
-        kept = self._waiting.get(grant.room, {}).get(peer.id)
+        kept = self.waiting.find(grant.room, peer.id)
         if kept is not None and kept.generation == grant.generation:  # it may outlive the memory of later ones
             return []
         if grant.generation in peer.closed:
@@ -232,9 +225,9 @@ class Rooms:
         unfenced = self.unfenced.get(delivery_id)
         if unfenced is not None:
             return unfenced.cancel(cancel.failure)
-        waiting = self._waiting.get(cancel.room, {}).get(peer)
+        waiting = self.waiting.find(cancel.room, peer)
         if waiting is not None and waiting.generation == cancel.generation:
-            self._take_waiting(cancel.room, peer)
+            self.waiting.take(cancel.room, peer)
             self._remember_decline(cancel.room, peer.rank, cancel.failure, now)
         self._context.peers.close(delivery_id, cancel.failure)  # its grant may be on the way, and must find it over
         return self._context.drained(delivery_id, cancel.failure)
@@ -252,7 +245,7 @@ class Rooms:
         return [*effects, *self._context.drained(delivery_id, decline.failure)]
 
     def _give_up(self, peer: PeerId, decline: Decline, now: float) -> list[PrefillEffect]:
-        if peer in self._waiting.get(decline.room, ()):  # of an earlier try; it has asked anew since
+        if self.waiting.find(decline.room, peer) is not None:  # of an earlier try; it has asked anew since
             return []
         room = self.rooms.get(decline.room)
         if room is None:
@@ -278,8 +271,8 @@ class Rooms:
 
         The decode rank fails them, too. It may ask for them anew, as may its next incarnation.
         """
-        for number in [number for number, grants in self._waiting.items() if peer in grants]:
-            self._take_waiting(number, peer)
+        for number in self.waiting.rooms_of(peer):
+            self.waiting.take(number, peer)
             self._remember_decline(number, peer.rank, failure, now)
         effects: list[PrefillEffect] = []
         for room in list(self.rooms.values()):
@@ -320,15 +313,11 @@ class Rooms:
         deliveries = (room.delivery_to(peer) for room in self.rooms.values())
         return all(delivery.is_fenced for delivery in deliveries if delivery is not None)
 
-    def is_waited_for(self, room: RoomId) -> bool:
-        """Say whether a grant waits for a room to be opened."""
-        return room in self._waiting
-
     def refuse_waiting(self, failure: Failure) -> list[PrefillEffect]:
         """Tell everybody who waits for a room that none will come."""
         effects: list[PrefillEffect] = []
-        for room, peer in [(room, peer) for room, grants in self._waiting.items() for peer in grants]:
-            effects += self._refuse(peer, self._take_waiting(room, peer), failure)
+        for room, peer in self.waiting.all():
+            effects += self._refuse(peer, self.waiting.take(room, peer), failure)
         return effects
 
     # What the stages say ---------------------------------------------------------------------------------------------
@@ -415,7 +404,7 @@ class Rooms:
         """Do what a timer that is due is for."""
         match key:
             case RoomUnopened(number, peer):
-                grant = self._take_waiting(number, peer)
+                grant = self.waiting.take(number, peer)
                 detail = f"prefill did not open the room within {self._time_to_open(grant)} s"
                 return self._refuse(peer, grant, self._error(FailureReason.UNKNOWN_ROOM, detail))
             case DeclineForgotten(number):
@@ -463,23 +452,20 @@ class Rooms:
 
     def _keep(self, peer: PeerId, grant: Grant, now: float) -> list[PrefillEffect]:
         """Keep a grant until the engine opens the room; an older one of the same decode rank is void."""
-        kept = self._waiting.get(grant.room, {}).get(peer)
+        kept = self.waiting.find(grant.room, peer)
         if kept is not None and kept.generation >= grant.generation:
             return []
         failed = self._failed.get(grant.room)
         if failed is not None and peer.rank not in failed.told:
             failed.told[peer.rank] = None
             return self._refuse(peer, grant, failed.failure)
-        if self.num_waiting >= self._limits.pending_grants:
+        if len(self.waiting) >= self._limits.pending_grants:
             detail = f"{self._limits.pending_grants} grants wait for their rooms"
             return self._refuse(peer, grant, self._error(FailureReason.CAPACITY, detail))
         if kept is not None:
             voided = DeliveryId(grant.room, peer, kept.generation)
             self._context.peers.close(voided, self._error(FailureReason.ABORTED, "replaced by a later grant"))
-        grants = self._waiting.setdefault(grant.room, {})
-        self.num_waiting += peer not in grants
-        grants[peer] = grant
-        self._timers.set(RoomUnopened(grant.room, peer), now + self._time_to_open(grant))
+        self.waiting.put(grant.room, peer, grant, now + self._time_to_open(grant))
         return []
 
     def _refuse(self, peer: PeerId, grant: Grant, failure: Failure) -> list[PrefillEffect]:
@@ -521,14 +507,6 @@ class Rooms:
         else:
             failure = closed.failure
         return self._refuse(peer.id, grant, failure)
-
-    def _take_waiting(self, room: RoomId, peer: PeerId) -> Grant:
-        self._timers.clear(RoomUnopened(room, peer))
-        grant = self._waiting[room].pop(peer)
-        self.num_waiting -= 1
-        if not self._waiting[room]:
-            del self._waiting[room]
-        return grant
 
     def _time_to_open(self, grant: Grant) -> float:
         return min(grant.timeout_s, self._timeouts.open_s)
