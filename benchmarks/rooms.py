@@ -8,13 +8,25 @@ from typing import Any, Final, NamedTuple
 
 import anyio
 import numpy as np
+from numpy.typing import NDArray
 
 import kvflow
 from kvflow import Timeouts
 from kvflow.cli.pools import PagePool, PoolShape
 from kvflow.room import RoomId
 
-__all__ = ["BATCH", "PATIENT", "TOKENS", "Pair", "Rooms", "deploy", "enter_receiver", "enter_sender", "make_pool"]
+__all__ = [
+    "BATCH",
+    "PATIENT",
+    "TOKENS",
+    "Pair",
+    "Rooms",
+    "deploy",
+    "enter_receiver",
+    "enter_sender",
+    "make_pool",
+    "pages_of",
+]
 
 NUM_PAGES: Final = 32
 """Pages of a room."""
@@ -23,7 +35,7 @@ PAGE_SIZE: Final = 16
 TOKENS: Final = (0, NUM_PAGES * PAGE_SIZE)
 TOKEN_BYTES: Final = 16
 PAGES: Final = {"kv": np.arange(NUM_PAGES)}
-"""All rooms share them: what is measured is what kvflow does about a room, not the copying."""
+"""All rooms are sent from them: what is measured is what kvflow does about a room, not the copying."""
 
 BATCH: Final = 10
 """Rooms that move at the same time."""
@@ -42,6 +54,7 @@ class Pair(NamedTuple):
 
 
 class _Room(NamedTuple):
+    lane: int
     pair: Pair
     receiver: kvflow.RoomReceiver
     sender: kvflow.RoomSender | None
@@ -52,10 +65,15 @@ async def enter_sender(pair: Pair, number: RoomId) -> kvflow.RoomSender:
     return await pair.prefill.send(number).__aenter__()
 
 
-async def enter_receiver(pair: Pair, number: int) -> kvflow.RoomReceiver:
+def pages_of(lane: int) -> dict[str, NDArray[np.int64]]:
+    """Give pages to receive a room into; rooms that wait at the same time have different lanes."""
+    return {"kv": np.arange(NUM_PAGES) + lane * NUM_PAGES}
+
+
+async def enter_receiver(pair: Pair, number: int, lane: int) -> kvflow.RoomReceiver:
     """Ask for a room on decode; it has to be left in the end."""
     name = pair.prefill.config.instance
-    return await pair.decode.receive(number, prefill=name, tokens=TOKENS, pages=PAGES).__aenter__()
+    return await pair.decode.receive(number, prefill=name, tokens=TOKENS, pages=pages_of(lane)).__aenter__()
 
 
 class Rooms:
@@ -64,6 +82,8 @@ class Rooms:
     def __init__(self, pairs: list[Pair]) -> None:
         self._pairs = itertools.cycle(pairs)
         self._numbers = itertools.count()
+        self._lanes = itertools.count()
+        self._free_lanes: list[int] = []
         self._waiting: deque[_Room] = deque()
 
     async def open(self, count: int) -> None:
@@ -71,7 +91,8 @@ class Rooms:
         for _ in range(count):
             number, pair = next(self._numbers), next(self._pairs)
             sender = await enter_sender(pair, number) if number % 2 else None
-            self._waiting.append(_Room(pair, await enter_receiver(pair, number), sender))
+            lane = self._free_lanes.pop() if self._free_lanes else next(self._lanes)
+            self._waiting.append(_Room(lane, pair, await enter_receiver(pair, number, lane), sender))
 
     async def fill(self, count: int) -> None:
         """Open rooms until so many are in flight, and let their grants arrive."""
@@ -102,12 +123,14 @@ class Rooms:
         await sender.finish(TOKENS, PAGES)
         await room.receiver.done()
         await room.receiver.__aexit__(None, None, None)
+        self._free_lanes.append(room.lane)
         await sender.__aexit__(None, None, None)
 
 
-def make_pool() -> PagePool:
-    """Give the memory of a rank, which must outlive it."""
-    return PagePool(PoolShape(layers=1, tensors=("kv",), head_bytes=TOKEN_BYTES, page_size=PAGE_SIZE), NUM_PAGES)
+def make_pool(num_rooms: int = 1) -> PagePool:
+    """Give the memory of a rank, which must outlive it: of prefill ranks for one room, of decode ranks for all."""
+    shape = PoolShape(layers=1, tensors=("kv",), head_bytes=TOKEN_BYTES, page_size=PAGE_SIZE)
+    return PagePool(shape, num_rooms * NUM_PAGES)
 
 
 @asynccontextmanager
@@ -115,6 +138,7 @@ async def deploy(
     num_prefill: int = 1,
     num_decode: int = 1,
     *,
+    num_rooms: int = 4 * BATCH,
     pools: tuple[PagePool, PagePool] | None = None,
     backend: str = "memory",
     timeouts: Timeouts = PATIENT,
@@ -124,11 +148,12 @@ async def deploy(
     Args:
         num_prefill: Prefill instances.
         num_decode: Decode instances.
+        num_rooms: At most so many are in flight.
         pools: That of all prefill and that of all decode instances; as `make_pool` gives them by default.
         backend: Transport of all.
         timeouts: Of all.
     """
-    source, target = pools or (make_pool(), make_pool())
+    source, target = pools or (make_pool(), make_pool(num_rooms))
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
         common: dict[str, Any] = {"registry": registry.endpoint, "backend": backend, "timeouts": timeouts}
         prefill = [

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from benchmarks.memory import measure_memory
 from benchmarks.resources import cpu_share
-from benchmarks.rooms import Rooms, deploy
+from benchmarks.rooms import BATCH, Rooms, deploy
 from kvflow.cli.bench.rows import Measured, Row, compare, print_rows, there_and_back
 from kvflow.cli.options import cases_of, check_positive, counts, names
 
@@ -122,7 +122,7 @@ async def measure_peers(settings: ScaleSettings, report: Callable[[Row], None]) 
 async def measure_standing(settings: ScaleSettings, report: Callable[[Row], None]) -> list[Row]:
     """Measure what transfers cost by the second while they wait: pings, and retransmissions."""
     count = max(settings.in_flight)
-    async with deploy() as pairs:
+    async with deploy(num_rooms=count) as pairs:
         rooms = Rooms(pairs)
         await rooms.fill(count)
         await anyio.sleep(settings.standing_s)
@@ -150,9 +150,10 @@ async def _measure(cases: Sequence[_Case], settings: ScaleSettings) -> list[list
 
 
 async def _measure_once(case: _Case, transfers: int) -> _Cost:
-    async with deploy(case.num_prefill, case.num_decode) as pairs:
+    num_rooms = max(case.in_flight, case.num_prefill * case.num_decode)
+    async with deploy(case.num_prefill, case.num_decode, num_rooms=num_rooms + BATCH) as pairs:
         rooms = Rooms(pairs)
-        await rooms.fill(max(case.in_flight, len(pairs)))
+        await rooms.fill(num_rooms)
         await rooms.turn_over(WARM_UP)
         began, cpu = time.perf_counter(), time.process_time()
         await rooms.turn_over(transfers)

@@ -1,6 +1,7 @@
 """Settings: frozen, checked once, passed in; none comes from the environment.
 
-Only the command line reads that, and backends, which look at what the libraries they load will read from it.
+Only the command line reads that, adapters of engines that have no other way to be told, and backends, which look at
+what the libraries they load will read from it.
 
 Every setting is checked when it is made, and what is wrong is named with its value. Integers of any kind that can be an
 index are taken, numpy's among them, and become plain ones.

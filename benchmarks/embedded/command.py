@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=70, metavar="N", help="of a round")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each engine")
     parser.add_argument("--sglang", type=Path, metavar="DIRECTORY", help="where SGLang is installed")
+    parser.add_argument("--rehearse", type=float, default=0.0, metavar="S", help="how often kvflow rehearses; 0: never")
     parser.add_argument("--alone", action="store_true", help="leave out what kvflow is compared with")
     parser.add_argument("--timeline", action="store_true", help="time the steps of a handover of kvflow instead")
     add_backend_option(parser)
@@ -57,7 +58,11 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     check_positive(arguments, "tokens", "gap", "requests", "rounds")
     backend = check_backend(arguments.backend, between_processes=True)
     common = EmbeddedOptions(
-        backend=backend, shape=arguments.shape, tokens=arguments.tokens, is_traced=arguments.timeline
+        backend=backend,
+        shape=arguments.shape,
+        tokens=arguments.tokens,
+        rehearsal_s=arguments.rehearse,
+        is_traced=arguments.timeline,
     )
     ways: list[Way] = ["kvflow"]
     if not arguments.alone and not arguments.timeline:

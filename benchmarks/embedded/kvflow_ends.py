@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from benchmarks.embedded.engines import LOOK_S, News
 from benchmarks.embedded.loads import LANES, EmbeddedOptions
 from kvflow import DecodeConfig, PrefillConfig
-from kvflow.blocking import BlockingSender, DecodeRank, Memory, Outcome, PrefillRank
+from kvflow.blocking import BlockingSender, DecodeRank, LoopThread, Memory, Outcome, PrefillRank
 from kvflow.cli.bench.sides import DECODE, PREFILL
 from kvflow.cli.pools import PagePool
 from kvflow.errors import KvflowError
@@ -87,11 +87,15 @@ def _check(failure: object) -> None:
         raise KvflowError("a transfer failed", failure=str(failure))
 
 
+def _loop(options: EmbeddedOptions) -> LoopThread:
+    return LoopThread(rehearsal_interval_s=options.rehearsal_s or None)
+
+
 @contextmanager
 def open_prefill(options: EmbeddedOptions, pool: PagePool, tables: Tables) -> Iterator[KvflowPrefill]:
     """Open a prefill rank."""
     config = PrefillConfig(instance=PREFILL, registry=options.registry, backend=options.backend)
-    with PrefillRank(config, pool.layout) as rank:
+    with _loop(options) as loop, PrefillRank(config, pool.layout, loop=loop) as rank:
         yield KvflowPrefill(rank, options.tokens, tables)
 
 
@@ -99,5 +103,5 @@ def open_prefill(options: EmbeddedOptions, pool: PagePool, tables: Tables) -> It
 def open_decode(options: EmbeddedOptions, pool: PagePool, tables: Tables) -> Iterator[KvflowDecode]:
     """Open a decode rank."""
     config = DecodeConfig(instance=DECODE, registry=options.registry, backend=options.backend)
-    with DecodeRank(config, pool.layout) as rank:
+    with _loop(options) as loop, DecodeRank(config, pool.layout, loop=loop) as rank:
         yield KvflowDecode(rank, options.tokens, tables)

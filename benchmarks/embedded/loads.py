@@ -31,6 +31,7 @@ class EmbeddedOptions(SideOptions, frozen=True, kw_only=True):
         tokens: Of each request, whole pages.
         sglang: Directory in which SGLang is installed.
         port: Where its bootstrap server listens.
+        rehearsal_s: `rehearsal_interval_s` of kvflow's loop threads; 0 for none.
         is_traced: Steps of kvflow's handovers are noted.
     """
 
@@ -39,6 +40,7 @@ class EmbeddedOptions(SideOptions, frozen=True, kw_only=True):
     tokens: int = 16
     sglang: str = ""
     port: int = 0
+    rehearsal_s: float = 0.0
     is_traced: bool = False
 
 

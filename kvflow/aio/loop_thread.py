@@ -18,7 +18,6 @@ from kvflow.errors import ConfigError, LocalProtocolError
 __all__ = ["LoopThread"]
 
 SWITCH_INTERVAL_S: Final = 0.0005
-REHEARSAL_INTERVAL_S: Final = 0.003
 
 
 class LoopThread:
@@ -34,7 +33,7 @@ class LoopThread:
             shorter already; it is put back afterwards. With Python's own 5 ms, each thread of a handover may wait as
             long for an engine that computes in Python. None leaves it alone.
         rehearsal_interval_s: How often ranks rehearse a transfer that waits (`kvflow.PrefillRank.rehearse`), which is
-            quicker then when its time has come. None for never.
+            quicker then when its time has come, where cores are free. Never by default.
 
     Raises:
         LocalProtocolError: On entry: it is entered already. On exit: ranks still use it.
@@ -47,7 +46,7 @@ class LoopThread:
         affinity: Collection[int] | None = None,
         *,
         switch_interval_s: float | None = SWITCH_INTERVAL_S,
-        rehearsal_interval_s: float | None = REHEARSAL_INTERVAL_S,
+        rehearsal_interval_s: float | None = None,
     ) -> None:
         if switch_interval_s is not None:
             check_duration("switch_interval_s", switch_interval_s)

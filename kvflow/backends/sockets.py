@@ -38,6 +38,9 @@ LISTENS: Final = "0A"
 MAY_BRING_MORE: Final = ("01", "03")
 """States of a connection whose far end has not closed it, as far as the near end knows."""
 
+CLOSED_BY_PEER: Final = "08"
+"""State of a connection of which only the near end is open. What it has to read ends with the end of file."""
+
 MAPPED: Final = "0000000000000000FFFF0000"
 """How a table of IPv6 begins an address of IPv4."""
 
@@ -79,6 +82,7 @@ class Connections:
 
     Args:
         of_domain: Take those with processes of the same `kernel_domain`, whoever made the connection, and only those.
+            An end of file that was not read does not count: an engine may keep such connections for long.
 
     Raises:
         OSError: The kernel does not show them.
@@ -96,6 +100,7 @@ class Connections:
             own = {host for host in {_host(far) for _, far in mine} if is_own_address(address_of(host))}
             mine = [ends for ends in mine if _host(ends[1]) in own]
         self._wet = mine
+        self._counts_end = not of_domain
 
     def are_dry(self) -> bool:
         """Look again, and say whether each of them has been dry since it was first looked at. Takes milliseconds.
@@ -109,13 +114,23 @@ class Connections:
         listed = {row.inode for row in rows} | _local_sockets()
         # A connection that was reset is in no table, and may still have bytes to be read.
         unread = any(_num_unread(fd) for inode, fd in _sockets().items() if inode not in listed)
-        self._wet = [ends for ends in self._wet if (is_wet(near[ends], far) if ends in near else unread)]
+        self._wet = [ends for ends in self._wet if (self._is_wet(near[ends], far) if ends in near else unread)]
         return not self._wet and not unread
 
+    def _is_wet(self, row: Row, far: Mapping[Ends, int]) -> bool:
+        return is_wet(row, far, counts_end=self._counts_end)
 
-def is_wet(row: Row, far: Mapping[Ends, int]) -> bool:
-    """Say whether a near end has something to read, or may still get it, as it may if its far end cannot be seen."""
-    return row.num_unread > 0 or (row.state in MAY_BRING_MORE and far.get(row.ends[::-1], 1) > 0)
+
+def is_wet(row: Row, far: Mapping[Ends, int], *, counts_end: bool = True) -> bool:
+    """Say whether a near end has something to read, or may still get it, as it may if its far end cannot be seen.
+
+    Args:
+        row: The near end.
+        far: What is unsent at the far ends that can be seen.
+        counts_end: An end of file is something to read.
+    """
+    num_unread = row.num_unread - (not counts_end and row.state == CLOSED_BY_PEER)
+    return num_unread > 0 or (row.state in MAY_BRING_MORE and far.get(row.ends[::-1], 1) > 0)
 
 
 def _rows() -> list[Row]:

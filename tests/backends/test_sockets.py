@@ -165,6 +165,25 @@ async def test_an_open_connection_counts_if_its_far_end_cannot_be_seen(
     assert sockets.is_wet(near, seen) is is_wet
 
 
+@pytest.mark.parametrize(("num_unread", "is_wet"), [(0, False), (1, False), (2, True)])
+async def test_an_end_of_file_alone_brings_nothing(num_unread: int, is_wet: bool) -> None:
+    near = sockets.Row(("0100007F:0050", "0200007F:9C40"), sockets.CLOSED_BY_PEER, 0, num_unread, 1)
+    assert sockets.is_wet(near, {}, counts_end=False) is is_wet
+
+
+async def test_of_a_domain_connections_that_nobody_closes_do_not_count_once_the_other_side_has() -> None:
+    """As those that an HTTP client keeps."""
+    with listening() as listener:
+        sender = Sender(listener, 1_000)
+        with listener.accept()[0] as connection:
+            connections = Connections(of_domain=True)
+            sender.kill()
+            assert not connections.are_dry()
+            read(connection, 1_000)
+            await until(connections.are_dry)
+            assert Connections(of_domain=True).are_dry()
+
+
 async def test_of_a_domain_connections_count_whoever_has_made_them_but_not_those_with_other_hosts() -> None:
     """A library may write over a connection that the other side has accepted."""
     with listening() as listener, sending(listener, 1_000), listener.accept()[0] as connection:

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 from kvflow.state import peers, tables
-from kvflow.state.decode import handshake, progress
+from kvflow.state.decode import instances, progress
 from kvflow.state.prefill import room
 from kvflow.testing.explore import Setup, explore
 from tests.explore.worlds import WORLDS
@@ -23,7 +23,7 @@ USED_BY: Final = MappingProxyType(
         "FEED": (tables, room),
         "RANK": (tables, progress),
         "PEER": (tables, peers),
-        "INSTANCE": (tables, handshake),
+        "INSTANCE": (tables, instances),
     }
 )
 """Modules that know a table by its name."""
@@ -66,7 +66,7 @@ REACHED: Final = MappingProxyType(
         "FEED": "OPEN LAST_CHUNK, FINISHED ROLLED_BACK, FINISHED KEPT, QUIESCING QUIET, SETTLING QUIET",
         "RANK": "WRITING NOTICED, WRITING COMPLETED, WRITING DRAINED, WRITING FENCED",
         "PEER": "CONNECTED DISCONNECTED, SUSPECT LEFT, LOST CONNECTED",
-        "INSTANCE": ("LOOKING_UP FOUND, COMPILING COMPILED, CONNECTING CONNECTED, CONNECTING LOST, CONNECTED LOST"),
+        "INSTANCE": ("LOOKING_UP FOUND, COMPILING COMPILED, CONNECTING CONNECTED, CONNECTING FOUND, CONNECTED LOST"),
     }
 )
 """Rows that are read in `SEARCHED`, as state and signal."""
@@ -119,9 +119,7 @@ EQUIVALENT: Final = MappingProxyType(
         "PEER SUSPECT LEFT is SUSPECT": FORGOTTEN,
         "PEER SUSPECT LEFT is LOST": FORGOTTEN,
         "INSTANCE COMPILING COMPILED is CONNECTED": "no grant goes out before every rank has answered, too",
-        "INSTANCE CONNECTING LOST is COMPILING": DEATH_ONLY,
-        "INSTANCE CONNECTING LOST is CONNECTING": DEATH_ONLY,
-        "INSTANCE CONNECTING LOST is CONNECTED": DEATH_ONLY,
+        "INSTANCE CONNECTING FOUND is LOOKING_UP": "the next answer of the directory begins the handshake anew",
         "INSTANCE CONNECTED LOST is COMPILING": DEATH_ONLY,
         "INSTANCE CONNECTED LOST is CONNECTING": DEATH_ONLY,
         "INSTANCE CONNECTED LOST is CONNECTED": DEATH_ONLY,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvflow
 from kvflow import blocking
 from kvflow.blocking import LoopThread, Memory, Outcome, TransferUpdate
 from kvflow.errors import (
@@ -591,9 +592,18 @@ def test_a_process_ends_although_its_ranks_are_open(backend: str, begin: str, en
 @pytest.mark.parametrize("interval_s", [1e-4, None])
 def test_threads_are_switched_sooner_while_a_transfer_is_open(interval_s: float | None) -> None:
     before, shorter = sys.getswitchinterval(), interval_s or sys.getswitchinterval()
-    with registry_in_thread() as endpoint, LoopThread(switch_interval_s=interval_s) as loop:
+    with (
+        registry_in_thread() as endpoint,
+        LoopThread(switch_interval_s=None) as other,
+        LoopThread(switch_interval_s=interval_s) as loop,
+        blocking.PrefillRank(prefill_config(endpoint, backend="memory"), make_pool().layout, loop=other),
+    ):
         with blocking.DecodeRank(decode_config(endpoint, backend="memory"), make_pool().layout, loop=loop) as rank:
-            receivers = [rank.receive(room, prefill="prefill", tokens=TOKENS, pages=PAGES) for room in (1, 2)]
+            tables = ([0, 1], [3, 4])
+            receivers = [
+                rank.receive(room, prefill="prefill", tokens=TOKENS, pages={"kv": table})
+                for room, table in enumerate(tables)
+            ]
             rank.statistics()  # they have begun
             assert sys.getswitchinterval() == pytest.approx(shorter)
             receivers[0].abort()
@@ -608,9 +618,36 @@ def test_threads_are_switched_sooner_while_a_transfer_is_open(interval_s: float 
 
 
 @pytest.mark.parametrize("interval_s", [0, -1.0, float("nan"), "soon"])
-def test_a_switch_interval_is_a_duration(interval_s: Any) -> None:
-    with pytest.raises(ConfigError, match="switch_interval_s"):
-        LoopThread(switch_interval_s=interval_s)
+@pytest.mark.parametrize("name", ["switch_interval_s", "rehearsal_interval_s"])
+def test_an_interval_of_a_loop_thread_is_a_duration(name: str, interval_s: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        LoopThread(**{name: interval_s})
+
+
+def test_a_transfer_that_waits_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearsed: set[str] = set()
+    for kind in (kvflow.PrefillRank, kvflow.DecodeRank):
+
+        def note(rank: Any, room: int, rehearse: Any = kind.rehearse, name: str = kind.__name__) -> bool:
+            was_possible: bool = rehearse(rank, room)
+            if was_possible:
+                rehearsed.add(name)
+            return was_possible
+
+        monkeypatch.setattr(kind, "rehearse", note)
+    with registry_in_thread() as endpoint, LoopThread(rehearsal_interval_s=1e-3) as loop:
+        source, target = make_pool(), make_pool()
+        with (
+            blocking.PrefillRank(prefill_config(endpoint, backend="memory"), source.layout, loop=loop) as prefill,
+            blocking.DecodeRank(decode_config(endpoint, backend="memory"), target.layout, loop=loop) as decode,
+        ):
+            receiver = decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
+            sender = prefill.send(1)
+            while len(rehearsed) < 2:
+                time.sleep(1e-3)
+            sender.finish(TOKENS, PAGES, metadata=b"token")
+            receiver.wait()
+            assert receiver.result().metadata == b"token"
 
 
 KILLED = """

@@ -181,7 +181,7 @@ async def test_a_process_that_is_told_to_end_finishes_its_transfer_first() -> No
         prefill.send_signal(signal.SIGTERM)
 
         async def is_refused() -> bool:
-            failure = await catch(lambda: receive(decode, 2))
+            failure = await catch(lambda: receive(decode, 2, pages={"kv": [1, 2]}))
             return (failure.reason, failure.rank) == (FailureReason.PEER_CLOSED, "prefill/0")
 
         assert await is_refused()

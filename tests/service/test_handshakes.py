@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def receive(decode: kvflow.DecodeRank, room: int) -> None:
-    async with decode.receive(room, prefill="prefill", tokens=(0, 4), pages={"kv": [1]}) as receiver:
+    async with decode.receive(room, prefill="prefill", tokens=(0, 4), pages={"kv": [room]}) as receiver:
         await receiver.done()
 
 

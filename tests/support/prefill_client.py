@@ -1,6 +1,6 @@
 """The other end of `prefill_process`: how a test drives it, and a decode rank that receives from it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,8 +26,10 @@ async def prefill_process(registry: str | None, port: int, **settings: Any) -> A
         yield prefill
 
 
-async def receive(rank: kvflow.DecodeRank, room: int, prefill: Prefill = "prefill") -> kvflow.Handover:
-    async with rank.receive(room, prefill=prefill, tokens=TOKENS, pages=PAGES) as receiver:
+async def receive(
+    rank: kvflow.DecodeRank, room: int, prefill: Prefill = "prefill", pages: Mapping[str, Sequence[int]] = PAGES
+) -> kvflow.Handover:
+    async with rank.receive(room, prefill=prefill, tokens=TOKENS, pages=pages) as receiver:
         return await receiver.done()
 
 

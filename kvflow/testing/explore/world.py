@@ -186,7 +186,7 @@ class SmallWorld:
         self.num_faults = 0
         self.may_lack_proof = False
         num_tokens = setup.num_writes * setup.num_prefill
-        layout = _layout(setup.num_prefill, num_tokens * len(setup.rooms))
+        layout = _layout(setup.num_prefill, num_tokens * (len(setup.rooms) + MAX_TRIALS))
         limits = Limits(bytes_per_post=TOKEN_BYTES * setup.num_prefill, posts_per_peer=setup.posts_per_peer)
         local, windows = _staging(setup)
         self._prefill_settings = PrefillSettings(TIMEOUTS, limits, layout, "explored", staging=local)
@@ -701,8 +701,8 @@ class SmallWorld:
     def _requests(self, room: RoomId) -> list[tuple[str, int, Any]]:
         """What the engines of all ranks do for one room."""
         num_tokens = self._num_tokens
-        rooms = self.setup.rooms
-        first = num_tokens * rooms.index(room) if room in rooms else 0  # each has its own pages; later ones reuse them
+        rooms = (*self.setup.rooms, *range(FIRST_TRIAL_ROOM, FIRST_TRIAL_ROOM + MAX_TRIALS))
+        first = num_tokens * rooms.index(room)  # each has its own pages; those of another may be in quarantine
         pages = np.arange(first, first + num_tokens, dtype="<u4")
         pages.flags.writeable = False
         script: list[tuple[str, int, Any]] = []

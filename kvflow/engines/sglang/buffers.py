@@ -1,0 +1,135 @@
+"""Lists of buffers as SGLang has them, and the regions that they are. Pure."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from kvflow import LayoutError, head_range
+from kvflow.geometry import BufferLists, OpaqueItem, PagePart, PageRows, Region, regions_from_pointers
+
+__all__ = ["Buffer", "Parts", "Shard", "buffers_in", "keys_and_values", "latents", "regions_of"]
+
+Parts = Sequence[PagePart | PageRows] | OpaqueItem
+"""What an item of a buffer holds."""
+
+
+class Shard(NamedTuple):
+    """Which part of the model a rank holds.
+
+    Attributes:
+        kv_heads: KV heads of the whole model; 1 with MLA.
+        tp_size: Ranks that share its heads.
+        tp_rank: This one's number among them.
+        pp_size: Pipeline stages.
+        pp_rank: This one's stage.
+        is_mla: Each rank holds the latents of all heads.
+    """
+
+    kv_heads: int
+    tp_size: int = 1
+    tp_rank: int = 0
+    pp_size: int = 1
+    pp_rank: int = 0
+    is_mla: bool = False
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """KV heads that this rank holds.
+
+        Raises:
+            LayoutError: They cannot be spread over the ranks.
+        """
+        return head_range(self.kv_heads, self.tp_size, self.tp_rank)
+
+
+class Buffer(NamedTuple):
+    """One entry of SGLang's lists: where it is, its bytes, the bytes of an item, and the layer of the model."""
+
+    address: int
+    length: int
+    item: int
+    layer: int
+
+
+def buffers_in(
+    addresses: Sequence[int], lengths: Sequence[int], items: Sequence[int], layers: Sequence[int]
+) -> list[Buffer]:
+    """Combine SGLang's lists.
+
+    Raises:
+        LayoutError: They differ in length.
+    """
+    counts = {len(addresses), len(lengths), len(items), len(layers)}
+    if len(counts) != 1:
+        raise LayoutError("lists of buffers differ in length", found=sorted(counts))
+    return [Buffer(*entry) for entry in zip(addresses, lengths, items, layers, strict=True)]
+
+
+def regions_of(
+    buffers: Iterable[Buffer], parts: Callable[[Buffer], Parts], *, page_size: int, optional: bool = False
+) -> tuple[Region, ...]:
+    """Describe buffers whose items may differ from layer to layer; elided ones (of length 0) become no region.
+
+    Raises:
+        LayoutError: An item does not hold its parts, or a buffer is not a whole number of items.
+    """
+    regions: list[Region] = []
+    for one in buffers:
+        if one.length:
+            lists = BufferLists([one.address], [one.length], [one.item])
+            regions += regions_from_pointers(
+                lists, [parts(one)], page_size=page_size, layers=[one.layer], optional=optional
+            )
+    return tuple(regions)
+
+
+def latents(buffers: Iterable[Buffer], *, page_size: int, optional: bool = False) -> tuple[Region, ...]:
+    """Describe latents, which every rank holds whole, and whose pages move whole.
+
+    Raises:
+        LayoutError: A buffer is not a whole number of pages.
+    """
+    return regions_of(buffers, lambda _: OpaqueItem("latent"), page_size=page_size, optional=optional)
+
+
+def keys_and_values(  # noqa: PLR0913 - each one is said by name
+    buffers: Sequence[Buffer],
+    shard: Shard,
+    *,
+    page_size: int,
+    dtype: str,
+    order: str = "NHD",
+    are_heads_known: bool = True,
+    optional: bool = False,
+) -> tuple[Region, ...]:
+    """Describe `[K of each layer, V of each layer]`.
+
+    Args:
+        buffers: The list.
+        shard: Which heads they hold.
+        page_size: Tokens of an item.
+        dtype: Name of the element type.
+        order: "NHD" or "HND".
+        are_heads_known: They have as many heads as the model. A draft model or a sliding window may have others, which
+            SGLang does not say. Cut into as many parts as the model has heads they are right for every rank, as long
+            as no head is on two ranks. If one is, only ranks of as many TP ranks exchange them.
+        optional: Decode can do without them.
+
+    Raises:
+        LayoutError: There are not as many of K as of V, or an item does not hold whole heads.
+    """
+    if len(buffers) % 2:
+        raise LayoutError("list must have as many buffers of K as of V", found=len(buffers))
+    half = len(buffers) // 2
+    heads = shard.heads
+    is_opaque = not are_heads_known and shard.tp_size > shard.kv_heads
+    regions: tuple[Region, ...] = ()
+    for tensor, part in (("k", buffers[:half]), ("v", buffers[half:])):
+
+        def cells(one: Buffer, tensor: str = tensor) -> Parts:
+            if is_opaque:
+                return OpaqueItem(f"{tensor} of {shard.tp_size} ranks", shard.tp_rank)
+            head_bytes = one.item // (page_size * (heads[1] - heads[0]))
+            return [PagePart(tensor, head_bytes, dtype, heads, order)]
+
+        regions += regions_of(part, cells, page_size=page_size, optional=optional)
+    return regions

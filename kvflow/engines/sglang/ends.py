@@ -1,0 +1,257 @@
+"""Sender and receiver of one request, as SGLang's queues drive them.
+
+All of their calls belong to the scheduler's thread and return at once. `poll` first takes what has changed on the
+manager's rank, for all rooms together, and then says what SGLang's own state of the room has become. So SGLang's
+timeouts and its consensus of pipeline stages stay as they are.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
+from typing_extensions import override
+
+from kvflow import Endpoint, FailureReason, KvflowError, Memory, Outcome
+from kvflow.blocking import BlockingReceiver, BlockingSender, TransferUpdate
+from kvflow.engines.sglang.manager import KvflowKVManager
+
+__all__ = ["End", "KvflowKVReceiver", "KvflowKVSender"]
+
+ELSEWHERE: Final = frozenset(
+    {
+        FailureReason.UNREACHABLE,
+        FailureReason.REFUSED,
+        FailureReason.PEER_LOST,
+        FailureReason.PEER_FAILING,
+        FailureReason.PEER_CLOSED,
+    }
+)
+"""Failures after which the prefill server may have come back at another address."""
+
+
+class End:
+    """What sender and receiver have in common.
+
+    Attributes:
+        kv_mgr: The manager of both.
+        bootstrap_room: The router's number of the request.
+        transfer: On kvflow's side; None until it begins.
+    """
+
+    kv_mgr: KvflowKVManager
+    bootstrap_room: int
+    transfer: BlockingSender | BlockingReceiver | None = None
+    _is_over = False
+
+    @property
+    def is_safe(self) -> bool:
+        """Nobody can touch the pages any more."""
+        return self.transfer is None or self.transfer.memory is Memory.SAFE
+
+    def take(self, update: "TransferUpdate[Any]") -> None:
+        """Carry a change over into SGLang's state of the room, which may be another request's by now."""
+        if self._is_over:
+            return
+        if update.outcome is Outcome.PENDING:
+            self._go_on()
+            return
+        self._is_over = True
+        if update.outcome is Outcome.SUCCESS:
+            self._succeed()
+        else:
+            self._fail(update)
+
+    def _go_on(self) -> None:
+        """Look at what else has changed."""
+
+    def _succeed(self) -> None:
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+
+    def _fail(self, update: "TransferUpdate[Any]") -> None:
+        failure = update.failure
+        reason = "kvflow gave no reason" if failure is None else f"{failure.reason}: {failure.detail} ({failure.rank})"
+        self.kv_mgr.fail(self.bootstrap_room, reason)
+
+    def _give_up(self) -> None:
+        if self.transfer is not None:
+            self.transfer.abort()
+
+
+class KvflowKVSender(End, CommonKVSender):
+    """One request on prefill."""
+
+    transfer: BlockingSender | None = None
+
+    def __init__(
+        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
+    ) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        self._prefix = 0
+        if self.kv_mgr.request_status.get(bootstrap_room) == KVPoll.Failed:  # SGLang refuses it
+            return
+        try:
+            self.transfer = self.kv_mgr.rank.send(bootstrap_room)
+        except KvflowError as error:
+            self.kv_mgr.fail(bootstrap_room, str(error))
+        else:
+            self.kv_mgr.follow(self)
+
+    @override
+    def _go_on(self) -> None:
+        """Let SGLang compute the request once every decode rank has said what it wants."""
+        wanted = None if self.transfer is None else self.transfer.wanted
+        room, manager = self.bootstrap_room, self.kv_mgr
+        if wanted is None or manager.request_status.get(room) != KVPoll.Bootstrapping:
+            return
+        start, stop = wanted["kv"]
+        if stop == 0:  # decode gives it up, see `KvflowKVReceiver`
+            return
+        self._prefix = manager.req_to_decode_prefix_len[room] = start
+        manager.update_status(room, KVPoll.WaitingForInput)
+
+    @override
+    def poll(self) -> Any:
+        self.kv_mgr.advance()
+        return super().poll()
+
+    @override
+    def poll_pp_consensus(self) -> Any:
+        self.kv_mgr.advance()
+        return super().poll_pp_consensus()
+
+    def offer(self, first_page: int, kv_indices: Any, *, ready: Any) -> None:
+        """Send pages that are not the last ones.
+
+        Raises:
+            KvflowError: They do not fit, or the transfer has failed.
+        """
+        pools = self.kv_mgr.pools
+        tokens = pools.tokens(self._prefix, first_page, len(kv_indices))
+        if self.transfer is not None:
+            self.transfer.chunk(tokens, pools.pages(kv_indices), ready=ready)
+
+    def offer_last(
+        self, first_page: int, kv_indices: Any, states: Sequence[Any] | None, *, metadata_row: int, ready: Any
+    ) -> None:
+        """Send the last pages, the states and the metadata.
+
+        Raises:
+            KvflowError: They do not fit, or the transfer has failed.
+        """
+        pools = self.kv_mgr.pools
+        tokens = pools.tokens(self._prefix, first_page, len(kv_indices))
+        pages = pools.pages(kv_indices) | pools.state_pages(tokens[1], states)
+        if self.transfer is not None:
+            self.transfer.finish(tokens, pages, metadata=self.kv_mgr.metadata.read(metadata_row), ready=ready)
+
+    @override
+    def abort(self) -> None:
+        super().abort()
+        self._give_up()
+
+    @override
+    def clear(self) -> None:
+        self._give_up()
+        self._is_over = True
+        super().clear()
+
+
+class KvflowKVReceiver(End, CommonKVReceiver):
+    """One request on decode."""
+
+    transfer: BlockingReceiver | None = None
+    _metadata_row = -1
+
+    @override
+    def _register_kv_args(self) -> bool:
+        """Do nothing: ranks learn of each other's pools in kvflow's handshake."""
+        return self.bootstrap_infos is not None
+
+    @override
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Sequence[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: Any = KVTransferDestination.DEVICE,
+        device_kv_indices: Any = None,
+    ) -> None:
+        """Ask for the pages.
+
+        Raises:
+            NotImplementedError: They are not those of the pool that the manager was given.
+        """
+        if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
+            raise NotImplementedError("kvflow receives into one pool of each kind")
+        if self.bootstrap_infos is None:
+            self.kv_mgr.fail(self.bootstrap_room, f"no prefill server was found at {self.bootstrap_addr}")
+            return
+        self._metadata_row = -1 if aux_index is None else aux_index
+        try:
+            self._receive(kv_indices, state_indices, decode_prefix_len or 0)
+        except KvflowError as error:
+            self.kv_mgr.fail(self.bootstrap_room, str(error))
+        else:
+            self.kv_mgr.follow(self)
+            self.init_time = time.time()  # noqa: TID251 - SGLang compares it with the wall clock
+
+    def _receive(self, kv_indices: Any, state_indices: Sequence[Any] | None, prefix: int) -> None:
+        manager, answering = self.kv_mgr, self.bootstrap_infos[0]
+        tokens = manager.pools.tokens(prefix, 0, len(kv_indices))
+        self.transfer = manager.rank.receive(
+            self.bootstrap_room,
+            prefill=Endpoint(answering["rank_ip"], int(answering["rank_port"])),
+            tokens=tokens,
+            pages=manager.pools.pages(kv_indices) | manager.pools.state_pages(tokens[1], state_indices),
+        )
+
+    @override
+    def poll(self) -> Any:
+        self.kv_mgr.advance()
+        return super().poll()
+
+    @override
+    def _succeed(self) -> None:
+        if self.transfer is None:
+            return
+        try:
+            self.kv_mgr.metadata.write(self._metadata_row, self.transfer.result().metadata)
+        except (KvflowError, ValueError) as error:
+            self.kv_mgr.fail(self.bootstrap_room, str(error))
+        else:
+            super()._succeed()
+
+    @override
+    def _fail(self, update: "TransferUpdate[Any]") -> None:
+        super()._fail(update)
+        if update.failure is not None and update.failure.reason in ELSEWHERE:
+            self.invalidate_cached_bootstrap_infos()
+
+    @override
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:
+        """Have kvflow tell every prefill rank, and collect the proofs.
+
+        A request that has no pages yet asks for nothing, so that there is a transfer to abort.
+        """
+        if self.transfer is None and self.conclude_state == KVPoll.Failed and self.bootstrap_infos:
+            try:
+                self._receive([], None, 0)
+            except KvflowError:  # the rank is closed, which ends the room as well
+                return
+            self._is_over = True  # SGLang has failed it already
+            self.kv_mgr.follow(self)
+        self._give_up()
+
+    @override
+    def is_abort_release_safe(self) -> bool:
+        self.kv_mgr.advance()
+        return self.is_safe
+
+    @override
+    def clear(self) -> None:
+        self._give_up()
+        self._is_over = True
+        super().clear()

@@ -1,0 +1,261 @@
+"""One for each scheduler of SGLang: the rank of kvflow that all of its requests share, and how the two sides meet.
+
+SGLang's `Common*` classes keep the state of each room, the timeouts and the bootstrap server. What they do with sockets
+of their own (page lists, aborts and their acknowledgements, statuses) is kvflow's here. Prefill ranks register at the
+bootstrap server the address of the first rank of their group, which answers for all of them.
+"""
+
+import os
+import uuid
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_device, get_disagg, get_memory, get_parallel, process_model_config
+from typing_extensions import override
+
+import kvflow
+import kvflow.blocking
+from kvflow import Endpoint, Memory, Outcome
+from kvflow.engines.sglang.buffers import Shard
+from kvflow.engines.sglang.memory import PoolMap, describe_pools
+from kvflow.engines.sglang.metadata import MetadataRows
+from kvflow.engines.sglang.settings import read_settings
+from kvflow.geometry import Location
+
+if TYPE_CHECKING:
+    from kvflow.engines.sglang.ends import End
+
+__all__ = ["KvflowKVManager"]
+
+
+class KvflowKVManager(CommonKVManager):
+    """What SGLang makes for each of its prefill and decode schedulers.
+
+    Args:
+        args: The pools.
+        disaggregation_mode: Prefill or decode.
+        server_args: SGLang's settings.
+        is_mla_backend: The pool has latents.
+
+    Raises:
+        ConfigError: SGLang is configured in a way that kvflow does not serve.
+        LayoutError: A pool is of a kind that kvflow does not move.
+    """
+
+    supports_deferred_decode_kv_release = True
+    reports_transfer_latency = True
+
+    def __init__(
+        self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
+        _refuse_unserved(disaggregation_mode)
+        self.settings = read_settings(os.environ)
+        self.pools: PoolMap = _describe(args, is_mla=bool(is_mla_backend), fingerprint=self.settings.fingerprint)
+        self.metadata = MetadataRows(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
+        self._ends: dict[object, End] = {}
+        self._held: defaultdict[int, list[End]] = defaultdict(list)
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        if disaggregation_mode == DisaggregationMode.DECODE:
+            self._open_decode()
+            self._start_heartbeat_checker_thread()
+
+    # Ranks
+
+    @override
+    def register_to_bootstrap(self) -> None:
+        """Open the prefill rank, and register the address of the one that answers for its group."""
+        self._open_prefill()
+        super().register_to_bootstrap()
+
+    def _open_prefill(self, port: int = 0) -> None:
+        leads = self.attn_tp_rank == self.pp_rank == 0
+        if leads:
+            self._make_prefill(None, port)
+        found = self._share(self.rank.endpoint if leads else None)
+        if not leads:
+            self._make_prefill(found, port)
+        leader = Endpoint.parse(found)
+        self.local_ip, self.rank_port = leader.host, leader.port
+
+    def _make_prefill(self, leader: str | None, port: int) -> None:
+        dp_rank = self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank
+        config = kvflow.PrefillConfig(
+            instance=f"{self.local_ip}:{self.bootstrap_port}/{dp_rank}",
+            engine_rank=self._prefill_unique_rank(),
+            num_ranks=self.attn_tp_size * self.pp_size,
+            registry=leader,
+            bind=_address(self.local_ip, port),
+            **self._common_settings(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
+        )
+        self.rank: Any = kvflow.blocking.PrefillRank(config, self.pools.layout, affinity=self.settings.affinity)
+        self.rank.open()
+
+    def _open_decode(self) -> None:
+        config = kvflow.DecodeConfig(
+            instance=self._share(f"{self.local_ip}/{uuid.uuid4().hex[:12]}"),
+            engine_rank=self.attn_tp_rank,
+            num_ranks=self.attn_tp_size,
+            advertise=self.local_ip,
+            digest_every=self.settings.digest_every,
+            **self._common_settings(self.waiting_timeout),
+        )
+        self.rank = kvflow.blocking.DecodeRank(config, self.pools.layout, affinity=self.settings.affinity)
+        self.rank.open()
+
+    def _common_settings(self, wait_s: float) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "backend": settings.backend,
+            "backend_options": settings.backend_options,
+            "timeouts": settings.timeouts_for(wait_s),
+            "limits": settings.limits_for(self.metadata.num_bytes),
+            "staging_bytes": settings.staging_bytes,
+        }
+
+    def _share(self, value: Any) -> Any:
+        """Give all ranks of the group what its first one says."""
+        parallel = get_parallel()
+        if self.attn_tp_size > 1:
+            value = parallel.attn_tp_group.broadcast_object(value, src=0)
+        if self.pp_size > 1:
+            value = parallel.pp_group.broadcast_object(value, src=0)
+        return value
+
+    def deregister_buffer_to_engine(self) -> None:
+        """Leave the pools alone, because SGLang is about to free them."""
+        self.rank.close()
+
+    def register_buffer_to_engine(self) -> None:
+        """Use the pools again, at the same address."""
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self._open_prefill(Endpoint.parse(self.rank.endpoint).port)
+        else:
+            self._open_decode()
+
+    def teardown(self) -> None:
+        """Close the rank, and end the threads and sockets of the base class."""
+        if self.disaggregation_mode == DisaggregationMode.DECODE:
+            self._heartbeat_shutdown.set()
+        self.rank.close()
+        self.server_socket.close(linger=0)
+
+    # Requests
+
+    def follow(self, end: "End") -> None:
+        """Tell an end of each change of its transfer, until nothing can change any more."""
+        self._ends[end.transfer] = end
+        self._held[end.bootstrap_room].append(end)
+
+    def advance(self) -> None:
+        """Take what has changed since the last step. Costs next to nothing if nothing has."""
+        for update in self.rank.completed():
+            end = self._ends.get(update.transfer)
+            if end is None:
+                continue
+            end.take(update)
+            if update.outcome is not Outcome.PENDING and update.memory is Memory.SAFE:
+                self._forget(end)
+
+    def _forget(self, end: "End") -> None:
+        self._ends.pop(end.transfer, None)
+        held = self._held[end.bootstrap_room]
+        held.remove(end)
+        if not held:
+            del self._held[end.bootstrap_room]
+
+    def fail(self, room: int, reason: str) -> None:
+        """Fail a room, unless it has failed already or is over."""
+        if self.request_status.get(room) in (None, KVPoll.Failed, KVPoll.Success):
+            return
+        with self.failure_lock:
+            self.failure_records.setdefault(room, reason)
+        self.update_status(room, KVPoll.Failed)
+
+    @override
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Say whether nothing can be written to the pages of a room any more; time alone never makes it so."""
+        self.advance()
+        return all(end.is_safe for end in self._held.get(bootstrap_room, ()))
+
+    @override
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        """Do nothing: what is held is forgotten when it is safe."""
+
+    @override
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: Any,
+        index_slice: slice,
+        is_last_chunk: bool,
+        aux_index: int | None = None,
+        state_indices: Any = None,
+        *,
+        wait_event: Any = None,
+        **_: Any,
+    ) -> None:
+        """Pass a chunk on; one that does not fit fails its room."""
+        sender: Any = self._held[bootstrap_room][-1]
+        first = index_slice.start
+        try:
+            if is_last_chunk:
+                row = -1 if aux_index is None else aux_index
+                sender.offer_last(first, kv_indices, state_indices, metadata_row=row, ready=wait_event)
+            else:
+                sender.offer(first, kv_indices, ready=wait_event)
+        except kvflow.KvflowError as error:
+            sender.transfer.abort()
+            self.fail(bootstrap_room, str(error))
+            return
+        if self.request_status.get(bootstrap_room) == KVPoll.WaitingForInput:
+            self.update_status(bootstrap_room, KVPoll.Transferring)
+
+
+def _describe(args: Any, *, is_mla: bool, fingerprint: str | None) -> PoolMap:
+    parallel = get_parallel()
+    is_mla = is_mla or bool(getattr(args, "is_hybrid_mla_backend", False))
+    model = process_model_config()
+    shard = Shard(
+        kv_heads=1 if is_mla else model.get_total_num_kv_heads(),
+        tp_size=parallel.attn_tp_size,
+        tp_rank=parallel.attn_tp_rank,
+        pp_size=parallel.pp_size,
+        pp_rank=args.pp_rank,
+        is_mla=is_mla,
+    )
+    if fingerprint is None:
+        sizes = f"{model.num_hidden_layers}x{model.hidden_size}"
+        fingerprint = f"{model.hf_config.architectures[0]}/{sizes}/{args.kv_cache_dtype_str}/{args.kv_layout}"
+    location = Location("DRAM", 0) if get_device().device == "cpu" else Location("VRAM", args.gpu_id)
+    return describe_pools(args, shard, fingerprint=fingerprint, location=location)
+
+
+def _refuse_unserved(mode: Any) -> None:
+    """Refuse what would not work, before anything is opened.
+
+    Raises:
+        ConfigError: Naming it.
+    """
+    parallel, disagg = get_parallel(), get_disagg()
+    unserved = {
+        "context parallelism": parallel.attn_cp_size > 1 or parallel.enable_cp_tp_group_sharing,
+        "decode context parallelism": parallel.attn_dcp_size > 1,
+        "sharding of the KV cache": parallel.enable_kv_cache_sharding,
+        "layer split of DSA's cache": parallel.enable_dsa_cache_layer_split,
+        "pipeline stages on decode": mode == DisaggregationMode.DECODE and parallel.pp_size > 1,
+        "the allocation policy prefill_complete": disagg.disaggregation_decode_allocation_policy != "early",
+        "HiSparse": get_memory().enable_hisparse,
+        "the staging buffer of SGLang": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
+        "release of pages without a proof": not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
+    }
+    found = [name for name, is_used in unserved.items() if is_used]
+    if found:
+        raise kvflow.ConfigError("kvflow does not serve this configuration of SGLang", found=found)
+
+
+def _address(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -1,0 +1,157 @@
+"""SGLang's `KVArgs` as a layout, and its index lists as page tables. Pure.
+
+Each component of the layout is one of SGLang's lists of buffers:
+
+- "kv": K and V of each layer, or the latents of MLA;
+- "draft": the same for the layers of a draft model, which decode can do without;
+- one for each state, named after its kind; see `kvflow.engines.sglang.states`.
+
+All move in whole pages, as in SGLang, so page sizes must be the same on both sides.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow import KVLayout, LayoutError, PlanError, TokenPages
+from kvflow.engines.sglang.buffers import Buffer, Shard, buffers_in, keys_and_values, latents
+from kvflow.engines.sglang.states import State, describe_state
+from kvflow.geometry import BufferLists, Component, Location, layout_from_pointers
+
+__all__ = ["PoolMap", "describe_pools"]
+
+Tables = dict[str, NDArray[Any] | TokenPages | None]
+
+
+class PoolMap:
+    """The layout of one rank, and which of its components SGLang's index lists are for.
+
+    Args:
+        layout: All pools.
+        paged: Components with the pages of SGLang's `kv_indices`.
+        states: In the order of `state_types`.
+        page_size: Tokens of a page.
+    """
+
+    def __init__(self, layout: KVLayout, paged: Sequence[str], states: Sequence[State], page_size: int) -> None:
+        self.layout = layout
+        self.page_size = page_size
+        self._paged = paged
+        self._states = states
+
+    def tokens(self, prefix: int, first_page: int, num_pages: int) -> tuple[int, int]:
+        """Give the tokens of whole pages, the first of which is `first_page` pages behind the prefix."""
+        start = prefix + first_page * self.page_size
+        return start, start + num_pages * self.page_size
+
+    def pages(self, kv_indices: NDArray[Any]) -> Tables:
+        """Give the page tables of a chunk."""
+        return dict.fromkeys(self._paged, kv_indices)
+
+    def state_pages(self, end: int, state_indices: Sequence[Any] | None) -> Tables:
+        """Give the page tables of a request's states; None where it has none.
+
+        Args:
+            end: One past the last token of the request's last page.
+            state_indices: In the order of `state_types`, or None.
+
+        Raises:
+            PlanError: They are no lists of indices, or not one for each state.
+        """
+        given = [None] * len(self._states) if state_indices is None else list(state_indices)
+        if len(given) != len(self._states):
+            raise PlanError("there must be indices for each state", expected=len(self._states), found=len(given))
+        tables: Tables = {}
+        for state, indices in zip(self._states, given, strict=True):
+            flat = None if indices is None else np.asarray(indices).reshape(-1)
+            tables |= state.pages(end, flat, self.page_size)
+        return tables
+
+
+def describe_pools(args: Any, shard: Shard, *, fingerprint: str, location: Location) -> PoolMap:
+    """Describe the pools of a rank.
+
+    Args:
+        args: SGLang's `KVArgs`.
+        shard: Which part of the model they hold.
+        fingerprint: What makes two caches interchangeable.
+        location: Where they are.
+
+    Raises:
+        LayoutError: They hold what kvflow does not move, with the reason, or their sizes do not fit each other.
+    """
+    _refuse_unknown(args, shard)
+    main, draft = _main_buffers(args, shard)
+    components = [Component("kv", _cells(main, args, shard))]
+    if draft:
+        components.append(Component("draft", _cells(draft, args, shard, is_draft=True)))
+    paged = [component.name for component in components]
+    groups = 1 if shard.is_mla else 2
+    layers = [one.layer for one in main[: len(main) // groups]]
+    names = _state_names(args.state_types)
+    states = [describe_state(name, args, index, shard, layers) for index, name in enumerate(names)]
+    components += [component for state in states for component in state.components]
+    layout = layout_from_pointers(
+        components,
+        fingerprint,
+        buffers=_registered(args),
+        memory_kind=location.memory_kind,
+        device_id=location.device_id,
+    )
+    return PoolMap(layout, paged, states, args.page_size)
+
+
+def _refuse_unknown(args: Any, shard: Shard) -> None:
+    if getattr(args, "mla_compression_ratios", None):
+        raise LayoutError("kvflow does not move these pools of SGLang", reason="DeepSeek V4 has not been tried")
+    if getattr(args, "kv_buf_groups", None):
+        raise LayoutError("kvflow does not move these pools of SGLang", reason="NPUs have not been tried")
+    held = getattr(args, "kv_head_num", None)
+    expected = shard.heads[1] - shard.heads[0]
+    if not shard.is_mla and held and held != expected:
+        raise LayoutError("rank holds other heads than the model says", expected=expected, found=held)
+
+
+def _main_buffers(args: Any, shard: Shard) -> tuple[list[Buffer], list[Buffer]]:
+    """Give each buffer its layer, and split the draft model's off, which only the last stage has computed."""
+    groups = 1 if shard.is_mla else 2
+    total, num_draft = len(args.kv_data_ptrs), args.num_draft_entries
+    if total <= num_draft or (total - num_draft) % groups or num_draft % groups:
+        raise LayoutError("list of buffers fits no arrangement", found=total, draft=num_draft, groups=groups)
+    layers = list(getattr(args, "kv_layer_ids", None) or ())
+    if not layers:
+        first, own = getattr(args, "prefill_start_layer", None) or 0, (total - num_draft) // groups
+        layers = [first + place % own for place in range(total - num_draft)]
+        layers += [place % (num_draft // groups) for place in range(num_draft)]
+    buffers = buffers_in(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, layers)
+    is_last = shard.pp_rank == shard.pp_size - 1
+    return buffers[: total - num_draft], buffers[total - num_draft :] if is_last else []
+
+
+def _cells(buffers: Sequence[Buffer], args: Any, shard: Shard, *, is_draft: bool = False) -> Any:
+    page_size = args.page_size
+    if shard.is_mla:
+        return latents(buffers, page_size=page_size, optional=is_draft)
+    dtype = args.kv_cache_dtype_str
+    return keys_and_values(
+        buffers, shard, page_size=page_size, dtype=dtype, are_heads_known=not is_draft, optional=is_draft
+    )
+
+
+def _state_names(kinds: Sequence[Any]) -> list[str]:
+    """Name states after their kinds, with a number from the second of a kind on."""
+    names: list[str] = []
+    for kind in kinds:
+        text = getattr(kind, "value", kind)
+        count = sum(name.split("#")[0] == text for name in names)
+        names.append(f"{text}#{count}" if count else text)
+    return names
+
+
+def _registered(args: Any) -> list[BufferLists]:
+    """List every buffer."""
+    lists = [BufferLists(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)]
+    states = zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
+    return lists + [BufferLists(*entry) for entry in states]

@@ -1,0 +1,69 @@
+"""Entry point of the group `sglang.srt.plugins`: SGLang calls `activate` in each process before it reads arguments.
+
+SGLang offers a hook for the classes of a transfer backend and a list for the choices of its option. The member of its
+closed enum `TransferBackend` is the one thing that is added without being asked.
+"""
+
+import functools
+import math
+from typing import Any, Final
+
+from sglang.srt.arg_groups import choices
+from sglang.srt.disaggregation import utils
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+__all__ = ["NAME", "activate"]
+
+NAME: Final = "kvflow"
+DEFER: Final = "sglang.srt.disaggregation.decode.DecodeTransferQueue._defer_release"
+
+
+def activate() -> None:
+    """Make `--disaggregation-transfer-backend kvflow` known. May be called twice."""
+    members = utils.TransferBackend._value2member_map_  # a closed enum has no other way in
+    if NAME in members:
+        return
+    member = object.__new__(utils.TransferBackend)
+    member._name_, member._value_ = NAME.upper(), NAME
+    members[NAME] = utils.TransferBackend._member_map_[member._name_] = member
+    utils.TransferBackend._member_names_.append(member._name_)
+    choices.add_disagg_transfer_backend_choices([NAME])
+    HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _kv_class, HookType.AROUND)
+
+
+def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
+    """Give the classes of this backend, and leave others to SGLang."""
+    kinds = utils.KVClassType
+    if transfer_backend.value != NAME or class_type == kinds.KVARGS:
+        known = utils.TransferBackend.NIXL if transfer_backend.value == NAME else transfer_backend
+        return original(known, class_type)
+    # Imported when one is wanted: this module is loaded in processes that never transfer anything.
+    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer  # noqa: PLC0415
+
+    from kvflow.engines.sglang.ends import KvflowKVReceiver, KvflowKVSender  # noqa: PLC0415
+    from kvflow.engines.sglang.manager import KvflowKVManager  # noqa: PLC0415
+
+    if class_type == kinds.MANAGER:
+        _hold_pages_until_safe()
+    return {
+        kinds.MANAGER: KvflowKVManager,
+        kinds.SENDER: KvflowKVSender,
+        kinds.RECEIVER: KvflowKVReceiver,
+        kinds.BOOTSTRAP_SERVER: CommonKVBootstrapServer,
+    }[class_type]
+
+
+@functools.cache
+def _hold_pages_until_safe() -> None:
+    """Take from SGLang's decode queue the deadline after which it frees pages that may still be written to."""
+    HookRegistry.register(DEFER, _forget_deadline, HookType.AFTER)
+    HookRegistry.apply_hooks()
+
+
+def _forget_deadline(result: Any, queue: Any, decode_req: Any) -> Any:
+    from kvflow.engines.sglang.ends import KvflowKVReceiver  # noqa: PLC0415
+
+    if isinstance(decode_req.kv_receiver, KvflowKVReceiver):
+        request, started_at, _, *rest = queue._deferred_releases[-1]
+        queue._deferred_releases[-1] = (request, started_at, math.inf, *rest)
+    return result

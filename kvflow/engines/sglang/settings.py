@@ -1,0 +1,76 @@
+"""What SGLang's command line has no words for: an environment variable with JSON, which its processes inherit."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from kvflow import ConfigError, Limits, Timeouts
+
+Made = TypeVar("Made")
+
+__all__ = ["VARIABLE", "Settings", "read_settings"]
+
+VARIABLE: Final = "KVFLOW_SGLANG"
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of the adapter.
+
+    Attributes:
+        backend: Transport, as in `kvflow.RankConfig`.
+        backend_options: Its options.
+        fingerprint: What makes two caches interchangeable; by default model architecture, sizes and cache type.
+        timeouts: `kvflow.Timeouts` to use instead of those that follow from SGLang's.
+        limits: `kvflow.Limits` to use instead of the defaults.
+        staging_bytes: As in `kvflow.RankConfig`.
+        digest_every: As in `kvflow.DecodeConfig`.
+        affinity: CPUs of kvflow's threads; by default those of the scheduler.
+    """
+
+    backend: str = "nixl"
+    backend_options: dict[str, Any] = {}
+    fingerprint: str | None = None
+    timeouts: dict[str, float] = {}
+    limits: dict[str, int] = {}
+    staging_bytes: int | None = None
+    digest_every: int = 0
+    affinity: tuple[int, ...] | None = None
+
+    def timeouts_for(self, wait_s: float) -> Timeouts:
+        """Give timeouts that leave it to SGLang how long a request waits for the other side.
+
+        Raises:
+            ConfigError: One that was set is unknown or out of range.
+        """
+        defaults = dict.fromkeys(("transfer_s", "open_s", "grant_s", "first_bytes_s"), wait_s)
+        return _make(Timeouts, {"lease_s": 10.0, **defaults, **self.timeouts}, "timeouts")
+
+    def limits_for(self, metadata_bytes: int) -> Limits:
+        """Give limits that the metadata fits into.
+
+        Raises:
+            ConfigError: One that was set is unknown or out of range, or there is more metadata than can be sent.
+        """
+        needed = max(Limits().metadata_bytes, metadata_bytes)
+        return _make(Limits, {"metadata_bytes": needed, **self.limits}, "limits")
+
+
+def _make(kind: Callable[..., Made], values: Mapping[str, Any], setting: str) -> Made:
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ConfigError("unknown setting", setting=f"{VARIABLE}.{setting}", value=dict(values)) from error
+
+
+def read_settings(environment: Mapping[str, str]) -> Settings:
+    """Read the settings of this process.
+
+    Raises:
+        ConfigError: They are no JSON, or one is unknown or of a wrong type.
+    """
+    text = environment.get(VARIABLE, "{}")
+    try:
+        return msgspec.json.decode(text, type=Settings)
+    except msgspec.MsgspecError as error:
+        raise ConfigError("settings cannot be read", setting=VARIABLE, value=text, error=str(error)) from error

@@ -1,0 +1,241 @@
+"""Entries of SGLang's `state_types` as components: sliding windows, DSA's index, recurrent states. Pure."""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from numpy.typing import NDArray
+
+from kvflow import LayoutError, PlanError, TokenPages
+from kvflow.engines.sglang.buffers import Buffer, Parts, Shard, buffers_in, keys_and_values, regions_of
+from kvflow.geometry import Component, OpaqueItem, PagePart, PageRows, Region
+
+__all__ = ["REFUSED", "State", "StateBuffers", "describe_state"]
+
+REFUSED: Final = {
+    "dsa_tail": "its pointer lists do not say how many tokens its ring has",
+    "block_scale": "how scales are spread over heads is not said",
+    "block_scale_swa": "how scales are spread over heads is not said",
+    "qsa_pending": "pools of QSA have not been tried",
+    "qsa_compressed": "pools of QSA have not been tried",
+    "minimax_index_k": "pools of MiniMax have not been tried",
+    "minimax_dense_kv": "pools of MiniMax have not been tried",
+    "swa_ring": "pools of DeepSeek V4 have not been tried",
+    "c128_state": "pools of DeepSeek V4 have not been tried",
+    "request_row": "pools of DeepSeek V4 have not been tried",
+}
+"""Kinds of state that SGLang 0.5.23 has and kvflow does not move, and why not."""
+
+ORDERS: Final = {"nhd": "NHD", "hnd": "HND"}
+
+
+class StateBuffers(NamedTuple):
+    """What SGLang's lists say about one state.
+
+    Attributes:
+        kind: Its entry of `state_types`.
+        buffers: Its buffers; without layers they are numbered by their places in the list.
+        has_layers: Their layers are those of the model.
+        dims: Of a recurrent state: cells along the axis that is sharded; 0 if none is, None if SGLang does not say.
+        groups: Of a recurrent state: full sizes of the blocks of that axis that are sharded each by itself.
+        rows: Of a recurrent state: rows outside that axis.
+    """
+
+    kind: str
+    buffers: list[Buffer]
+    has_layers: bool
+    dims: Sequence[int | None]
+    groups: Sequence[Sequence[int] | None]
+    rows: Sequence[int]
+
+    @classmethod
+    def read(cls, args: Any, index: int) -> "StateBuffers":
+        """Take state `index` out of `KVArgs`.
+
+        Raises:
+            LayoutError: Its lists differ in length.
+        """
+        kind = args.state_types[index]
+        addresses = args.state_data_ptrs[index]
+        layers = list(_nth(args, "state_layer_ids", index))
+        count = len(addresses)
+        buffers = buffers_in(
+            addresses, args.state_data_lens[index], args.state_item_lens[index], layers or list(range(count))
+        )
+        return cls(
+            getattr(kind, "value", kind),
+            buffers,
+            bool(layers),
+            _nth(args, "state_dim_per_tensor", index) or [None] * count,
+            _nth(args, "state_conv_shard_groups", index) or [None] * count,
+            _nth(args, "state_slice_outer_counts", index) or [1] * count,
+        )
+
+
+def _nth(args: Any, field: str, index: int) -> Sequence[Any]:
+    lists = getattr(args, field, None) or []
+    return lists[index] if index < len(lists) and lists[index] else []
+
+
+class State(NamedTuple):
+    """One state, described.
+
+    Attributes:
+        components: What it is in the layout; all have the same page table.
+        is_slot: A request has one slot of it, else pages up to its last token.
+    """
+
+    components: tuple[Component, ...]
+    is_slot: bool
+
+    def pages(self, end: int, indices: NDArray[Any] | None, page_size: int) -> dict[str, TokenPages | None]:
+        """Give the page tables of a request.
+
+        Args:
+            end: One past the last token of the request's last page.
+            indices: As SGLang gives them: one slot, or as many pages as the state has of this request.
+            page_size: Tokens of a page.
+
+        Raises:
+            PlanError: A request has more than one slot.
+        """
+        names = [component.name for component in self.components]
+        if indices is None or not indices.size:
+            return dict.fromkeys(names)
+        if self.is_slot:
+            if indices.size != 1:
+                raise PlanError("a request has one slot of a recurrent state", component=names[0], slots=indices.size)
+            rows = self.components[0].tokens_per_slot
+            return dict.fromkeys(names, TokenPages((0, rows), indices))
+        return dict.fromkeys(names, TokenPages((end - indices.size * page_size, end), indices))
+
+
+def describe_state(name: str, args: Any, index: int, shard: Shard, layers: Sequence[int]) -> State:
+    """Describe one state.
+
+    Args:
+        name: Of its component.
+        args: SGLang's `KVArgs`.
+        index: Which of its states.
+        shard: Which part of the model this rank holds.
+        layers: Of the main pool, one for each of its layers.
+
+    Raises:
+        LayoutError: Its kind is not moved, and why; or its buffers do not fit.
+    """
+    state = StateBuffers.read(args, index)
+    match state.kind:
+        case "mamba":
+            return State((_recurrent(name, state, shard),), is_slot=True)
+        case "dsa" if shard.is_mla:
+            return State(_index(name, state, layers, args.page_size), is_slot=False)
+        case "swa":
+            return State((_window(name, state, args, shard),), is_slot=False)
+        case _:
+            reason = REFUSED.get(state.kind, "kvflow does not know it")
+            raise LayoutError("kvflow does not move this state of SGLang", state=state.kind, reason=reason)
+
+
+def _window(name: str, state: StateBuffers, args: Any, shard: Shard) -> Component:
+    """K and V of a sliding window, in pages of their own."""
+    layout = getattr(args, "swa_kv_cache_layout", None)
+    if shard.is_mla or layout not in ORDERS:
+        raise LayoutError(
+            "kvflow does not move this sliding window",
+            state="swa",
+            layout=layout,
+            known=sorted(ORDERS),
+            mla=shard.is_mla,
+        )
+    if shard.pp_size > 1:
+        raise LayoutError("a sliding window has no layer numbers, which pipeline stages need", state="swa")
+    half = len(state.buffers) // 2  # K of each layer, then V
+    buffers = [one._replace(layer=place % half) for place, one in enumerate(state.buffers)]
+    regions = keys_and_values(
+        buffers,
+        shard,
+        page_size=args.page_size,
+        dtype=args.kv_cache_dtype_str,
+        order=ORDERS[layout],
+        are_heads_known=False,
+    )
+    return Component(name, regions)
+
+
+def _index(name: str, state: StateBuffers, layers: Sequence[int], page_size: int) -> tuple[Component, ...]:
+    """Index keys with their scales, which every rank holds whole: one item a page; layers of a draft model follow."""
+    count = len(layers)
+    if len(state.buffers) < count:
+        raise LayoutError(
+            "there must be an index for each layer", state="dsa", expected=count, found=len(state.buffers)
+        )
+    own = [one._replace(layer=layer) for one, layer in zip(state.buffers, layers, strict=False)]
+    draft = [one._replace(layer=place) for place, one in enumerate(state.buffers[count:])]
+    item = OpaqueItem("index_k")
+    components = []
+    for suffix, buffers, optional in (("", own, False), ("_draft", draft, True)):
+        regions = regions_of(buffers, lambda _: item, page_size=page_size, optional=optional)
+        if regions:
+            components.append(Component(f"{name}{suffix}", regions))
+    return tuple(components)
+
+
+def _recurrent(name: str, state: StateBuffers, shard: Shard) -> Component:
+    """Convolution and recurrent states, a slot for each request.
+
+    The rows of a slot are its "tokens"; a state without rows has one cell, which belongs to all of them. A convolution
+    state has blocks (q, k and v, say), each sharded by itself. Where SGLang names none, there may be one or more, and
+    the state goes to ranks of as many TP ranks only.
+    """
+    if shard.pp_size > 1 and not state.has_layers:
+        raise LayoutError("this state has no layer numbers, which pipeline stages need", state="mamba")
+    rows = math.lcm(*state.rows)
+    has_blocks = any(state.groups)
+    seen = Counter[int]()
+    regions: tuple[Region, ...] = ()
+    for place, one in enumerate(state.buffers):
+        tensor = f"state{seen[one.layer]}"
+        seen[one.layer] += 1
+        cut = _Cut(tensor, state.dims[place], state.groups[place], state.rows[place], rows, has_blocks)
+        regions += regions_of([one], functools.partial(cut.parts, shard), page_size=rows)
+    return Component(name, regions, kind="slot")
+
+
+class _Cut(NamedTuple):
+    """How one buffer of a recurrent state is sharded; see `StateBuffers`."""
+
+    tensor: str
+    dim: int | None
+    groups: Sequence[int] | None
+    own_rows: int
+    rows: int
+    has_blocks: bool
+
+    def parts(self, shard: Shard, one: Buffer) -> Parts:
+        """Say what an item holds."""
+        tp_size, tp_rank = shard.tp_size, shard.tp_rank
+        if self.dim is None:
+            return OpaqueItem(f"{self.tensor} of {tp_size} ranks", tp_rank)
+        if self.dim == 0:
+            return OpaqueItem(self.tensor)
+        unit, shared_by = one.item // (self.dim * self.own_rows), self.rows // self.own_rows
+        groups = self.groups or ()
+        if groups and sum(groups) == self.dim * tp_size and not any(full % tp_size for full in groups):
+            widths = [full // tp_size for full in groups]
+            blocks = [
+                PagePart(
+                    f"{self.tensor}.{number}",
+                    unit,
+                    "uint8",
+                    (tp_rank * width, (tp_rank + 1) * width),
+                    tokens_per_cell=shared_by,
+                )
+                for number, width in enumerate(widths)
+            ]
+            return [PageRows(tuple(blocks))]
+        is_one_block = self.has_blocks and self.groups is None
+        tensor = self.tensor if is_one_block else f"{self.tensor} of {tp_size} ranks"
+        heads = (tp_rank * self.dim, (tp_rank + 1) * self.dim)
+        return [PagePart(tensor, unit, "uint8", heads, tokens_per_cell=shared_by)]

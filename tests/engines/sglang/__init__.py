@@ -1,0 +1,1 @@
+"""The adapter of SGLang, driven by SGLang's own code."""

@@ -1,0 +1,110 @@
+"""The two processes of a deployment, and what they are told."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["Deployment", "Process", "deployment"]
+
+ROOT: Final = Path(__file__).parents[3]
+
+
+def free_port() -> int:
+    """Give a port on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+class Process:
+    """A worker process.
+
+    Args:
+        mode: "prefill" or "decode".
+        settings: Of the adapter.
+        environment: Further variables.
+    """
+
+    def __init__(self, mode: str, settings: dict[str, Any], environment: dict[str, str]) -> None:
+        own = {"PYTHONPATH": str(ROOT), "KVFLOW_SGLANG": json.dumps(settings), **environment}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engines.sglang.worker", mode],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | own,
+        )
+
+    def tell(self, do: str, **arguments: Any) -> Any:
+        """Have something done, and give what came of it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        assert "error" not in answer, answer["error"]
+        return answer["result"]
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.communicate()
+
+
+class Deployment:
+    """A prefill and a decode process.
+
+    Attributes:
+        prefill: One.
+        decode: The other.
+    """
+
+    def __init__(self, prefill: Process, decode: Process) -> None:
+        self.prefill, self.decode = prefill, decode
+        self._threads = ThreadPoolExecutor(2)
+        self._rooms = iter(range(1, 1_000_000))
+
+    def open(self, name: str, prefill: dict[str, int], decode: dict[str, int]) -> None:
+        """Make both sides of a model."""
+        port = free_port()
+        self.prefill.tell("open", name=name, port=port, **prefill)
+        self.decode.tell("open", name=name, port=port, **decode)
+
+    def start(self) -> None:
+        """Make both schedulers."""
+        port = free_port()
+        self.prefill.tell("start", port=port)
+        self.decode.tell("start", port=port)
+
+    def room(self) -> int:
+        """Give a room that was not used before."""
+        return next(self._rooms)
+
+    def both(self, do: str, **arguments: Any) -> tuple[Any, Any]:
+        """Have both do something at the same time."""
+        doing = [self._threads.submit(one.tell, do, **arguments) for one in (self.prefill, self.decode)]
+        return doing[0].result(), doing[1].result()
+
+
+@contextmanager
+def deployment(settings: dict[str, Any], **environment: str) -> Iterator[Deployment]:
+    """Start the two processes, and end them."""
+    prefill, decode = (Process(mode, settings, environment) for mode in ("prefill", "decode"))
+    try:
+        yield Deployment(prefill, decode)
+    finally:
+        prefill.kill()
+        decode.kill()

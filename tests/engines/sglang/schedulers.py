@@ -1,0 +1,375 @@
+"""Schedulers of SGLang as far as transfers go: its own queues, pools, allocators and requests, without a model.
+
+Queues are made by their own constructors, which make the manager. What they ask of the rest of a scheduler is a stub.
+"""
+
+import itertools
+import tempfile
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+from unittest.mock import MagicMock
+
+import sglang.srt.disaggregation.decode as decode_module
+import sglang.srt.disaggregation.prefill as prefill_module
+import sglang.srt.runtime_context as runtime
+import torch
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator, TransferBackend
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.sampling.sampling_params import SamplingParams
+from torch import distributed
+
+from tests.engines.sglang import sides
+from tests.engines.sglang.models import PAGES, UNTOUCHED, Model, Rank, content, same
+
+__all__ = ["SCHEDULERS", "DecodeScheduler", "PrefillScheduler"]
+
+ROWS: Final = 8
+LONGEST: Final = 512
+
+
+class Group(sides.Group):
+    """A group of one rank, for collectives."""
+
+    def __init__(self) -> None:
+        super().__init__("alone", 0)
+        if not distributed.is_initialized():
+            place = Path(tempfile.mkdtemp()) / "store"
+            distributed.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
+        self.cpu_group = distributed.group.WORLD
+        self.is_last_rank = True
+
+
+class Scheduler:
+    """What both roles have in common.
+
+    Args:
+        mode: "prefill" or "decode".
+        port: Of the bootstrap server.
+    """
+
+    mode = ""
+    manager: Any
+
+    def __init__(self, port: int) -> None:
+        self.port, self.model = port, Model()
+        self.server_args = sides.prepare(self.mode, port, self.model)
+        sides.set_rank(Rank(1, 0))
+        self.group = Group()
+        runtime.get_parallel().override_permanently(attn_tp_group=self.group, pp_group=self.group, dp_rank=0)
+        self.pool = self.model.pool(Rank(1, 0))
+        self.allocator = PagedTokenToKVPoolAllocator(
+            self.model.page * PAGES, self.model.page, torch.bfloat16, "cpu", self.pool, need_sort=False
+        )
+        self.free = self.allocator.available_size()
+        self.metadata = MetadataBuffers(ROWS, 64, torch.bfloat16, max_sampling_mask_tokens=0)
+        self.rows = ReqToMetadataIdxAllocator(ROWS)
+        self.told: list[tuple[str, str]] = []
+        self.requests: dict[int, Any] = {}
+        self._numbers = itertools.count()
+        self.scheduler = self._scheduler()
+
+    def _scheduler(self) -> Any:
+        """Give what the queues ask of the rest of a scheduler."""
+        configuration = SimpleNamespace(
+            num_hidden_layers=self.model.layers,
+            get_total_num_kv_heads=lambda: self.model.heads,
+            hf_text_config=SimpleNamespace(),
+        )
+        runner = SimpleNamespace(
+            kv_cache_dtype_str="bfloat16",
+            effective_logical_max_total_num_tokens=self.free,
+            max_token_pool_size=self.free,
+            dcp_size=1,
+        )
+        return {
+            "server_args": self.server_args,
+            "tp_worker": SimpleNamespace(model_runner=runner, is_hybrid_swa=False),
+            "model_config": configuration,
+            "token_to_kv_pool_allocator": self.allocator,
+            "metrics_reporter": MagicMock(enable_metrics=False, current_scheduler_metrics_enabled=False),
+            "output_streamer": SimpleNamespace(stream_output=self._stream),
+            "enable_hisparse": False,
+            "kv_checksum_computer": None,
+            "waiting_queue": [],
+        }
+
+    def _stream(self, requests: list[Any], *_: Any) -> None:
+        for request in requests:
+            self.told.append((request.rid, getattr(request.finished_reason, "message", "")))
+
+    def request(self, room: int, tokens: int) -> Any:
+        """Make a request as the tokenizer does."""
+        made = Req(
+            f"request {next(self._numbers)}",
+            "",
+            array("q", range(tokens)),
+            SamplingParams(max_new_tokens=8),
+            bootstrap_host="127.0.0.1",
+            bootstrap_port=self.port,
+            bootstrap_room=room,
+        )
+        made.time_stats = MagicMock()
+        self.requests[room] = made
+        return made
+
+    def cells(self, room: int, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Give what is in the pool of a request, and what should be."""
+        found = self.table()[self.requests[room].kv.req_pool_idx, :tokens].long()
+        pairs = []
+        for layer in range(self.model.layers):
+            for buffers, seed in ((self.pool.k_buffer, 2 * layer), (self.pool.v_buffer, 2 * layer + 1)):
+                data = content(seed + 1_000 * room, tokens, self.model.heads, self.model.dim)
+                pairs.append((buffers[layer], found, data))
+        return pairs
+
+    def table(self) -> torch.Tensor:
+        """Give the table of the pool of requests."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """Do what the scheduler does in each of its steps."""
+        raise NotImplementedError
+
+    def until(self, condition: Callable[[], object], timeout_s: float = 20) -> bool:
+        """Go on with steps until something is so."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self.step()
+            if condition():
+                return True
+            time.sleep(5e-4)
+        return False
+
+    def was_told(self, room: int) -> str:
+        """Give what the client of a request was told."""
+        return next((message for rid, message in self.told if rid == self.requests[room].rid), "")
+
+    def forget(self, room: int) -> None:
+        """Forget what was said about a request, whose room another one gets."""
+        rid = self.requests.pop(room).rid
+        self.told = [entry for entry in self.told if entry[0] != rid]
+
+    def is_free(self) -> bool:
+        """Every page and every row of metadata is free again."""
+        return (self.allocator.available_size(), self.rows.available_size()) == (self.free, ROWS)
+
+    def leftovers(self) -> dict[str, int]:
+        """Count what the manager still knows of requests."""
+        names = ["request_status", "failure_records", "_ends", "_held", "transfer_infos", "prefill_response_tracker"]
+        names += ["req_to_decode_prefix_len", "required_prefill_response_num_table"]
+        return {name: len(getattr(self.manager, name)) for name in names if getattr(self.manager, name, None)}
+
+    def close(self) -> None:
+        """Close the manager."""
+        self.manager.teardown()
+
+
+class PrefillScheduler(Scheduler):
+    """Prefill: bootstrap queue, chunks, inflight queue."""
+
+    mode = "prefill"
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        self._server = CommonKVBootstrapServer("127.0.0.1", port)
+        time.sleep(0.3)
+
+        class Mixed(prefill_module.SchedulerDisaggregationPrefillMixin):
+            """SGLang's own methods."""
+
+        mixed: Any = Mixed()
+        self.released: list[str] = []
+        vars(mixed).update(
+            self.scheduler,
+            attn_cp_cpu_group=self.group.cpu_group,
+            attn_tp_cpu_group=self.group.cpu_group,
+            enable_staging=False,
+            enable_overlap=False,
+            disagg_metadata_buffers=self.metadata,
+            disagg_prefill_inflight_queue=[],
+            disagg_prefill_pending_chunk_rids=set(),
+            req_to_metadata_buffer_idx_allocator=self.rows,
+            req_to_token_pool=ReqToTokenPool(ROWS, LONGEST, "cpu", enable_memory_saver=False),
+            tree_cache=MagicMock(),
+            batch_result_processor=MagicMock(),
+            metrics_collector=None,
+            scheduler_stage_metrics=None,
+            processed_tokens_counter=0,
+            kv_shard_widening=1,
+            rust_server=None,
+            _release_aborted_request=lambda _: None,
+        )
+        self.mixed = mixed
+        self.queue = prefill_module.PrefillBootstrapQueue(
+            self.pool, None, self.rows, self.metadata, 0, port, self.free, mixed, None, TransferBackend("kvflow")
+        )
+        mixed.disagg_prefill_bootstrap_queue = self.queue
+        self.manager = self.queue.kv_manager
+        self.bootstrapped: list[Any] = []
+        prefill_module.release_kv_cache = self._release
+
+    def _release(self, request: Any, *_: Any, **__: Any) -> None:
+        pages = self.table()[request.kv.req_pool_idx, : len(request.origin_input_ids)].long()
+        self.allocator.free(pages)
+        self.released.append(request.rid)
+
+    def table(self) -> torch.Tensor:
+        found: torch.Tensor = self.mixed.req_to_token_pool.req_to_token
+        return found
+
+    def add(self, room: int, tokens: int) -> None:
+        """Let a request arrive."""
+        self.queue.add(self.request(room, tokens), self.model.heads)
+
+    def compute(self, room: int, tokens: int) -> None:
+        """Be a model: fill the cache of a whole request."""
+        request = self.requests[room]
+        (request.kv.req_pool_idx,) = self.mixed.req_to_token_pool.alloc([request])
+        pages = self.allocator.alloc(-(-tokens // self.model.page) * self.model.page)
+        self.table()[request.kv.req_pool_idx, :tokens] = pages[:tokens].to(torch.int32)
+        for tensor, index, data in self.cells(room, tokens):
+            tensor[index] = data
+        request.output_ids.append(sides.FIRST_TOKEN)
+
+    def send(self, room: int, end: int, *, last: bool) -> None:
+        """Send a chunk as SGLang does after a forward pass."""
+        request = self.requests[room]
+        request.extend_end = end
+        self.mixed.send_kv_chunk(request, last_chunk=last)
+        if last:
+            self.mixed.disagg_prefill_inflight_queue.append(request)
+
+    def is_bootstrapped(self, room: int) -> bool:
+        """SGLang may compute a request."""
+        return self.requests[room] in self.bootstrapped
+
+    def is_over(self, room: int) -> bool:
+        """SGLang has given the pages of a request back."""
+        return self.requests[room].rid in self.released
+
+    def abort(self, room: int) -> None:
+        """Abort a request."""
+        self.requests[room].disagg_kv_sender.abort()
+
+    def step(self) -> None:
+        self.bootstrapped += self.queue.pop_bootstrapped()
+        self.mixed.process_disagg_prefill_inflight_queue()
+
+    def close(self) -> None:
+        super().close()
+        self._server.close()
+
+
+class DecodeScheduler(Scheduler):
+    """Decode: preallocation and transfer queue."""
+
+    mode = "decode"
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        for tensor in (*self.pool.k_buffer, *self.pool.v_buffer):
+            tensor.view(torch.uint8).fill_(UNTOUCHED)
+        scheduler = SimpleNamespace(
+            **self.scheduler,
+            enable_decode_hicache=False,
+            enable_priority_scheduling=False,
+            enable_lora=False,
+            batch_result_processor=MagicMock(),
+            spec_algorithm=SimpleNamespace(is_none=lambda: True),
+            running_batch=SimpleNamespace(reqs=[]),
+            last_batch=None,
+            random_seed=0,
+            disagg_decode_prealloc_queue=None,
+        )
+        pool = decode_module.DecodeReqToTokenPool(ROWS, LONGEST, "cpu", enable_memory_saver=False, pre_alloc_size=ROWS)
+        tree = MagicMock()
+        tree.supports_mamba.return_value = False
+        self.transfers = decode_module.DecodeTransferQueue(self.rows, self.metadata, scheduler, tree)
+        self.queue = decode_module.DecodePreallocQueue(
+            req_to_token_pool=pool,
+            token_to_kv_pool_allocator=self.allocator,
+            draft_token_to_kv_pool=None,
+            req_to_metadata_buffer_idx_allocator=self.rows,
+            metadata_buffers=self.metadata,
+            scheduler=scheduler,
+            transfer_queue=self.transfers,
+            tree_cache=tree,
+            gpu_id=0,
+            bootstrap_port=port,
+            max_total_num_tokens=self.free,
+            num_reserved_decode_tokens=0,
+            transfer_backend=TransferBackend("kvflow"),
+        )
+        scheduler.disagg_decode_prealloc_queue = self.queue
+        self.manager = self.queue.kv_manager
+        self.arrived: list[Any] = []
+        self.released: list[str] = []
+        self.proofs: list[str] = []
+        self.transfers._observe_deferred_kv_release = lambda duration_seconds, outcome: self.proofs.append(outcome)
+        decode_module.release_kv_cache = self._release
+
+    def _release(self, request: Any, *_: Any, **__: Any) -> None:
+        if request.kv.req_pool_idx is not None:
+            pages = self.table()[request.kv.req_pool_idx, : len(request.origin_input_ids)].long()
+            self.allocator.free(pages)
+        self.released.append(request.rid)
+
+    def table(self) -> torch.Tensor:
+        found: torch.Tensor = self.queue.req_to_token_pool.req_to_token
+        return found
+
+    def add(self, room: int, tokens: int) -> None:
+        """Let a request arrive."""
+        self.queue.add(self.request(room, tokens))
+
+    def is_asked_for(self, room: int) -> bool:
+        """Prefill has been told where to write."""
+        return any(one.req.bootstrap_room == room for one in self.transfers.queue)
+
+    def has_arrived(self, room: int) -> bool:
+        """SGLang goes on with a request."""
+        request = self.requests[room]
+        return request in self.arrived and list(request.output_ids) == [sides.FIRST_TOKEN]
+
+    def is_over(self, room: int) -> bool:
+        """SGLang has given the pages of a request back."""
+        return self.requests[room].rid in self.released
+
+    def finish(self, room: int) -> None:
+        """Be done with a request that has arrived."""
+        self._release(self.requests[room])
+
+    def outcomes(self) -> list[str]:
+        """Say how pages came back that SGLang had to hold."""
+        return self.proofs
+
+    def step(self) -> None:
+        ready, _ = self.queue.pop_preallocated()
+        self.transfers.extend(ready)
+        self.arrived += self.transfers.pop_transferred()
+        self.transfers.resolve_deferred_releases()
+
+    def abort(self, room: int) -> None:
+        """Abort a request as SGLang does when its client has gone."""
+        waiting = [*self.queue.queue, *self.transfers.queue]
+        for one in waiting:
+            if one.req.bootstrap_room == room:
+                one.kv_receiver.abort()
+
+    def wrong(self, room: int, tokens: int) -> list[int]:
+        """Number the tensors that do not hold what they should."""
+        return [
+            number
+            for number, (tensor, index, data) in enumerate(self.cells(room, tokens))
+            if not same(tensor[index], data)
+        ]
+
+
+SCHEDULERS: Final = {"prefill": PrefillScheduler, "decode": DecodeScheduler}

@@ -1,0 +1,264 @@
+"""One side of a deployment in one process: managers of all of its ranks, made as SGLang's schedulers make them."""
+
+import itertools
+import time
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import sglang.srt.runtime_context as runtime
+import torch
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+from sglang.srt.disaggregation.utils import (
+    DisaggregationMode,
+    KVClassType,
+    MetadataBuffers,
+    TransferBackend,
+    build_kv_layer_ids,
+    get_kv_class,
+    get_kv_transfer_buf_infos,
+    setup_state_kv_args,
+)
+
+from kvflow.engines.sglang import manager as adapter
+from tests.engines.sglang.models import MODELS, PAGES, Held, Model, Rank
+
+__all__ = ["FIRST_TOKEN", "Side", "prepare"]
+
+ROWS = 64
+FIRST_TOKEN = 42
+
+
+class Group:
+    """Stands for a group of ranks that live in this process and are made one after another: keeps what the first says.
+
+    Args:
+        name: Of the group.
+        rank: Number of the rank within it.
+    """
+
+    _kept: ClassVar[dict[tuple[str, int], Any]] = {}
+
+    def __init__(self, name: str, rank: int) -> None:
+        self.rank_in_group = rank
+        self._name = name
+        self._calls = itertools.count()
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Give what the first rank said when it was asked as often as this one."""
+        key = (self._name, next(self._calls))
+        if self.rank_in_group == src:
+            self._kept[key] = value
+        return self._kept[key]
+
+
+def prepare(mode: str, port: int, model: Model) -> Any:
+    """Install SGLang's settings in this process."""
+    configuration = SimpleNamespace(
+        get_total_num_kv_heads=lambda: model.heads,
+        num_hidden_layers=model.layers,
+        hidden_size=64,
+        hf_config=SimpleNamespace(architectures=["Example"]),
+    )
+    vars(adapter)["process_model_config"] = lambda: configuration
+    return (
+        runtime.get_context()
+        .override_server_args(
+            host="127.0.0.1",
+            disaggregation_bootstrap_port=port,
+            device="cpu",
+            page_size=model.page,
+            disaggregation_mode=mode,
+            tp_size=1,
+        )
+        .install()
+    )
+
+
+def set_rank(rank: Rank) -> None:
+    """Make SGLang's context that of a rank."""
+    runtime.get_parallel().override_permanently(
+        tp_size=rank.tp_size,
+        moe_tp_size=rank.tp_size,
+        tp_rank=rank.tp_rank,
+        attn_tp_size=rank.tp_size,
+        attn_tp_rank=rank.tp_rank,
+        attn_tp_group=Group(f"tp of stage {rank.pp_rank}", rank.tp_rank),
+        attn_dcp_rank=0,
+        attn_dp_rank=0,
+        attn_cp_rank=0,
+        pp_size=rank.pp_size,
+        pp_rank=rank.pp_rank,
+        pp_group=Group(f"pp of {rank.tp_rank}", rank.pp_rank),
+    )
+
+
+def describe(pool: Any, draft: Any, model: Model, rank: Rank, side: str) -> tuple[KVArgs, MetadataBuffers]:
+    """Fill `KVArgs` as the queues of SGLang do."""
+    args = KVArgs()
+    args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = rank.tp_rank, rank.pp_rank, 0, 0
+    lists = [list(values) for values in get_kv_transfer_buf_infos(pool)]
+    args.num_draft_entries = 0
+    if draft is not None:
+        more = draft.get_contiguous_buf_infos()
+        args.num_draft_entries = len(more[0])
+        lists = [own + list(added) for own, added in zip(lists, more, strict=True)]
+    args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = lists
+    args.kv_layer_ids = build_kv_layer_ids(
+        token_to_kv_pool=pool,
+        draft_token_to_kv_pool=draft,
+        num_draft_entries=args.num_draft_entries,
+        num_hidden_layers=model.layers,
+    )
+    setup_state_kv_args(args, pool, draft, model.layers)
+    args.kv_cache_dtype_str, args.page_size, args.ib_device, args.rust_http_port = "bfloat16", model.page, "", None
+    if side == "prefill":
+        args.total_kv_head_num, args.kv_head_num = model.heads, max(1, model.heads // rank.tp_size)
+        args.prefill_start_layer = rank.pp_rank * model.layers // rank.pp_size
+        args.prefill_end_layer = None
+    buffers = MetadataBuffers(ROWS, hidden_size=64, hidden_states_dtype=torch.bfloat16, max_sampling_mask_tokens=0)
+    args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = buffers.get_buf_infos()
+    return args, buffers
+
+
+class Side:
+    """All ranks of one side.
+
+    Args:
+        mode: "prefill" or "decode".
+        name: Of the model.
+        port: Of the bootstrap server.
+        tp_size: Ranks that share the heads.
+        pp_size: Pipeline stages.
+    """
+
+    def __init__(self, mode: str, name: str, port: int, tp_size: int = 1, pp_size: int = 1) -> None:
+        self.mode, self.model, self.address = mode, MODELS[name](), f"127.0.0.1:{port}"
+        self._args = prepare(mode, port, self.model)
+        self._server = CommonKVBootstrapServer("127.0.0.1", port) if mode == "prefill" else None
+        time.sleep(0.3 if self._server else 0)  # it does not say when it listens
+        self.ranks = [Rank(tp_size, tp, pp_size, pp) for tp in range(tp_size) for pp in range(pp_size)]
+        self.pools: list[Any] = []
+        self.drafts: list[Any] = []
+        self.metadata: list[Any] = []
+        self.managers: list[Any] = []
+        self._random = np.random.default_rng(7 if mode == "prefill" else 8)
+        for rank in self.ranks:
+            self._add(rank)
+
+    def _add(self, rank: Rank) -> None:
+        set_rank(rank)
+        pool, draft = self.model.pool(rank), self.model.draft(self.mode, rank)
+        args, metadata = describe(pool, draft, self.model, rank, self.mode)
+        kind = get_kv_class(TransferBackend("kvflow"), KVClassType.MANAGER)
+        self.managers.append(kind(args, DisaggregationMode(self.mode), self._args, self.model.is_mla))
+        self.pools.append(pool)
+        self.drafts.append(draft)
+        self.metadata.append(metadata)
+
+    def close(self) -> None:
+        """Close all ranks."""
+        for manager in self.managers:
+            manager.teardown()
+        if self._server is not None:
+            self._server.close()
+
+    def hold(self, tokens: int, prefix: int) -> Held:
+        """Choose pages for a request."""
+        page = self.model.page
+        first = self.model.window_start(tokens, prefix)
+        return Held(
+            self._random.permutation(PAGES - 1)[: -(-(tokens - prefix) // page)].astype(np.int32) + 1,
+            self._random.permutation(PAGES - 1)[: -(-(tokens - first) // page)].astype(np.int32) + 1,
+            int(self._random.integers(1, 8)),
+        )
+
+    def end(self, number: int, room: int) -> Any:
+        """Make the sender or receiver of a rank."""
+        kind = KVClassType.SENDER if self.mode == "prefill" else KVClassType.RECEIVER
+        made = get_kv_class(TransferBackend("kvflow"), kind)(
+            mgr=self.managers[number], bootstrap_addr=self.address, bootstrap_room=room
+        )
+        if self.mode == "decode":
+            made.init(0)
+        return made
+
+    def transfer(
+        self, room: int, tokens: int, prefix: int = 0, chunks: int = 2, timeout_s: float = 20
+    ) -> dict[str, Any]:
+        """Send or receive one request on all ranks, and say how it went."""
+        held = self.hold(tokens, prefix)
+        step = self._send if self.mode == "prefill" else self._receive
+        ends = step(room, held, tokens, prefix, chunks, time.monotonic() + timeout_s)
+        statuses = [end.poll() for end in ends]
+        reasons = [reason_of(end) for end in ends if end.poll() == KVPoll.Failed]
+        wrong = []
+        if self.mode == "decode" and not reasons:
+            wrong = [
+                problem for number in range(len(ends)) for problem in self._compare(number, room, held, tokens, prefix)
+            ]
+        for end in ends:
+            end.clear()
+        return {"statuses": statuses, "reasons": reasons, "wrong": wrong}
+
+    def _request(self, number: int, held: Held, tokens: int, prefix: int) -> tuple[Any, ...]:
+        return self.pools[number], self.drafts[number], self.ranks[number], held, tokens, prefix
+
+    def _send(self, room: int, held: Held, tokens: int, prefix: int, chunks: int, deadline: float) -> list[Any]:
+        for number in range(len(self.ranks)):
+            self.model.write(*self._request(number, held, tokens, prefix))
+        ends = [self.end(number, room) for number in range(len(self.ranks))]
+        wait_for(ends, deadline, KVPoll.WaitingForInput)
+        for number, end in enumerate(ends):
+            if end.poll() == KVPoll.WaitingForInput:
+                self.offer(number, end, held, prefix, chunks)
+        wait_for(ends, deadline, KVPoll.Success)
+        return ends
+
+    def offer(self, number: int, end: Any, held: Held, prefix: int, chunks: int) -> None:
+        """Send all chunks of a request."""
+        found = end.pop_decode_prefix_len()
+        assert found == prefix, (found, prefix)
+        end.init(len(held.pages), 5)
+        self.metadata[number].bootstrap_room[5, 0] = end.bootstrap_room
+        self.metadata[number].output_ids[5, 0] = FIRST_TOKEN
+        parts = np.array_split(held.pages, max(1, min(chunks, len(held.pages))))
+        for place, part in enumerate(parts):
+            states = self.model.state_indices(held) if place == len(parts) - 1 else None
+            end.send(part, states, num_kv_tokens=len(part) * self.model.page)
+
+    def _receive(self, room: int, held: Held, tokens: int, prefix: int, _: int, deadline: float) -> list[Any]:
+        for number in range(len(self.ranks)):
+            self.model.blank(*self._request(number, held, tokens, prefix))
+            assert self.managers[number].try_ensure_parallel_info(self.address)
+        ends = [self.end(number, room) for number in range(len(self.ranks))]
+        for end in ends:
+            end.send_metadata(held.pages, 3, self.model.state_indices(held), decode_prefix_len=prefix)
+        wait_for(ends, deadline, KVPoll.Success)
+        return ends
+
+    def _compare(self, number: int, room: int, held: Held, tokens: int, prefix: int) -> list[str]:
+        found = self.model.differences(*self._request(number, held, tokens, prefix))
+        metadata = self.metadata[number]
+        if (int(metadata.bootstrap_room[3, 0]), int(metadata.output_ids[3, 0])) != (room, FIRST_TOKEN):
+            found.append("metadata differs")
+        return [f"rank {number}: {problem}" for problem in found]
+
+
+def wait_for(ends: list[Any], deadline: float, status: int) -> None:
+    """Poll as a scheduler does, until all have a status, or one has failed."""
+    while time.monotonic() < deadline:
+        found = [end.poll() for end in ends]
+        if KVPoll.Failed in found or min(found) >= status:
+            return
+        time.sleep(2e-4)
+
+
+def reason_of(end: Any) -> str:
+    """Give why an end has failed, as SGLang's queues ask."""
+    try:
+        end.failure_exception()
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        return str(error)
+    return ""

@@ -1,0 +1,70 @@
+"""Rows of metadata buffers as bytes, and the settings of the adapter."""
+
+import numpy as np
+import pytest
+
+from kvflow import ConfigError, LocalProtocolError
+from kvflow.engines.sglang.metadata import MetadataRows
+from kvflow.engines.sglang.settings import read_settings
+
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+def buffers() -> tuple[Arrays, MetadataRows]:
+    arrays = np.arange(12, dtype=np.int32).reshape(4, 3), np.arange(4, dtype=np.int64)
+    rows = MetadataRows(
+        [one.ctypes.data for one in arrays], [one.nbytes for one in arrays], [one[0].nbytes for one in arrays]
+    )
+    return arrays, rows
+
+
+def test_rows_travel() -> None:
+    arrays, rows = buffers()
+    data = rows.read(2)
+    assert len(data) == rows.num_bytes == 20
+    rows.write(0, data)
+    assert arrays[0].tolist() == [[6, 7, 8], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert arrays[1].tolist() == [2, 1, 2, 3]
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+def test_rows_that_there_are_not_are_refused(index: int) -> None:
+    _, rows = buffers()
+    with pytest.raises(LocalProtocolError, match="no such row"):
+        rows.read(index)
+    with pytest.raises(LocalProtocolError, match="no such row"):
+        rows.write(index, bytes(20))
+
+
+def test_rows_of_other_buffers_are_refused() -> None:
+    arrays, rows = buffers()
+    with pytest.raises(ValueError, match="19 bytes"):
+        rows.write(1, bytes(19))
+    assert arrays[0][1].tolist() == [3, 4, 5]
+
+
+def test_settings_have_defaults_that_leave_waiting_to_sglang() -> None:
+    settings = read_settings({})
+    timeouts = settings.timeouts_for(300.0)
+    assert (settings.backend, timeouts.grant_s, timeouts.transfer_s, timeouts.lease_s) == ("nixl", 300.0, 300.0, 10.0)
+    assert settings.limits_for(3_000_000).metadata_bytes == 3_000_000
+
+
+def test_settings_are_read() -> None:
+    text = '{"backend": "memory", "timeouts": {"lease_s": 2}, "limits": {"transfers": 9}, "affinity": [0, 1]}'
+    settings = read_settings({"KVFLOW_SGLANG": text})
+    assert (settings.backend, settings.affinity) == ("memory", (0, 1))
+    assert (settings.timeouts_for(1.0).lease_s, settings.limits_for(1).transfers) == (2, 9)
+
+
+@pytest.mark.parametrize("text", ["{", '{"lease_s": 3}', '{"backend": 3}', "[]"])
+def test_settings_that_are_wrong_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="KVFLOW_SGLANG"):
+        read_settings({"KVFLOW_SGLANG": text})
+
+
+@pytest.mark.parametrize("text", ['{"timeouts": {"leasing_s": 3}}', '{"timeouts": {"lease_s": -3}}'])
+def test_timeouts_that_are_wrong_are_refused(text: str) -> None:
+    settings = read_settings({"KVFLOW_SGLANG": text})
+    with pytest.raises(ConfigError):
+        settings.timeouts_for(1.0)

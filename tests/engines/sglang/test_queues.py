@@ -1,0 +1,157 @@
+"""Requests through SGLang's own queues, in two processes over NIXL: what arrives, what fails, when pages are free."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engines.sglang.processes import Deployment, deployment
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(200)]
+
+SETTINGS = {"backend": "nixl", "timeouts": {"lease_s": 2.0, "drain_s": 1.0}}
+SGLANG_FREES_AFTER_S = 1
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Deployment]:
+    seconds = str(SGLANG_FREES_AFTER_S)
+    with deployment(SETTINGS, SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT=seconds) as started:
+        yield started
+
+
+@pytest.fixture
+def pair(processes: Deployment) -> Deployment:
+    processes.start()
+    return processes
+
+
+def begin(pair: Deployment, tokens: int = 70) -> int:
+    """Let a request arrive on both sides, until prefill may compute it, and has."""
+    room = pair.room()
+    for side in (pair.prefill, pair.decode):
+        side.tell("ask", what="add", room=room, tokens=tokens)
+    assert pair.decode.tell("until", what="is_asked_for", room=room)
+    assert pair.prefill.tell("until", what="is_bootstrapped", room=room)
+    pair.prefill.tell("ask", what="compute", room=room, tokens=tokens)
+    return room
+
+
+def send(pair: Deployment, room: int, end: int, *, last: bool = False) -> None:
+    pair.prefill.tell("ask", what="send", room=room, end=end, last=last)
+
+
+def check_nothing_is_left(pair: Deployment) -> None:
+    for side in (pair.prefill, pair.decode):
+        assert side.tell("until", what="is_free"), side.tell("ask", what="leftovers")
+        assert side.tell("ask", what="leftovers") == {}
+
+
+def check_arrived(pair: Deployment, room: int, tokens: int = 70) -> None:
+    assert pair.decode.tell("until", what="has_arrived", room=room), pair.decode.tell("ask", what="was_told", room=room)
+    assert pair.decode.tell("ask", what="wrong", room=room, tokens=tokens) == []
+    assert pair.prefill.tell("until", what="is_over", room=room)
+    assert pair.prefill.tell("ask", what="was_told", room=room) == ""
+
+
+def test_request_in_chunks(pair: Deployment) -> None:
+    room = begin(pair)
+    send(pair, room, 40)
+    send(pair, room, 70, last=True)
+    check_arrived(pair, room)
+    pair.decode.tell("ask", what="finish", room=room)
+    check_nothing_is_left(pair)
+
+
+def test_decode_aborts_between_chunks(pair: Deployment) -> None:
+    """Its pages come back with the proof, and prefill hears of it."""
+    room = begin(pair)
+    send(pair, room, 40)
+    pair.decode.tell("ask", what="abort", room=room)
+    assert pair.decode.tell("until", what="was_told", room=room)
+    assert "Aborted by AbortReq" in pair.decode.tell("ask", what="was_told", room=room)
+    assert pair.decode.tell("until", what="is_over", room=room)
+    assert pair.decode.tell("ask", what="outcomes") == ["drained"]
+    send(pair, room, 70, last=True)
+    assert pair.prefill.tell("until", what="is_over", room=room)
+    assert "aborted" in pair.prefill.tell("ask", what="was_told", room=room)
+    check_nothing_is_left(pair)
+
+
+def test_prefill_aborts_between_chunks(pair: Deployment) -> None:
+    room = begin(pair)
+    send(pair, room, 40)
+    pair.prefill.tell("ask", what="abort", room=room)
+    assert pair.decode.tell("until", what="was_told", room=room, timeout_s=2)
+    assert "aborted" in pair.decode.tell("ask", what="was_told", room=room)
+    assert pair.decode.tell("until", what="is_over", room=room)
+    assert pair.decode.tell("ask", what="outcomes") == ["drained"]
+    send(pair, room, 70, last=True)
+    assert pair.prefill.tell("until", what="is_over", room=room)
+    check_nothing_is_left(pair)
+
+
+def test_decode_aborts_before_it_has_pages(pair: Deployment) -> None:
+    """Prefill hears of it at once, not when its patience ends."""
+    first = begin(pair)
+    send(pair, first, 70, last=True)
+    check_arrived(pair, first)
+    pair.decode.tell("ask", what="finish", room=first)
+    room = pair.room()
+    for side in (pair.prefill, pair.decode):
+        side.tell("ask", what="add", room=room, tokens=70)
+    pair.decode.tell("ask", what="abort", room=room)
+    assert pair.prefill.tell("until", what="was_told", room=room, timeout_s=2)
+    assert "aborted" in pair.prefill.tell("ask", what="was_told", room=room)
+    assert pair.decode.tell("until", what="was_told", room=room)
+    check_nothing_is_left(pair)
+
+
+def test_room_is_used_again(pair: Deployment) -> None:
+    """What was said about the request before does not end the next one of its room."""
+    room = begin(pair)
+    pair.decode.tell("ask", what="abort", room=room)
+    assert pair.decode.tell("until", what="is_over", room=room)
+    send(pair, room, 70, last=True)
+    assert pair.prefill.tell("until", what="is_over", room=room)
+    check_nothing_is_left(pair)
+    for side in (pair.prefill, pair.decode):
+        side.tell("ask", what="forget", room=room)
+        side.tell("ask", what="add", room=room, tokens=70)
+    assert pair.decode.tell("until", what="is_asked_for", room=room)
+    assert pair.prefill.tell("until", what="is_bootstrapped", room=room)
+    pair.prefill.tell("ask", what="compute", room=room, tokens=70)
+    send(pair, room, 70, last=True)
+    check_arrived(pair, room)
+
+
+def test_pages_without_a_proof_are_held_after_sglangs_deadline(pair: Deployment) -> None:
+    """A prefill process that has stopped may go on, and write."""
+    room = begin(pair)
+    send(pair, room, 40)
+    pair.prefill.signal(signal.SIGSTOP)
+    try:
+        pair.decode.tell("ask", what="abort", room=room)
+        assert pair.decode.tell("until", what="was_told", room=room, timeout_s=2)
+        pair.decode.tell("rest", seconds=4 * SGLANG_FREES_AFTER_S)
+        assert not pair.decode.tell("ask", what="is_over", room=room)
+    finally:
+        pair.prefill.signal(signal.SIGCONT)
+    assert pair.decode.tell("until", what="is_over", room=room)
+    assert pair.decode.tell("ask", what="outcomes") == ["drained"]
+    next_room = begin(pair)
+    send(pair, next_room, 70, last=True)
+    check_arrived(pair, next_room)
+
+
+def test_prefill_is_killed() -> None:
+    """Decode fails the request within the lease, and does not free its pages without a proof."""
+    with deployment(SETTINGS, SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT="1") as pair:
+        pair.start()
+        room = begin(pair)
+        send(pair, room, 40)
+        pair.prefill.kill()
+        assert pair.decode.tell("until", what="was_told", room=room, timeout_s=6)
+        assert "peer" in pair.decode.tell("ask", what="was_told", room=room)
+        pair.decode.tell("rest", seconds=4 * SGLANG_FREES_AFTER_S)
+        assert pair.decode.tell("ask", what="outcomes") in ([], ["drained"])

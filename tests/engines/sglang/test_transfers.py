@@ -1,0 +1,55 @@
+"""Requests between SGLang's own pools, in two processes over NIXL, compared byte by byte."""
+
+import pytest
+
+from tests.engines.sglang.processes import Deployment
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+
+SUCCESS = 4
+KINDS = ["mha", "mla", "dsa", "swa", "gdn", "kimi"]
+
+
+def check(pair: Deployment, tokens: int, prefix: int = 0, chunks: int = 2) -> None:
+    sent, received = pair.both("transfer", room=pair.room(), tokens=tokens, prefix=prefix, chunks=chunks)
+    assert set(sent["statuses"]) == {SUCCESS}, (sent["reasons"], received["reasons"])
+    assert set(received["statuses"]) == {SUCCESS}, received["reasons"]
+    assert received["wrong"] == []
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2)], ids=["1-1", "2-1", "1-2"])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_pool_over_every_pair_of_tp_sizes(pair: Deployment, name: str, prefill: int, decode: int) -> None:
+    pair.open(name, {"tp_size": prefill}, {"tp_size": decode})
+    check(pair, tokens=200, chunks=3)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(4, 2), (2, 4)], ids=["4-2", "2-4"])
+@pytest.mark.parametrize("name", ["mha", "gqa", "mla"])
+def test_more_ranks(pair: Deployment, name: str, prefill: int, decode: int) -> None:
+    """With `gqa` there are more ranks than heads on one side."""
+    pair.open(name, {"tp_size": prefill}, {"tp_size": decode})
+    check(pair, tokens=70)
+
+
+@pytest.mark.parametrize("name", ["mha", "dsa"])
+def test_pipeline_stages(pair: Deployment, name: str) -> None:
+    pair.open(name, {"pp_size": 2}, {})
+    check(pair, tokens=70)
+
+
+@pytest.mark.parametrize("name", ["draft on both", "draft on decode", "draft on prefill"])
+def test_draft_layers(pair: Deployment, name: str) -> None:
+    """Decode can do without those that prefill does not have."""
+    pair.open(name, {"tp_size": 2 if name == "draft on both" else 1}, {})
+    check(pair, tokens=70)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "prefix"),
+    [("mha", 70, 32), ("mha", 64, 64), ("dsa", 200, 64), ("swa", 150, 128), ("page 1", 15, 3)],
+    ids=["mha", "whole prompt", "dsa", "window reaches back", "pages of one token"],
+)
+def test_prefix_that_decode_has(pair: Deployment, name: str, tokens: int, prefix: int) -> None:
+    pair.open(name, {}, {})
+    check(pair, tokens, prefix, chunks=1 if tokens == prefix else 2)
