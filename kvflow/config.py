@@ -282,10 +282,12 @@ class Timeouts:
 
     Attributes:
         handshake_s: Finding an instance and shaking hands with all of its ranks, on first contact.
-        transfer_s: A whole transfer as the decode rank sees it, queueing and computing on prefill included.
+        announced_s: How long a decode rank may keep a room announced without granting pages for it.
+        transfer_s: A whole transfer as the decode rank sees it, queueing and computing on prefill included. That of an
+            announced one begins with its grant.
         open_s: How long a grant waits on prefill for an engine that has not opened its room.
-        grant_s: How long finished pages wait on prefill for a decode rank that has not asked for them, because it is
-            late or because it died before it could.
+        grant_s: How long finished pages wait on prefill for a decode rank that has neither announced the room nor asked
+            for them, because it is late or because it died before it could.
         first_bytes_s: How long a granted transfer may wait, queueing and computing on prefill included, until its first
             bytes have arrived.
         progress_s: How long nothing may arrive or leave, once something has, before a transfer is given up.
@@ -299,6 +301,7 @@ class Timeouts:
     """
 
     handshake_s: float = 5.0
+    announced_s: float = 600.0
     transfer_s: float = 120.0
     open_s: float = 30.0
     grant_s: float = 30.0
@@ -329,7 +332,7 @@ class Limits:
 
     Attributes:
         transfers: Rooms open at once on a rank.
-        pending_grants: Grants kept for rooms that the prefill engine has not opened yet.
+        pending_grants: Grants and announcements kept for rooms that the prefill engine has not opened yet.
         queued_chunks: Pieces of granted chunks that wait for one peer, for their data, turn or credit; beyond it
             `chunk()` waits for rooms that go to that peer, and for no others. A chunk comes in with all of its pieces,
             or not at all.

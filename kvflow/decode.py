@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, assert_never
+from typing import NamedTuple, Self, assert_never
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from kvflow.config import (
     is_instance_name,
 )
 from kvflow.directory import Directories
-from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, PlanError, Stage
+from kvflow.errors import ConfigError, FailureReason, KvflowError, LocalProtocolError, PlanError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import WIRE_PAGES, Pages, PageTable, TokenPages, build_page_tables, normalize
 from kvflow.geometry.ranges import TokenRange
@@ -38,6 +38,7 @@ from kvflow.stages.digests import check_digestible
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.decode.core import DecodeCore
+from kvflow.state.quarantine import Footprint
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import RankStatistics, StagingStatistics
@@ -63,8 +64,8 @@ class Handover:
         metadata_by_rank: All of it.
         num_bytes: Bytes written into this rank's pages.
         num_notices: Pieces they came in, over all prefill ranks.
-        elapsed_s: From the start of the receive to the last notice.
-        first_notice_s: From the start to the first notice.
+        elapsed_s: From the start of the receive to the last notice; from the grant, if the room was announced before.
+        first_notice_s: From the same to the first notice.
     """
 
     metadata: bytes
@@ -73,6 +74,20 @@ class Handover:
     num_notices: int
     elapsed_s: float
     first_notice_s: float
+
+
+class Wanted(NamedTuple):
+    """What is wanted of a room, and where it goes; see `kvflow.state.events.ReceiveOpened`.
+
+    Attributes:
+        digest: Digests are wanted; as the settings say if None.
+    """
+
+    ranges: dict[str, TokenRange]
+    pages: dict[str, bytes]
+    footprint: Footprint
+    timeout_s: float
+    digest: bool | None
 
 
 class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
@@ -162,23 +177,64 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             CapacityExceeded, RankDraining: On entry: too much is open or in quarantine; the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
         """
-        digest = _check_digest(digest)
+        opened = self._request(room, prefill, num_ranks, priority)
+        wanted = self.wanted(tokens, pages, digest=digest, timeout_s=timeout_s)
+        return RoomReceiver(self, opened, wanted, label)
+
+    def announce(
+        self,
+        room: RoomId | None = None,
+        *,
+        prefill: Prefill,
+        num_ranks: int | None = None,
+        timeout_s: float | None = None,
+        priority: int = 0,
+        label: str | None = None,
+    ) -> "RoomReceiver":
+        """Tell prefill that a room will be received, before there are pages for it. Use the result as with `receive`.
+
+        Prefill keeps its pages for as long as this rank lives, and not for `Timeouts.grant_s` alone. The instance is
+        found and connected meanwhile. When there are pages, `RoomReceiver.grant` goes on as `receive` would; until
+        then `memory` is SAFE. If prefill fails the room before that, this fails, too.
+
+        Args:
+            room: As in `receive`.
+            prefill: As in `receive`.
+            num_ranks: As in `receive`.
+            timeout_s: How long it may be without pages; from the settings by default (`Timeouts.announced_s`).
+            priority: As in `receive`.
+            label: As in `receive`.
+
+        Raises:
+            ConfigError: `num_ranks`, `timeout_s` or `priority` is unusable, or `prefill` needs a registry.
+            TicketError: The ticket is malformed, or it is for another room, model or protocol version.
+            LocalProtocolError: On entry: the room is being received already, or the rank is not open.
+            CapacityExceeded, RankDraining: On entry: too much is open or in quarantine; the rank is about to close.
+            TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
+        """
+        opened = self._request(room, prefill, num_ranks, priority)
+        timeout_s = self._timeout(timeout_s, self.config.timeouts.announced_s)
+        return RoomReceiver(self, msgspec.structs.replace(opened, timeout_s=timeout_s, is_announced=True), None, label)
+
+    def _request(self, room: RoomId | None, prefill: Prefill, num_ranks: int | None, priority: int) -> ev.ReceiveOpened:
+        """Say what is asked for, as far as that does not depend on pages.
+
+        Raises:
+            ConfigError, LocalProtocolError, TicketError: As in `receive`.
+        """
         room, instance, issuer = self._meaning(room, prefill)
-        parts, tables = self._wanted(tokens, pages, digest=bool(digest))
-        opened = ev.ReceiveOpened(
+        return ev.ReceiveOpened(
             room=room,
             generation=0,
             instance=instance,
-            ranges={name: part.tokens for name, part in parts.items()},
-            pages={name: table.pages.astype(WIRE_PAGES, copy=False).tobytes() for name, table in tables.items()},
+            ranges={},
+            pages={},
             num_decode_ranks=check_num_ranks(self.config.num_ranks if num_ranks is None else num_ranks),
-            timeout_s=self._timeout(timeout_s),
+            timeout_s=0.0,
             secret=b"",
-            footprint=self.footprint(tables),
             priority=check_priority("priority", priority),
             issuer=issuer,
         )
-        return RoomReceiver(self, opened, digest, label)
 
     def _meaning(self, room: RoomId | None, prefill: Prefill) -> tuple[RoomId, ev.InstanceRef, PeerId | None]:
         """Give the room, how its instance is referred to, and who gave its ticket.
@@ -203,13 +259,37 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             raise ConfigError("prefill by name needs a registry", setting="registry", prefill=prefill)
         return room, prefill, None
 
-    def _timeout(self, timeout_s: float | None) -> float:
+    @staticmethod
+    def _timeout(timeout_s: float | None, default_s: float) -> float:
         if timeout_s is None:
-            return self.config.timeouts.transfer_s
+            return default_s
         check_duration("timeout_s", timeout_s)
         return timeout_s
 
-    def _wanted(
+    def wanted(
+        self,
+        tokens: TokenRange,
+        pages: Mapping[str, Pages],
+        *,
+        digest: bool | None,
+        timeout_s: float | None,
+    ) -> "Wanted":
+        """Check which tokens are wanted and where they go.
+
+        Raises:
+            PlanError, ConfigError: As in `receive`.
+        """
+        digest = _check_digest(digest)
+        parts, tables = self._parts(tokens, pages, digest=bool(digest))
+        return Wanted(
+            ranges={name: part.tokens for name, part in parts.items()},
+            pages={name: table.pages.astype(WIRE_PAGES, copy=False).tobytes() for name, table in tables.items()},
+            footprint=self.footprint(tables),
+            timeout_s=self._timeout(timeout_s, self.config.timeouts.transfer_s),
+            digest=digest,
+        )
+
+    def _parts(
         self, tokens: TokenRange, pages: Mapping[str, Pages], *, digest: bool
     ) -> tuple[dict[str, TokenPages], dict[str, PageTable]]:
         if digest:
@@ -222,26 +302,55 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             raise PlanError("nothing is wanted", components=sorted(pages))
         return parts, build_page_tables(parts, self.layout, distinct=True)
 
-    def open_receiver(self, receiver: "RoomReceiver", opened: ev.ReceiveOpened, digest: bool | None) -> None:
+    def open_receiver(self, receiver: "RoomReceiver", opened: ev.ReceiveOpened, wanted: "Wanted | None") -> int:
         """Put a receiver on record, under a generation that no transfer of this incarnation has had.
 
         Args:
             receiver: To be opened.
-            opened: What it asks for; generation, digest and secret are filled in here.
-            digest: Digests are wanted; as the settings say if None.
+            opened: What it asks for; generation and secret are filled in here.
+            wanted: What is wanted, and where it goes; None if it is only announced.
+
+        Returns:
+            The generation.
 
         Raises:
             LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: It may not begin; nothing has changed.
         """
         generation = next(self._generations)
-        if digest is None:
-            every = self.config.digest_every
-            digest = bool(every) and generation % every == 0
         # Asking the system for random bytes each time takes many times as long.
         number = generation.to_bytes(8, "little")
         secret = hashlib.blake2b(number, key=self._secret, digest_size=SECRET_BYTES).digest()
-        event = msgspec.structs.replace(opened, generation=generation, digest=digest, secret=secret)
+        event = msgspec.structs.replace(opened, generation=generation, secret=secret)
+        if wanted is None:
+            self.open_transfer(generation, receiver, event, Memory.SAFE)
+            return generation
+        event = msgspec.structs.replace(
+            event,
+            ranges=wanted.ranges,
+            pages=wanted.pages,
+            timeout_s=wanted.timeout_s,
+            footprint=wanted.footprint,
+            digest=self._wants_digest(generation, wanted),
+        )
         self.open_transfer(generation, receiver, event)
+        return generation
+
+    def grant(self, room: RoomId, generation: int, wanted: "Wanted") -> None:
+        """Give pages to a room that was announced.
+
+        Raises:
+            LocalProtocolError, PagesInUse, CapacityExceeded, RankBroken: It gets none; nothing has changed.
+        """
+        digest = self._wants_digest(generation, wanted)
+        self.request(
+            ev.ReceiveGranted(room, generation, wanted.ranges, wanted.pages, wanted.timeout_s, wanted.footprint, digest)
+        )
+
+    def _wants_digest(self, generation: int, wanted: "Wanted") -> bool:
+        if wanted.digest is not None:
+            return wanted.digest
+        every = self.config.digest_every
+        return bool(every) and generation % every == 0
 
     def rehearse(self, room: RoomId) -> bool:
         """Run through what will be done when a room that is granted is complete; see `kvflow.PrefillRank.rehearse`.
@@ -278,6 +387,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             quarantined=core.num_quarantined,
             quarantined_pages=core.quarantine.total.num_pages,
             quarantined_bytes=core.quarantine.total.num_bytes,
+            announced=core.num_announced,
             waiting_grants=0,
             queued_chunks=0,
             posted=0,
@@ -383,20 +493,83 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
 
 
 class RoomReceiver(Transfer):
-    """One room, as the decode engine receives it. Made by `DecodeRank.receive`.
+    """One room, as the decode engine receives it. Made by `DecodeRank.receive` or `DecodeRank.announce`.
 
     Attributes:
         handover: What it has brought, once it is a success.
     """
 
-    __slots__ = ("_digest", "_opened", "_rank", "handover")
+    __slots__ = ("_generation", "_opened", "_rank", "_wanted", "handover")
 
-    def __init__(self, rank: DecodeRank, opened: ev.ReceiveOpened, digest: bool | None, label: str | None) -> None:
+    def __init__(self, rank: DecodeRank, opened: ev.ReceiveOpened, wanted: Wanted | None, label: str | None) -> None:
         super().__init__(rank, opened.room, label)
         self.handover: Handover | None = None
         self._rank = rank
         self._opened = opened
-        self._digest = digest
+        self._wanted = wanted
+        self._generation = 0
+
+    @property
+    def is_announced(self) -> bool:
+        """It has no pages yet."""
+        return self._wanted is None
+
+    def grant(
+        self,
+        *,
+        tokens: TokenRange,
+        pages: Mapping[str, Pages],
+        digest: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Give pages to a room that was announced: it goes on as one that `receive` has made. Once.
+
+        Args:
+            tokens: As in `DecodeRank.receive`.
+            pages: As in `DecodeRank.receive`. If this raises, they were not taken.
+            digest: As in `DecodeRank.receive`.
+            timeout_s: How long the transfer may take from now on; from the settings by default.
+
+        Raises:
+            PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
+            ConfigError: `timeout_s` or `digest` is unusable.
+            PagesInUse: Another transfer may still be written to one of the pages; this one stays announced.
+            CapacityExceeded: Too much is in quarantine; as above.
+            LocalProtocolError: It has pages, was not entered, or this is another event loop.
+            TransferFailed: It has failed already, since prefill has given the room up, say; or it was aborted.
+        """
+        self.take_pages(self.check_grant(tokens, pages, digest, timeout_s))
+
+    def check_grant(
+        self, tokens: TokenRange, pages: Mapping[str, Pages], digest: bool | None, timeout_s: float | None
+    ) -> Wanted:
+        """Check the arguments of `grant`, in any thread.
+
+        Raises:
+            PlanError, ConfigError, LocalProtocolError: As in `grant`.
+        """
+        self._check_announced()
+        return self._rank.wanted(tokens, pages, digest=digest, timeout_s=timeout_s)
+
+    def take_pages(self, wanted: Wanted) -> None:
+        """Give pages whose arguments were checked.
+
+        Raises:
+            PagesInUse, CapacityExceeded, LocalProtocolError, TransferFailed: As in `grant`.
+        """
+        self._check_begun()
+        self._raise_if_failed()
+        self._check_announced()
+        self._wanted, self._opened_at = wanted, self._rank.now()
+        try:
+            self._rank.grant(self.room, self._generation, wanted)
+        except KvflowError:
+            self._wanted = None
+            raise
+
+    def _check_announced(self) -> None:
+        if not self.is_announced:
+            raise LocalProtocolError("transfer has pages already", room=self.room)
 
     async def done(self) -> Handover:
         """Wait until the pages are complete.
@@ -430,7 +603,7 @@ class RoomReceiver(Transfer):
             outcome=self.outcome,
             prefill=str(self._opened.instance),
             num_bytes=0 if self.handover is None else self.handover.num_bytes,
-            num_pages=self._opened.footprint.num_pages,
+            num_pages=0 if self._wanted is None else self._wanted.footprint.num_pages,
             elapsed_s=self._rank.now() - self._opened_at,
             failure=self.failure,
             label=self.label,
@@ -438,7 +611,7 @@ class RoomReceiver(Transfer):
 
     @override
     def open(self) -> None:
-        self._rank.open_receiver(self, self._opened, self._digest)
+        self._generation = self._rank.open_receiver(self, self._opened, self._wanted)
 
     async def __aenter__(self) -> Self:
         self.open()

@@ -183,6 +183,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             quarantined=core.num_quarantined,
             quarantined_pages=core.quarantine.total.num_pages,
             quarantined_bytes=core.quarantine.total.num_bytes,
+            announced=core.num_announced,
             waiting_grants=core.num_waiting_grants,
             queued_chunks=core.num_queued,
             posted=submit.num_posted,

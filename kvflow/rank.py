@@ -443,14 +443,14 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
-    def open_transfer(self, key: RoomId, transfer: AnyTransfer, event: AnyEvent) -> None:
-        """Put a transfer on record and tell the core that it begins.
+    def open_transfer(self, key: RoomId, transfer: AnyTransfer, event: AnyEvent, memory: Memory = Memory.HELD) -> None:
+        """Put a transfer on record and tell the core that it begins; it may have no pages yet.
 
         Raises:
             LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: It may not begin; nothing has changed.
         """
         self.check_open()
-        transfer.begin()
+        transfer.begin(memory)
         before = self._transfers.get(key)
         self._transfers[key] = transfer
         self._num_unsettled += 1

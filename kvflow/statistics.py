@@ -34,13 +34,14 @@ class StagingStatistics(NamedTuple):
 
 
 class RankStatistics(NamedTuple):
-    """Counts at one moment. The first seven go back to zero when nothing is open.
+    """Counts at one moment. The first eight go back to zero when nothing is open.
 
     Attributes:
         rooms: Transfers that are open.
         quarantined: Ended transfers whose pages are not proved quiet.
         quarantined_pages: Their pages.
         quarantined_bytes: Bytes of those.
+        announced: Rooms that are announced and have no pages yet; on prefill, decode ranks that have announced one.
         waiting_grants: Grants for rooms that are not open (prefill).
         queued_chunks: Granted chunks, or pieces of them, that wait for their data, turn or credit (prefill).
         posted: Writes that have begun and not ended (prefill).
@@ -57,6 +58,7 @@ class RankStatistics(NamedTuple):
     quarantined: int
     quarantined_pages: int
     quarantined_bytes: int
+    announced: int
     waiting_grants: int
     queued_chunks: int
     posted: int

@@ -137,8 +137,8 @@ class Transfer(abc.ABC):
         """Note that nothing is proved any more."""
         self._safe.set()
 
-    def begin(self) -> None:
-        """Note that it is on record now.
+    def begin(self, memory: Memory) -> None:
+        """Note that it is on record now, with pages that are HELD, or without any.
 
         Raises:
             LocalProtocolError: It was before; another try is another transfer.
@@ -147,7 +147,7 @@ class Transfer(abc.ABC):
             raise LocalProtocolError("a transfer can be entered only once; make another one", room=self.room)
         self._has_begun = True
         self._opened_at = self._home.now()
-        self.memory = Memory.HELD
+        self.memory = memory
 
     def never_begin(self) -> None:
         """Note that it was refused: nobody will ever touch its pages, and its room is that of another transfer."""

@@ -401,3 +401,26 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
             label=label,
         )
         return BlockingReceiver(self, receiver)
+
+    def announce(
+        self,
+        room: RoomId | None = None,
+        *,
+        prefill: Prefill,
+        num_ranks: int | None = None,
+        timeout_s: float | None = None,
+        priority: int = 0,
+        label: str | None = None,
+    ) -> BlockingReceiver:
+        """Tell prefill that a room will be received, before there are pages for it; see `kvflow.DecodeRank.announce`.
+
+        Does not wait, and nor does `grant` of the result. A room that prefill gives up meanwhile shows in `outcome`.
+
+        Raises:
+            ConfigError, TicketError, LocalProtocolError: As in `receive`.
+        """
+        self._check_open()
+        receiver = self._opened.announce(
+            room, prefill=prefill, num_ranks=num_ranks, timeout_s=timeout_s, priority=priority, label=label
+        )
+        return BlockingReceiver(self, receiver)

@@ -70,7 +70,8 @@ class BlockingTransfer:
         self._told: object = None
         self._rank = rank
         self._transfer = transfer
-        transfer.memory = Memory.HELD  # until it is refused, if it is
+        if self._has_pages:
+            transfer.memory = Memory.HELD  # until it is refused, if it is
         self._error: KvflowError | None = None
         self._failure: Failure | None = None
         rank._call_soon(self._begin)
@@ -122,7 +123,8 @@ class BlockingTransfer:
         self._transfer.on_change = self._note_change
         try:
             self._transfer.open()
-            self._rank._note_begun(self)
+            if self._has_pages:
+                self._rank._note_begun(self)
         except KvflowError as error:
             self._transfer.never_begin()
             self._fail(_reason_of(error), error)
@@ -144,6 +146,11 @@ class BlockingTransfer:
         else:
             self._is_changed = True
             self._rank._changes.add(self)
+
+    @property
+    def _has_pages(self) -> bool:
+        """It may move bytes soon."""
+        return True
 
     @property
     def _progress(self) -> object:
@@ -375,13 +382,76 @@ class BlockingSender(BlockingTransfer):
 
 
 class BlockingReceiver(BlockingTransfer):
-    """One room, as the decode engine receives it. Made by `DecodeRank.receive`."""
+    """One room, as the decode engine receives it. Made by `DecodeRank.receive` or `DecodeRank.announce`."""
 
-    __slots__ = ("_receiver",)
+    __slots__ = ("_is_granted", "_queued", "_receiver")
 
     def __init__(self, rank: "DecodeRank", receiver: decode.RoomReceiver) -> None:
         self._receiver = receiver
+        self._is_granted = not receiver.is_announced
+        self._queued: decode.Wanted | None = None
         super().__init__(rank, receiver)
+
+    @property
+    def is_announced(self) -> bool:
+        """It has no pages yet."""
+        return not self._is_granted
+
+    @property
+    @override
+    def memory(self) -> Memory:
+        """Whether somebody can still touch the pages. Before `grant` there are none, and it is SAFE."""
+        if self._queued is not None and self.outcome is Outcome.PENDING:
+            return Memory.HELD
+        return super().memory
+
+    def grant(
+        self,
+        *,
+        tokens: TokenRange,
+        pages: Mapping[str, Pages],
+        digest: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Give pages to a room that was announced; see `kvflow.RoomReceiver.grant`. Does not wait.
+
+        Pages that another transfer may still be written to, or a quarantine that is full, fail the transfer:
+        `outcome` and `memory` show it soon.
+
+        Raises:
+            PlanError, ConfigError: As in `receive`; nothing has changed.
+            LocalProtocolError: It has pages already, or the rank is not open.
+            As `result`, if the transfer has failed.
+        """
+        if self.outcome is not Outcome.PENDING:
+            self._check_success()
+        if self._is_granted:
+            raise LocalProtocolError("transfer has pages already", room=self.room)
+        self._rank._check_open()
+        self._queued = self._receiver.check_grant(tokens, pages, digest, timeout_s)
+        self._is_granted = True
+        try:
+            self._rank._call_soon(self._grant)
+        except LocalProtocolError:
+            self._queued, self._is_granted = None, False
+            raise
+
+    def _grant(self) -> None:
+        """Give the pages on the event loop; what has failed meanwhile is told elsewhere."""
+        wanted = self._queued
+        try:
+            if wanted is not None and self.outcome is Outcome.PENDING:
+                self._receiver.take_pages(wanted)
+                self._rank._note_begun(self)
+        except KvflowError as error:
+            self._fail(_reason_of(error), error)
+            self._receiver.abort()
+        self._queued = None  # only now: until the rank has them, `memory` must say so
+
+    @property
+    @override
+    def _has_pages(self) -> bool:
+        return not self._receiver.is_announced
 
     def result(self) -> Handover:
         """Give what the transfer brought.

@@ -15,6 +15,7 @@ from kvflow.state import events as ev
 from kvflow.state.tables import Outcome
 from kvflow.wire.messages import (
     Ack,
+    Announce,
     Cancel,
     Decline,
     Drained,
@@ -43,6 +44,7 @@ STAGES: Final[dict[type, Stage]] = {
     ev.PostEnded: Stage.SUBMIT,
     ev.PostInDoubt: Stage.SUBMIT,
     ev.ReceiveOpened: Stage.BOOTSTRAP,
+    ev.ReceiveGranted: Stage.ENQUEUE,
     ev.ReceiveAborted: Stage.AGGREGATE,
     ev.InstanceFound: Stage.BOOTSTRAP,
     ev.RoutesCompiled: Stage.BOOTSTRAP,
@@ -77,6 +79,7 @@ STAGES: Final[dict[type, Stage]] = {
 """Events and effects of the rank as a whole have none."""
 
 MESSAGE_STAGES: Final[dict[type, Stage]] = {
+    Announce: Stage.ENQUEUE,
     Grant: Stage.ENQUEUE,
     Decline: Stage.ENQUEUE,
     Cancel: Stage.ENQUEUE,

@@ -51,6 +51,7 @@ __all__ = [
     "RankRoute",
     "ReadyEvent",
     "ReceiveAborted",
+    "ReceiveGranted",
     "ReceiveOpened",
     "ReplyLost",
     "RoutesCompiled",
@@ -298,19 +299,20 @@ InstanceRef = str | InstanceAt
 
 
 class ReceiveOpened(msgspec.Struct, frozen=True):
-    """The engine asked for a room.
+    """The engine asked for a room, or announced that it will.
 
     Attributes:
         generation: Issued by the shell, higher than any before.
         instance: Prefill instance that computes it.
         ranges: For each component that is wanted, its tokens.
         pages: For the same components, the destination pages as they go into the Grant.
-        timeout_s: How long the whole transfer may take, in seconds.
+        timeout_s: How long the whole transfer may take, in seconds; until it has pages, if it is only announced.
         priority: Class of the transfer; 0 goes first.
         secret: 16 random bytes; the token of each grant is derived from it.
         footprint: What the pages take of the pools.
         digest: What arrives is to be compared with digests of what was sent.
         issuer: The incarnation of a prefill rank that gave the ticket of this room; no other one is meant.
+        is_announced: There are no pages yet; `ReceiveGranted` brings them.
     """
 
     room: RoomId
@@ -325,6 +327,19 @@ class ReceiveOpened(msgspec.Struct, frozen=True):
     digest: bool = False
     priority: int = 0
     issuer: PeerId | None = None
+    is_announced: bool = False
+
+
+class ReceiveGranted(msgspec.Struct, frozen=True):
+    """The engine gave pages to a room that it had announced. The fields are those of `ReceiveOpened`."""
+
+    room: RoomId
+    generation: int
+    ranges: Mapping[str, TokenRange]
+    pages: Mapping[str, bytes]
+    timeout_s: float
+    footprint: Footprint = NO_MEMORY
+    digest: bool = False
 
 
 class ReceiveAborted(msgspec.Struct, frozen=True):
@@ -518,6 +533,7 @@ PrefillEvent = (
 
 DecodeEvent = (
     ReceiveOpened
+    | ReceiveGranted
     | ReceiveAborted
     | InstanceFound
     | RoutesCompiled

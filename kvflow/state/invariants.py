@@ -7,10 +7,12 @@ import numpy as np
 from kvflow.errors import KvflowError
 from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.state.decode.core import DecodeCore
+from kvflow.state.decode.room import Room as DecodeRoom
 from kvflow.state.prefill.core import PrefillCore
-from kvflow.state.prefill.room import standing_of
+from kvflow.state.prefill.delivery import standing_of
+from kvflow.state.prefill.room import Room as PrefillRoom
 from kvflow.state.quarantine import Footprint, Quarantine
-from kvflow.state.tables import Memory, Outcome, RankState, TransferState
+from kvflow.state.tables import Memory, Outcome, RankState, RequestState, TransferState
 
 __all__ = ["InvariantBroken", "check_invariants"]
 
@@ -65,8 +67,9 @@ def _check_prefill(core: PrefillCore) -> None:
         _check_facts(room.state, room=number)
         is_over = room.state.is_safe and not room.state.is_pending
         _require(not is_over, "room is over but not forgotten", room=number)
-        _require(not rooms.is_waited_for(number), "grants wait for an open room", room=number)
+        _require(number not in rooms.waiting, "grants wait for an open room", room=number)
         _require(room.now_waits == room.waits, "timers of a room are not up to date", room=number)
+        _check_announced(core, room)
         standings = [standing_of(delivery.state) for delivery in room.deliveries.values()]
         totals = tuple(sum(facts) for facts in zip(*standings, strict=True)) or (0, 0, 0)
         counted = (room.num_delivered, room.num_safe, room.num_quarantined)
@@ -83,6 +86,14 @@ def _check_prefill(core: PrefillCore) -> None:
         _require(len(core.queue) == 0, "pieces wait for no room", pieces=len(core.queue))
 
 
+def _check_announced(core: PrefillCore, room: PrefillRoom) -> None:
+    """Check that only a pending room waits for announced grants, and only for those of ranks that are connected."""
+    _require(room.state.is_pending or not room.announced, "room that has ended waits for grants", room=room.room)
+    for peer in room.announced:
+        _require(peer in core.peers, "grant is announced by a rank that is gone", room=room.room, peer=peer)
+        _require(peer.rank not in room.deliveries, "grant is announced and there", room=room.room, peer=peer)
+
+
 def _check_decode(core: DecodeCore) -> None:
     rooms = core.rooms
     _check_quarantine(
@@ -92,7 +103,9 @@ def _check_decode(core: DecodeCore) -> None:
     _check_held(core)
     for generation, room in rooms.rooms.items():
         _check_facts(room.state, generation=generation)
-        _require(not room.state.is_safe, "room is over but not forgotten", generation=generation)
+        is_over = room.state.is_safe and not room.state.is_pending
+        _require(not is_over, "room is over but not forgotten", generation=generation)
+        _check_request(core, room)
         ranks, tally = room.ranks.values(), room.tally
         counts = (
             sum(progress.state is RankState.COMPLETE for progress in ranks),
@@ -105,15 +118,26 @@ def _check_decode(core: DecodeCore) -> None:
         if room.state.memory in (Memory.HELD, Memory.DRAINING):
             found = rooms.generations.get(room.room)
             _require(found == generation, "room does not lead to its transfer", generation=generation, found=found)
-        is_waiting = core.instances.is_waiting(room)
-        if room.state.is_pending:
-            _require(is_waiting != bool(room.granted), "pending room is neither granted nor waiting", room=room.room)
-        else:
-            _require(not is_waiting, "room that has ended waits for a handshake", room=room.room)
     for room in core.instances.waiting:
         _require(rooms.rooms.get(room.generation) is room, "room that is over waits for a handshake", room=room.room)
     for number, generation in rooms.generations.items():
         _require(generation in rooms.rooms, "room leads nowhere", room=number, generation=generation)
+    for generation in rooms.announced:
+        _require(generation in rooms.rooms, "announcement of no room", generation=generation)
+
+
+def _check_request(core: DecodeCore, room: DecodeRoom) -> None:
+    """Check that a room is announced, waits or is granted, as it says, and that one without pages needs no memory."""
+    is_waiting = core.instances.is_waiting(room)
+    if not room.state.is_pending:
+        _require(not is_waiting, "room that has ended waits for a handshake", room=room.room)
+        return
+    is_announced = room.request is RequestState.ANNOUNCED
+    must_wait = room.request is RequestState.WAITING or not room.told
+    _require(is_waiting == must_wait, "pending room is neither served nor waiting", room=room.room)
+    _require((room.generation in core.rooms.announced) == is_announced, "announcements are miscounted", room=room.room)
+    _require(room.state.is_safe == is_announced, "memory does not begin with the pages", room=room.room)
+    _require(not (is_announced and room.opened.pages), "announced room has pages", room=room.room)
 
 
 def _check_held(core: DecodeCore) -> None:

@@ -17,6 +17,9 @@ Both ends of a transfer use the same two tables. The receiver's pages are destin
 prefill ranks. The sender's pages are sources, and the proofs come from its own transport: they are SAFE as soon as its
 writes have ended, while the outcome stays PENDING until the receiver says that it has everything.
 
+A receiver also follows what it has asked for (`REQUEST`). One that was only announced has no pages, so its memory is
+SAFE; the table of memory begins when the engine gives it pages, with HELD.
+
 A receiver also follows each prefill rank that it expects bytes from (`RANK`), keyed by `engine_rank`. The transfer is
 complete when every rank is COMPLETE and what arrived has the digests that were asked for, if any. It is quiet when
 every rank is COMPLETE or DRAINED and no local thread reads or writes its pages any more.
@@ -43,6 +46,7 @@ __all__ = [
     "OUTCOME",
     "PEER",
     "RANK",
+    "REQUEST",
     "FeedSignal",
     "FeedState",
     "InstanceSignal",
@@ -53,6 +57,8 @@ __all__ = [
     "PeerState",
     "RankSignal",
     "RankState",
+    "RequestSignal",
+    "RequestState",
     "Signal",
     "TransferState",
 ]
@@ -195,6 +201,38 @@ FEED: Final[Mapping[tuple[FeedState, FeedSignal], FeedState]] = MappingProxyType
         **{(state, signal): state for state in (FeedState.QUIESCING, FeedState.SETTLING) for signal in FeedSignal},
         (FeedState.QUIESCING, FeedSignal.QUIET): FeedState.OPEN,
         (FeedState.SETTLING, FeedSignal.QUIET): FeedState.FINISHED,
+    }
+)
+
+
+class RequestSignal(enum.StrEnum):
+    """What can happen to what a receiver asks for."""
+
+    PAGES = "pages"
+    """The engine has given it pages."""
+    CONNECTED = "connected"
+    """The prefill instance is connected: it is told."""
+
+
+class RequestState(enum.StrEnum):
+    """What a receiver has asked for."""
+
+    ANNOUNCED = "announced"
+    """The prefill instance learns that it will be granted pages; there are none yet."""
+    WAITING = "waiting"
+    """It has pages, and waits until the prefill instance is connected."""
+    GRANTED = "granted"
+    """Every rank of the prefill instance may write its pages."""
+
+
+REQUEST: Final[Mapping[tuple[RequestState, RequestSignal], RequestState]] = MappingProxyType(
+    {
+        (RequestState.ANNOUNCED, RequestSignal.PAGES): RequestState.WAITING,
+        # Told without pages, it is announced there, too.
+        (RequestState.ANNOUNCED, RequestSignal.CONNECTED): RequestState.ANNOUNCED,
+        (RequestState.WAITING, RequestSignal.PAGES): RequestState.WAITING,
+        (RequestState.WAITING, RequestSignal.CONNECTED): RequestState.GRANTED,
+        **{(RequestState.GRANTED, signal): RequestState.GRANTED for signal in RequestSignal},
     }
 )
 
@@ -364,13 +402,12 @@ class TransferState:
         memory: Whether somebody can still touch the pages.
         is_pending: The outcome is open.
         is_safe: Nobody can touch the pages any more.
-        is_going_on: Nothing is decided, and the pages are needed.
     """
 
-    __slots__ = ("is_going_on", "is_pending", "is_safe", "memory", "outcome")
+    __slots__ = ("is_pending", "is_safe", "memory", "outcome")
 
-    def __init__(self) -> None:
-        self._become(Outcome.PENDING, Memory.HELD)
+    def __init__(self, memory: Memory = Memory.HELD) -> None:
+        self._become(Outcome.PENDING, memory)
 
     def apply(self, signal: Signal) -> None:
         """Change both facts as the tables say."""
@@ -380,7 +417,6 @@ class TransferState:
         self.outcome, self.memory = outcome, memory
         self.is_pending = outcome is Outcome.PENDING
         self.is_safe = memory is Memory.SAFE
-        self.is_going_on = self.is_pending and memory is Memory.HELD
 
     def __repr__(self) -> str:
         return f"TransferState({self.outcome.value}, {self.memory.value})"

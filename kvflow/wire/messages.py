@@ -7,7 +7,7 @@ Version history:
        RegistrationConflict are new; Goodbye says whether it is a fence; Welcome names a domain, and Hello an agent of
        the transport that ranks share. Versions 1 and 2 were never deployed and are not spoken any more. Lookup and
        Records have numbers, and a Lookup may leave the name of the instance to whoever answers; a rank that answers for
-       its instance refuses to register others by Refuse. Rooms may be strings.
+       its instance refuses to register others by Refuse. Rooms may be strings. Announce is new.
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.
@@ -29,6 +29,7 @@ __all__ = [
     "OLDEST_VERSION",
     "PROTOCOL_VERSION",
     "Ack",
+    "Announce",
     "AnyMessage",
     "Cancel",
     "Decline",
@@ -293,6 +294,23 @@ class Refuse(Message, frozen=True, tag="refuse"):
     attempt: Count | None = None
 
 
+class Announce(Message, frozen=True, tag="announce"):
+    """Decode -> prefill: I will grant pages for this room as soon as I have some; keep yours until then.
+
+    A Grant of the same generation follows, or a Decline. Not answered while it is true.
+
+    Attributes:
+        generation: As in Grant.
+        num_decode_ranks: How many decode ranks ask for this room.
+        timeout_s: Time left until the decode rank gives up.
+    """
+
+    room: WireRoom
+    generation: int
+    num_decode_ranks: Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
+    timeout_s: Seconds
+
+
 class Grant(Message, frozen=True, tag="grant"):
     """Decode -> prefill: you may write these pages.
 
@@ -472,6 +490,7 @@ AnyMessage = (
     | Hello
     | Welcome
     | Refuse
+    | Announce
     | Grant
     | Decline
     | Notice

@@ -29,6 +29,7 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.room import RoomId
+from kvflow.wire.messages import Grant
 from tests.support.instances import BACKENDS, decode_config, make_pool, prefill_config
 from tests.support.pools import Pool
 from tests.support.registries import registry_in_thread
@@ -391,7 +392,8 @@ def test_priority_travels_with_the_grant() -> None:
         receiver = pair.decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES, priority=5)
         while not pair.prefill.statistics().waiting_grants:
             time.sleep(1e-4)
-        waiting = pair.prefill._opened._core.rooms._waiting[1][pair.decode._opened.me]
+        waiting = pair.prefill._opened._core.rooms.waiting.find(1, pair.decode._opened.me)
+        assert isinstance(waiting, Grant)
         assert waiting.priority == 5
         receiver.abort()
         assert receiver.wait() is Outcome.ABORTED
@@ -556,6 +558,7 @@ import atexit, sys
 from contextlib import ExitStack
 from kvflow import blocking
 from kvflow.room import RoomId
+from kvflow.wire.messages import Grant
 from tests.support.instances import make_pool, prefill_config
 
 stack, pool = ExitStack(), make_pool()

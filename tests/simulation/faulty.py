@@ -21,9 +21,9 @@ from kvflow.state.decode import rooms as decode_rooms
 from kvflow.state.decode.held import HeldPages
 from kvflow.state.effects import DecodeEffect, DropPlan, PostPlan, PrefillEffect, WrittenBy
 from kvflow.state.events import Chunk, PlanFinished
+from kvflow.state.prefill import delivery as prefill_delivery
 from kvflow.state.prefill import peers as prefill_peers
 from kvflow.state.prefill import pieces, queue, slots
-from kvflow.state.prefill import room as prefill_room
 from kvflow.state.prefill import rooms as prefill_rooms
 from kvflow.state.tables import Memory, Outcome, RankState, Signal
 from kvflow.wire.messages import Notice
@@ -134,21 +134,21 @@ def late_grant_is_obeyed_after_cancel(patch: Patch) -> None:
 
 
 def drained_is_said_before_posts_end(patch: Patch) -> None:
-    original = prefill_room.Delivery._stop
+    original = prefill_delivery.Delivery._stop
 
-    def stop(self: prefill_room.Delivery, signal: Signal, failure: Any) -> None:
+    def stop(self: prefill_delivery.Delivery, signal: Signal, failure: Any) -> None:
         original(self, signal, failure)
         self._apply(Signal.QUIET)
 
-    patch.setattr(prefill_room.Delivery, "_stop", stop)
-    patch.setattr(prefill_room.Delivery, "is_fenced", property(lambda self: not self.state.is_pending))
+    patch.setattr(prefill_delivery.Delivery, "_stop", stop)
+    patch.setattr(prefill_delivery.Delivery, "is_fenced", property(lambda self: not self.state.is_pending))
 
 
 def posting_goes_on_after_the_end(patch: Patch) -> None:
     """Whatever was planned is posted, though the delivery has ended."""
-    original = prefill_room.Delivery.plan_finished
+    original = prefill_delivery.Delivery.plan_finished
 
-    def plan_finished(self: prefill_room.Delivery, plan: PlanFinished) -> list[PrefillEffect]:
+    def plan_finished(self: prefill_delivery.Delivery, plan: PlanFinished) -> list[PrefillEffect]:
         effects = original(self, plan)
         if not effects or not isinstance(effects[0], DropPlan):
             return effects
@@ -165,7 +165,7 @@ def posting_goes_on_after_the_end(patch: Patch) -> None:
         self._note_post(plan.seq, notice)
         return [PostPlan(self.id, plan.seq, notice)]
 
-    patch.setattr(prefill_room.Delivery, "plan_finished", plan_finished)
+    patch.setattr(prefill_delivery.Delivery, "plan_finished", plan_finished)
 
 
 def goodbye_is_a_proof(patch: Patch) -> None:
@@ -238,7 +238,7 @@ def credit_is_not_given_back(patch: Patch) -> None:
 
 
 def free_source_pages_are_a_proof_for_the_destination(patch: Patch) -> None:
-    patch.setattr(prefill_room.Delivery, "is_fenced", property(lambda self: not self._posted))
+    patch.setattr(prefill_delivery.Delivery, "is_fenced", property(lambda self: not self._posted))
 
 
 def cancels_are_not_said(patch: Patch) -> None:
@@ -256,7 +256,7 @@ def change_parts(patch: Patch, change: Callable[[Chunk, list[pieces.ChunkPart]],
         parts = pieces.split_chunk(chunk, *rest)
         return change(chunk, parts) if len(parts) > 1 else parts
 
-    patch.setattr(prefill_room, "split_chunk", changed)
+    patch.setattr(prefill_delivery, "split_chunk", changed)
 
 
 def the_first_piece_of_the_last_chunk_ends_the_transfer(patch: Patch) -> None:
@@ -363,47 +363,47 @@ def tickets_are_good_for_any_process(patch: Patch) -> None:
 
 
 def quiesced_pages_are_not_waited_for(patch: Patch) -> None:
-    patch.setattr(prefill_room.Delivery, "reads_pages", property(lambda _: False))
+    patch.setattr(prefill_delivery.Delivery, "reads_pages", property(lambda _: False))
 
 
 def plans_of_quiesced_pages_are_not_waited_for(patch: Patch) -> None:
     """Pieces whose plans are being made are posted after the engine was told that nothing reads its pages."""
 
-    def reads_pages(self: prefill_room.Delivery) -> bool:
+    def reads_pages(self: prefill_delivery.Delivery) -> bool:
         return any(notice.staged is None for notice in self._posted.values())
 
-    patch.setattr(prefill_room.Delivery, "reads_pages", property(reads_pages))
+    patch.setattr(prefill_delivery.Delivery, "reads_pages", property(reads_pages))
 
 
 def tokens_that_were_forgotten_do_not_come_again(patch: Patch) -> None:
-    original = prefill_room.Delivery.roll_back
+    original = prefill_delivery.Delivery.roll_back
 
-    def roll_back(self: prefill_room.Delivery) -> int | None:
+    def roll_back(self: prefill_delivery.Delivery) -> int | None:
         positions = dict(self._positions)
         found = original(self)
         self._positions.update(positions)
         return found
 
-    patch.setattr(prefill_room.Delivery, "roll_back", roll_back)
+    patch.setattr(prefill_delivery.Delivery, "roll_back", roll_back)
 
 
 def events_of_forgotten_data_count_for_what_comes_again(patch: Patch) -> None:
-    patch.setattr(prefill_room.Delivery, "awaits", lambda self, _: bool(self._not_ready))
+    patch.setattr(prefill_delivery.Delivery, "awaits", lambda self, _: bool(self._not_ready))
 
 
 def layers_that_have_left_come_again(patch: Patch) -> None:
     """Nothing of a chunk is waited for that is not posted, although layers of it are."""
-    original = prefill_room.Delivery.roll_back
+    original = prefill_delivery.Delivery.roll_back
 
-    def roll_back(self: prefill_room.Delivery) -> int | None:
+    def roll_back(self: prefill_delivery.Delivery) -> int | None:
         self._has_begun_layers = False
         return original(self)
 
-    patch.setattr(prefill_room.Delivery, "roll_back", roll_back)
+    patch.setattr(prefill_delivery.Delivery, "roll_back", roll_back)
 
 
 def empty_notices_overtake_pieces(patch: Patch) -> None:
-    def say_empty(self: prefill_room.Delivery) -> list[PrefillEffect]:
+    def say_empty(self: prefill_delivery.Delivery) -> list[PrefillEffect]:
         effects: list[PrefillEffect] = []
         for seq, (notice, _) in list(self._unposted.items()):
             if not notice.num_bytes:
@@ -412,7 +412,7 @@ def empty_notices_overtake_pieces(patch: Patch) -> None:
                 effects += self._context.peers.send(self.id.peer, notice)
         return effects
 
-    patch.setattr(prefill_room.Delivery, "_say_empty", say_empty)
+    patch.setattr(prefill_delivery.Delivery, "_say_empty", say_empty)
 
 
 def ranks_that_leave_end_writes_that_go_on(patch: Patch) -> None:

@@ -13,6 +13,7 @@ from kvflow.state.tables import (
     OUTCOME,
     PEER,
     RANK,
+    REQUEST,
     FeedSignal,
     FeedState,
     InstanceSignal,
@@ -23,6 +24,8 @@ from kvflow.state.tables import (
     PeerState,
     RankSignal,
     RankState,
+    RequestSignal,
+    RequestState,
     Signal,
     TransferState,
 )
@@ -34,6 +37,7 @@ from kvflow.state.tables import (
         (OUTCOME, Outcome, Signal),
         (MEMORY, Memory, Signal),
         (FEED, FeedState, FeedSignal),
+        (REQUEST, RequestState, RequestSignal),
         (RANK, RankState, RankSignal),
         (PEER, PeerState, PeerSignal),
         (INSTANCE, InstanceState, InstanceSignal),
@@ -84,6 +88,12 @@ def facts_agree(signals: tuple[Signal, ...]) -> bool:
     if state.outcome is Outcome.SUCCESS:
         return state.memory is Memory.SAFE
     return state.memory is not Memory.HELD
+
+
+def test_nothing_is_granted_without_pages() -> None:
+    into = {before for (before, _), after in REQUEST.items() if after is RequestState.GRANTED and before is not after}
+    assert into == {RequestState.WAITING}
+    assert REQUEST[RequestState.ANNOUNCED, RequestSignal.CONNECTED] is RequestState.ANNOUNCED
 
 
 def test_only_proof_makes_a_lost_rank_quiet() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvflow.state.tables import FEED, INSTANCE, MEMORY, OUTCOME, PEER, RANK
+from kvflow.state.tables import FEED, INSTANCE, MEMORY, OUTCOME, PEER, RANK, REQUEST
 
 __all__ = ["PAGE", "fill_in", "main"]
 
@@ -21,6 +21,7 @@ MACHINES: Final[Mapping[str, Table]] = {
     "OUTCOME": OUTCOME,
     "MEMORY": MEMORY,
     "FEED": FEED,
+    "REQUEST": REQUEST,
     "RANK": RANK,
     "PEER": PEER,
     "INSTANCE": INSTANCE,

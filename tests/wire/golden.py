@@ -87,6 +87,7 @@ MESSAGES: Final[dict[str, wm.Message]] = {
         priority=1,
         digest=True,
     ),
+    "announce": wm.Announce(room=7, generation=3, num_decode_ranks=2, timeout_s=600.0),
     "decline": wm.Decline(room=7, generation=3, failure=FAILURE),
     "notice": wm.Notice(
         room=7,

@@ -145,6 +145,12 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         digest=st.booleans(),
         **transfer_ids,
     ),
+    wm.Announce: st.builds(
+        wm.Announce,
+        num_decode_ranks=st.integers(1, 2**32 - 1),
+        timeout_s=seconds,
+        **transfer_ids,
+    ),
     wm.Decline: st.builds(wm.Decline, failure=failures, **transfer_ids),
     wm.Notice: st.builds(
         wm.Notice,

@@ -14,7 +14,7 @@ from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.decode.handshake import Instances
 from kvflow.state.decode.peers import PeerForgotten, PingDue, PrefillPeers, ProbeDue, QueuePairsGone
-from kvflow.state.decode.room import ReceiveContext
+from kvflow.state.decode.room import ReceiveContext, Room
 from kvflow.state.decode.rooms import Rooms
 from kvflow.state.decode.windows import StagingWindows
 from kvflow.state.effects import CountAnomaly, DecodeEffect, WatchNotices
@@ -81,7 +81,7 @@ class DecodeCore:
                 now; nothing has changed. No event that comes from a peer raises.
         """
         effects = self._handle(event, now)
-        is_watching = bool(self.rooms.generations)
+        is_watching = len(self.rooms.generations) > len(self.rooms.announced)
         if is_watching is not self._is_watching:
             self._is_watching = is_watching
             effects.append(WatchNotices(is_watching))
@@ -105,6 +105,11 @@ class DecodeCore:
     def num_rooms(self) -> int:
         """Rooms that are open, without those whose pages are in quarantine."""
         return len(self.rooms.generations)
+
+    @property
+    def num_announced(self) -> int:
+        """Rooms of these that have no pages yet."""
+        return len(self.rooms.announced)
 
     @property
     def num_quarantined(self) -> int:
@@ -156,7 +161,7 @@ class DecodeCore:
         other = DecodeCore(self.me, self._settings)
         opened = replace(known.opened, room=REHEARSED, digest=False)
         rehearsed = other.rooms.open(opened, now)
-        other.rooms.grant(rehearsed, tuple(progress.rank for progress in known.ranks.values()), now)
+        other.rooms.connected(rehearsed, tuple(progress.rank for progress in known.ranks.values()), now)
         return other, [progress.only_notice(opened) for progress in rehearsed.ranks.values()]
 
     def _handle(self, event: ev.DecodeEvent, now: float) -> list[DecodeEffect]:  # noqa: C901, PLR0912 - one arm an event
@@ -170,6 +175,9 @@ class DecodeCore:
             case ev.ReceiveOpened():
                 self._leaving.check_open(event.room)
                 return self.instances.want(self.rooms.open(event, now), now)
+            case ev.ReceiveGranted():
+                room, effects = self.rooms.take_pages(event, now)
+                return [*effects, *self.instances.want(room, now)]
             case ev.TimePassed():
                 return [effect for key, late_s in self.timers.expire(now) for effect in self._expired(key, now, late_s)]
             case ev.ReceiveAborted():
@@ -211,8 +219,8 @@ class DecodeCore:
             case _:
                 assert_never(event)
 
-    def _decline(self, opened: ev.ReceiveOpened, failure: Failure, now: float) -> list[DecodeEffect]:
-        return self.instances.decline(opened, failure, now)
+    def _decline(self, room: Room, failure: Failure, now: float) -> list[DecodeEffect]:
+        return self.instances.decline(room, failure, now)
 
     def _reconnect(self, instance: ev.InstanceRef, now: float) -> list[DecodeEffect]:
         return self.instances.reconnect(instance, now)

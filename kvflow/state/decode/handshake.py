@@ -9,6 +9,9 @@ A room is granted only to the ranks that it refers to: those that its directory 
 its ticket. If others are connected, the directory is asked again, since either may be the newer knowledge: a ticket
 whose process is gone fails its room, and a process that is new waits until the one before it is lost.
 
+A room that is only announced waits in the same way, and for the same time. When it has pages, it is granted at once,
+unless a rank cannot be reached just then.
+
 A room that fails before it was granted is declined: the instance is told, as soon as it can be and until each of its
 ranks has answered, not to hold its pages.
 """
@@ -30,7 +33,6 @@ from kvflow.state.events import (
     InstanceAt,
     InstanceFound,
     InstanceRef,
-    ReceiveOpened,
     RoutesCompiled,
 )
 from kvflow.state.settings import DecodeSettings
@@ -116,7 +118,12 @@ class Instances:
     # What rooms want -------------------------------------------------------------------------------------------------
 
     def want(self, room: Room, now: float) -> list[DecodeEffect]:
-        """Grant a room if its instance is connected, else let it wait, or fail it if the instance cannot be reached."""
+        """Serve a room if its instance is connected, else let it wait, or fail it if the instance cannot be reached.
+
+        To serve it is to grant it, or to announce it if it has no pages yet.
+        """
+        if self.is_waiting(room):  # it was announced, and has pages now
+            return []
         ref, issuer = room.opened.instance, room.opened.issuer
         if issuer is not None:  # the directory has to be asked with its number, to know more than the ticket
             self._number += 1
@@ -128,7 +135,7 @@ class Instances:
         instance.declined.pop(room.room, None)
         is_ready = self._is_ready(instance)
         if is_ready and instance.is_meant_by(room):
-            return [*effects, *self._rooms.grant(room, self._ranks(instance), now)]
+            return [*effects, *self._rooms.connected(room, self._ranks(instance), now)]
         is_news = issuer is not None and issuer not in instance.peers
         if instance.failure is not None and not is_ready and not is_news:
             detail = f"{instance} could not be reached and is being tried again: {instance.failure.detail}"
@@ -154,9 +161,13 @@ class Instances:
         instance.ref, instance.wanted_at = ref, now
         return []
 
-    def decline(self, opened: ReceiveOpened, failure: Failure, now: float) -> list[DecodeEffect]:
-        """Decline a room that was never granted, now or as soon as its instance is connected."""
-        instance = self._instances.at(opened.instance)
+    def decline(self, room: Room, failure: Failure, now: float) -> list[DecodeEffect]:
+        """Decline a room that was never granted, now or as soon as its instance is connected.
+
+        Ranks that it was announced to are told now, if they can be reached.
+        """
+        opened = room.opened
+        instance = self._instances.of(room.told[0]) if room.told else self._instances.at(opened.instance)
         if instance is None:
             return []
         instance.waiting.pop(opened.generation, None)
@@ -166,9 +177,10 @@ class Instances:
         instance.declined[opened.room] = declined = Declined(opened.generation, failure, opened.issuer, {})
         while len(instance.declined) > MAX_DECLINED:
             instance.declined.popitem(last=False)
-        if not self._is_ready(instance):
+        if self._is_ready(instance):
+            self._timers.set_once(DeclineUnanswered(instance.number), now + self._timeouts.retransmit_s)
+        elif not room.told:
             return []
-        self._timers.set_once(DeclineUnanswered(instance.number), now + self._timeouts.retransmit_s)
         return self._decline(instance, opened.room, declined)
 
     # What the directory and the compiler say -------------------------------------------------------------------------
@@ -461,7 +473,7 @@ class Instances:
         for generation, (room, *_) in list(instance.waiting.items()):
             if instance.is_meant_by(room):
                 del instance.waiting[generation]
-                effects += self._rooms.grant(room, self._ranks(instance), now)
+                effects += self._rooms.connected(room, self._ranks(instance), now)
         self._stop_waiting(instance)
         return effects
 
@@ -530,7 +542,12 @@ class Instances:
             return []
         message = Decline(room=room, generation=declined.generation, failure=declined.failure)
         unanswered = [peer for peer in instance.peers if peer not in declined.answered]
-        return [effect for peer in unanswered for effect in self._peers.send(peer, message)]
+        return [
+            effect
+            for peer in unanswered
+            if self._peers.is_connected(peer)
+            for effect in self._peers.send(peer, message)
+        ]
 
     def _refused(self, instance: Instance, detail: str, now: float) -> list[DecodeEffect]:
         effects = self._forget_hellos(instance, now, keep=[])

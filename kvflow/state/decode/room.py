@@ -1,9 +1,9 @@
 """One room on one decode rank.
 
-It grants its pages to every rank of the prefill instance, counts notices by `engine_rank`, and ends in success only
-when each rank that it expects bytes of has accounted for all of them and, if that was asked for, what arrived has the
-digests of what was sent. Any other end drains: every rank that could still write is told to stop, and the pages are
-given back when each has said that it did.
+It may be announced first, and be given pages later. It grants its pages to every rank of the prefill instance, counts
+notices by `engine_rank`, and ends in success only when each rank that it expects bytes of has accounted for all of them
+and, if that was asked for, what arrived has the digests of what was sent. Any other end drains: every rank that could
+still write is told to stop, and the pages are given back when each has said that it did.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.pages import WIRE_PAGES
@@ -26,9 +27,19 @@ from kvflow.state.effects import (
     SendMessage,
     VerifyDigests,
 )
-from kvflow.state.events import ConnectedRank, InstanceRef, ReceiveOpened
-from kvflow.state.tables import Memory, Outcome, RankSignal, RankState, Signal, TransferState
-from kvflow.wire.messages import Ack, Cancel, Failure, Grant, Notice, PeerId, SlotReleased
+from kvflow.state.events import ConnectedRank, InstanceRef, ReceiveGranted, ReceiveOpened
+from kvflow.state.tables import (
+    REQUEST,
+    Memory,
+    Outcome,
+    RankSignal,
+    RankState,
+    RequestSignal,
+    RequestState,
+    Signal,
+    TransferState,
+)
+from kvflow.wire.messages import Ack, Announce, Cancel, Failure, Grant, Notice, PeerId, SlotReleased
 
 __all__ = ["ReceiveContext", "Room", "grant_token"]
 
@@ -46,7 +57,7 @@ class ReceiveContext(NamedTuple):
     me: PeerId
     progress_s: float
     probe: Callable[[PeerId], list[DecodeEffect]]
-    decline: Callable[[ReceiveOpened, Failure, float], list[DecodeEffect]]
+    decline: Callable[["Room", Failure, float], list[DecodeEffect]]
     reconnect: Callable[[InstanceRef, float], list[DecodeEffect]]
 
 
@@ -55,6 +66,8 @@ class Room:
 
     Attributes:
         opened: What the engine asked for.
+        request: How far that is.
+        told: Every rank of the instance, once it was announced or granted to them.
         deadline: When it gives up.
         ranks: Prefill ranks that it expects bytes of, by engine rank.
         tally: Counts over them.
@@ -66,7 +79,9 @@ class Room:
     def __init__(self, context: ReceiveContext, opened: ReceiveOpened, deadline: float) -> None:
         self.opened = opened
         self.deadline = deadline
-        self.state = TransferState()
+        self.request = RequestState.ANNOUNCED if opened.is_announced else RequestState.WAITING
+        self.told: tuple[PeerId, ...] = ()
+        self.state = TransferState(Memory.SAFE if opened.is_announced else Memory.HELD)
         self.failure: Failure | None = None
         self.ranks: dict[int, RankProgress] = {}
         self.tally = Tally()
@@ -76,7 +91,6 @@ class Room:
         self._first_notice_at = 0.0
         self.is_verifying = False
         self._is_verified = False
-        self._granted: tuple[PeerId, ...] = ()
 
     @property
     def room(self) -> RoomId:
@@ -91,7 +105,12 @@ class Room:
     @property
     def granted(self) -> tuple[PeerId, ...]:
         """Every rank of the instance, once they may write."""
-        return self._granted
+        return self.told if self.request is RequestState.GRANTED else ()
+
+    @property
+    def is_announced(self) -> bool:
+        """It has no pages yet."""
+        return self.request is RequestState.ANNOUNCED
 
     @property
     def num_arrived(self) -> int:
@@ -99,8 +118,8 @@ class Room:
         return self.tally.num_notices + self.tally.num_scattering
 
     def involves(self, peer: PeerId) -> bool:
-        """Say whether a peer was granted these pages."""
-        return peer in self._granted
+        """Say whether a peer was granted these pages, or knows that it will be."""
+        return peer in self.told
 
     def holds(self, held: HeldPage) -> bool:
         """Say whether it was given a page to receive into."""
@@ -116,9 +135,40 @@ class Room:
         progress = self._progress_of(peer)
         return progress is not None and not progress.state.is_quiet
 
-    def grant(self, ranks: Sequence[ConnectedRank], timeout_s: float) -> list[DecodeEffect]:
-        """Let every rank of the instance write; those that send nothing only learn that they are done."""
-        self._granted = tuple(rank.peer for rank in ranks)
+    def take_pages(self, given: ReceiveGranted, deadline: float) -> list[DecodeEffect]:
+        """Take the pages of a room that was announced; it is granted next."""
+        self.request = REQUEST[self.request, RequestSignal.PAGES]
+        self.opened = replace(
+            self.opened,
+            ranges=given.ranges,
+            pages=given.pages,
+            timeout_s=given.timeout_s,
+            footprint=given.footprint,
+            digest=given.digest,
+            is_announced=False,
+        )
+        self.deadline = deadline
+        self.state = TransferState()
+        return [self._report()]
+
+    def connected(self, ranks: Sequence[ConnectedRank], timeout_s: float) -> list[DecodeEffect]:
+        """Let every rank of the instance write, or let it know that it will be let."""
+        self.request = REQUEST[self.request, RequestSignal.CONNECTED]
+        self.told = tuple(rank.peer for rank in ranks)
+        self.num_retransmits = 0
+        return self._announce(timeout_s) if self.is_announced else self._grant_all(ranks, timeout_s)
+
+    def _announce(self, timeout_s: float) -> list[DecodeEffect]:
+        announce = Announce(
+            room=self.room,
+            generation=self.generation,
+            num_decode_ranks=self.opened.num_decode_ranks,
+            timeout_s=timeout_s,
+        )
+        return [SendMessage(peer, announce) for peer in self.told]
+
+    def _grant_all(self, ranks: Sequence[ConnectedRank], timeout_s: float) -> list[DecodeEffect]:
+        """Grant; ranks that send nothing only learn that they are done."""
         effects: list[DecodeEffect] = []
         for rank in ranks:
             engine_rank = rank.peer.rank.engine_rank
@@ -131,8 +181,10 @@ class Room:
     def retransmit(self, timeout_s: float) -> list[DecodeEffect]:
         """Send again to each rank what it seems to have missed, and ask after those that are silent."""
         self.num_retransmits += 1
+        if not self.granted:  # it repeats what it has announced, in case the answer that the room has failed was lost
+            return self._announce(timeout_s)
         effects: list[DecodeEffect] = []
-        for peer in self._granted:
+        for peer in self.granted:
             progress = self.ranks.get(peer.rank.engine_rank)
             if progress is not None and not progress.state.is_quiet:
                 effects += self._retransmit_to(progress, timeout_s)
@@ -275,6 +327,8 @@ class Room:
 
     def lost(self, peer: PeerId, failure: Failure) -> list[DecodeEffect]:
         """End it because a rank that has not sent everything is gone."""
+        if not self.granted:
+            return self.stop(Signal.FAILED, failure)
         progress = self._progress_of(peer)
         if progress is None or progress.state.is_quiet:
             return []
@@ -299,7 +353,7 @@ class Room:
             return self._review()
         self.failure = failure
         self.state.apply(signal)
-        cancels = [SendMessage(peer, self._cancel(failure)) for peer in self._granted if peer != spare]
+        cancels = [SendMessage(peer, self._cancel(failure)) for peer in self.granted if peer != spare]
         return [self._report(), *cancels, *self._review()]
 
     def in_doubt(self) -> list[DecodeEffect]:
@@ -330,14 +384,14 @@ class Room:
         return bool(self.ranks) and self.tally.num_complete == len(self.ranks)
 
     def _conclude(self) -> None:
-        if self._granted and self.tally.num_complete == len(self.ranks):
+        if self.granted and self.tally.num_complete == len(self.ranks):
             self.state.apply(Signal.COMPLETED)
         elif not self.state.is_pending and self.tally.num_quiet == len(self.ranks):
             self.state.apply(Signal.QUIET)
 
     def _acks(self) -> list[DecodeEffect]:
         ack = Ack(room=self.room, generation=self.generation)
-        return [SendMessage(peer, ack) for peer in self._granted]
+        return [SendMessage(peer, ack) for peer in self.granted]
 
     def _report(self) -> DecodeEffect:
         return ReportReceiver(

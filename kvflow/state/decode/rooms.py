@@ -1,6 +1,6 @@
 """All rooms of one decode rank. Pure."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -11,7 +11,7 @@ from kvflow.state.closed import ClosedGenerations
 from kvflow.state.decode.held import HeldPage, HeldPages
 from kvflow.state.decode.room import ReceiveContext, Room
 from kvflow.state.effects import CountAnomaly, DecodeEffect, SendMessage
-from kvflow.state.events import ConnectedRank, ReceiveOpened, Scattered
+from kvflow.state.events import ConnectedRank, ReceiveGranted, ReceiveOpened, Scattered
 from kvflow.state.quarantine import Quarantine
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import Memory, Signal
@@ -35,7 +35,7 @@ lost, and retransmitting thousands of them for as long as prefill lets them wait
 
 
 class ReceiveDeadline(msgspec.Struct, frozen=True):
-    """Timer: the whole transfer."""
+    """Timer: the whole transfer; until it has pages, if it is only announced."""
 
     generation: int
 
@@ -47,7 +47,7 @@ class ReceiveStalled(msgspec.Struct, frozen=True):
 
 
 class ReceiveUnanswered(msgspec.Struct, frozen=True):
-    """Timer: every granted rank should have sent everything, or have given its proof."""
+    """Timer: every rank should have sent everything, or have given its proof; or may know of the room no more."""
 
     generation: int
 
@@ -62,7 +62,7 @@ class _Ended(NamedTuple):
     """How a transfer ended; no failure for a success."""
 
     room: RoomId
-    granted: tuple[PeerId, ...]
+    told: tuple[PeerId, ...]
     failure: Failure | None
 
 
@@ -75,6 +75,7 @@ class Rooms:
     Attributes:
         rooms: By generation.
         generations: Of rooms that are not in quarantine, by room.
+        announced: Generations of rooms that have no pages yet.
         held: Pages of all of them.
     """
 
@@ -83,6 +84,7 @@ class Rooms:
     ) -> None:
         self.rooms: dict[int, Room] = {}
         self.generations: dict[RoomId, int] = {}
+        self.announced: dict[int, None] = {}
         self._context = context
         self._timeouts = settings.timeouts
         self._limits = settings.limits
@@ -95,7 +97,7 @@ class Rooms:
     # What the engine wants -------------------------------------------------------------------------------------------
 
     def open(self, opened: ReceiveOpened, now: float) -> Room:
-        """Put a room on record; it is granted or failed next.
+        """Put a room on record; it is granted, announced or failed next.
 
         Raises:
             LocalProtocolError: The room is being received already, or its generation is not new.
@@ -111,22 +113,41 @@ class Rooms:
         self._quarantine.check_admission()
         if opened.generation <= self._last_generation:
             raise LocalProtocolError("generation was used before", generation=opened.generation)
-        held = self.held.first_of(opened.pages)
-        if held is not None:
-            raise self._in_use(held)
-        self.held.hold(opened.pages)
+        self._hold(opened.pages)
         self._last_generation = opened.generation
         room = Room(self._context, opened, now + opened.timeout_s)
         self.rooms[room.generation] = room
         self.generations[opened.room] = room.generation
+        if room.is_announced:
+            self.announced[room.generation] = None
         self._timers.set(ReceiveDeadline(room.generation), room.deadline)
         return room
 
-    def grant(self, room: Room, ranks: tuple[ConnectedRank, ...], now: float) -> list[DecodeEffect]:
-        """Let every rank of the instance write."""
-        self._timers.set(ReceiveStalled(room.generation), now + self._timeouts.first_bytes_s)
+    def take_pages(self, given: ReceiveGranted, now: float) -> tuple[Room, list[DecodeEffect]]:
+        """Take the pages of a room that was announced; it is granted or failed next.
+
+        Raises:
+            LocalProtocolError: It is over, or has pages.
+            PagesInUse: Another transfer holds one of the pages.
+            CapacityExceeded: Too much is in quarantine.
+        """
+        if given.generation not in self.announced:
+            raise LocalProtocolError("transfer does not wait for pages", room=given.room, generation=given.generation)
+        self._quarantine.check_admission()
+        self._hold(given.pages)
+        del self.announced[given.generation]
+        room = self.rooms[given.generation]
+        effects = room.take_pages(given, now + given.timeout_s)
+        self._timers.set(ReceiveDeadline(room.generation), room.deadline)
+        return room, effects
+
+    def connected(self, room: Room, ranks: tuple[ConnectedRank, ...], now: float) -> list[DecodeEffect]:
+        """Let every rank of the instance write, or let it know that it will be let."""
+        effects = room.connected(ranks, self._time_left(room, now))
+        if not room.is_announced:
+            self._timers.set(ReceiveStalled(room.generation), now + self._timeouts.first_bytes_s)
         self._timers.set(ReceiveUnanswered(room.generation), now + self._pause_s(room))
-        return self._follow(room, room.grant(ranks, self._time_left(room, now)), now)
+        return self._follow(room, effects, now)
 
     def fail(self, room: Room, failure: Failure, now: float) -> list[DecodeEffect]:
         """End a room without success."""
@@ -215,7 +236,7 @@ class Rooms:
         return effects
 
     def peer_lost(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
-        """Fail every room that still expects something of a lost rank."""
+        """Fail every room that still expects something of a lost rank, if only that it keeps its pages."""
         effects: list[DecodeEffect] = []
         for room in list(self.rooms.values()):
             if room.involves(peer):
@@ -231,7 +252,7 @@ class Rooms:
         return effects
 
     def involve(self, peer: PeerId) -> bool:
-        """Say whether a room, in quarantine or not, was granted to a prefill rank."""
+        """Say whether a room, in quarantine or not, was granted or announced to a prefill rank."""
         return any(room.involves(peer) for room in self.rooms.values())
 
     def await_proof_of(self, peer: PeerId) -> bool:
@@ -265,6 +286,9 @@ class Rooms:
         match key:
             case ReceiveDeadline(generation):
                 room = self.rooms[generation]
+                if room.is_announced:
+                    detail = f"announced, and given no pages within {room.opened.timeout_s} s"
+                    return self.fail(room, self._error(FailureReason.NOT_GRANTED, detail), now)
                 detail = f"no success within {room.opened.timeout_s} s"
                 return self.fail(room, self._error(FailureReason.DEADLINE, detail), now)
             case ReceiveStalled(generation):
@@ -307,7 +331,7 @@ class Rooms:
     def _answer_closed(self, room: RoomId, generation: int, peer: PeerId | None, anomaly: str) -> list[DecodeEffect]:
         """Tell a rank how a transfer has ended that it still talks about."""
         ended = self._closed.result(generation)
-        if ended is None or ended.room != room or (peer is not None and peer not in ended.granted):
+        if ended is None or ended.room != room or (peer is not None and peer not in ended.told):
             return [CountAnomaly(anomaly, peer, room)]
         if peer is None:  # in band; what is missed is retransmitted over the control channel
             return []
@@ -317,7 +341,7 @@ class Rooms:
 
     def _follow(self, room: Room, effects: list[DecodeEffect], now: float) -> list[DecodeEffect]:
         """Set and clear timers after a step of a room; drop it when it is over."""
-        if room.state.is_going_on and not room.is_verifying:
+        if room.state.is_pending and not room.is_verifying:
             return effects
         generation = room.generation
         if not room.state.is_pending and not room.is_closing:
@@ -327,7 +351,7 @@ class Rooms:
             if not room.state.is_safe:
                 self._timers.set(ReceiveUnanswered(generation), now + self._timeouts.retransmit_s)
             if room.failure is not None and not room.granted:
-                effects = [*effects, *self._context.decline(room.opened, room.failure, now)]
+                effects = [*effects, *self._context.decline(room, room.failure, now)]
         if not room.state.is_pending or room.is_verifying:
             self._timers.clear(ReceiveStalled(generation))
         if room.state.memory is Memory.DRAINING:
@@ -342,9 +366,16 @@ class Rooms:
             self._quarantine.remove(generation)
             self.held.drop(room.opened.pages)
             self._timers.clear(ReceiveUnanswered(generation))
-            self._closed.close(generation, _Ended(room.room, room.granted, room.failure))
+            self._closed.close(generation, _Ended(room.room, room.told, room.failure))
+            self.announced.pop(generation, None)
             self.rooms.pop(generation, None)
         return effects
+
+    def _hold(self, pages: Mapping[str, bytes]) -> None:
+        held = self.held.first_of(pages)
+        if held is not None:
+            raise self._in_use(held)
+        self.held.hold(pages)
 
     def _in_use(self, held: HeldPage) -> PagesInUse:
         """Say which transfer holds a page."""

@@ -28,9 +28,9 @@ from kvflow.state.effects import (
 )
 from kvflow.state.leaving import Leaving
 from kvflow.state.peers import LeaseCheck, Peer, is_genuine, log_loss
+from kvflow.state.prefill.delivery import SendContext
 from kvflow.state.prefill.peers import DecodePeer, DecodePeers
 from kvflow.state.prefill.queue import PieceQueue
-from kvflow.state.prefill.room import SendContext
 from kvflow.state.prefill.rooms import PostStalled, Rooms
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool, SlotUnreturned
 from kvflow.state.quarantine import Awaited, MissingProof, Quarantine
@@ -41,6 +41,7 @@ from kvflow.wire.messages import (
     OLDEST_VERSION,
     PROTOCOL_VERSION,
     Ack,
+    Announce,
     AnyMessage,
     Cancel,
     Decline,
@@ -162,7 +163,12 @@ class PrefillCore:
     @property
     def num_waiting_grants(self) -> int:
         """Grants for rooms that are not open."""
-        return self.rooms.num_waiting
+        return len(self.rooms.waiting) - self.rooms.waiting.num_announced
+
+    @property
+    def num_announced(self) -> int:
+        """Grants that are announced."""
+        return self.rooms.waiting.num_announced + sum(len(room.announced) for room in self.rooms.rooms.values())
 
     @property
     def num_queued(self) -> int:
@@ -458,6 +464,8 @@ class PrefillCore:
 
     def _obey(self, peer: DecodePeer, message: AnyMessage, now: float) -> list[PrefillEffect]:
         match message:
+            case Announce():
+                return self.rooms.announce(peer, message, now, leaving=self._leaving.failure)
             case Grant():
                 return self.rooms.grant(peer, message, now, leaving=self._leaving.failure)
             case Ack():

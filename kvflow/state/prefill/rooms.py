@@ -18,13 +18,15 @@ from kvflow.state.events import (
     PostEnded,
     PostInDoubt,
 )
+from kvflow.state.prefill.delivery import Delivery, DeliveryWait, SendContext
 from kvflow.state.prefill.peers import DecodePeer
 from kvflow.state.prefill.queue import PieceEnd
-from kvflow.state.prefill.room import Delivery, DeliveryWait, Room, RoomWait, SendContext
+from kvflow.state.prefill.room import Room, RoomWait
+from kvflow.state.prefill.waiting import Announcement, Asked, RoomUnopened, WaitingRooms
 from kvflow.state.quarantine import Footprint, Quarantine
 from kvflow.state.tables import Memory, Signal
 from kvflow.state.timers import Timers
-from kvflow.wire.messages import Ack, Cancel, Decline, Failure, Grant, PeerId, RankId
+from kvflow.wire.messages import Ack, Announce, Cancel, Decline, Failure, Grant, PeerId, RankId
 
 __all__ = ["PostStalled", "Rooms"]
 
@@ -41,13 +43,6 @@ MAX_BACKOFF = 8
 """Messages are retransmitted less and less often, down to this many times the first pause."""
 
 
-class RoomUnopened(msgspec.Struct, frozen=True):
-    """Timer: the engine must open this room before the grant runs out."""
-
-    room: RoomId
-    peer: PeerId
-
-
 class DeclineForgotten(msgspec.Struct, frozen=True):
     """Timer: a room that was declined was not opened; it may be another request by now."""
 
@@ -55,9 +50,16 @@ class DeclineForgotten(msgspec.Struct, frozen=True):
 
 
 class RoomUngranted(msgspec.Struct, frozen=True):
-    """Timer: every decode rank must have granted after the last chunk."""
+    """Timer: every decode rank must have granted after the last chunk, or have announced that it will."""
 
     room: RoomId
+
+
+class GrantOverdue(msgspec.Struct, frozen=True):
+    """Timer: a decode rank must have granted what it has announced."""
+
+    room: RoomId
+    peer: PeerId
 
 
 class DeliveryDeadline(msgspec.Struct, frozen=True):
@@ -102,7 +104,7 @@ class _FailedRoom(NamedTuple):
 
 
 class Rooms:
-    """The table of rooms; every method returns what is to be done.
+    """The table of rooms; every method returns what is to be done. `waiting` is what waits until its room is opened.
 
     A room that is over leaves the table. A delivery of which bytes may still land at the decode rank is kept as
     *unfenced*, without its pages: the source pages are free, which proves nothing about the destination. Its decode
@@ -121,15 +123,14 @@ class Rooms:
         self._limits = context.settings.limits
         self._timers = timers
         self._quarantine = quarantine
-        self._waiting: dict[RoomId, dict[PeerId, Grant]] = {}
-        self.num_waiting = 0
+        self.waiting = WaitingRooms(timers)
         self._failed: dict[RoomId, _FailedRoom] = {}
         self._declined: dict[RoomId, dict[RankId, Failure]] = {}
 
     # What the engine wants -------------------------------------------------------------------------------------------
 
     def open(self, room: RoomId, now: float) -> list[PrefillEffect]:
-        """Start a room; grants that came before are served now.
+        """Start a room; grants and announcements that came before are served now.
 
         Raises:
             LocalProtocolError: The room is open, or its pages are in quarantine.
@@ -147,8 +148,8 @@ class Rooms:
         self._failed.pop(room, None)
         opened = self.rooms[room] = Room(self._context, room)
         effects: list[PrefillEffect] = []
-        for peer in list(self._waiting.get(room, ())):
-            effects += self._serve(opened, peer, self._take_waiting(room, peer), now)
+        for peer in self.waiting.peers(room):
+            effects += self._serve(opened, peer, self.waiting.take(room, peer), now)
         declined = self._declined.pop(room, None)
         if declined is not None:
             self._timers.clear(DeclineForgotten(room))
@@ -212,16 +213,31 @@ class Rooms:
         delivery = self._find(delivery_id)[1] or self.unfenced.get(delivery_id)
         if delivery is not None:
             return delivery.retransmit()
-        kept = self._waiting.get(grant.room, {}).get(peer.id)
-        if kept is not None and kept.generation == grant.generation:  # it may outlive the memory of later ones
+        asked = self._asked(delivery_id)  # it may outlive the memory of later ones
+        if isinstance(asked, Grant):
             return []
-        if grant.generation in peer.closed:
-            return self._answer_closed(peer, grant)
-        self._forget_declines(grant.room, peer.id.rank)
-        room = self.rooms.get(grant.room)
-        if room is not None:
-            return self._serve(room, peer.id, grant, now)
-        return self._refuse(peer.id, grant, leaving) if leaving else self._keep(peer.id, grant, now)
+        if asked is None and grant.generation in peer.closed:
+            is_wanted = any(name in grant.ranges for name in peer.link.components)
+            return self._answer_closed(peer, delivery_id, is_wanted=is_wanted)
+        return self._ask(delivery_id, grant, now, leaving)
+
+    def announce(
+        self, peer: DecodePeer, announce: Announce, now: float, *, leaving: Failure | None = None
+    ) -> list[PrefillEffect]:
+        """Wait for the grant of a decode rank as long as that lives, or refuse that; a repeated one says nothing new.
+
+        No room will be opened any more if there is a reason for `leaving`.
+        """
+        delivery_id = DeliveryId(announce.room, peer.id, announce.generation)
+        peer.used(announce.generation)
+        is_granted = self._find(delivery_id)[1] is not None or delivery_id in self.unfenced
+        if is_granted or self._asked(delivery_id) is not None:
+            return []
+        if announce.generation in peer.closed:
+            return self._answer_closed(peer, delivery_id, is_wanted=True)
+        until = now + announce.timeout_s + self._timeouts.lease_s  # what it grants last, or declines, may be on its way
+        announcement = Announcement(announce.generation, announce.num_decode_ranks, until)
+        return self._ask(delivery_id, announcement, now, leaving)
 
     def cancel(self, peer: PeerId, cancel: Cancel, now: float) -> list[PrefillEffect]:
         """Stop a delivery. Of one that is not known nothing is posted, which is all that Drained says."""
@@ -232,12 +248,11 @@ class Rooms:
         unfenced = self.unfenced.get(delivery_id)
         if unfenced is not None:
             return unfenced.cancel(cancel.failure)
-        waiting = self._waiting.get(cancel.room, {}).get(peer)
-        if waiting is not None and waiting.generation == cancel.generation:
-            self._take_waiting(cancel.room, peer)
-            self._remember_decline(cancel.room, peer.rank, cancel.failure, now)
+        effects: list[PrefillEffect] = []
+        if self._withdraw(delivery_id):
+            effects = self._give_up(delivery_id, cancel.failure, now, was_asked=True)
         self._context.peers.close(delivery_id, cancel.failure)  # its grant may be on the way, and must find it over
-        return self._context.drained(delivery_id, cancel.failure)
+        return [*effects, *self._context.drained(delivery_id, cancel.failure)]
 
     def decline(self, peer: DecodePeer, decline: Decline, now: float) -> list[PrefillEffect]:
         """End a room that a decode rank will not take, at once or when the engine opens it; once for each generation.
@@ -245,25 +260,37 @@ class Rooms:
         By the time it is retransmitted, the number of the room may stand for another try.
         """
         delivery_id = DeliveryId(decline.room, peer.id, decline.generation)
+        was_asked = isinstance(self._asked(delivery_id), Announcement) and self._withdraw(delivery_id)
         effects: list[PrefillEffect] = []
-        if decline.generation not in peer.closed:
+        if was_asked or decline.generation not in peer.closed:
             self._context.peers.close(delivery_id, decline.failure)
-            effects = self._give_up(peer.id, decline, now)
+            effects = self._give_up(delivery_id, decline.failure, now, was_asked=was_asked)
         return [*effects, *self._context.drained(delivery_id, decline.failure)]
 
-    def _give_up(self, peer: PeerId, decline: Decline, now: float) -> list[PrefillEffect]:
-        if peer in self._waiting.get(decline.room, ()):  # of an earlier try; it has asked anew since
+    def _give_up(
+        self, delivery_id: DeliveryId, failure: Failure, now: float, *, was_asked: bool
+    ) -> list[PrefillEffect]:
+        """End a room that a decode rank will not take, unless it has asked anew since.
+
+        Args:
+            delivery_id: What it will not take.
+            failure: Why.
+            now: The time.
+            was_asked: It was asked for or announced here, so it is of no earlier try than what has failed.
+        """
+        number, peer, _ = delivery_id
+        if self.waiting.find(number, peer) is not None:
             return []
-        room = self.rooms.get(decline.room)
+        room = self.rooms.get(number)
         if room is None:
-            if decline.room not in self._failed:
-                self._remember_decline(decline.room, peer.rank, decline.failure, now)
-            self._tell(decline.room, {peer.rank: decline.failure})
+            if was_asked or number not in self._failed:
+                self._remember_decline(number, peer.rank, failure, now)
+            self._tell(number, {peer.rank: failure})
             return []
-        if peer.rank in room.deliveries:
+        if peer.rank in room.deliveries or peer in room.announced:
             return []
-        effects = self._follow(room, room.stop(Signal.FAILED, decline.failure), now) if room.state.is_pending else []
-        self._tell(decline.room, {peer.rank: decline.failure})
+        effects = self._follow(room, room.stop(Signal.FAILED, failure), now) if room.state.is_pending else []
+        self._tell(number, {peer.rank: failure})
         return effects
 
     def acknowledged(self, peer: DecodePeer, ack: Ack, now: float) -> list[PrefillEffect]:
@@ -278,13 +305,13 @@ class Rooms:
 
         The decode rank fails them, too. It may ask for them anew, as may its next incarnation.
         """
-        for number in [number for number, grants in self._waiting.items() if peer in grants]:
-            self._take_waiting(number, peer)
+        for number in self.waiting.rooms_of(peer):
+            self.waiting.take(number, peer)
             self._remember_decline(number, peer.rank, failure, now)
         effects: list[PrefillEffect] = []
         for room in list(self.rooms.values()):
             delivery = room.delivery_to(peer)
-            if delivery is not None and delivery.state.is_pending:
+            if (delivery is not None and delivery.state.is_pending) or peer in room.announced:
                 effects += self._follow(room, room.stop(Signal.FAILED, failure), now)
         return effects
 
@@ -320,15 +347,12 @@ class Rooms:
         deliveries = (room.delivery_to(peer) for room in self.rooms.values())
         return all(delivery.is_fenced for delivery in deliveries if delivery is not None)
 
-    def is_waited_for(self, room: RoomId) -> bool:
-        """Say whether a grant waits for a room to be opened."""
-        return room in self._waiting
-
     def refuse_waiting(self, failure: Failure) -> list[PrefillEffect]:
         """Tell everybody who waits for a room that none will come."""
         effects: list[PrefillEffect] = []
-        for room, peer in [(room, peer) for room, grants in self._waiting.items() for peer in grants]:
-            effects += self._refuse(peer, self._take_waiting(room, peer), failure)
+        for room, peer in self.waiting.all():
+            asked = self.waiting.take(room, peer)
+            effects += self._context.refuse(DeliveryId(room, peer, asked.generation), failure)
         return effects
 
     # What the stages say ---------------------------------------------------------------------------------------------
@@ -415,9 +439,9 @@ class Rooms:
         """Do what a timer that is due is for."""
         match key:
             case RoomUnopened(number, peer):
-                grant = self._take_waiting(number, peer)
-                detail = f"prefill did not open the room within {self._time_to_open(grant)} s"
-                return self._refuse(peer, grant, self._error(FailureReason.UNKNOWN_ROOM, detail))
+                asked = self.waiting.take(number, peer)
+                failure = self._error(FailureReason.UNKNOWN_ROOM, self._unopened(asked))
+                return self._context.refuse(DeliveryId(number, peer, asked.generation), failure)
             case DeclineForgotten(number):
                 del self._declined[number]
             case DeliveryUnanswered(delivery_id):
@@ -432,6 +456,9 @@ class Rooms:
             case RoomUngranted(number):
                 detail = f"not every decode rank asked for the pages within {self._timeouts.grant_s} s"
                 return self._fail(number, self._error(FailureReason.NOT_GRANTED, detail), now)
+            case GrantOverdue(number, peer):
+                detail = f"decode rank {peer.rank} has announced the room, and has given up by now"
+                return self._fail(number, self._error(FailureReason.DEADLINE, detail), now)
             case DeliveryDeadline(delivery_id):
                 detail = f"decode rank {delivery_id.peer.rank} has given up by now"
                 return self._fail(delivery_id.room, self._error(FailureReason.DEADLINE, detail), now)
@@ -459,39 +486,74 @@ class Rooms:
         self._timers.set(DeliveryUnanswered(delivery_id), now + pause_s)
         return effects
 
-    # Grants ----------------------------------------------------------------------------------------------------------
+    # Grants and announcements ----------------------------------------------------------------------------------------
 
-    def _keep(self, peer: PeerId, grant: Grant, now: float) -> list[PrefillEffect]:
-        """Keep a grant until the engine opens the room; an older one of the same decode rank is void."""
-        kept = self._waiting.get(grant.room, {}).get(peer)
-        if kept is not None and kept.generation >= grant.generation:
+    def _asked(self, delivery_id: DeliveryId) -> Asked | None:
+        """Find what waits for its room, or in it, for what was announced."""
+        number, peer, generation = delivery_id
+        room = self.rooms.get(number)
+        asked = self.waiting.find(number, peer) if room is None else room.announced.get(peer)
+        return asked if asked is not None and asked.generation == generation else None
+
+    def _withdraw(self, delivery_id: DeliveryId) -> bool:
+        """Take out what waits for its room, or in it, for what was announced; say whether there was something."""
+        if self._asked(delivery_id) is None:
+            return False
+        room = self.rooms.get(delivery_id.room)
+        if room is None:
+            self.waiting.take(delivery_id.room, delivery_id.peer)
+        else:
+            room.withdraw(delivery_id.peer)
+        return True
+
+    def _ask(self, delivery_id: DeliveryId, asked: Asked, now: float, leaving: Failure | None) -> list[PrefillEffect]:
+        """Serve what a decode rank asks for, keep it until the engine opens the room, or refuse it."""
+        self._forget_declines(delivery_id.room, delivery_id.peer.rank)
+        room = self.rooms.get(delivery_id.room)
+        if room is not None:
+            return self._serve(room, delivery_id.peer, asked, now)
+        return self._context.refuse(delivery_id, leaving) if leaving else self._keep(delivery_id, asked, now)
+
+    def _keep(self, delivery_id: DeliveryId, asked: Asked, now: float) -> list[PrefillEffect]:
+        """Keep what is asked for until the engine opens the room; what its decode rank has asked before is void."""
+        number, peer, generation = delivery_id
+        kept = self.waiting.find(number, peer)
+        if kept is not None and kept.generation > generation:
             return []
-        failed = self._failed.get(grant.room)
+        failed = self._failed.get(number)
         if failed is not None and peer.rank not in failed.told:
             failed.told[peer.rank] = None
-            return self._refuse(peer, grant, failed.failure)
-        if self.num_waiting >= self._limits.pending_grants:
+            return self._context.refuse(delivery_id, failed.failure)
+        if kept is None and len(self.waiting) >= self._limits.pending_grants:
             detail = f"{self._limits.pending_grants} grants wait for their rooms"
-            return self._refuse(peer, grant, self._error(FailureReason.CAPACITY, detail))
+            return self._context.refuse(delivery_id, self._error(FailureReason.CAPACITY, detail))
         if kept is not None:
-            voided = DeliveryId(grant.room, peer, kept.generation)
-            self._context.peers.close(voided, self._error(FailureReason.ABORTED, "replaced by a later grant"))
-        grants = self._waiting.setdefault(grant.room, {})
-        self.num_waiting += peer not in grants
-        grants[peer] = grant
-        self._timers.set(RoomUnopened(grant.room, peer), now + self._time_to_open(grant))
+            self._void(delivery_id, kept)
+        self.waiting.put(number, peer, asked, self._open_by(asked, now))
         return []
 
-    def _refuse(self, peer: PeerId, grant: Grant, failure: Failure) -> list[PrefillEffect]:
-        """Answer a grant that will never be served, so that nothing was or will be written for it."""
-        delivery_id = DeliveryId(grant.room, peer, grant.generation)
-        self._context.peers.close(delivery_id, failure)
-        return self._context.failed(delivery_id, failure, drained=True)
+    def _void(self, delivery_id: DeliveryId, before: Asked) -> None:
+        """Note that a decode rank asks for something else than before."""
+        if before.generation != delivery_id.generation:
+            voided = delivery_id._replace(generation=before.generation)
+            self._context.peers.close(voided, self._error(FailureReason.ABORTED, "replaced by a later grant"))
 
-    def _serve(self, room: Room, peer: PeerId, grant: Grant, now: float) -> list[PrefillEffect]:
-        refusal = room.refusal(peer, grant) or self._too_many_unfenced(peer)
+    def _serve(self, room: Room, peer: PeerId, asked: Asked, now: float) -> list[PrefillEffect]:
+        """Serve what is asked for in an open room; it takes the place of what was announced before."""
+        delivery_id = DeliveryId(room.room, peer, asked.generation)
+        announced = room.announced.get(peer)
+        if announced is not None and announced.generation <= asked.generation:
+            room.withdraw(peer)
+            self._void(delivery_id, announced)
+        refusal = room.refusal(peer, asked) or self._too_many_unfenced(peer)
         if refusal is not None:
-            return self._refuse(peer, grant, refusal)
+            return self._follow(room, self._context.refuse(delivery_id, refusal), now)
+        if isinstance(asked, Announcement):
+            room.announce(peer, asked)
+            return self._follow(room, [], now)
+        return self._begin_delivery(room, peer, asked, now)
+
+    def _begin_delivery(self, room: Room, peer: PeerId, grant: Grant, now: float) -> list[PrefillEffect]:
         effects = room.grant(peer, grant, self._context.peers[peer].link, now)
         delivery = room.deliveries[peer.rank]
         if delivery.state.is_pending:
@@ -509,29 +571,34 @@ class Rooms:
         )
         return self._error(FailureReason.CAPACITY, detail)
 
-    def _answer_closed(self, peer: DecodePeer, grant: Grant) -> list[PrefillEffect]:
-        """Answer a late grant: it is never served, whatever its decode rank has missed."""
-        closed = peer.closed.result(grant.generation)
-        is_wanted = any(name in grant.ranges for name in peer.link.components)
+    def _answer_closed(self, peer: DecodePeer, delivery_id: DeliveryId, *, is_wanted: bool) -> list[PrefillEffect]:
+        """Answer what is late: it is never served, whatever its decode rank has missed.
+
+        Args:
+            peer: The decode rank.
+            delivery_id: What it asks for.
+            is_wanted: It expects something from here.
+        """
+        closed = peer.closed.result(delivery_id.generation)
         if closed is None and is_wanted:
             too_old = self._error(FailureReason.PROTOCOL, "the grant is older than what is remembered")
-            failure = peer.failure_before(grant.generation) or too_old
+            failure = peer.failure_before(delivery_id.generation) or too_old
         elif closed is None or closed.failure is None:  # a rank that sends nothing may be asked long after its part
             return []
         else:
             failure = closed.failure
-        return self._refuse(peer.id, grant, failure)
+        return self._context.refuse(delivery_id, failure)
 
-    def _take_waiting(self, room: RoomId, peer: PeerId) -> Grant:
-        self._timers.clear(RoomUnopened(room, peer))
-        grant = self._waiting[room].pop(peer)
-        self.num_waiting -= 1
-        if not self._waiting[room]:
-            del self._waiting[room]
-        return grant
+    def _open_by(self, asked: Asked, now: float) -> float:
+        """When the engine must have opened a room."""
+        if isinstance(asked, Announcement):
+            return asked.deadline
+        return now + min(asked.timeout_s, self._timeouts.open_s)
 
-    def _time_to_open(self, grant: Grant) -> float:
-        return min(grant.timeout_s, self._timeouts.open_s)
+    def _unopened(self, asked: Asked) -> str:
+        if isinstance(asked, Announcement):
+            return "prefill did not open the room while it was announced"
+        return f"prefill did not open the room within {min(asked.timeout_s, self._timeouts.open_s)} s"
 
     def _remember_decline(self, room: RoomId, rank: RankId, failure: Failure, now: float) -> None:
         self._declined.setdefault(room, {})[rank] = failure
@@ -595,6 +662,14 @@ class Rooms:
             self._timers.set_once(RoomUndrained(room.room), now + self._timeouts.drain_s)
         elif before.drain and not waits.drain:
             self._timers.clear(RoomUndrained(room.room))
+        if waits.announced != before.announced:
+            self._watch_announced(room.room, before, waits)
+
+    def _watch_announced(self, number: RoomId, before: RoomWait, waits: RoomWait) -> None:
+        for peer, _ in before.announced:
+            self._timers.clear(GrantOverdue(number, peer))
+        for peer, deadline in waits.announced:
+            self._timers.set(GrantOverdue(number, peer), deadline)
 
     def _watch_delivery(self, delivery: Delivery, waits: DeliveryWait, now: float) -> None:
         """Set and clear the timers of what has begun or ended to be waited for."""

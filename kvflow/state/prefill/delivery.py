@@ -1,0 +1,469 @@
+"""What one prefill rank sends to one decode rank for one room. Pure.
+
+A `Delivery` takes from the chunks of its room the tokens that were asked for, splits large ones into pieces, numbers
+these, and follows them until every write has ended.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from kvflow.geometry.ranges import ALL_LAYERS, TokenRange
+from kvflow.state.effects import (
+    AwaitData,
+    DropPlan,
+    Piece,
+    PostPlan,
+    PrefillEffect,
+)
+from kvflow.state.events import Chunk, DeliveryId, PeerRoute, PlanFinished, ReadyEvent
+from kvflow.state.packing import wants_slot
+from kvflow.state.prefill.peers import DecodePeers
+from kvflow.state.prefill.pieces import ChunkPart, cost_of, resume_at, split_chunk
+from kvflow.state.prefill.queue import PieceQueue
+from kvflow.state.prefill.slots import RemoteSlots
+from kvflow.state.settings import PrefillSettings
+from kvflow.state.tables import Memory, Outcome, Signal, TransferState
+from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, PeerId
+
+__all__ = ["Delivery", "DeliveryWait", "SendContext", "Standing", "standing_of"]
+
+
+class SendContext(NamedTuple):
+    """What every room of a rank uses."""
+
+    me: PeerId
+    settings: PrefillSettings
+    peers: DecodePeers
+    queue: PieceQueue
+    slots: RemoteSlots
+
+    def drained(self, delivery: DeliveryId, failure: Failure | None) -> list[PrefillEffect]:
+        """Promise that nothing of a delivery can be written any more."""
+        engine_rank = self.me.rank.engine_rank
+        message = Drained(room=delivery.room, generation=delivery.generation, engine_rank=engine_rank, failure=failure)
+        return self.peers.send(delivery.peer, message)
+
+    def failed(self, delivery: DeliveryId, failure: Failure, *, drained: bool) -> list[PrefillEffect]:
+        """Say that a delivery will not succeed."""
+        message = Failed(
+            room=delivery.room,
+            generation=delivery.generation,
+            engine_rank=self.me.rank.engine_rank,
+            failure=failure,
+            drained=drained,
+        )
+        return self.peers.send(delivery.peer, message)
+
+    def refuse(self, delivery: DeliveryId, failure: Failure) -> list[PrefillEffect]:
+        """Say that a delivery will never begin, so that nothing was or will be written for it."""
+        self.peers.close(delivery, failure)
+        return self.failed(delivery, failure, drained=True)
+
+
+class DeliveryWait(NamedTuple):
+    """What a delivery waits for; each has a timer.
+
+    Attributes:
+        outcome: To be decided.
+        post: To end.
+        answer: That the decode rank knows that everything is written.
+    """
+
+    outcome: bool = True
+    post: bool = False
+    answer: bool = False
+
+
+class Standing(NamedTuple):
+    """How a delivery counts for its room.
+
+    Attributes:
+        is_delivered: The decode rank has everything.
+        is_safe: None of its writes reads the source pages any more.
+        is_quarantined: That could not be proved in time.
+    """
+
+    is_delivered: bool = False
+    is_safe: bool = False
+    is_quarantined: bool = False
+
+
+def standing_of(state: TransferState) -> Standing:
+    """Say how a delivery counts for its room."""
+    return Standing(state.outcome is Outcome.SUCCESS, state.is_safe, state.memory is Memory.QUARANTINED)
+
+
+class _Unposted(NamedTuple):
+    """A piece that waits for its data, its turn or credit, or a notice without bytes that follows one.
+
+    Attributes:
+        resume_at: The token from which chunks must come again if it is forgotten.
+    """
+
+    notice: Notice
+    resume_at: int
+
+    @property
+    def goes_on(self) -> bool:
+        """Layers of the same tokens follow."""
+        return self.notice.layer_range[1] is not None
+
+
+class Delivery:
+    """What this rank sends to one decode rank for one grant.
+
+    Pieces are taken out of line in the order of their numbers, and a notice without bytes leaves only after the pieces
+    before it. So whatever is not under way is a tail, and can be forgotten: its numbers and tokens come again.
+
+    Attributes:
+        standing: How its room counts it.
+        waits: What it was seen to wait for last.
+        num_retransmits: How often something was sent again.
+    """
+
+    def __init__(
+        self,
+        context: SendContext,
+        peer: PeerId,
+        grant: Grant,
+        link: PeerRoute,
+        on_change: "Callable[[Delivery], None]",
+    ) -> None:
+        self.id = DeliveryId(grant.room, peer, grant.generation)
+        self.grant = grant
+        self.state = TransferState()
+        self.failure: Failure | None = None
+        self.num_retransmits = 0
+        self.standing = Standing()
+        self.waits = DeliveryWait()
+        self._context = context
+        self._link = link
+        self._on_change = on_change
+        self._wanted = {name: tokens for name, tokens in grant.ranges.items() if name in link.route.expected}
+        self._positions = {name: start for name, (start, _) in self._wanted.items()}
+        self._next_seq = 0
+        self._has_last_chunk = False
+        self._is_acknowledged = False
+        self._drained_is_due = False
+        self._lingers = False
+        self._not_ready: deque[tuple[Piece, ReadyEvent | None]] = deque()
+        self._num_waits = 0
+        self._unposted: dict[int, _Unposted] = {}
+        self._has_begun_layers = False
+        self._planned: dict[int, Notice] = {}
+        self._posted: dict[int, Notice] = {}
+        self._written: list[Notice] = []
+
+    @property
+    def now_waits(self) -> DeliveryWait:
+        """What it waits for now."""
+        is_pending = self.state.is_pending
+        return DeliveryWait(is_pending, is_pending and bool(self._posted), self.is_unanswered)
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Everything is written, and the decode rank has not said that it knows."""
+        return self.state.is_pending and self.state.is_safe
+
+    @property
+    def is_fenced(self) -> bool:
+        """Nothing can land in the decode rank's pages any more: what Drained says."""
+        return not self._posted and not self._lingers
+
+    @property
+    def has_posts(self) -> bool:
+        """A write is posted and not known to have ended."""
+        return bool(self._posted)
+
+    @property
+    def reads_pages(self) -> bool:
+        """A piece that is under way needs the source pages. A packed one has left them."""
+        if self._unposted or self._planned:
+            return True
+        return any(notice.staged is None for notice in self._posted.values())
+
+    @property
+    def has_tail(self) -> bool:
+        """What is not under way comes after all that is, so that it can be forgotten."""
+        begun = [*self._planned, *self._posted, *(notice.seq for notice in self._written)]
+        numbers = sorted(begun) + list(self._unposted)
+        return numbers == sorted(numbers) and (not self.state.is_pending or numbers == list(range(self._next_seq)))
+
+    @property
+    def posted(self) -> tuple[int, ...]:
+        """Pieces whose writes are posted and not known to have ended."""
+        return tuple(self._posted)
+
+    def missing(self, chunk: Chunk) -> str | None:
+        """Say which wanted tokens can never be served any more if this chunk comes next."""
+        for name, (start, stop) in self._wanted.items():
+            at = self._positions[name]
+            first, last = chunk.ranges.get(name, (at, at))
+            is_gap = at < first < last and at < stop
+            if is_gap or (chunk.last and max(at, last) < stop):
+                lacking = f"{at}:{min(first, stop)}" if is_gap else f"{max(at, last)}:{stop}"
+                return f"decode wants tokens {start}:{stop} of component {name}, prefill does not serve {lacking}"
+        return None
+
+    def offer(self, chunk: Chunk, now: float) -> list[PrefillEffect]:
+        """Take from a chunk what this decode rank wants, in as many pieces as it takes."""
+        if self._has_last_chunk:  # others need it again
+            return []
+        effects: list[PrefillEffect] = []
+        ranges = self._wanted_of(chunk)
+        if ranges or (chunk.last and self._wanted):
+            self._positions.update({name: stop for name, (_, stop) in ranges.items()})
+            for part in split_chunk(chunk, ranges, self.grant, self._wanted, self._link):
+                effects += self._send(part, chunk, now)
+        self._has_last_chunk = chunk.last  # only now: a part without bytes is no end while others follow
+        return [*effects, *self._settle()]
+
+    def roll_back(self) -> int | None:
+        """Forget what is not under way, but for the rest of tokens of which some layers are.
+
+        Returns:
+            The token from which chunks must come again; None if nothing was forgotten.
+        """
+        is_kept = self._has_begun_layers
+        dropped: dict[int, _Unposted] = {}
+        for seq, unposted in self._unposted.items():
+            if not is_kept:
+                dropped[seq] = unposted
+            is_kept = is_kept and unposted.goes_on
+        if not dropped:
+            return None
+        self._next_seq = min(dropped)
+        self._has_last_chunk = False
+        for seq, (notice, _) in dropped.items():
+            del self._unposted[seq]
+            for name, (start, _) in notice.ranges.items():
+                self._positions[name] = min(start, self._positions[name])
+        num_not_ready = len(self._not_ready)
+        self._not_ready = deque(waiting for waiting in self._not_ready if waiting[0].seq < self._next_seq)
+        self._context.queue.stop_expecting(self.id.peer, num_not_ready - len(self._not_ready))
+        self._context.queue.drop(self.id, self._next_seq)
+        return min(unposted.resume_at for unposted in dropped.values())
+
+    def awaits(self, wait: int) -> bool:
+        """Say whether a piece waits for its data that was asked for with this number, and was not forgotten since."""
+        return bool(self._not_ready) and wait == self._num_waits - 1
+
+    def data_ready(self, now: float) -> list[PrefillEffect]:
+        """Put the piece in line that has waited for its data, and those behind it that need not wait."""
+        while self._not_ready:
+            self._push(replace(self._not_ready.popleft()[0], queued_at=now), now)
+            if self._not_ready and self._not_ready[0][1] is not None:
+                return self._await_data(self._not_ready[0][1])
+        return []
+
+    def planning(self, piece: Piece) -> list[PrefillEffect]:
+        """Note that a piece is planned beside the event loop, to be posted after that."""
+        self._planned[piece.seq] = piece.notice
+        return self._take(piece.seq)
+
+    def taken(self, piece: Piece) -> list[PrefillEffect]:
+        """Count a piece as posted: the shell posts it at once."""
+        self._note_post(piece.seq, piece.notice)
+        return self._take(piece.seq)
+
+    def went_direct(self, seq: int) -> None:
+        """Note that a posted piece was written to its pages, although it had a slot."""
+        notice = self._posted.get(seq)
+        if notice is not None:
+            self._posted[seq] = replace(notice, staged=None)
+
+    def plan_finished(self, plan: PlanFinished) -> list[PrefillEffect]:
+        """Post what was planned beside the event loop, unless the delivery has ended."""
+        notice = self._planned.pop(plan.seq, None)
+        if notice is None:
+            return [DropPlan(self.id, plan.seq)]
+        notice = replace(notice, digests=dict(plan.digests), staged=plan.staged)
+        self._note_post(plan.seq, notice)
+        return [PostPlan(self.id, plan.seq, notice)]
+
+    def not_posted(self, seq: int) -> None:
+        """Note that a piece could not be planned, so that nothing was posted for it."""
+        self._planned.pop(seq, None)
+        self._forget_post(seq)
+
+    def post_ended(self, seq: int, *, is_written: bool, lingers: bool = False) -> list[PrefillEffect]:
+        """Note that a post has ended here; if it `lingers`, its bytes may still land there."""
+        notice = self._forget_post(seq)
+        self._lingers |= lingers
+        effects: list[PrefillEffect] = []
+        if notice is not None and is_written:
+            self._written.append(notice)
+            if not self._context.settings.in_band_notices:
+                effects = self._context.peers.send(self.id.peer, notice)
+        return [*effects, *self._settle()]
+
+    def retransmit(self) -> list[PrefillEffect]:
+        """Send again what the decode rank seems to have missed, over the control channel."""
+        self.num_retransmits += 1
+        if self.failure is not None:
+            return self._context.failed(self.id, self.failure, drained=self.is_fenced)
+        effects: list[PrefillEffect] = []
+        if self.is_unanswered:
+            for notice in self._written:
+                effects += self._context.peers.send(self.id.peer, notice)
+        return effects
+
+    def acknowledged(self) -> list[PrefillEffect]:
+        """Note that the decode rank has everything, which it can know before the last post is seen to have ended."""
+        self._is_acknowledged = True
+        return self._settle()
+
+    def in_doubt(self) -> None:
+        """Give up waiting for the proof that a post has ended."""
+        self._apply(Signal.IN_DOUBT)
+
+    def stop(self, signal: Signal, failure: Failure) -> list[PrefillEffect]:
+        """End it without success and tell the decode rank why."""
+        if not self.state.is_pending:
+            return []
+        self._stop(signal, failure)
+        self._drained_is_due = not self.is_fenced
+        return self._context.failed(self.id, failure, drained=self.is_fenced)
+
+    def cancel(self, failure: Failure) -> list[PrefillEffect]:
+        """End it because the decode rank said so: it only wants to hear Drained."""
+        if self.state.is_pending:
+            self._stop(Signal.FAILED, failure)
+        self._drained_is_due = True
+        return self._settle()
+
+    def forget_pages(self) -> None:
+        """Drop what only writing needs."""
+        self.grant = replace(self.grant, pages={})
+
+    def release(self) -> None:
+        """Take the pages back without a proof, as an operator says."""
+        self._apply(Signal.RELEASED)
+
+    def _apply(self, signal: Signal) -> None:
+        self.state.apply(signal)
+        self._on_change(self)
+
+    def _note_post(self, seq: int, notice: Notice) -> None:
+        if not self._posted:
+            self._on_change(self)
+        self._posted[seq] = notice
+
+    def _forget_post(self, seq: int) -> Notice | None:
+        notice = self._posted.pop(seq, None)
+        if not self._posted:
+            self._on_change(self)
+        return notice
+
+    def _wanted_of(self, chunk: Chunk) -> dict[str, TokenRange]:
+        """Find what of a chunk this decode rank wants and has not been sent."""
+        ranges = {}
+        for name, (_, stop) in self._wanted.items():
+            at = self._positions[name]
+            end = min(chunk.ranges.get(name, (at, at))[1], stop)
+            if at < end:
+                ranges[name] = (at, end)
+        return ranges
+
+    def _send(self, part: ChunkPart, chunk: Chunk, now: float) -> list[PrefillEffect]:
+        """Give a part its number and put it on its way."""
+        seq = self._next_seq
+        self._next_seq += 1
+        cost = cost_of(part, self._wanted, self._link, self._context.settings.max_descriptor_bytes)
+        notice = Notice(
+            room=self.id.room,
+            generation=self.id.generation,
+            token=self.grant.token,
+            engine_rank=self._context.me.rank.engine_rank,
+            seq=seq,
+            ranges=dict(part.ranges),
+            num_bytes=cost.num_bytes,
+            last=part.last,
+            metadata=part.metadata,
+            layers=None if part.layers == ALL_LAYERS else part.layers,
+        )
+        self._unposted[seq] = _Unposted(notice, resume_at(chunk, part.ranges))
+        if not cost.num_bytes:  # nothing is left to send, or tokens of which this rank holds none
+            return self._say_empty()
+        staging = self._context.settings.staging
+        piece = Piece(
+            self.id,
+            seq,
+            part.ranges,
+            chunk.pages,
+            self.grant,
+            self._link,
+            notice,
+            cost,
+            part.layers,
+            now,
+            must_pack=staging is not None and staging.packing == "always",
+        )
+        self._context.queue.expect(self.id.peer)
+        if part.ready is None and not self._not_ready:
+            self._push(piece, now)
+            return []
+        self._not_ready.append((piece, part.ready))
+        return self._await_data(part.ready) if len(self._not_ready) == 1 else []
+
+    def _await_data(self, ready: ReadyEvent | None) -> list[PrefillEffect]:
+        if ready is None:
+            return []
+        self._num_waits += 1
+        return [AwaitData(self.id, self._num_waits - 1, ready)]
+
+    def _take(self, seq: int) -> list[PrefillEffect]:
+        """Note that a piece is under way, and let go what waited behind it."""
+        self._has_begun_layers = self._unposted.pop(seq).goes_on
+        return self._say_empty()
+
+    def _say_empty(self) -> list[PrefillEffect]:
+        """Send the notices without bytes whose turn it is: every piece before them is under way."""
+        effects: list[PrefillEffect] = []
+        while self._unposted:
+            seq, first = next(iter(self._unposted.items()))
+            if first.notice.num_bytes:
+                break
+            del self._unposted[seq]
+            self._has_begun_layers = first.goes_on
+            self._written.append(first.notice)
+            effects += self._context.peers.send(self.id.peer, first.notice)
+        return effects
+
+    def _push(self, piece: Piece, now: float) -> None:
+        window, staging = self._context.slots.window(self.id.peer), self._context.settings.staging
+        is_packed = False
+        if window is not None and staging is not None:
+            slot_bytes = min(window.slot_bytes, staging.slot_bytes)
+            num_bytes, num_descriptors = piece.cost
+            is_packed = wants_slot(
+                num_bytes, num_descriptors, slot_bytes, staging.descriptor_overhead_s, staging.packing
+            )
+        self._context.queue.push(piece, now, wants_slot=is_packed)
+
+    def _stop(self, signal: Signal, failure: Failure) -> None:
+        self.failure = failure
+        self._unposted.clear()
+        self._planned.clear()
+        self._context.queue.stop_expecting(self.id.peer, len(self._not_ready))
+        self._not_ready.clear()
+        self._context.queue.drop(self.id)
+        self._apply(signal)
+        if not self._posted:
+            self._apply(Signal.QUIET)
+
+    def _settle(self) -> list[PrefillEffect]:
+        """See whether the last write has ended."""
+        if not self._posted and not self._unposted and not self._planned:
+            if self.state.is_pending and self._has_last_chunk:
+                is_known = self._is_acknowledged or not self._wanted
+                self._apply(Signal.COMPLETED if is_known else Signal.WRITTEN)
+            if not self.state.is_pending:
+                self._apply(Signal.QUIET)
+        if not self._drained_is_due or not self.is_fenced:  # safe pages here are no proof for those of the peer
+            return []
+        self._drained_is_due = False
+        return self._context.drained(self.id, self.failure)
