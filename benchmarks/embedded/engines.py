@@ -150,7 +150,7 @@ def play_prefill(end: PrefillEnd, load: Load) -> dict[str, Any]:
     rooms, computing = deque(load.rooms), deque[tuple[float, int]]()
     is_split = load.lanes > 1
     while len(ended) < load.count or len(freed) < load.count:
-        while rooms and load.count - len(rooms) - len(ended) < load.lanes:
+        while rooms and load.may_begin(rooms[0], ended):
             clock.time("send", end.send, rooms.popleft())
         while computing and computing[0][0] <= time.monotonic():
             _, room = computing.popleft()
@@ -183,7 +183,7 @@ def play_decode(end: DecodeEnd, load: Load) -> dict[str, Any]:
     ended: dict[int, int] = {}
     rooms = deque(load.rooms)
     while len(ended) < load.count:
-        while rooms and load.count - len(rooms) - len(ended) < load.lanes:
+        while rooms and load.may_begin(rooms[0], ended):
             clock.time("receive", end.receive, rooms.popleft())
         news = clock.look(end.completed)
         now = time.monotonic_ns()

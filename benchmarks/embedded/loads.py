@@ -1,5 +1,6 @@
 """What both processes of a way are told."""
 
+from collections.abc import Container
 from typing import Final, Literal
 
 import msgspec
@@ -65,3 +66,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     def rooms(self) -> range:
         """Rooms of the requests, in order."""
         return range(self.first_room, self.first_room + self.count)
+
+    def may_begin(self, room: int, ended: Container[int]) -> bool:
+        """Whether its pages are free: the room that had them before, so many lanes ago, has ended."""
+        previous = room - self.lanes
+        return previous < self.first_room or previous in ended
