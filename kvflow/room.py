@@ -1,7 +1,7 @@
 """What routers call requests. Pure."""
 
 import operator
-from typing import Final, SupportsIndex, TypeAlias
+from typing import Final, SupportsIndex, TypeAlias, cast
 
 __all__ = ["MAX_ROOM", "MAX_ROOM_BYTES", "RoomId", "as_room"]
 
@@ -23,9 +23,10 @@ def as_room(value: object) -> RoomId | None:
         return None
     if isinstance(value, str):
         return _as_name(value)
-    if not isinstance(value, SupportsIndex):
+    try:  # asking whether it has an index takes ten times as long
+        number = operator.index(cast("SupportsIndex", value))
+    except TypeError:
         return None
-    number = operator.index(value)
     return number if 0 <= number <= MAX_ROOM else None
 
 
