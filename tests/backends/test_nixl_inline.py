@@ -5,6 +5,7 @@ import os
 import select
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import anyio.lowlevel
@@ -12,6 +13,7 @@ import pytest
 
 from kvflow.backends.base import PostEnded
 from kvflow.backends.nixl import NixlBackend
+from kvflow.backends.nixl.agent import NixlAgent
 from kvflow.backends.nixl.arrivals import Arrivals, find_epolls
 from tests.backends.endpoints import copies, open_endpoints, same
 from tests.support.waiting import until
@@ -43,15 +45,39 @@ async def test_the_event_loop_posts_short_writes_once_a_connection_is_used(
     posting_threads: list[str], limit: int, is_inline: bool
 ) -> None:
     async with open_endpoints("nixl", NUM_BYTES, options={"inline_bytes": limit}) as (source, target):
-        for post_id in range(2):
+        for post_id in range(20):  # now and then the owner thread is just polling, and has the agent
             source.post(post_id, target, copies(source, target, (0,), NUM_BYTES), b"notice")
             await source.take_ends(post_id + 1)
             await target.take_notices(post_id + 1)
             await until(lambda: not source.backend._owner._unfinished)  # type: ignore[attr-defined] # it is idle
         assert same(source, target)
         owner = f"kvflow-nixl-{source.name}"
-        assert posting_threads == [owner, threading.current_thread().name if is_inline else owner]
-        assert source.events == [PostEnded(0, None), PostEnded(1, None)]
+        assert posting_threads[0] == owner
+        assert set(posting_threads) == ({owner, threading.current_thread().name} if is_inline else {owner})
+        assert source.events == [PostEnded(post_id, None) for post_id in range(20)]
+
+
+async def test_the_event_loop_posts_for_no_more_than_half_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A post that took from 10 to 15 s is followed by one at 19 s, which is too early, and by one at 20 s."""
+    inline: list[int] = []
+    async with open_endpoints("nixl", NUM_BYTES) as (source, target):
+        owner: Any = source.backend._owner  # type: ignore[attr-defined]
+        agent: Any = source.backend._agent  # type: ignore[attr-defined]
+
+        def run_now(command: Callable[[], None]) -> bool:
+            if getattr(command, "func", None) == agent.post_now:
+                inline.append(post_id)
+            owner.submit(command)
+            return True
+
+        times = iter((10.0, 15.0, 19.0, 20.0, 21.0))
+        monkeypatch.setattr("kvflow.backends.nixl.backend.monotonic", lambda: next(times))
+        monkeypatch.setattr(NixlAgent, "is_used_to", lambda _agent, _peer: True)
+        monkeypatch.setattr(owner, "run_now", run_now)
+        for post_id in range(3):
+            source.post(post_id, target, copies(source, target, (0,), NUM_BYTES), b"notice")
+        await source.take_ends(3)
+    assert inline == [0, 2]
 
 
 async def test_the_event_loop_finds_notices_before_the_owner_thread_polls(monkeypatch: pytest.MonkeyPatch) -> None:
