@@ -105,10 +105,7 @@ class KvflowKVSender(End, CommonKVSender):
         room, manager = self.bootstrap_room, self.kv_mgr
         if wanted is None or manager.request_status.get(room) != KVPoll.Bootstrapping:
             return
-        start, stop = wanted["kv"]
-        if stop == 0:  # decode gives it up, see `KvflowKVReceiver`
-            return
-        self._prefix = manager.req_to_decode_prefix_len[room] = start
+        self._prefix = manager.req_to_decode_prefix_len[room] = wanted["kv"][0]
         manager.update_status(room, KVPoll.WaitingForInput)
 
     @override
@@ -170,6 +167,23 @@ class KvflowKVReceiver(End, CommonKVReceiver):
         return self.bootstrap_infos is not None
 
     @override
+    def init(self, prefill_dp_rank: int) -> None:
+        """Tell every prefill rank that the request will come for its pages."""
+        super().init(prefill_dp_rank)
+        manager = self.kv_mgr
+        if manager.request_status.get(self.bootstrap_room) != KVPoll.WaitingForInput:
+            return
+        answering = self.bootstrap_infos[0]
+        try:
+            self.transfer = manager.rank.announce(
+                self.bootstrap_room, prefill=Endpoint(answering["rank_ip"], int(answering["rank_port"]))
+            )
+        except KvflowError as error:
+            manager.fail(self.bootstrap_room, str(error))
+        else:
+            manager.follow(self)
+
+    @override
     def send_metadata(
         self,
         kv_indices: Any,
@@ -186,27 +200,20 @@ class KvflowKVReceiver(End, CommonKVReceiver):
         """
         if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
             raise NotImplementedError("kvflow receives into one pool of each kind")
-        if self.bootstrap_infos is None:
+        if self.transfer is None:
             self.kv_mgr.fail(self.bootstrap_room, f"no prefill server was found at {self.bootstrap_addr}")
             return
+        pools = self.kv_mgr.pools
         self._metadata_row = -1 if aux_index is None else aux_index
         try:
-            self._receive(kv_indices, state_indices, decode_prefix_len or 0)
+            tokens = pools.tokens(decode_prefix_len or 0, 0, len(kv_indices))
+            pages = pools.pages(kv_indices) | pools.state_pages(tokens[1], state_indices)
+            self.transfer.grant(tokens=tokens, pages=pages)
         except KvflowError as error:
+            self._give_up()
             self.kv_mgr.fail(self.bootstrap_room, str(error))
         else:
-            self.kv_mgr.follow(self)
             self.init_time = time.time()  # noqa: TID251 - SGLang compares it with the wall clock
-
-    def _receive(self, kv_indices: Any, state_indices: Sequence[Any] | None, prefix: int) -> None:
-        manager, answering = self.kv_mgr, self.bootstrap_infos[0]
-        tokens = manager.pools.tokens(prefix, 0, len(kv_indices))
-        self.transfer = manager.rank.receive(
-            self.bootstrap_room,
-            prefill=Endpoint(answering["rank_ip"], int(answering["rank_port"])),
-            tokens=tokens,
-            pages=manager.pools.pages(kv_indices) | manager.pools.state_pages(tokens[1], state_indices),
-        )
 
     @override
     def poll(self) -> Any:
@@ -232,17 +239,7 @@ class KvflowKVReceiver(End, CommonKVReceiver):
 
     @override
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        """Have kvflow tell every prefill rank, and collect the proofs.
-
-        A request that has no pages yet asks for nothing, so that there is a transfer to abort.
-        """
-        if self.transfer is None and self.conclude_state == KVPoll.Failed and self.bootstrap_infos:
-            try:
-                self._receive([], None, 0)
-            except KvflowError:  # the rank is closed, which ends the room as well
-                return
-            self._is_over = True  # SGLang has failed it already
-            self.kv_mgr.follow(self)
+        """Have kvflow tell every prefill rank, and collect the proofs."""
         self._give_up()
 
     @override

@@ -43,7 +43,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             ConfigError: One that was set is unknown or out of range.
         """
-        defaults = dict.fromkeys(("transfer_s", "open_s", "grant_s", "first_bytes_s"), wait_s)
+        defaults = dict.fromkeys(("transfer_s", "open_s", "grant_s", "first_bytes_s", "announced_s"), wait_s)
         return _make(Timeouts, {"lease_s": 10.0, **defaults, **self.timeouts}, "timeouts")
 
     def limits_for(self, metadata_bytes: int) -> Limits:
