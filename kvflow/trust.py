@@ -1,0 +1,146 @@
+"""Whom a process trusts: its own keys, and the public keys that instances may use. Pure; files are in `kvflow.keys`.
+
+Keys are those of CurveZMQ (Curve25519), written as 64 hexadecimal digits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
+
+from kvflow.errors import ConfigError
+
+__all__ = ["ANY", "HEX_DIGITS", "ClientKeys", "Trust", "TrustedKey", "is_key", "short"]
+
+HEX_DIGITS: Final = 64
+ANY: Final = "*"
+SHOWN: Final = 12
+
+
+def is_key(text: object) -> bool:
+    """Say whether something is a key: 32 bytes as lower-case hexadecimal digits."""
+    return isinstance(text, str) and len(text) == HEX_DIGITS and all(digit in "0123456789abcdef" for digit in text)
+
+
+def short(key: str) -> str:
+    """Give as much of a public key as a person needs to find it in a list."""
+    return key[:SHOWN]
+
+
+@dataclass(frozen=True)
+class TrustedKey:
+    """A public key, and the instance that may use it.
+
+    Attributes:
+        key: 64 hexadecimal digits.
+        instance: Its name. With `*` at its end it stands for every name that begins with the rest, so that the
+            replicas of a deployment can share a key.
+
+    Raises:
+        ConfigError: One of them is malformed.
+    """
+
+    key: str
+    instance: str
+
+    def __post_init__(self) -> None:
+        if not is_key(self.key):
+            raise ConfigError("public key must be 64 hexadecimal digits", instance=self.instance, found=self.key)
+        if not self.instance:
+            raise ConfigError("key must be that of an instance", key=short(self.key))
+
+    def is_of(self, instance: str) -> bool:
+        """Say whether an instance may use it."""
+        if self.instance.endswith(ANY):
+            return instance.startswith(self.instance.removesuffix(ANY))
+        return instance == self.instance
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Own keys, and those of others, at one moment. `kvflow.load_trust` reads them from a directory.
+
+    Attributes:
+        public: Own public key; empty if there are no keys.
+        secret: Own secret key.
+        peers: Public keys of instances. During a rotation an instance has two, the old and the new one.
+        registry: Public keys of the registry.
+        capability_keys: Secrets with which capabilities are made; if there are any, a prefill rank gives a room only to
+            who has a capability for it. The first one makes, all of them check.
+        directory: Where they were read from; None if they were not.
+    """
+
+    public: str = ""
+    secret: str = field(default="", repr=False)
+    peers: tuple[TrustedKey, ...] = ()
+    registry: tuple[str, ...] = ()
+    capability_keys: tuple[bytes, ...] = field(default=(), repr=False)
+    directory: str | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.public) is not bool(self.secret):
+            raise ConfigError("a public key and its secret come together", setting="trust")
+        if self.public and not (is_key(self.public) and is_key(self.secret)):
+            raise ConfigError("keys must be 64 hexadecimal digits", setting="trust", public=self.public)
+        malformed = [key for key in self.registry if not is_key(key)]
+        if malformed:
+            raise ConfigError("keys of the registry must be 64 hexadecimal digits", found=malformed)
+
+    @classmethod
+    def none(cls) -> "Trust":
+        """Ask for plain transport: whoever reaches a port may read, write and end any transfer there."""
+        return cls()
+
+    @property
+    def is_plain(self) -> bool:
+        """There are no keys: nothing is encrypted, and nobody is asked who he is."""
+        return not self.public
+
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        return frozenset([*(one.key for one in self.peers), *self.registry])
+
+    def knows(self, key: str) -> bool:
+        """Say whether a public key is listed."""
+        return key in self._known
+
+    def may_speak(self, key: str, instance: str) -> bool:
+        """Say whether the holder of a public key may speak for an instance. Without keys, everybody may."""
+        return self.is_plain or any(one.key == key and one.is_of(instance) for one in self.peers)
+
+    def keys_of(self, instance: str) -> tuple[str, ...]:
+        """Give the keys that an instance may use."""
+        return _distinct([one.key for one in self.peers if one.is_of(instance)])
+
+    def keys_at(self, instance: str | None) -> tuple[str, ...]:
+        """Give the keys of whoever may answer lookups: the registry, or a prefill rank for its instance.
+
+        What it answers need not be trusted: ranks prove who they are.
+
+        Args:
+            instance: Of the prefill rank; None if that is not known.
+        """
+        own = [one.key for one in self.peers if instance is None or one.is_of(instance)]
+        return _distinct([*self.registry, *own])
+
+
+@dataclass(frozen=True)
+class ClientKeys:
+    """What a connection is made with.
+
+    Attributes:
+        trust: Has the own keys.
+        servers: Public keys of which the listener must have one; none is an answer, too: nobody may be there.
+    """
+
+    trust: Trust
+    servers: tuple[str, ...]
+
+    def after(self, server: str) -> str:
+        """Give the key to try after another one; the first if that is not among them."""
+        following = self.servers.index(server) + 1 if server in self.servers else 0
+        return self.servers[following % len(self.servers)]
+
+
+def _distinct(keys: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(keys))
