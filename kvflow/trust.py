@@ -10,7 +10,7 @@ from typing import Final
 
 from kvflow.errors import ConfigError
 
-__all__ = ["ANY", "HEX_DIGITS", "ClientKeys", "Trust", "TrustedKey", "is_key", "short"]
+__all__ = ["ANY", "HEX_DIGITS", "PLAIN", "ClientKeys", "Trust", "TrustedKey", "is_key", "is_named", "short"]
 
 HEX_DIGITS: Final = 64
 ANY: Final = "*"
@@ -25,6 +25,13 @@ def is_key(text: object) -> bool:
 def short(key: str) -> str:
     """Give as much of a public key as a person needs to find it in a list."""
     return key[:SHOWN]
+
+
+def is_named(pattern: str, instance: str) -> bool:
+    """Say whether an instance has this name; with `*` at its end, whether its name begins with the rest."""
+    if pattern.endswith(ANY):
+        return instance.startswith(pattern.removesuffix(ANY))
+    return instance == pattern
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,7 @@ class TrustedKey:
 
     def is_of(self, instance: str) -> bool:
         """Say whether an instance may use it."""
-        if self.instance.endswith(ANY):
-            return instance.startswith(self.instance.removesuffix(ANY))
-        return instance == self.instance
+        return is_named(self.instance, instance)
 
 
 @dataclass(frozen=True)
@@ -112,16 +117,30 @@ class Trust:
         """Give the keys that an instance may use."""
         return _distinct([one.key for one in self.peers if one.is_of(instance)])
 
-    def keys_at(self, instance: str | None) -> tuple[str, ...]:
-        """Give the keys of whoever may answer lookups: the registry, or a prefill rank for its instance.
+    def for_instance(self, instance: str) -> "ClientKeys | None":
+        """Give what a connection to a rank of an instance is made with; None for plain ones."""
+        return None if self.is_plain else ClientKeys(self, self.keys_of(instance))
+
+    def for_registry(self) -> "ClientKeys | None":
+        """Give what a connection to the registry is made with; without its keys, it may be any listed rank."""
+        return None if self.is_plain else ClientKeys(self, self.registry or self._all)
+
+    def for_address(self, instance: str | None) -> "ClientKeys | None":
+        """Give what a connection is made with to whoever answers lookups at an address.
 
         What it answers need not be trusted: ranks prove who they are.
 
         Args:
-            instance: Of the prefill rank; None if that is not known.
+            instance: Whose ranks are looked up there; None if that is not known.
         """
-        own = [one.key for one in self.peers if instance is None or one.is_of(instance)]
-        return _distinct([*self.registry, *own])
+        if self.is_plain:
+            return None
+        own = self._all if instance is None else self.keys_of(instance)
+        return ClientKeys(self, _distinct([*own, *self.registry]))
+
+    @property
+    def _all(self) -> tuple[str, ...]:
+        return _distinct([one.key for one in self.peers])
 
 
 @dataclass(frozen=True)
@@ -144,3 +163,6 @@ class ClientKeys:
 
 def _distinct(keys: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(keys))
+
+
+PLAIN: Final = Trust.none()

@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": "kvflow.cli.demo.command",
     "bench": "kvflow.cli.bench.command",
     "registry": "kvflow.cli.registry",
+    "keys": "kvflow.cli.keys",
     "simulate": "kvflow.cli.simulate",
     "explore": "kvflow.cli.explore",
     "replay": "kvflow.cli.replay",

@@ -28,7 +28,8 @@ import zmq
 
 from kvflow.config import check_address, check_bind, join_address, split_address
 from kvflow.errors import ConfigError, Unreachable
-from kvflow.trust import HEX_DIGITS, ClientKeys, Trust, short
+from kvflow.ports import OnRefused, ignore_refusal
+from kvflow.trust import HEX_DIGITS, PLAIN, ClientKeys, Trust, short
 from kvflow.wire.curve import Doorman, be_client, be_server
 from kvflow.wire.hosts import host_towards
 from kvflow.wire.sockets import NOBLOCK, QUEUE_MESSAGES, RECONNECT_MAX_MS, Frames, Inbox, ports, send, sockets
@@ -52,12 +53,6 @@ PEER_HUNG_UP: Final = (errno.EPIPE, errno.ECONNRESET)
 TRIES_OF_A_KEY: Final = 2
 MAX_KEYS_SHOWN: Final = 4
 
-PLAIN: Final = Trust.none()
-
-
-def _ignore(_detail: str) -> None:
-    """Do nothing about a refusal."""
-
 
 class ZmqControl:
     """Control sockets over TCP, see `kvflow.ports.ControlChannel`."""
@@ -69,7 +64,7 @@ class ZmqControl:
         on_message: Callable[[bytes, Sequence[bytes]], None],
         *,
         trust: Trust = PLAIN,
-        on_refused: Callable[[str], None] = _ignore,
+        on_refused: OnRefused = ignore_refusal,
     ) -> "ZmqListener":
         """Bind a socket.
 
@@ -85,7 +80,7 @@ class ZmqControl:
         on_lost: Callable[[], None],
         *,
         keys: ClientKeys | None = None,
-        on_refused: Callable[[str], None] = _ignore,
+        on_refused: OnRefused = ignore_refusal,
     ) -> "ZmqConnection":
         """Connect to a listener.
 
@@ -140,7 +135,7 @@ class ZmqListener:
         advertise: str | None,
         on_message: Callable[[bytes, Sequence[bytes]], None],
         trust: Trust,
-        on_refused: Callable[[str], None],
+        on_refused: OnRefused,
     ) -> None:
         check_bind(bind, advertise)
         try:
@@ -311,7 +306,7 @@ class ZmqConnection:
         on_message: Callable[[Sequence[bytes]], None],
         on_lost: Callable[[], None],
         keys: ClientKeys | None,
-        on_refused: Callable[[str], None],
+        on_refused: OnRefused,
     ) -> None:
         check_address("endpoint", endpoint)
         self._endpoint = endpoint
