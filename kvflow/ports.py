@@ -57,11 +57,17 @@ class Listener(Protocol):
             Unreachable: That connection is gone, or its queue is full; the message is lost.
         """
 
-    def key_of(self, connection: bytes) -> str:
-        """Give the public key that the other end of a connection has proved to have; empty if it was not asked."""
+    def names_of(self, connection: bytes) -> tuple[str, ...]:
+        """Give the instances that the other end of a connection may speak for: it has proved to have a key of theirs.
+
+        A name with `*` at its end stands for every name that begins with the rest, so "*" for all if nobody is asked.
+        """
 
     def renew(self, trust: Trust) -> None:
-        """Let in who is listed now, and hear nobody else. If the own key is another one, all connections break.
+        """Let in who is listed now, and nobody else.
+
+        If somebody is not listed any more, or the own key is another one, all connections break; who is listed makes
+        them anew.
 
         Raises:
             ConfigError: Keys cannot be given up, or asked for, while it is open.
@@ -93,8 +99,8 @@ class ControlChannel(Protocol):
         Args:
             bind: "tcp://host:port"; port 0 takes a free one.
             advertise: Host to give to others, if not the one bound.
-            on_message: Takes the name of the connection and the frames of a message; ours have one. Two ends that have
-                proved to have different keys have different names.
+            on_message: Takes the name of the connection and the frames of a message; ours have one. Two ends that
+                may speak for different instances have different names.
             trust: Who may connect; everybody if it is plain.
             on_refused: Told of each attempt to connect, or message, that is refused, and why.
 

@@ -243,7 +243,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._listener = self._ports.control.listen(
             self.config.bind, self.config.advertise, self._on_message, trust=self._trust, on_refused=self._refused
         )
-        self._gate = Gate(self._context, self._trust, self._listener.key_of, self._core.peer_at)
+        self._gate = Gate(self._context, self._trust, self._listener.names_of, self._core.peer_at)
         self._resources.callback(self._close_listener)
         record = RankRecord(
             peer=self.me,

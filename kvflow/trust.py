@@ -3,6 +3,7 @@
 Keys are those of CurveZMQ (Curve25519), written as 64 hexadecimal digits.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,10 +11,24 @@ from typing import Final
 
 from kvflow.errors import ConfigError
 
-__all__ = ["ANY", "HEX_DIGITS", "PLAIN", "ClientKeys", "Trust", "TrustedKey", "is_key", "is_named", "short"]
+__all__ = [
+    "ANY",
+    "HEX_DIGITS",
+    "PLAIN",
+    "PRINCIPAL_DIGITS",
+    "ClientKeys",
+    "Trust",
+    "TrustedKey",
+    "is_key",
+    "is_named",
+    "short",
+]
 
 HEX_DIGITS: Final = 64
 ANY: Final = "*"
+PRINCIPAL_DIGITS: Final = 32
+NOBODY: Final = "0" * PRINCIPAL_DIGITS
+"""The principal of a key that speaks for no instance, such as that of the registry."""
 SHOWN: Final = 12
 
 
@@ -109,9 +124,34 @@ class Trust:
         """Say whether a public key is listed."""
         return key in self._known
 
-    def may_speak(self, key: str, instance: str) -> bool:
-        """Say whether the holder of a public key may speak for an instance. Without keys, everybody may."""
-        return self.is_plain or any(one.key == key and one.is_of(instance) for one in self.peers)
+    def keeps(self, before: "Trust") -> bool:
+        """Say whether nothing was taken from what was there before: the own key is the same, and all are listed."""
+        return self.secret == before.secret and before._known <= self._known
+
+    def principal(self, key: str) -> str:
+        """Give a name of fixed length for whom a key stands for: all keys of the same instances have the same one.
+
+        So a rank remains who it is when its key is rotated.
+        """
+        return self._principals.get(key, NOBODY)
+
+    def names_of(self, principal: str) -> tuple[str, ...]:
+        """Give the instances that a principal may speak for, with `*` as in `TrustedKey`; none if it is unknown."""
+        return self._names.get(principal, ())
+
+    @cached_property
+    def _principals(self) -> dict[str, str]:
+        names: dict[str, list[str]] = {}
+        for one in self.peers:
+            names.setdefault(one.key, []).append(one.instance)
+        return {key: _digest(sorted(set(found))) for key, found in names.items()}
+
+    @cached_property
+    def _names(self) -> dict[str, tuple[str, ...]]:
+        names: dict[str, dict[str, None]] = {}
+        for one in self.peers:
+            names.setdefault(self._principals[one.key], {})[one.instance] = None
+        return {principal: tuple(found) for principal, found in names.items()}
 
     def keys_of(self, instance: str) -> tuple[str, ...]:
         """Give the keys that an instance may use."""
@@ -159,6 +199,11 @@ class ClientKeys:
         """Give the key to try after another one; the first if that is not among them."""
         following = self.servers.index(server) + 1 if server in self.servers else 0
         return self.servers[following % len(self.servers)]
+
+
+def _digest(names: Sequence[str]) -> str:
+    lines = "".join(f"{len(name)} {name}\n" for name in names)
+    return hashlib.blake2b(lines.encode(), digest_size=PRINCIPAL_DIGITS // 2).hexdigest()
 
 
 def _distinct(keys: Sequence[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Listener, Ports
 from kvflow.system import system_ports
-from kvflow.trust import PLAIN, Trust, short
+from kvflow.trust import PLAIN, Trust, is_named, short
 from kvflow.wire.codec import decode_frames
 
 __all__ = ["Registry"]
@@ -70,7 +70,9 @@ class Registry:
             listener.send,
             self._ports.now,
             self._anomalies,
-            may_speak=lambda connection, peer: self._trust.may_speak(listener.key_of(connection), peer.rank.instance),
+            may_speak=lambda connection, peer: any(
+                is_named(name, peer.rank.instance) for name in listener.names_of(connection)
+            ),
         )
         self.endpoint = self._listener.endpoint
         self._log.info("registry_opened", endpoint=self.endpoint)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from kvflow.capability import denial
 from kvflow.stages.context import StageContext
 from kvflow.state import events as ev
-from kvflow.trust import Trust, short
+from kvflow.trust import Trust, is_named
 from kvflow.wire.messages import Announce, AnyMessage, Decline, Grant, Hello, PeerId
 
 __all__ = ["Gate"]
@@ -14,12 +14,12 @@ __all__ = ["Gate"]
 class Gate:
     """Says why the core must not do what a message asks for.
 
-    The name of a connection has the key of its other end in it, so the core itself keeps apart who has said hello under
-    different keys. What is left is whether a key may say hello for an instance, and who may have a room.
+    Ends that may speak for different instances have different connections, so the core itself keeps them apart. What is
+    left is whether the key of a connection may say hello for an instance, and who may have a room.
 
     Args:
         context: Of this rank.
-        key_of: Gives the key of a connection.
+        names_of: Gives the instances that the other end of a connection may speak for.
         peer_at: Gives who has said hello over a connection.
 
     Attributes:
@@ -30,18 +30,18 @@ class Gate:
         self,
         context: StageContext[ev.PrefillEvent],
         trust: Trust,
-        key_of: Callable[[bytes], str],
+        names_of: Callable[[bytes], tuple[str, ...]],
         peer_at: Callable[[bytes], PeerId | None],
     ) -> None:
         self.trust = trust
         self._context = context
-        self._key_of = key_of
+        self._names_of = names_of
         self._peer_at = peer_at
 
     def denial(self, connection: bytes, message: AnyMessage) -> str:
         """Say why a message must not be obeyed; empty if it may be."""
         if isinstance(message, Hello):
-            return "" if self.may_speak(connection, message.peer) else self._wrong_key(connection, message.peer)
+            return "" if self.may_speak(connection, message.peer) else self._other_name(connection, message.peer)
         if not self.trust.capability_keys or not isinstance(message, Grant | Announce | Decline):
             return ""
         peer = self._peer_at(connection)
@@ -58,7 +58,8 @@ class Gate:
 
     def may_speak(self, connection: bytes, peer: PeerId) -> bool:
         """Say whether who is at the other end of a connection may be a rank."""
-        return self.trust.may_speak(self._key_of(connection), peer.rank.instance)
+        return any(is_named(name, peer.rank.instance) for name in self._names_of(connection))
 
-    def _wrong_key(self, connection: bytes, peer: PeerId) -> str:
-        return f"key {short(self._key_of(connection))} is not listed for {peer.rank.instance}"
+    def _other_name(self, connection: bytes, peer: PeerId) -> str:
+        names = ", ".join(self._names_of(connection)) or "nobody"
+        return f"its key is listed for {names}, not for {peer.rank.instance}"

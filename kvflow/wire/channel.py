@@ -29,10 +29,20 @@ import zmq
 from kvflow.config import check_address, check_bind, join_address, split_address
 from kvflow.errors import ConfigError, Unreachable
 from kvflow.ports import OnRefused, ignore_refusal
-from kvflow.trust import HEX_DIGITS, PLAIN, ClientKeys, Trust, short
+from kvflow.trust import ANY, PLAIN, PRINCIPAL_DIGITS, ClientKeys, Trust, short
 from kvflow.wire.curve import Doorman, be_client, be_server
 from kvflow.wire.hosts import host_towards
-from kvflow.wire.sockets import NOBLOCK, QUEUE_MESSAGES, RECONNECT_MAX_MS, Frames, Inbox, ports, send, sockets
+from kvflow.wire.sockets import (
+    LINGER_MS,
+    NOBLOCK,
+    QUEUE_MESSAGES,
+    RECONNECT_MAX_MS,
+    Frames,
+    Inbox,
+    ports,
+    send,
+    sockets,
+)
 
 __all__ = ["ZmqConnection", "ZmqControl", "ZmqListener"]
 
@@ -122,8 +132,8 @@ def _is_refusal(cause: BaseException | None) -> bool:
 class ZmqListener:
     """A bound socket, see `kvflow.ports.Listener`.
 
-    Where there are keys, the name of a connection begins with the key of its other end. So a routing id that somebody
-    else takes over is another connection.
+    Where there are keys, the name of a connection begins with the principal of its other end. So a routing id that
+    somebody else takes over is another connection.
 
     Attributes:
         endpoint: Address under which others reach it.
@@ -147,6 +157,8 @@ class ZmqListener:
         self._trust = trust
         self._on_message = on_message
         self._on_refused = on_refused
+        self._loop = asyncio.get_running_loop()
+        self._is_closed = False
         self._doorman: Doorman | None = None
         self._events: Inbox | None = None
         try:
@@ -198,15 +210,15 @@ class ZmqListener:
         Raises:
             Unreachable: That connection is gone, or its queue is full, or the listener is closed.
         """
-        routing_id = connection if self._doorman is None else connection[HEX_DIGITS:]
+        routing_id = connection if self._doorman is None else connection[PRINCIPAL_DIGITS:]
         try:
             send(self._socket, [routing_id, payload], connection=routing_id.hex())
         finally:
             self._inbox.look()
 
-    def key_of(self, connection: bytes) -> str:
-        """Give the public key of the other end of a connection; empty if there are no keys."""
-        return "" if self._doorman is None else connection[:HEX_DIGITS].decode()
+    def names_of(self, connection: bytes) -> tuple[str, ...]:
+        """Give the instances that the other end of a connection may speak for, as the port says."""
+        return (ANY,) if self._doorman is None else self._trust.names_of(connection[:PRINCIPAL_DIGITS].decode())
 
     def renew(self, trust: Trust) -> None:
         """Go by other keys from now on, as the port says.
@@ -218,17 +230,23 @@ class ZmqListener:
             if trust.is_plain is not self._trust.is_plain:
                 raise ConfigError("a listener keeps to plain transport, or to keys, while it is open")
             return
-        is_new_key = trust.secret != self._trust.secret
+        is_same = trust.keeps(self._trust)
         self._trust = self._doorman.trust = trust
-        if is_new_key and not self._inbox.is_closed:
-            # A bound socket keeps its key. Connections to it break, and are made anew to the next one.
-            self._close_socket()
-            self._fd = os.dup(self._port_fd)
-            try:
-                self._open()
-            except zmq.ZMQError as error:
-                os.close(self._fd)
-                raise ConfigError("address cannot be bound again", detail=str(error)) from error
+        if not is_same and not self._is_closed:
+            self._loop.call_soon(self._open_anew)  # what is sent until then still leaves
+
+    def _open_anew(self) -> None:
+        """Break all connections, since a bound socket keeps its key and whom it has let in; they are made anew."""
+        if self._is_closed:
+            return
+        self._close_socket()
+        self._fd = os.dup(self._port_fd)
+        try:
+            self._open()
+        except zmq.ZMQError as error:
+            os.close(self._fd)
+            self._on_refused(f"everybody, for want of a socket: {error}")
+            self._loop.call_later(RECONNECT_MAX_MS / 1e3, self._open_anew)
 
     def _receive(self) -> Frames:
         """Take the next message, under a name that has the key of its sender in it.
@@ -236,12 +254,9 @@ class ZmqListener:
         Raises:
             zmq.Again: There is none.
         """
-        while True:
-            routing_id, *frames = self._socket.recv_multipart(NOBLOCK, copy=False)
-            key = str(frames[-1].get("User-Id")) if frames else ""
-            if self._trust.knows(key):
-                return [key.encode() + routing_id.bytes, *(frame.bytes for frame in frames)]
-            self._on_refused(f"key {short(key)} is not listed any more")
+        routing_id, *frames = self._socket.recv_multipart(NOBLOCK, copy=False)
+        principal = self._trust.principal(str(routing_id.get("User-Id")))
+        return [principal.encode() + routing_id.bytes, *(frame.bytes for frame in frames)]
 
     def _take_event(self, frames: Frames) -> None:
         event, value = struct.unpack("=HI", frames[0])
@@ -255,8 +270,9 @@ class ZmqListener:
             keep_port: The host goes on to take connections for the port, and to let nobody else bind it, until this
                 process has ended. Nobody accepts them.
         """
-        if self._inbox.is_closed:
+        if self._is_closed:
             return
+        self._is_closed = True
         self._close_socket()
         if self._doorman is not None:
             self._doorman.close()
@@ -427,8 +443,10 @@ class ZmqConnection:
         """Connect anew, with the next key if there are several. What libzmq has not sent yet is lost."""
         if self._inbox.is_closed:
             return
+        self._socket.setsockopt(zmq.LINGER, 0)  # else it goes on to be tried with the former keys for so long
         with suppress(zmq.ZMQError):  # libzmq gives up by itself after some errors
             self._socket.disconnect(self._endpoint)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._note_break()
         try:
             self._begin()

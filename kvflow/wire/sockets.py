@@ -12,6 +12,7 @@ from kvflow.errors import Unreachable
 from kvflow.wire.codec import MAX_MESSAGE_BYTES
 
 __all__ = [
+    "LINGER_MS",
     "NOBLOCK",
     "QUEUE_MESSAGES",
     "RECONNECT_MAX_MS",

@@ -161,9 +161,9 @@ class SimulatedListener:
             raise Unreachable("peer does not take its messages", connection=connection.hex())
         self._network.transmit(session, 1, payload)
 
-    def key_of(self, connection: bytes) -> str:
+    def names_of(self, connection: bytes) -> tuple[str, ...]:
         """As the port says: there are no keys here."""
-        return ""
+        return ("*",)
 
     def renew(self, trust: Trust) -> None:
         """As the port says: there are no keys here."""
