@@ -69,6 +69,13 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "empty_notices_overtake_pieces": 334,
         "ranks_that_leave_end_writes_that_go_on": 1765,
         "notices_go_to_any_rank_of_an_endpoint": 294,
+        "announcements_keep_no_pages": 233,
+        "rooms_are_announced_once": "kvflow-decode-that-dies-before-it-has-pages",
+        "announced_rooms_may_be_without_pages_for_ever": 18,
+        "announced_rooms_outlive_their_decode_rank": 91,
+        "declines_of_announced_rooms_are_not_heard": "kvflow-decode-that-has-no-pages-yet",
+        "pages_of_announced_rooms_are_not_held": 1,
+        "announced_rooms_are_said_to_hold_pages": 10,
         "errors_lose_the_remaining_effects": 5,
     }
 )
@@ -87,6 +94,8 @@ RARE: Final = (
     "ports_are_refused_while_bytes_may_still_land",
     "empty_notices_overtake_pieces",
     "ranks_that_leave_end_writes_that_go_on",
+    "rooms_are_announced_once",
+    "declines_of_announced_rooms_are_not_heard",
 )
 """Faults that take several rare events in one order. Seeds find them, but not within a number that a test can run."""
 

@@ -267,6 +267,7 @@ class Deployment:
                 for one in worker.transfers:
                     if isinstance(one, Receiving):
                         self.oracle.check_told(one)
+                        self.oracle.check_announced(one)
 
     def check_quarantine(self) -> None:
         """What is still in quarantine must have a reason.
@@ -358,6 +359,7 @@ def leftovers(worker: Worker) -> Mapping[str, int]:
         "quarantined": counts.quarantined,
         "quarantined_pages": counts.quarantined_pages,
         "waiting_grants": counts.waiting_grants,
+        "announced": counts.announced,
         "queued_chunks": counts.queued_chunks,
         "posted": counts.posted,
         "slots_taken": counts.staging.slots_taken,
