@@ -432,6 +432,7 @@ class PrefillWorker(Worker):
         self.pool.give_back(one.lease)
         one.lease = self.pool.nothing(one.lease)
         if resume_at is None:
+            self.oracle.finished(one)
             return False
         if rest_s:
             await anyio.sleep(rest_s)

@@ -249,7 +249,7 @@ class Oracle:
             return
         one.has_succeeded = True
         issuer = self._issuers.get(one.lease)
-        if issuer is not None and self._gone.get(issuer, math.inf) < one.opened_at:
+        if issuer is not None and self._gone.get(issuer, math.inf) < one.began_at:
             self._violated(f"{one} succeeds by a ticket of {issuer}, which had ended before")
         room = one.request.room
         for component, tokens in one.ranges.items():
@@ -373,7 +373,7 @@ class Oracle:
         self, one: Sending | Receiving, lease: Lease, limit: float, stopped_s: float, *, is_memory: bool
     ) -> None:
         """See whether a transfer has ended in time; a process that was stopped has that much longer."""
-        if isinstance(one, Receiving) and one.lease is not lease:  # it has pages now, and a bound that begins with that
+        if one.lease is not lease and not is_memory:  # it was granted, or preempted: another bound has begun with that
             return
         is_decided, is_quiet = one.outcome is not Outcome.PENDING, one.memory in (Memory.SAFE, Memory.QUARANTINED)
         has_ended = is_quiet if is_memory else is_decided
