@@ -168,7 +168,8 @@ class Deployment:
             group.start_soon(self._run, host)
             while not host.is_ready:  # noqa: ASYNC110 - the agent has the name of the rank that opens it
                 await anyio.sleep(POLL_S / 4)
-            group.start_soon(self._run, self.workers[guest])
+            if not host.is_leaving:
+                group.start_soon(self._run, self.workers[guest])
 
     async def _run(self, worker: Worker) -> None:
         rank = worker.rank_id
