@@ -18,7 +18,7 @@ timeouts lease=1 handshake=60 transfer=600 open=600 grant=600 first_bytes=600 pr
 
 def drawn(seed: int) -> str:
     """Draw when each side does what, and who is busy meanwhile; nothing is asked of an engine while it is."""
-    rng = random.Random(f"busy {seed}")
+    rng = random.Random(f"busy {seed}")  # noqa: S311 - chance must be repeatable here
     requests = [f"request {room}: 4 tokens, P to D" for room in ROOMS]
     lines: dict[str, list[str]] = {"P": [], "D": []}
     for room in ROOMS:
@@ -50,5 +50,4 @@ def test_a_busy_engine_costs_no_transfer(seed: int) -> None:
 def test_it_would_with_one_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "BUSY_LEASES", 1)
     with pytest.raises(ScenarioError):
-        for seed in range(5):
-            play(drawn(seed))
+        play(drawn(0))
