@@ -24,6 +24,7 @@ from kvflow.state.events import Chunk, PlanFinished
 from kvflow.state.prefill import delivery as prefill_delivery
 from kvflow.state.prefill import peers as prefill_peers
 from kvflow.state.prefill import pieces, queue, slots
+from kvflow.state.prefill import room as prefill_room
 from kvflow.state.prefill import rooms as prefill_rooms
 from kvflow.state.tables import Memory, Outcome, RankState, Signal
 from kvflow.wire.messages import Notice
@@ -362,6 +363,22 @@ def tickets_are_good_for_any_process(patch: Patch) -> None:
     patch.setattr(handshake.Instances, "_fail_outdated", lambda *_: [])
 
 
+def announcements_do_not_keep_prefill_waiting(patch: Patch) -> None:
+    patch.setattr(prefill_room.Room, "num_asked", property(lambda self: len(self.deliveries)))
+
+
+def pages_that_come_later_are_always_safe(patch: Patch) -> None:
+    """A room that was announced goes on as if it still had no pages."""
+    original = decode_room.Room.take_pages
+
+    def take_pages(self: decode_room.Room, given: Any, deadline: float) -> list[DecodeEffect]:
+        effects = original(self, given, deadline)
+        self.state = tables.TransferState(Memory.SAFE)
+        return effects
+
+    patch.setattr(decode_room.Room, "take_pages", take_pages)
+
+
 def quiesced_pages_are_not_waited_for(patch: Patch) -> None:
     patch.setattr(prefill_delivery.Delivery, "reads_pages", property(lambda _: False))
 
@@ -467,6 +484,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     slots_are_not_asked_for,
     windows_of_the_lost_go_to_others_without_a_proof,
     tickets_are_good_for_any_process,
+    announcements_do_not_keep_prefill_waiting,
+    pages_that_come_later_are_always_safe,
     quiesced_pages_are_not_waited_for,
     plans_of_quiesced_pages_are_not_waited_for,
     tokens_that_were_forgotten_do_not_come_again,

@@ -117,6 +117,7 @@ class Course(NamedTuple):
         give_up_s: After which it gives a request up that it has begun.
         abort_s: When it aborts the request, if it does.
         cancel_at: At which of its await points the task is cancelled, if it is.
+        announced_s: How long a decode engine that announces the request has no pages; None if it receives it at once.
     """
 
     cuts: tuple[int | None, ...] = ()
@@ -127,6 +128,7 @@ class Course(NamedTuple):
     give_up_s: float = 60.0
     abort_s: float | None = None
     cancel_at: int | None = None
+    announced_s: float | None = None
 
 
 class Worker:
@@ -411,7 +413,7 @@ class PrefillWorker(Worker):
         resume_at = await one.transfer.quiesce()
         self.world.tell(f"{one} is preempted and goes on at {resume_at}")
         self.pool.give_back(one.lease)
-        one.lease = self.pool.nothing(one.lease)
+        one.lease = self.pool.nothing(one.lease.name, one.request.room)
         if resume_at is None:
             return False
         if rest_s:
@@ -517,22 +519,16 @@ class DecodeWorker(Worker):
     def prepare(self, request: Request, timeout_s: float | None = None) -> Receiving | None:
         """Take pages for a request; None if there are not enough."""
         self.reuse_too_early()
-        layout = self.pool.table.layout
-        tokens = (request.start, request.num_tokens)
-        ranges = {KV: tokens}
-        counts = {KV: pages_spanned(tokens, layout.component(KV).tokens_per_slot)}
-        if STATE in self.pool.table.first_page and request.wants_state:
-            ranges[STATE] = (0, 1)
-            counts[STATE] = 1
-        lease = self._take(request, counts)
+        ranges = self._wanted(request)
+        lease = self._take_pages(request, ranges)
         if lease is None:
             return None
         timeout_s = self.deployment.timeouts.transfer_s if timeout_s is None else timeout_s
         receiver = self.rank.receive(
             request.room,
             prefill=request.prefill if request.reference is None else request.reference,
-            tokens=tokens,
-            pages={name: list(lease.pages[name]) if name in ranges else None for name in self.pool.table.first_page},
+            tokens=ranges[KV],
+            pages=self._pages(lease, ranges),
             num_ranks=request.num_decode_ranks,
             timeout_s=timeout_s,
             digest=request.digest,
@@ -543,19 +539,86 @@ class DecodeWorker(Worker):
             request, self.process, self.rank_id, self.pool, lease, receiver, at, timeout_s=timeout_s, ranges=ranges
         )
 
+    def announce(self, request: Request) -> Receiving:
+        """Announce a request that has no pages yet."""
+        timeout_s = self.deployment.timeouts.announced_s
+        receiver = self.rank.announce(
+            request.room,
+            prefill=request.prefill if request.reference is None else request.reference,
+            num_ranks=request.num_decode_ranks,
+            timeout_s=timeout_s,
+            priority=request.priority,
+        )
+        lease = self.pool.nothing(f"{request} on {self.rank_id}", request.room)
+        at = self.world.now
+        return Receiving(request, self.process, self.rank_id, self.pool, lease, receiver, at, timeout_s=timeout_s)
+
+    def grant(self, one: Receiving) -> bool:
+        """Take pages for a request that was announced, and give them to it; say whether there are enough."""
+        request = one.request
+        ranges = self._wanted(request)
+        lease = self._take_pages(request, ranges)
+        if lease is None:
+            return False
+        timeout_s = self.deployment.timeouts.transfer_s
+        pages = self._pages(lease, ranges)
+        try:
+            one.transfer.grant(tokens=ranges[KV], pages=pages, digest=request.digest, timeout_s=timeout_s)
+        except BaseException:  # they were not taken
+            self.pool.give_back(lease)
+            raise
+        one.lease, one.ranges, one.timeout_s = lease, ranges, timeout_s
+        self.oracle.granted(one)
+        self.world.tell(f"{one} has pages")
+        return True
+
+    def _wanted(self, request: Request) -> dict[str, TokenRange]:
+        ranges = {KV: (request.start, request.num_tokens)}
+        if STATE in self.pool.table.first_page and request.wants_state:
+            ranges[STATE] = (0, 1)
+        return ranges
+
+    def _take_pages(self, request: Request, ranges: Mapping[str, TokenRange]) -> Lease | None:
+        size = self.pool.table.layout.component(KV).tokens_per_slot
+        counts = {name: pages_spanned(tokens, size) if name == KV else 1 for name, tokens in ranges.items()}
+        return self._take(request, counts)
+
+    def _pages(self, lease: Lease, ranges: Mapping[str, TokenRange]) -> dict[str, list[int] | None]:
+        return {name: list(lease.pages[name]) if name in ranges else None for name in self.pool.table.first_page}
+
     async def serve(self, request: Request, course: Course) -> bool:
         """Receive a request."""
-        return await self._carry_out(lambda: self.prepare(request), self.receive, course.wait_s)
+        if course.announced_s is None:
+            return await self._carry_out(lambda: self.prepare(request), self.receive, course.wait_s)
+        pages_at = self.world.now + course.announced_s
+        return await self._carry_out(
+            lambda: self.announce(request), lambda one: self.receive(one, pages_at), course.wait_s
+        )
 
-    async def receive(self, one: Receiving) -> None:
-        """Wait until a room is there, and see that it is."""
+    async def receive(self, one: Receiving, pages_at: float | None = None) -> None:
+        """Wait until a room is there, and see that it is.
+
+        Args:
+            one: Which.
+            pages_at: When there may be pages for it, if it was announced.
+        """
         try:
+            if pages_at is not None:
+                await self._wait_for_pages(one, pages_at)
             handover = await one.transfer.done()
         finally:
             one.is_told = True
             self.oracle.left(one)
         self.oracle.check_handover(one, handover)
         self.oracle.check_success(one)
+
+    async def _wait_for_pages(self, one: Receiving, pages_at: float) -> None:
+        """Give pages to an announced room as soon as there are any; nothing can touch one before that."""
+        while one.outcome is Outcome.PENDING:
+            self.oracle.check_without_pages(one)
+            if self.world.now >= pages_at and self.grant(one):
+                break
+            await anyio.sleep(POLL_S)
 
 
 def _is_reusable(one: Receiving) -> bool:

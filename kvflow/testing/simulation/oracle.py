@@ -1,5 +1,6 @@
 """Knows the truth, and holds what the ranks say against it. It never asks the code under test what is true."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -269,14 +270,28 @@ class Oracle:
             self.sendings.append(one)
             return
         self.receivings.append(one)
+        self._note_issuer(one)
+        self._expect(one, one.timeout_s, is_memory=False)
+
+    def granted(self, one: Receiving) -> None:
+        """A receiver that was announced has pages from now on, and its time begins anew."""
+        self._note_issuer(one)
+        self._expect(one, one.timeout_s, is_memory=False)
+
+    def check_without_pages(self, one: Receiving) -> None:
+        """Nothing can touch the pages of a room that has none."""
+        if one.memory is not Memory.SAFE:
+            self._violated(f"{one} has no pages, but memory is {one.memory.value}")
+
+    def _note_issuer(self, one: Receiving) -> None:
         ticket = one.request.reference
         if isinstance(ticket, Mapping):
             self._issuers[one.lease] = "{instance}/{engine_rank}@{incarnation}".format_map(ticket)
-        self._expect(one, one.timeout_s, is_memory=False)
 
     def finished(self, one: Sending) -> None:
         """The engine has offered everything: from now on a sender's time is bounded."""
-        self._expect(one, self._timeouts.grant_s + self._timeouts.transfer_s, is_memory=False)
+        announced_s = 0.0 if one.request.announced_s is None else self._timeouts.announced_s
+        self._expect(one, announced_s + self._timeouts.grant_s + self._timeouts.transfer_s, is_memory=False)
 
     def left(self, one: Sending | Receiving) -> None:
         """The engine gives it up or has its outcome: its memory is safe or in quarantine within a bound."""
@@ -308,10 +323,18 @@ class Oracle:
     def _expect(self, one: Sending | Receiving, within_s: float, *, is_memory: bool) -> None:
         one.stopped_s = one.process.stopped_so_far_s()
         limit = self._world.now + within_s + MARGIN_S
-        self._world.loop.call_in(within_s + MARGIN_S, self._check_ended, one, limit, one.stopped_s, is_memory)
+        check = functools.partial(self._check_ended, one, one.lease, one.stopped_s, is_memory)
+        self._world.loop.call_in(within_s + MARGIN_S, check, limit)
 
-    def _check_ended(self, one: Sending | Receiving, limit: float, stopped_s: float, is_memory: bool) -> None:
-        """See whether a transfer has ended in time; a process that was stopped has that much longer."""
+    def _check_ended(
+        self, one: Sending | Receiving, lease: Lease, stopped_s: float, is_memory: bool, limit: float
+    ) -> None:
+        """See whether a transfer has ended in time; a process that was stopped has that much longer.
+
+        A bound from before it had pages counts no more once it has.
+        """
+        if isinstance(one, Receiving) and one.lease is not lease:
+            return
         is_decided, is_quiet = one.outcome is not Outcome.PENDING, one.memory in (Memory.SAFE, Memory.QUARANTINED)
         has_ended = is_quiet if is_memory else is_decided
         if has_ended or not one.process.is_alive:
@@ -320,7 +343,8 @@ class Oracle:
         now = self._world.now
         if not one.process.is_running or now < extended:
             again = max(extended - now, 0.1) + MARGIN_S
-            self._world.loop.call_in(again, self._check_ended, one, limit, stopped_s, is_memory)
+            check = functools.partial(self._check_ended, one, lease, stopped_s, is_memory)
+            self._world.loop.call_in(again, check, limit)
             return
         what = "memory is neither safe nor in quarantine" if is_memory else "has no outcome"
         self._violated(f"{one} {what} at its bound: {one.outcome.value}, {one.memory.value}")

@@ -37,6 +37,7 @@ class Request:
         num_decode_ranks: Ranks of it.
         digest: What arrives is compared with digests.
         priority: Class of the transfer.
+        announced_s: Decode engines announce it, and have pages within so long; None if they receive it at once.
         reference: What the decode engine is told of the prefill instance, if not its name.
     """
 
@@ -50,6 +51,7 @@ class Request:
     num_decode_ranks: int
     digest: bool = False
     priority: int = 0
+    announced_s: float | None = None
     reference: str | Endpoint | Mapping[str, object] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:

@@ -1,6 +1,7 @@
 """A router that feeds the engines: clients that begin requests at a steady rate, whatever becomes of those before."""
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ MAX_TRIES: Final = 3
 MAX_TOKENS: Final = 8
 LAYER_CUT: Final = 0.8
 DEVICE_S: Final = 0.03
+SHORT_S: Final = 0.6
+LONG_S: Final = 1.5
+"""How long decode engines have no pages for what they announce; prefill would not wait so long without that."""
+NEVER_S: Final = 1e6
+
 STALE_S: Final = 2.0
 """After which a prefill engine gives up what it cannot finish."""
 
@@ -66,10 +72,12 @@ class Router:
         num_clients: Clients, each with a rate of its own.
         interval_s: Between two requests of a client, however long they take.
         preemptions: Draws which requests prefill engines preempt; none if None.
+        announcements: Draws how long decode engines announce requests before they have pages; none if None.
 
     Attributes:
         trials: Every request so far.
         is_open: Clients send new requests.
+        is_calm: Pages are never far.
     """
 
     def __init__(
@@ -79,14 +87,17 @@ class Router:
         num_clients: int,
         interval_s: float,
         preemptions: random.Random | None = None,
+        announcements: random.Random | None = None,
     ) -> None:
         self.deployment = deployment
         self.world = deployment.world
         self.trials: list[Trial] = []
         self._interval_s = interval_s
         self.is_open = True
+        self.is_calm = False
         self._num_clients = num_clients
         self._preemptions = preemptions
+        self._announcements = announcements
         self._num_rooms = 0
         self._num_tries = 0
         self._rng = random.Random(self.world.rng.getrandbits(64))  # noqa: S311 - chance must be repeatable here
@@ -180,7 +191,7 @@ class Router:
         return self._num_tries
 
     def _route(self, request: Request) -> Request:
-        request = self.deployment.refer(request)
+        request = dataclasses.replace(self.deployment.refer(request), announced_s=self._draw_announcement(request))
         self.deployment.oracle.routed(request)
         return request
 
@@ -213,7 +224,8 @@ class Router:
                     on_end(False)
                     continue
                 worker = self.deployment.workers[rank]
-                worker.submit(request, self._draw_course(chunks, worker), on_end, late_s + 0.02 * rng.random())
+                course = self._draw_course(request, chunks, worker)
+                worker.submit(request, course, on_end, late_s + 0.02 * rng.random())
 
     def _on_end(self, attempt: _Attempt, request: Request, rank: RankId) -> Callable[[bool], None]:
         def ended(has_succeeded: bool) -> None:
@@ -244,10 +256,10 @@ class Router:
         stops = [stop for stop in range(1, num_layers) if rng.random() < LAYER_CUT]
         return [(stop, DEVICE_S * rng.random()) for stop in (*stops, num_layers)]
 
-    def _draw_course(self, chunks: Course, worker: Worker) -> Course:
+    def _draw_course(self, request: Request, chunks: Course, worker: Worker) -> Course:
         """What goes wrong with a request in one engine."""
         rng, faults = self._rng, self.world.faults
-        course = chunks._replace(give_up_s=STALE_S)
+        course = chunks._replace(give_up_s=STALE_S + (request.announced_s or 0.0))
         if faults.absence and rng.random() < faults.absence:
             self.world.count("unfinished prefill")
             course = course._replace(cuts=(*course.cuts[:-1], None))
@@ -258,7 +270,27 @@ class Router:
         if faults.cancel and rng.random() < faults.cancel:
             self.world.count("cancelled task")
             course = course._replace(cancel_at=rng.randint(1, 12))
-        return self._draw_preemption(course) if isinstance(worker, PrefillWorker) else course
+        return self._draw_preemption(course) if isinstance(worker, PrefillWorker) else self._announcing(request, course)
+
+    def _draw_announcement(self, request: Request) -> float | None:
+        """How long decode has no pages for a request; not long if prefill has pages for one request only."""
+        rng, shape = self._announcements, self.deployment.instances[request.prefill].shape
+        if rng is None:
+            return None
+        is_tight = shape.slots * shape.page_size <= MAX_TOKENS
+        if is_tight or rng.random() < 0.4:
+            return 0.05 * rng.random()
+        return SHORT_S if self.is_calm else rng.choice((SHORT_S, LONG_S))
+
+    def _announcing(self, request: Request, course: Course) -> Course:
+        """How one decode engine announces a request; while faults are injected, some receive it at once, or never."""
+        rng, announced_s = self._announcements, request.announced_s
+        if rng is None or announced_s is None:
+            return course
+        chance = rng.random()
+        if self.is_calm or chance < 0.75:
+            return course._replace(announced_s=announced_s * rng.choice((1.0, rng.random())))
+        return course if chance < 0.9 else course._replace(announced_s=NEVER_S)
 
     def _draw_preemption(self, course: Course) -> Course:
         rng = self._preemptions

@@ -50,6 +50,13 @@ BOTH_ROLES: Final = 0.1
 PREEMPTING: Final = 0.35
 """Chance that prefill engines preempt requests."""
 
+ANNOUNCING: Final = 0.3
+"""Chance that decode engines announce requests before they have pages."""
+
+ANNOUNCED_S: Final = 2.5
+IMPATIENT_S: Final = 0.4
+"""How long prefill waits for what is not announced, in those seeds: less than for pages."""
+
 SPLITS: Final = (*[(1, 1)] * 8, *[(2, 1)] * 4, *[(1, 2)] * 4, (2, 2))
 
 POOL_TOKENS: Final = 32
@@ -89,8 +96,8 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
         seed: Decides everything.
         tells: Keep a story.
         faults: Instead of drawn ones.
-        by_name: Every request names its instance, nothing is preempted, and each process has one role, as some seeds
-            have it anyway.
+        by_name: Every request names its instance, nothing is preempted or announced, and each process has one role, as
+            some seeds have it anyway.
     """
     rng = random.Random(f"kvflow {seed}")  # noqa: S311 - chance must be repeatable here
     drawn = draw_faults(rng)
@@ -109,7 +116,7 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
             world.plane.shares_network = rng.random() < 0.5
             deployment = _draw_deployment(rng, world, None if by_name else seed)
             with watch_logs(deployment):
-                _run_watched(rng, deployment, result, None if by_name else _draw_preemptions(seed))
+                _run_watched(rng, deployment, result, None if by_name else seed)
     finally:
         if was_collecting:
             gc.enable()
@@ -121,13 +128,14 @@ def _own(seed: int, what: str) -> random.Random:
     return random.Random(f"kvflow {what} {seed}")  # noqa: S311 - chance must be repeatable here
 
 
-def _run_watched(rng: random.Random, deployment: Deployment, result: Result, preemptions: random.Random | None) -> None:
+def _run_watched(rng: random.Random, deployment: Deployment, result: Result, seed: int | None) -> None:
     world = deployment.world
     router = Router(
         deployment,
         num_clients=rng.choice((1, 1, 2)),
         interval_s=rng.uniform(0.7, 1.6),
-        preemptions=preemptions,
+        preemptions=_draw_preemptions(seed),
+        announcements=_draw_announcements(seed),
     )
     try:
         _run(deployment, router)
@@ -163,6 +171,8 @@ def _draw_deployment(rng: random.Random, world: World, seed: int | None) -> Depl
         drain_s=0.6,
         lease_s=rng.choice((1.0, 2.0)),
     )
+    if _draw_announcements(seed) is not None:
+        timeouts = dataclasses.replace(timeouts, grant_s=IMPATIENT_S, announced_s=ANNOUNCED_S)
     limits = Limits(
         bytes_per_post=rng.choice((1, 64, 200, 2**20)),
         bytes_per_layer_piece=rng.choice((1, 100, 2**20)),
@@ -211,10 +221,16 @@ def _draw_references(seed: int, instances: list[Instance]) -> References | None:
     return References.draw(rng, [one.name for one in instances if not one.is_decode])
 
 
-def _draw_preemptions(seed: int) -> random.Random | None:
+def _draw_preemptions(seed: int | None) -> random.Random | None:
     """Prefill engines of every third seed preempt. Whether they do changes nothing else that is drawn."""
     rng = random.Random(f"preempting {seed}")  # noqa: S311 - chance must be repeatable here
-    return rng if rng.random() < PREEMPTING else None
+    return rng if seed is not None and rng.random() < PREEMPTING else None
+
+
+def _draw_announcements(seed: int | None) -> random.Random | None:
+    """Decode engines of some seeds announce requests. Whether they do changes nothing else that is drawn."""
+    rng = random.Random(f"announcing {seed}")  # noqa: S311 - chance must be repeatable here
+    return rng if seed is not None and rng.random() < ANNOUNCING else None
 
 
 def may_lose_messages(faults: Faults) -> bool:
@@ -252,6 +268,7 @@ def _run(deployment: Deployment, router: Router) -> None:
     injector.begin()
     _pass_time(deployment, ACTIVE_S)
     injector.is_active = False
+    router.is_calm = True
     _heal(deployment)
     _recover(deployment)
     deployment.check_quarantine()
