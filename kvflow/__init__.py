@@ -43,10 +43,12 @@ if TYPE_CHECKING:
     from kvflow.observe.logs import configure_logging
     from kvflow.prefill import PrefillRank, RoomSender
     from kvflow.quarantine import QuarantineRecord
+    from kvflow.room import RoomId
     from kvflow.state.events import LayersReady
     from kvflow.state.quarantine import Awaited, MissingProof
     from kvflow.state.tables import Memory, Outcome
     from kvflow.statistics import RankStatistics
+    from kvflow.wire.ticket import ticket_for_room
 
 __all__ = [
     "Awaited",
@@ -81,6 +83,7 @@ __all__ = [
     "RegistrationError",
     "Registry",
     "RemoteProtocolError",
+    "RoomId",
     "RoomReceiver",
     "RoomSender",
     "RouteError",
@@ -96,6 +99,7 @@ __all__ = [
     "head_range",
     "known_backends",
     "layout_from_tensors",
+    "ticket_for_room",
 ]
 
 __version__ = "0.2.0"
@@ -134,6 +138,7 @@ _HOMES: Final = {
     "RegistrationError": "kvflow.errors",
     "Registry": "kvflow.directory.server",
     "RemoteProtocolError": "kvflow.errors",
+    "RoomId": "kvflow.room",
     "RoomReceiver": "kvflow.decode",
     "RoomSender": "kvflow.prefill",
     "RouteError": "kvflow.errors",
@@ -148,6 +153,7 @@ _HOMES: Final = {
     "head_range": "kvflow.geometry.engines",
     "known_backends": "kvflow.backends",
     "layout_from_tensors": "kvflow.geometry.tensors",
+    "ticket_for_room": "kvflow.wire.ticket",
 }
 
 
