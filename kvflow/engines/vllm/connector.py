@@ -7,8 +7,11 @@ from typing import Any, Final
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -28,6 +31,11 @@ from kvflow.engines.vllm.worker import ConnectorWorker
 __all__ = ["KvflowConnector"]
 
 COMPLETE: Final = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+KVConnectorMetadata.register(StepOrders)
+KVConnectorWorkerMetadata.register(WorkerReport)
+KVConnectorHandshakeMetadata.register(WorkerAddress)
 
 
 class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
@@ -75,7 +83,8 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        self._scheduler.know_worker(metadata[min(metadata)].ticket)
+        if metadata:  # on decode nobody has anything to say
+            self._scheduler.know_worker(metadata[min(metadata)].ticket)
 
     @override
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:

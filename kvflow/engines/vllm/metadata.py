@@ -1,14 +1,7 @@
-"""What scheduler and workers tell each other with each step of vLLM, which pickles it."""
+"""What scheduler and workers tell each other with each step of vLLM, which pickles it. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-from typing_extensions import override
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
 
 from kvflow import RoomId
 
@@ -42,7 +35,7 @@ class GrantOrder:
 
 
 @dataclass
-class StepOrders(KVConnectorMetadata):
+class StepOrders:
     """What the workers are to do, by vLLM's ids of requests, in this order.
 
     Attributes:
@@ -63,7 +56,7 @@ class StepOrders(KVConnectorMetadata):
 
 
 @dataclass
-class WorkerReport(KVConnectorWorkerMetadata):
+class WorkerReport:
     """What workers have to say.
 
     Attributes:
@@ -74,15 +67,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
     held: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
 
-    @override
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
-        if not isinstance(other, WorkerReport):
-            raise TypeError(type(other).__name__)
+    def aggregate(self, other: "WorkerReport") -> "WorkerReport":
+        """Add what another worker has to say."""
         return WorkerReport(self.held + other.held, self.freed + other.freed)
 
 
 @dataclass(frozen=True)
-class WorkerAddress(KVConnectorHandshakeMetadata):
+class WorkerAddress:
     """Where a prefill worker is.
 
     Attributes:

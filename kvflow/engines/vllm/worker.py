@@ -78,6 +78,7 @@ class _Move:
         is_awaited: vLLM waits to be told of its end.
         is_over: vLLM is over with the request.
         is_told: vLLM was told.
+        is_held: Its blocks are kept out of vLLM's pool until they are safe.
     """
 
     request_id: str
@@ -87,6 +88,7 @@ class _Move:
     is_awaited: bool = False
     is_over: bool = False
     is_told: bool = False
+    is_held: bool = False
 
     @property
     def is_decided(self) -> bool:
@@ -289,21 +291,20 @@ class ConnectorWorker:
             if move.is_awaited:
                 self._end_if_decided(move)
             if move.is_decided and move.is_safe:
-                del self._moves[update.transfer]
-                if move.is_told:
+                self._moves.pop(update.transfer, None)
+                if move.is_held:
                     self._report.freed += move.blocks
 
     def _end_if_decided(self, move: _Move) -> None:
         """Tell vLLM of the end of a request, once."""
         if move.is_told or not move.is_decided:
             return
+        move.is_told = True
         transfer = move.transfer
         if transfer is not None:
             self._on_end(transfer)
-        if move.is_safe:
-            self._moves.pop(transfer, None)
-        else:
-            move.is_told = True
+        if not move.is_safe:
+            move.is_held = True
             self._report.held += move.blocks
         if self._sending.get(move.request_id) is move:
             del self._sending[move.request_id]
