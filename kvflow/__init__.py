@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from kvflow.observe.logs import configure_logging
     from kvflow.prefill import PrefillRank, RoomSender
     from kvflow.quarantine import QuarantineRecord
-    from kvflow.room import RoomId
     from kvflow.state.events import LayersReady
     from kvflow.state.quarantine import Awaited, MissingProof
     from kvflow.state.tables import Memory, Outcome
@@ -83,7 +82,6 @@ __all__ = [
     "RegistrationError",
     "Registry",
     "RemoteProtocolError",
-    "RoomId",
     "RoomReceiver",
     "RoomSender",
     "RouteError",
@@ -138,7 +136,6 @@ _HOMES: Final = {
     "RegistrationError": "kvflow.errors",
     "Registry": "kvflow.directory.server",
     "RemoteProtocolError": "kvflow.errors",
-    "RoomId": "kvflow.room",
     "RoomReceiver": "kvflow.decode",
     "RoomSender": "kvflow.prefill",
     "RouteError": "kvflow.errors",

@@ -8,7 +8,7 @@ was computed, and by which process.
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from kvflow import Endpoint, KvflowError, RoomId, ticket_for_room
+from kvflow import Endpoint, KvflowError, ticket_for_room
 
 __all__ = ["Reference", "is_for_decode", "reply", "room_of", "take_reference"]
 
@@ -32,7 +32,7 @@ def is_for_decode(params: Mapping[str, Any] | None) -> bool:
     return bool(params and params.get("do_remote_decode"))
 
 
-def room_of(params: Mapping[str, Any], request_id: str) -> RoomId:
+def room_of(params: Mapping[str, Any], request_id: str) -> str:
     """Name the room of a request on prefill: as the router says, or by vLLM's own id."""
     return str(params.get("transfer_id") or request_id)
 
@@ -51,7 +51,7 @@ def take_reference(params: Mapping[str, Any] | None) -> Reference | None:
     return Reference(ticket, num_tokens)
 
 
-def reply(ticket: Mapping[str, object], room: RoomId, *, request_id: str, num_tokens: int) -> dict[str, Any]:
+def reply(ticket: Mapping[str, object], room: str, *, request_id: str, num_tokens: int) -> dict[str, Any]:
     """Give what a router is to hand to decode.
 
     Args:

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvflow import RoomId
-
 __all__ = ["ChunkOrder", "GrantOrder", "StepOrders", "WorkerAddress", "WorkerReport"]
 
 
@@ -47,7 +45,7 @@ class StepOrders:
         granted: Tokens to receive.
     """
 
-    opened: dict[str, RoomId] = field(default_factory=dict)
+    opened: dict[str, str] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
     chunks: dict[str, ChunkOrder] = field(default_factory=dict)
     announced: dict[str, Mapping[str, object]] = field(default_factory=dict)

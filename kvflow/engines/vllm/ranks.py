@@ -8,7 +8,7 @@ from typing import Any
 
 import kvflow
 import kvflow.blocking
-from kvflow import KVLayout, RoomId, SharedBackend
+from kvflow import KVLayout, SharedBackend
 from kvflow.blocking import BlockingReceiver, BlockingSender, LoopThread, TransferUpdate
 from kvflow.engines.vllm.options import Options
 
@@ -57,7 +57,7 @@ class Ranks:
         """A ticket of this process, for no room in particular; None if it sends nothing."""
         return None if self._prefill is None else self._prefill.ticket("any")
 
-    def send(self, room: RoomId, label: str) -> BlockingSender:
+    def send(self, room: str, label: str) -> BlockingSender:
         """Begin to send a room.
 
         Raises:

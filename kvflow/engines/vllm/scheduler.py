@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvflow import KvflowError, RoomId
+from kvflow import KvflowError
 from kvflow.engines.vllm.dialect import Reference, is_for_decode, reply, room_of, take_reference
 from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, StepOrders, WorkerReport
 
@@ -28,7 +28,7 @@ class _Sending:
         sent: Tokens that the workers were told to send.
     """
 
-    room: RoomId
+    room: str
     num_tokens: int
     sent: int = 0
 
