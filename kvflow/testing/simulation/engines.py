@@ -389,7 +389,7 @@ class PrefillWorker(Worker):
         for number, (stop, groups) in enumerate(zip(course.cuts, pauses, strict=True)):
             await anyio.sleep(course.pace_s)
             with suppress(KvflowError):  # the rank is closed or broken, which the next call will say
-                self.rank.rehearse(one.request.room)
+                self.rank.warm_up(one.request.room)
             if stop is None:
                 await anyio.sleep_forever()
             elif stop > one.position or number == last:
