@@ -13,8 +13,8 @@ from kvflow import decode, prefill
 from kvflow.aio.changes import Changes
 from kvflow.aio.doorbell import Doorbell
 from kvflow.aio.loop_thread import LoopThread
-from kvflow.aio.rehearsals import Rehearsals
 from kvflow.aio.switching import SWITCHING
+from kvflow.aio.warm_ups import WarmUps
 from kvflow.backends.base import Backend
 from kvflow.backends.shared import SharedBackend
 from kvflow.blocking.transfers import BlockingReceiver, BlockingSender, BlockingTransfer, TransferUpdate, take_update
@@ -56,7 +56,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
             raise ConfigError("affinity is that of the loop; give it to LoopThread", affinity=affinity)
         self._changes: Changes[AnyTransfer] = Changes()
         self._unsettled: set[BlockingTransfer] = set()
-        self._rehearsals: Rehearsals[BlockingTransfer]
+        self._warm_ups: WarmUps[BlockingTransfer]
         self._switch_interval_s: float | None = None
         self._make_rank: Callable[[], AnyRank] = make_rank
         self._loop = loop
@@ -84,14 +84,14 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
             stack.callback(self._forget_unsettled)
             loop = self._loop or stack.enter_context(LoopThread(self._affinity))
             self._switch_interval_s = loop.switch_interval_s
-            self._rehearsals = Rehearsals(self._rehearse, loop.rehearsal_interval_s)
+            self._warm_ups = WarmUps(self._warm_up, loop.warm_up_interval_s)
             self._portal = stack.enter_context(loop.use())
             rank = self._portal.call(self._make_rank)
             stack.enter_context(self._portal.wrap_async_context_manager(rank))
             self._rank = rank
             self._doorbell = self._portal.call(Doorbell)
             stack.callback(self._portal.call, self._doorbell.close)
-            stack.callback(self._portal.call, self._rehearsals.close)
+            stack.callback(self._portal.call, self._warm_ups.close)
             self._stack = stack.pop_all()
         self._is_open = True
         return self
@@ -237,22 +237,22 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         return self._rank
 
     def _note_begun(self, transfer: BlockingTransfer) -> None:
-        """Have the interpreter switch threads soon while some transfer is open, and rehearse it."""
-        self._rehearsals.add(transfer)
+        """Have the interpreter switch threads soon while some transfer is open, and warm up what it will run."""
+        self._warm_ups.add(transfer)
         if not self._unsettled and self._switch_interval_s is not None:
             SWITCHING.shorten(self._switch_interval_s)
         self._unsettled.add(transfer)
 
     def _note_settled(self, transfer: BlockingTransfer) -> None:
         if transfer in self._unsettled:
-            self._rehearsals.remove(transfer)
+            self._warm_ups.remove(transfer)
             self._unsettled.remove(transfer)
             if not self._unsettled and self._switch_interval_s is not None:
                 SWITCHING.restore(self._switch_interval_s)
 
-    def _rehearse(self, transfer: BlockingTransfer) -> bool:
+    def _warm_up(self, transfer: BlockingTransfer) -> bool:
         try:
-            return self._opened.rehearse(transfer.room)
+            return self._opened.warm_up(transfer.room)
         except KvflowError:  # the rank is broken or closed
             return False
 

@@ -61,7 +61,7 @@ def staging_memory(config: RankConfig, layout: KVLayout, descriptor_overhead_s: 
     """Make the staging memory of a rank; None if it wants none, or nothing here can copy its kind of memory.
 
     A rank whose memory is in several locations has none: a payload would have to be packed from all of them. Where
-    descriptors cost nothing that is known, packing never pays off, so that no route uses any unless the settings say so.
+    it is not known that descriptors cost anything, none is taken unless the settings say so: no route would use it.
 
     Args:
         config: Of the rank.

@@ -364,6 +364,18 @@ def tickets_are_good_for_any_process(patch: Patch) -> None:
     patch.setattr(handshake.Instances, "_fail_outdated", lambda *_: [])
 
 
+def pages_that_come_later_are_always_safe(patch: Patch) -> None:
+    """A room that was announced goes on as if it still had no pages."""
+    original = decode_room.Room.take_pages
+
+    def take_pages(self: decode_room.Room, given: Any, deadline: float) -> list[DecodeEffect]:
+        effects = original(self, given, deadline)
+        self.state = tables.TransferState(Memory.SAFE)
+        return effects
+
+    patch.setattr(decode_room.Room, "take_pages", take_pages)
+
+
 def quiesced_pages_are_not_waited_for(patch: Patch) -> None:
     patch.setattr(prefill_delivery.Delivery, "reads_pages", property(lambda _: False))
 
@@ -536,6 +548,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     slots_are_not_asked_for,
     windows_of_the_lost_go_to_others_without_a_proof,
     tickets_are_good_for_any_process,
+    pages_that_come_later_are_always_safe,
     quiesced_pages_are_not_waited_for,
     plans_of_quiesced_pages_are_not_waited_for,
     tokens_that_were_forgotten_do_not_come_again,

@@ -70,6 +70,7 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "ranks_that_leave_end_writes_that_go_on": 1765,
         "notices_go_to_any_rank_of_an_endpoint": 294,
         "announcements_keep_no_pages": 233,
+        "pages_that_come_later_are_always_safe": 3,
         "rooms_are_announced_once": "kvflow-decode-that-dies-before-it-has-pages",
         "announced_rooms_may_be_without_pages_for_ever": 18,
         "announced_rooms_outlive_their_decode_rank": 91,

@@ -406,7 +406,7 @@ class PrefillWorker(Worker):
         for number, (stop, groups) in enumerate(zip(course.cuts, pauses, strict=True)):
             await anyio.sleep(course.pace_s)
             with suppress(KvflowError):  # the rank is closed or broken, which the next call will say
-                self.rank.rehearse(one.request.room)
+                self.rank.warm_up(one.request.room)
             if stop is None:
                 await anyio.sleep_forever()
             elif stop > one.position or number == last:
@@ -430,7 +430,7 @@ class PrefillWorker(Worker):
         resume_at = await one.transfer.quiesce()
         self.world.tell(f"{one} is preempted and goes on at {resume_at}")
         self.pool.give_back(one.lease)
-        one.lease = self.pool.nothing(one.lease)
+        one.lease = self.pool.nothing(one.lease.name, one.request.room)
         if resume_at is None:
             self.oracle.finished(one)
             return False
@@ -586,7 +586,7 @@ class DecodeWorker(Worker):
             timeout_s=timeout_s,
             priority=request.priority,
         )
-        lease = Lease(0, f"{request} on {self.rank_id}", request.room, {})
+        lease = self.pool.nothing(f"{request} on {self.rank_id}", request.room)
         at = self.world.now
         return Receiving(
             request,
