@@ -249,7 +249,7 @@ class Oracle:
             return
         one.has_succeeded = True
         issuer = self._issuers.get(one.lease)
-        if issuer is not None and self._gone.get(issuer, math.inf) < one.began_at:
+        if issuer is not None and self._gone.get(issuer, math.inf) < one.began_at and self._wants_of(one, issuer):
             self._violated(f"{one} succeeds by a ticket of {issuer}, which had ended before")
         room = one.request.room
         for component, tokens in one.ranges.items():
@@ -259,6 +259,13 @@ class Oracle:
                 if problem is not None:
                     self._violated(f"{one} succeeds, but {problem}")
         self._succeeded.setdefault(room, {})[one.rank] = None
+
+    def _wants_of(self, one: Receiving, agent: str) -> bool:
+        """A prefill rank has something for a receiver; one that has not may be gone before anybody notices."""
+        prefill, decode = self._instances[one.request.prefill].shape, self._instances[one.request.decode].shape
+        number = int(agent.partition("@")[0].rpartition("/")[2])
+        sent = components_sent(self._model, prefill, decode, number, one.rank.engine_rank)
+        return any(name in sent for name in one.ranges)
 
     def check_delivered(self, one: Sending) -> None:
         """A sender succeeds only after every decode rank of some try that it has something for."""
