@@ -11,7 +11,7 @@ import pytest
 
 from kvflow import ConfigError, Outcome, ticket_for_room
 from kvflow.blocking import BlockingReceiver, BlockingSender
-from kvflow.engines.vllm.dialect import reply, take_reference
+from kvflow.engines.vllm.dialect import digest_of, reply, take_reference
 from kvflow.engines.vllm.layout import describe_caches
 from kvflow.engines.vllm.metadata import StepOrders, WorkerReport
 from kvflow.engines.vllm.options import Options, read_options
@@ -252,7 +252,7 @@ def test_prefill_leaves_in_the_middle(pair: tuple[Server, Server]) -> None:
 def reply_of(server: Server) -> Mapping[str, Any]:
     """What the reply to request `p` will be."""
     assert server.ranks.ticket is not None
-    return reply(server.ranks.ticket, "p", request_id="p", num_tokens=PROMPT)
+    return reply(server.ranks.ticket, "p", request_id="p", prompt=range(PROMPT))
 
 
 def test_request_that_never_had_blocks_is_not_told_of(pair: tuple[Server, Server]) -> None:
@@ -329,7 +329,7 @@ def test_vllm_computes_it_after_all(pair: tuple[Server, Server]) -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [{"do_remote_prefill": True}, {"do_remote_prefill": True, "kvflow_ticket": {}, "remote_num_tokens": "5"}]
+    "params", [{"do_remote_prefill": True}, {"do_remote_prefill": True, "kvflow_ticket": {}, "kvflow_prompt": 5}]
 )
 def test_reply_of_another_connector_is_computed_here(params: dict[str, Any]) -> None:
     with pytest.raises(KvflowError, match="not prefilled by a server with kvflow"):
@@ -340,9 +340,11 @@ def test_reply_of_another_connector_is_computed_here(params: dict[str, Any]) -> 
     assert scheduler.num_elsewhere(request, 0) == 0
 
 
-def test_prompt_of_another_length_is_computed_here() -> None:
+@pytest.mark.parametrize("prompt", [range(PROMPT + 1), range(1, PROMPT + 1)])
+def test_other_prompt_is_computed_here(prompt: Sequence[int]) -> None:
+    """A router that mixes requests up does not make a server answer another one's."""
     scheduler = ConnectorScheduler(BLOCK, is_prefill=False, is_decode=True)
-    request = asked("d", {"do_remote_prefill": True, "kvflow_ticket": {}, "remote_num_tokens": PROMPT + 1})
+    request = asked("d", {"do_remote_prefill": True, "kvflow_ticket": {}, "kvflow_prompt": digest_of(prompt)})
     scheduler.add(request)
     assert scheduler.num_elsewhere(request, 0) == 0
 

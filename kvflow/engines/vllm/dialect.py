@@ -5,14 +5,17 @@ This is the dialect of vLLM's NixlConnector. A router asks prefill with `do_remo
 was computed, and by which process.
 """
 
-from collections.abc import Mapping
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvflow import Endpoint, KvflowError, ticket_for_room
 
-__all__ = ["Reference", "is_for_decode", "reply", "room_of", "take_reference"]
+__all__ = ["Reference", "digest_of", "is_for_decode", "reply", "room_of", "take_reference"]
 
 TICKET: Final = "kvflow_ticket"
+PROMPT: Final = "kvflow_prompt"
 
 
 class Reference(NamedTuple):
@@ -20,11 +23,16 @@ class Reference(NamedTuple):
 
     Attributes:
         ticket: Of its room.
-        num_tokens: That prefill has computed.
+        prompt: `digest_of` the prompt that prefill has computed.
     """
 
     ticket: Mapping[str, object]
-    num_tokens: int
+    prompt: str
+
+
+def digest_of(prompt: Sequence[int]) -> str:
+    """Name a prompt by its tokens, so that decode takes over no other one."""
+    return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).hexdigest()
 
 
 def is_for_decode(params: Mapping[str, Any] | None) -> bool:
@@ -45,20 +53,20 @@ def take_reference(params: Mapping[str, Any] | None) -> Reference | None:
     """
     if not params or not params.get("do_remote_prefill"):
         return None
-    ticket, num_tokens = params.get(TICKET), params.get("remote_num_tokens")
-    if not isinstance(ticket, Mapping) or not isinstance(num_tokens, int):
+    ticket, prompt = params.get(TICKET), params.get(PROMPT)
+    if not isinstance(ticket, Mapping) or not isinstance(prompt, str):
         raise KvflowError("request was not prefilled by a server with kvflow", found=sorted(map(str, params)))
-    return Reference(ticket, num_tokens)
+    return Reference(ticket, prompt)
 
 
-def reply(ticket: Mapping[str, object], room: str, *, request_id: str, num_tokens: int) -> dict[str, Any]:
+def reply(ticket: Mapping[str, object], room: str, *, request_id: str, prompt: Sequence[int]) -> dict[str, Any]:
     """Give what a router is to hand to decode.
 
     Args:
         ticket: Of any room of this server.
         room: Of the request.
         request_id: vLLM's id of it on prefill.
-        num_tokens: That were computed.
+        prompt: Its tokens, which were computed.
     """
     own = ticket_for_room(ticket, room)
     endpoint = Endpoint.parse(str(own["address"]))
@@ -70,6 +78,7 @@ def reply(ticket: Mapping[str, object], room: str, *, request_id: str, num_token
         "remote_block_ids": [],
         "remote_host": endpoint.host,
         "remote_port": endpoint.port,
-        "remote_num_tokens": num_tokens,
+        "remote_num_tokens": len(prompt),
         TICKET: own,
+        PROMPT: digest_of(prompt),
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvflow import KvflowError
-from kvflow.engines.vllm.dialect import Reference, is_for_decode, reply, room_of, take_reference
+from kvflow.engines.vllm.dialect import Reference, digest_of, is_for_decode, reply, room_of, take_reference
 from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, StepOrders, WorkerReport
 
 __all__ = ["ConnectorScheduler"]
@@ -24,13 +24,18 @@ class _Sending:
 
     Attributes:
         room: Where it is sent.
-        num_tokens: Of the prompt.
+        prompt: Its tokens.
         sent: Tokens that the workers were told to send.
     """
 
     room: str
-    num_tokens: int
+    prompt: Sequence[int]
     sent: int = 0
+
+    @property
+    def is_sent(self) -> bool:
+        """Nothing is left to send."""
+        return self.sent == len(self.prompt)
 
 
 class ConnectorScheduler:
@@ -63,15 +68,15 @@ class ConnectorScheduler:
     def add(self, request: Any) -> None:
         """Take a request in: both sides begin before there are blocks for it."""
         params, request_id = request.kv_transfer_params, request.request_id
-        num_tokens = len(request.prompt_token_ids or ())
+        prompt = request.prompt_token_ids or ()
         if self._is_prefill and is_for_decode(params):
             room = room_of(params, request_id)
-            self._sending[request_id] = _Sending(room, num_tokens)
+            self._sending[request_id] = _Sending(room, prompt)
             self._orders.opened[request_id] = room
         elif self._is_decode:
-            self._announce(request_id, params, num_tokens)
+            self._announce(request_id, params, prompt)
 
-    def _announce(self, request_id: str, params: Mapping[str, Any] | None, num_tokens: int) -> None:
+    def _announce(self, request_id: str, params: Mapping[str, Any] | None, prompt: Sequence[int]) -> None:
         """Tell prefill that its request will be taken over; one that cannot be is computed here."""
         try:
             reference = take_reference(params)
@@ -80,9 +85,8 @@ class ConnectorScheduler:
             return
         if reference is None:
             return
-        if reference.num_tokens != num_tokens:
-            detail = f"its prompt has {num_tokens} tokens here, and {reference.num_tokens} where it was computed"
-            LOGGER.warning("kvflow: %s is computed here: %s", request_id, detail)
+        if reference.prompt != digest_of(prompt):
+            LOGGER.warning("kvflow: %s is computed here: its ticket is of another prompt", request_id)
             return
         self._announced[request_id] = reference
         self._orders.announced[request_id] = reference.ticket
@@ -101,7 +105,8 @@ class ConnectorScheduler:
         if not num_elsewhere:
             self._orders.declined.append(request.request_id)
             return
-        start, stop = reference.num_tokens - num_elsewhere, reference.num_tokens
+        stop = len(request.prompt_token_ids)
+        start = stop - num_elsewhere
         self._orders.granted[request.request_id] = GrantOrder(start, stop, self._blocks_of(blocks, start, stop))
 
     def step(self, output: Any) -> StepOrders:
@@ -121,15 +126,15 @@ class ConnectorScheduler:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, count in output.num_scheduled_tokens.items():
             sending = self._sending.get(request_id)
-            if sending is None or sending.sent == sending.num_tokens:
+            if sending is None or sending.is_sent:
                 continue
-            start, stop = sending.sent, min(computed[request_id] + count, sending.num_tokens)
+            start, stop = sending.sent, min(computed[request_id] + count, len(sending.prompt))
             if stop > start:
                 blocks = output.kv_connector_block_state.get_block_ids(request_id)
-                self._orders.chunks[request_id] = ChunkOrder(
-                    start, stop, self._blocks_of(blocks, start, stop), is_last=stop == sending.num_tokens
-                )
                 sending.sent = stop
+                self._orders.chunks[request_id] = ChunkOrder(
+                    start, stop, self._blocks_of(blocks, start, stop), is_last=sending.is_sent
+                )
 
     def finished(self, request: Any, *, is_complete: bool) -> tuple[bool, dict[str, Any] | None]:
         """Take note that a request is over here.
@@ -142,9 +147,9 @@ class ConnectorScheduler:
         sending = self._sending.pop(request_id, None)
         if sending is None or sending.sent == 0:
             return False, None
-        if not is_complete or sending.sent < sending.num_tokens:
+        if not is_complete or not sending.is_sent:
             return True, None
-        return True, reply(self._ticket, sending.room, request_id=request_id, num_tokens=sending.num_tokens)
+        return True, reply(self._ticket, sending.room, request_id=request_id, prompt=sending.prompt)
 
     def take_report(self, report: WorkerReport) -> None:
         """Keep blocks that somebody may still touch out of vLLM's pool, by a reference of our own, until it is proved.
