@@ -69,6 +69,11 @@ class LoopThread:
             raise LocalProtocolError("enter the LoopThread first, and leave it last")
         return self._portal
 
+    @property
+    def is_running(self) -> bool:
+        """The thread runs, and does so in this process, not in one from which it was forked."""
+        return self._thread.is_alive()
+
     @contextmanager
     def use(self) -> Iterator[BlockingPortal]:
         """Use the event loop for a while, in which the thread cannot be left."""
@@ -91,6 +96,9 @@ class LoopThread:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if not self.is_running:
+            self._portal = None
+            return
         if self._num_users:
             raise LocalProtocolError("close every rank of a LoopThread before it is left", ranks=self._num_users)
         portal, self._portal = self.portal, None

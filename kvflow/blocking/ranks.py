@@ -1,11 +1,13 @@
 """The two ranks on the event loop of a thread."""
 
+import os
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from threading import Lock
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from kvflow import decode, prefill
 from kvflow.aio.changes import Changes
@@ -62,6 +64,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         self._rank: AnyRank | None = None
         self._was_opened = False
         self._is_open = False
+        self._is_forked = False
         self._stack = ExitStack()
         self._closing = Lock()
 
@@ -75,6 +78,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         if self._was_opened:
             raise LocalProtocolError("a rank can be opened only once; make another one")
         self._was_opened = True
+        _opened.add(self)
         with ExitStack() as stack:
             stack.callback(self._changes.close)
             stack.callback(self._forget_unsettled)
@@ -95,11 +99,19 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
     def close(self) -> None:
         """End every transfer that is open, and close the rank, as leaving the context does. Waits for that.
 
-        May be called twice, and from several threads.
+        May be called twice, and from several threads. Does nothing in a fork of the process.
         """
         self._is_open = False
+        if self._is_forked:
+            return
         with self._closing:
             self._stack.close()
+
+    def _abandon(self) -> None:
+        """Leave the rank to the parent, whose event loop it has. Call it in a process that was just forked."""
+        self._is_open, self._is_forked = False, True
+        self._changes = Changes()
+        self._changes.close()
 
     def __enter__(self) -> Self:
         return self.open()
@@ -249,6 +261,8 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
             self._note_settled(transfer)
 
     def _check_open(self) -> None:
+        if self._is_forked:
+            raise LocalProtocolError("rank was opened before this process was forked; open another one here")
         if not self._is_open:
             raise LocalProtocolError("rank is not open")
 
@@ -281,6 +295,17 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
 
         self._call_soon(call)
         return result.result()
+
+
+_opened: "weakref.WeakSet[BlockingRank[Any, Any]]" = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for rank in list(_opened):
+        rank._abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
 
 
 class PrefillRank(BlockingRank[prefill.PrefillRank, BlockingSender]):

@@ -91,6 +91,64 @@ def test_scheduler_polls_until_the_pages_are_there(backend: str, share_loop: boo
         assert pair.decode.statistics().rooms == 0
 
 
+FORKED = """
+import os
+import sys
+
+import pytest
+
+from kvflow.blocking import Outcome
+from kvflow.errors import LocalProtocolError
+from tests.service.test_blocking import PAGES, TOKENS, pair_of_ranks
+
+def move(pair, room):
+    receiver, sender = pair.receive(room), pair.prefill.send(room)
+    sender.finish(TOKENS, PAGES)
+    assert receiver.wait(20) is Outcome.SUCCESS, receiver.failure
+    assert sender.wait(20) is Outcome.SUCCESS, sender.failure
+
+def use_in_child(pair, receiver):
+    for rank in (pair.decode, pair.prefill):
+        for call in (rank.statistics, rank.start_drain, lambda: rank.release(1)):
+            with pytest.raises(LocalProtocolError, match="forked"):
+                call()
+        with pytest.raises(LocalProtocolError):
+            rank.fileno()
+        assert rank.completed() == rank.wait_any() == []
+    with pytest.raises(LocalProtocolError, match="forked"):
+        pair.receive(9)
+    with pytest.raises(LocalProtocolError, match="forked"):
+        pair.prefill.send(9)
+    receiver.abort()
+    assert receiver.wait() is Outcome.PENDING
+    pair.decode.close()
+    pair.prefill.close()
+
+with pair_of_ranks(sys.argv[1], share_loop=True) as pair:
+    move(pair, 1)
+    pair.decode.fileno()
+    receiver = pair.receive(2)
+    child = os.fork()
+    if child == 0:
+        use_in_child(pair, receiver)
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    sender = pair.prefill.send(2)
+    sender.finish(TOKENS, PAGES)
+    assert receiver.wait(20) is Outcome.SUCCESS, receiver.failure
+    assert sender.wait(20) is Outcome.SUCCESS, sender.failure
+    move(pair, 3)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_forked_child_leaves_the_ranks_to_its_parent(backend: str) -> None:
+    """It can neither use nor close them, nor does it wait for a thread that it does not have."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, backend]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_look_a_step_tells_of_everything(backend: str) -> None:
     with pair_of_ranks(backend) as pair:

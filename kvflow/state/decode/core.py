@@ -256,7 +256,8 @@ class DecodeCore:
                 if not self.instances.expects_answer(peer, message.attempt):
                     return []
                 effects = self._replace_others(peer, now)
-                return [*effects, *self.instances.welcomed(peer, message, now)]
+                effects += self.instances.welcomed(peer, message, now)
+                return effects if self.peers.is_connected(peer) else [*effects, *self._ask_whether_it_lives(peer, now)]
             case SlotQuery():
                 return self.rooms.slot_query(peer, message)
             case Goodbye():
@@ -301,13 +302,15 @@ class DecodeCore:
         """Ask at once whether the process still exists, and send nothing new until it is heard from."""
         known = self.peers.find(peer)
         if known is None:
-            return self.instances.suspect(peer, now) if self.instances.is_handshaking(peer) else []
+            if not self.instances.is_handshaking(peer):
+                return []
+            self.peers.broke_early(peer)
+            return self.instances.suspect(peer, now)
         known.disconnected()
-        return [
-            *self.peers.probe(peer),
-            *self.peers.ping(peer, now),
-            *self.instances.suspect(peer, now),
-        ]
+        return [*self._ask_whether_it_lives(peer, now), *self.instances.suspect(peer, now)]
+
+    def _ask_whether_it_lives(self, peer: PeerId, now: float) -> list[DecodeEffect]:
+        return [*self.peers.probe(peer), *self.peers.ping(peer, now)]
 
     def _process_ended(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Take the proof that the process of a rank has ended."""
