@@ -9,7 +9,7 @@ from kvflow import ConfigError, Limits, Timeouts
 
 __all__ = ["Options", "read_options"]
 
-VLLM_TIMEOUTS: Final = {"lease_s": 10.0, "handshake_s": 15.0, "open_s": 120.0, "grant_s": 120.0, "transfer_s": 600.0}
+VLLM_TIMEOUTS: Final = {"lease_s": 10.0, "handshake_s": 15.0, "open_s": 120.0, "transfer_s": 600.0}
 """A worker that computes, or shares its cores, does not answer for seconds; queues of vLLM last for minutes."""
 
 
