@@ -16,6 +16,8 @@ COMMANDS = {
     "demo": "kvflow.cli.demo.command",
     "bench": "kvflow.cli.bench.command",
     "registry": "kvflow.cli.registry",
+    "serve": "kvflow.cli.serve.command",
+    "proxy": "kvflow.cli.proxy.command",
     "simulate": "kvflow.cli.simulate",
     "explore": "kvflow.cli.explore",
     "replay": "kvflow.cli.replay",
