@@ -10,6 +10,7 @@ import msgspec
 from anyio.abc import TaskGroup
 from msgspec import structs
 
+from kvflow.cli.demo.managers import ManagersResult, route
 from kvflow.cli.demo.options import DemoOptions, SideName
 from kvflow.cli.demo.threads import ThreadChild
 from kvflow.cli.processes import Child, ChildProcess, ChildSettings, Report, open_tasks
@@ -54,7 +55,7 @@ class DemoResult(msgspec.Struct, kw_only=True):
     text: str
 
 
-async def run_demo(options: DemoOptions, on_report: OnReport) -> DemoResult:
+async def run_demo(options: DemoOptions, on_report: OnReport) -> DemoResult | ManagersResult:
     """Run both sides to their end.
 
     Args:
@@ -70,7 +71,7 @@ async def run_demo(options: DemoOptions, on_report: OnReport) -> DemoResult:
             await stack.enter_async_context(_make_side(structs.replace(options, side=side), tasks, on_report))
             for side in SIDES
         ]
-        return await _route(options, prefill, decode)
+        return await (_route if options.engine == "none" else route)(options, prefill, decode)
 
 
 def _make_side(options: DemoOptions, tasks: TaskGroup, on_report: OnReport) -> ChildProcess | ThreadChild:
@@ -78,7 +79,7 @@ def _make_side(options: DemoOptions, tasks: TaskGroup, on_report: OnReport) -> C
     if options.backend == "memory":
         from kvflow.cli.demo.workers import RUN  # noqa: PLC0415 - needs torch, which processes load themselves
 
-        return ThreadChild(options.side, RUN[options.side], options, tasks, **settings)
+        return ThreadChild(options.side, RUN[options.engine][options.side], options, tasks, **settings)
     return ChildProcess(options.side, MODULE, options, tasks, shows_errors=True, **settings)
 
 

@@ -5,19 +5,22 @@ from collections.abc import Callable
 from typing import Final
 
 import kvflow
-from kvflow.cli.demo import decode, prefill
-from kvflow.cli.demo.options import DemoOptions, SideName
+from kvflow.cli.demo import decode, managers, prefill
+from kvflow.cli.demo.options import DemoOptions, EngineName, SideName
 from kvflow.cli.processes import Line, run_child
 
 __all__ = ["RUN", "main"]
 
-RUN: Final[dict[SideName, Callable[[DemoOptions, Line], None]]] = {"prefill": prefill.run, "decode": decode.run}
+RUN: Final[dict[EngineName, dict[SideName, Callable[[DemoOptions, Line], None]]]] = {
+    "none": {"prefill": prefill.run, "decode": decode.run},
+    "transformers": managers.RUN,
+}
 
 
 def _run(options: DemoOptions, line: Line) -> None:
     if options.log != "none":
         kvflow.configure_logging(options.log)
-    RUN[options.side](options, line)
+    RUN[options.engine][options.side](options, line)
 
 
 def main() -> int:
