@@ -16,23 +16,34 @@ from tests.engines.transformers.models import make_manager
 
 __all__ = ["Pair"]
 
-FINGERPRINT = "tests"
-
 
 class Pair(AdapterUnderTest):
     """A prefill and a decode manager, with pages of different sizes, and one alone to compare with.
 
     Use it as a context manager.
+
+    Attributes:
+        receivers: Of requests that the decode manager was given.
+        fingerprint: Of both caches.
     """
 
-    def __init__(self, model: str = "full", *, page_sizes: tuple[int, int] = (16, 8), **settings: Any) -> None:
+    fingerprint = "tests"
+
+    def __init__(
+        self,
+        model: str = "full",
+        *,
+        page_sizes: tuple[int, int] = (16, 8),
+        backend: str = "memory",
+        handshake_s: float = 20,
+    ) -> None:
         self._model = model
-        self._settings = settings
+        self._backend = backend
+        self._timeouts = kvflow.Timeouts(handshake_s=handshake_s)
         self._sizes: dict[SideName, int] = dict(zip(("prefill", "decode"), page_sizes, strict=True))
-        self._receivers: dict[str, Any] = {}
+        self.receivers: dict[str, Any] = {}
         self._outputs: dict[str, Any] = {}
         self._alone = make_manager(model)
-        self._ports: dict[str, str] = {}
 
     def __enter__(self) -> "Pair":
         self._alone.start()
@@ -46,13 +57,13 @@ class Pair(AdapterUnderTest):
         self._alone.stop(hard_stop=True)
 
     def _start(self, side: SideName) -> None:
-        manager = make_manager(self._model, page_size=self._sizes[side], **self._settings)
+        manager = make_manager(self._model, page_size=self._sizes[side])
         if side == "prefill":
-            prefill = kvflow.PrefillConfig(instance=side, backend="memory")
-            self.prefill_end = PrefillManager(manager, prefill, fingerprint=FINGERPRINT).__enter__()
+            prefill = kvflow.PrefillConfig(instance=side, backend=self._backend)
+            self.prefill_end = PrefillManager(manager, prefill, fingerprint=self.fingerprint).__enter__()
         else:
-            decode = kvflow.DecodeConfig(instance=side, backend="memory", timeouts=kvflow.Timeouts(handshake_s=2))
-            self.decode_end = DecodeManager(manager, decode, fingerprint=FINGERPRINT).__enter__()
+            decode = kvflow.DecodeConfig(instance=side, backend=self._backend, timeouts=self._timeouts)
+            self.decode_end = DecodeManager(manager, decode, fingerprint=self.fingerprint).__enter__()
         manager.start()
 
     def _stop(self, side: SideName) -> None:
@@ -76,13 +87,13 @@ class Pair(AdapterUnderTest):
     @override
     def decode(self, prompt: Sequence[int], ticket: dict[str, object], **settings: Any) -> None:
         receiver = self.decode_end.add_request(prompt, ticket, **settings)
-        self._receivers[str(receiver.room)] = receiver
+        self.receivers[str(receiver.room)] = receiver
 
     @override
     def result(self, room: str, timeout_s: float = 20) -> list[int] | FailureReason:
         output = self.output(room, timeout_s)
         if output.error is not None:
-            reason: FailureReason = self._receivers[room].failure.reason
+            reason: FailureReason = self.receivers[room].failure.reason
             return reason
         tokens: list[int] = output.generated_tokens
         return tokens

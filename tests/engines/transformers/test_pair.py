@@ -24,12 +24,6 @@ def any_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield started
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    with Pair() as started:
-        yield started
-
-
 def test_same_output_in_other_blocks_of_another_size(any_pair: Pair) -> None:
     for number in range(3):  # so that block ids differ on the two sides
         manager = any_pair.decode_end.engine.manager
@@ -47,5 +41,6 @@ def test_abort(any_pair: Pair) -> None:
     check_abort_frees_pages(any_pair, PROMPTS[1])
 
 
-def test_restart(pair: Pair) -> None:
-    check_restart(pair, PROMPTS[0])
+def test_restart() -> None:
+    with Pair(handshake_s=2) as pair:  # how long it takes to see that nobody is at the address in a stale ticket
+        check_restart(pair, PROMPTS[0])
