@@ -100,7 +100,8 @@ class PrefillManager:
     def step(self) -> None:
         """Offer what the last batch has computed, and forget what is over."""
         for update in self.rank.completed():
-            if update.outcome is not Outcome.PENDING:
+            is_current = self._senders.get(str(update.room)) is update.transfer  # the room may be another request's
+            if is_current and update.outcome is not Outcome.PENDING:
                 self._end(str(update.room))
         for room in list(self._offered):
             self._offer(room)

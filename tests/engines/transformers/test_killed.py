@@ -42,3 +42,36 @@ async def hand_over_and_kill(pair: Pair) -> None:
             pair.decode(PROMPT, tickets["is computed here"], on_failure="recompute")
             await prefill.expect("hangs")
             prefill.send_signal(signal.SIGKILL)
+
+
+def test_blocks_that_are_not_quiet_stay_allocated_until_they_are() -> None:
+    with Pair(backend="nixl", drain_s=0.2) as pair:
+        anyio.run(abort_beside_a_stopped_process, pair)
+
+
+async def abort_beside_a_stopped_process(pair: Pair) -> None:
+    async with open_tasks() as tasks:
+        options = Options({"stuck": PROMPT}, pair.fingerprint)
+        worker = ChildProcess("prefill", "tests.engines.transformers.worker", options, tasks, shows_errors=True)
+        async with worker as prefill:
+            pair.decode(PROMPT, (await prefill.expect("tickets"))["tickets"]["stuck"])
+            await prefill.expect("hangs")
+            prefill.send_signal(signal.SIGSTOP)
+            pair.abort("decode", "stuck")
+            receiver = pair.receivers["stuck"]
+            receiver.wait(20)
+            assert receiver.memory is kvflow.Memory.QUARANTINED
+            assert pair.decode_end.engine.num_held == 1
+            assert pair.reference(PROMPT) == own_output(pair)  # in other blocks
+            assert pair.used_pages("decode") == 1
+            prefill.send_signal(signal.SIGKILL)
+            assert receiver.until_safe(20) is kvflow.Memory.SAFE
+            while pair.used_pages("decode"):  # until the loop's next step
+                receiver.wait(0.01)
+
+
+def own_output(pair: Pair) -> Any:
+    """What the decode manager generates from a prompt that it computes itself."""
+    manager = pair.decode_end.engine.manager
+    manager.add_request(PROMPT, request_id="own")
+    return pair.output("own").generated_tokens
