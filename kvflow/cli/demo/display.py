@@ -9,8 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from kvflow.cli.demo.coordinator import DemoResult
-from kvflow.cli.demo.managers import ManagersResult
+from kvflow.cli.demo.coordinator import DemoResult, ManagersResult
 from kvflow.cli.demo.options import DemoOptions
 from kvflow.cli.processes import Report
 

@@ -3,68 +3,20 @@
 from collections.abc import Callable
 from typing import Any, Final
 
-import msgspec
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 import kvflow
 from kvflow.cli.demo.models import LanguageModel, load_model
 from kvflow.cli.demo.options import DemoOptions, SideName
-from kvflow.cli.processes import Child, Line
+from kvflow.cli.processes import Line
 from kvflow.engines.transformers.decode import DecodeManager
 from kvflow.engines.transformers.prefill import PrefillManager
 
-__all__ = ["RUN", "ManagersResult", "route"]
+__all__ = ["RUN"]
 
 ROOM: Final = "request-42"
 """Any id that is unique; a real router draws a new one for each request."""
-
-
-class ManagersResult(msgspec.Struct, kw_only=True):
-    """What `kvflow demo --engine transformers --json` prints.
-
-    Attributes:
-        identical: The tokens equal those of one manager.
-        page_sizes: Tokens of a block, on prefill and on decode.
-        prompt_tokens: Tokens whose cache was moved.
-        tokens: Tokens that the decode manager generated, the first one of prefill included.
-        bytes: Bytes that were written into decode blocks.
-        text: What the generated tokens say.
-        text_alone: What those of one manager say.
-    """
-
-    identical: bool
-    backend: str
-    model: str
-    page_sizes: tuple[int, int]
-    prompt_tokens: int
-    tokens: int
-    bytes: int
-    text: str
-    text_alone: str
-
-
-async def route(options: DemoOptions, prefill: Child, decode: Child) -> ManagersResult:
-    """Give both sides the request, as a router does: decode gets the ticket that prefill gives."""
-    await decode.expect("ready")
-    ready = await prefill.expect("ready")
-    await prefill.tell("serve")
-    ticket = (await prefill.expect("ticket"))["ticket"]
-    await decode.tell("serve", ticket=ticket)
-    handover = await decode.expect("handover")
-    answer = await decode.expect("answer")
-    alone = await prefill.expect("reference")
-    return ManagersResult(
-        identical=answer["tokens"] == alone["tokens"],
-        backend=options.backend,
-        model=options.model,
-        page_sizes=(_page_size(options, "prefill"), _page_size(options, "decode")),
-        prompt_tokens=ready["prompt_tokens"],
-        tokens=len(answer["tokens"]),
-        bytes=handover["num_bytes"],
-        text=answer["text"],
-        text_alone=alone["text"],
-    )
 
 
 def _run_prefill(options: DemoOptions, line: Line) -> None:
@@ -113,7 +65,7 @@ def _load(options: DemoOptions, line: Line) -> tuple[LanguageModel, list[int], A
     model = load_model(options.model, lambda text: line.report("note", text=text))
     model.network.set_attn_implementation("sdpa")
     prompt = model.encode(options.prompt)
-    page_size = _page_size(options, options.side)
+    page_size = options.page_size_of(options.side)
     batching = ContinuousBatchingConfig(
         page_size=page_size,
         num_blocks=2 * -(-(len(prompt) + options.tokens) // page_size),
@@ -122,11 +74,6 @@ def _load(options: DemoOptions, line: Line) -> tuple[LanguageModel, list[int], A
     )
     greedy = GenerationConfig(do_sample=False, max_new_tokens=options.tokens, eos_token_id=sorted(model.end_ids))
     return model, prompt, ContinuousBatchingManager(model.network, greedy, batching)
-
-
-def _page_size(options: DemoOptions, side: SideName) -> int:
-    """Prefill has blocks of twice the size, to show that they need not be the same."""
-    return options.page_size * (2 if side == "prefill" else 1)
 
 
 def _text(model: LanguageModel, output: Any) -> dict[str, Any]:

@@ -60,6 +60,10 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     log: Literal["none", "console", "json"] = "none"
 
+    def page_size_of(self, side: SideName) -> int:
+        """Give the page size of an engine. Prefill has twice that of decode, to show that they may differ."""
+        return self.page_size * (2 if side == "prefill" else 1)
+
 
 def check_model(model: str) -> int:
     """Make sure that there is such a model, without loading it.

@@ -38,7 +38,7 @@ def _serve(options: Options, line: Line) -> None:
             line.report("hangs")
             threading.Event().wait()
 
-        end._finish = hang  # type: ignore[method-assign]
+        end._finish = hang  # type: ignore[method-assign, assignment]
         sent = {room: end.add_request(prompt, room) for room, prompt in options.prompts.items()}
         line.report("tickets", tickets={room: one.ticket for room, one in sent.items()})
         manager.start()
