@@ -36,13 +36,14 @@ class Pair(AdapterUnderTest):
         page_sizes: tuple[int, int] = (16, 8),
         backend: str = "memory",
         num_blocks: int = 64,
+        allow_block_sharing: bool = True,
         handshake_s: float = 20,
         drain_s: float = 5,
     ) -> None:
         self._model = model
         self._backend = backend
         self._timeouts = kvflow.Timeouts(handshake_s=handshake_s, drain_s=drain_s)
-        self._num_blocks = num_blocks
+        self._settings = {"num_blocks": num_blocks, "allow_block_sharing": allow_block_sharing}
         self._sizes: dict[SideName, int] = dict(zip(("prefill", "decode"), page_sizes, strict=True))
         self.receivers: dict[str, Any] = {}
         self._outputs: dict[str, Any] = {}
@@ -60,7 +61,7 @@ class Pair(AdapterUnderTest):
         self._alone.stop(hard_stop=True)
 
     def _start(self, side: SideName) -> None:
-        manager = make_manager(self._model, page_size=self._sizes[side], num_blocks=self._num_blocks)
+        manager = make_manager(self._model, page_size=self._sizes[side], **self._settings)
         if side == "prefill":
             prefill = kvflow.PrefillConfig(instance=side, backend=self._backend)
             self.prefill_end = PrefillManager(manager, prefill, fingerprint=self.fingerprint).__enter__()
