@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kvflow.state.quarantine import Awaited, MissingProof
     from kvflow.state.tables import Memory, Outcome
     from kvflow.statistics import RankStatistics
+    from kvflow.wire.ticket import ticket_for_room
 
 __all__ = [
     "Awaited",
@@ -96,6 +97,7 @@ __all__ = [
     "head_range",
     "known_backends",
     "layout_from_tensors",
+    "ticket_for_room",
 ]
 
 __version__ = "0.2.0"
@@ -148,6 +150,7 @@ _HOMES: Final = {
     "head_range": "kvflow.geometry.engines",
     "known_backends": "kvflow.backends",
     "layout_from_tensors": "kvflow.geometry.tensors",
+    "ticket_for_room": "kvflow.wire.ticket",
 }
 
 

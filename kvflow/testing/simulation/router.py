@@ -1,7 +1,6 @@
 """A router that feeds the engines: clients that begin requests at a steady rate, whatever becomes of those before."""
 
 import asyncio
-import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,25 +10,29 @@ import anyio
 
 from kvflow.room import RoomId
 from kvflow.testing.simulation.deployment import Deployment
-from kvflow.testing.simulation.engines import Course, Preemption, PrefillWorker, Worker
+from kvflow.testing.simulation.engines import Announcing, Course, DecodeWorker, Preemption, PrefillWorker, Worker
 from kvflow.testing.simulation.loop import Process
 from kvflow.testing.simulation.oracle import Instance
 from kvflow.testing.simulation.requests import Request
 from kvflow.wire.messages import RankId
 
-__all__ = ["Router", "Trial"]
+__all__ = ["ANNOUNCED_S", "Announcements", "Router", "Trial"]
 
 MAX_TRIES: Final = 3
 MAX_TOKENS: Final = 8
+ASKING: Final = 0.3
+"""How often a decode engine of a seed with announcements asks for a request without one."""
 LAYER_CUT: Final = 0.8
 DEVICE_S: Final = 0.03
-SHORT_S: Final = 0.6
-LONG_S: Final = 1.5
-"""How long decode engines have no pages for what they announce; prefill would not wait so long without that."""
-NEVER_S: Final = 1e6
-
 STALE_S: Final = 2.0
 """After which a prefill engine gives up what it cannot finish."""
+ANNOUNCED_S: Final = 3.0
+"""After which a room that is only announced is given up."""
+LATE_S: Final = 2.4
+"""How long a decode engine may be without pages, at most: longer than prefill waits for one that is silent."""
+SOON_S: Final = 0.05
+NUM_LATE_TOKENS: Final = 16
+"""Smallest pool of a prefill instance that spares pages for a request that waits so long."""
 
 
 @dataclass
@@ -64,6 +67,49 @@ class _Attempt:
             self.done.set_result(self.has_succeeded)
 
 
+class Announcements:
+    """Draws which requests decode engines announce, and when these have pages for them.
+
+    Args:
+        rng: Of its own.
+
+    Attributes:
+        has_late_ones: Pages of some come later than prefill waits for silent decode ranks. There is one such request at
+            a time, so that the others still find pages on prefill.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self.has_late_ones = True
+        self._rng = rng
+        self._late: int | None = None
+        self._late_until = 0.0
+
+    def draw(self, deployment: Deployment, request: Request) -> Announcing | None:
+        """Draw how one decode engine does it; None if it asks for a request when it has pages."""
+        rng, world = self._rng, deployment.world
+        if rng.random() < ASKING:
+            return None
+        is_hasty = rng.random() < 0.3
+        if rng.random() < world.faults.no_pages:
+            world.count("no pages")
+            return Announcing(None, is_hasty)
+        after_s = SOON_S * rng.random() * rng.choice((0, 1))
+        if rng.random() < 0.5 and self._may_be_late(deployment, request):
+            after_s = LATE_S * rng.random() ** 0.5
+        return Announcing(after_s, is_hasty)
+
+    def _may_be_late(self, deployment: Deployment, request: Request) -> bool:
+        shape = deployment.instances[request.prefill].shape
+        if not self.has_late_ones or shape.slots * shape.page_size < NUM_LATE_TOKENS:
+            return False
+        now = deployment.world.now
+        if request.content != self._late:
+            if now < self._late_until:
+                return False
+            self._late, self._late_until = request.content, now + LATE_S
+        return True
+
+
 class Router:
     """Sends requests to the workers of a deployment.
 
@@ -72,12 +118,11 @@ class Router:
         num_clients: Clients, each with a rate of its own.
         interval_s: Between two requests of a client, however long they take.
         preemptions: Draws which requests prefill engines preempt; none if None.
-        announcements: Draws how long decode engines announce requests before they have pages; none if None.
+        announcements: Draws which requests decode engines announce; none if None.
 
     Attributes:
         trials: Every request so far.
         is_open: Clients send new requests.
-        is_calm: Pages are never far.
     """
 
     def __init__(
@@ -87,14 +132,13 @@ class Router:
         num_clients: int,
         interval_s: float,
         preemptions: random.Random | None = None,
-        announcements: random.Random | None = None,
+        announcements: Announcements | None = None,
     ) -> None:
         self.deployment = deployment
         self.world = deployment.world
         self.trials: list[Trial] = []
         self._interval_s = interval_s
         self.is_open = True
-        self.is_calm = False
         self._num_clients = num_clients
         self._preemptions = preemptions
         self._announcements = announcements
@@ -102,6 +146,11 @@ class Router:
         self._num_tries = 0
         self._rng = random.Random(self.world.rng.getrandbits(64))  # noqa: S311 - chance must be repeatable here
         self.process: Process
+
+    def hasten_announcements(self) -> None:
+        """Decode engines that announce have pages soon from now on."""
+        if self._announcements is not None:
+            self._announcements.has_late_ones = False
 
     def start(self) -> None:
         """Let the clients begin."""
@@ -191,7 +240,7 @@ class Router:
         return self._num_tries
 
     def _route(self, request: Request) -> Request:
-        request = dataclasses.replace(self.deployment.refer(request), announced_s=self._draw_announcement(request))
+        request = self.deployment.refer(request)
         self.deployment.oracle.routed(request)
         return request
 
@@ -259,7 +308,7 @@ class Router:
     def _draw_course(self, request: Request, chunks: Course, worker: Worker) -> Course:
         """What goes wrong with a request in one engine."""
         rng, faults = self._rng, self.world.faults
-        course = chunks._replace(give_up_s=STALE_S + (request.announced_s or 0.0))
+        course = chunks._replace(give_up_s=STALE_S)
         if faults.absence and rng.random() < faults.absence:
             self.world.count("unfinished prefill")
             course = course._replace(cuts=(*course.cuts[:-1], None))
@@ -270,27 +319,9 @@ class Router:
         if faults.cancel and rng.random() < faults.cancel:
             self.world.count("cancelled task")
             course = course._replace(cancel_at=rng.randint(1, 12))
-        return self._draw_preemption(course) if isinstance(worker, PrefillWorker) else self._announcing(request, course)
-
-    def _draw_announcement(self, request: Request) -> float | None:
-        """How long decode has no pages for a request; not long if prefill has pages for one request only."""
-        rng, shape = self._announcements, self.deployment.instances[request.prefill].shape
-        if rng is None:
-            return None
-        is_tight = shape.slots * shape.page_size <= MAX_TOKENS
-        if is_tight or rng.random() < 0.4:
-            return 0.05 * rng.random()
-        return SHORT_S if self.is_calm else rng.choice((SHORT_S, LONG_S))
-
-    def _announcing(self, request: Request, course: Course) -> Course:
-        """How one decode engine announces a request; while faults are injected, some receive it at once, or never."""
-        rng, announced_s = self._announcements, request.announced_s
-        if rng is None or announced_s is None:
-            return course
-        chance = rng.random()
-        if self.is_calm or chance < 0.75:
-            return course._replace(announced_s=announced_s * rng.choice((1.0, rng.random())))
-        return course if chance < 0.9 else course._replace(announced_s=NEVER_S)
+        if isinstance(worker, DecodeWorker) and self._announcements is not None:
+            return course._replace(announcing=self._announcements.draw(self.deployment, request))
+        return self._draw_preemption(course) if isinstance(worker, PrefillWorker) else course
 
     def _draw_preemption(self, course: Course) -> Course:
         rng = self._preemptions

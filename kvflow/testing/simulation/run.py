@@ -14,7 +14,7 @@ from kvflow.testing.simulation.loop import Violation
 from kvflow.testing.simulation.model import MODELS, Shape
 from kvflow.testing.simulation.oracle import Instance
 from kvflow.testing.simulation.references import References
-from kvflow.testing.simulation.router import Router
+from kvflow.testing.simulation.router import ANNOUNCED_S, Announcements, Router
 from kvflow.testing.simulation.world import World
 
 __all__ = ["Result", "may_lose_messages", "run_seed", "settle"]
@@ -50,12 +50,11 @@ BOTH_ROLES: Final = 0.1
 PREEMPTING: Final = 0.35
 """Chance that prefill engines preempt requests."""
 
-ANNOUNCING: Final = 0.3
-"""Chance that decode engines announce requests before they have pages."""
+ANNOUNCING: Final = 0.35
+"""Chance that decode engines announce requests."""
 
-ANNOUNCED_S: Final = 2.5
-IMPATIENT_S: Final = 0.4
-"""How long prefill waits for what is not announced, in those seeds: less than for pages."""
+NO_PAGES: Final = 0.2
+"""How often at most a decode engine of such a seed never gets pages, in every other one of them."""
 
 SPLITS: Final = (*[(1, 1)] * 8, *[(2, 1)] * 4, *[(1, 2)] * 4, (2, 2))
 
@@ -101,6 +100,10 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
     """
     rng = random.Random(f"kvflow {seed}")  # noqa: S311 - chance must be repeatable here
     drawn = draw_faults(rng)
+    announcements = None if by_name else _draw_announcements(seed)
+    if announcements is not None:
+        own = _own(seed, "no pages")
+        drawn = dataclasses.replace(drawn, no_pages=NO_PAGES * own.random() if own.random() < 0.5 else 0.0)
     result = Result(seed)
     was_collecting = gc.isenabled()
     gc.disable()  # a seed is over before it pays off, and objects of dead processes are ended in a fixed order
@@ -116,7 +119,15 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
             world.plane.shares_network = rng.random() < 0.5
             deployment = _draw_deployment(rng, world, None if by_name else seed)
             with watch_logs(deployment):
-                _run_watched(rng, deployment, result, None if by_name else seed)
+                preemptions = None if by_name else _draw_preemptions(seed)
+                router = Router(
+                    deployment,
+                    num_clients=rng.choice((1, 1, 2)),
+                    interval_s=rng.uniform(0.7, 1.6),
+                    preemptions=preemptions,
+                    announcements=announcements,
+                )
+                _run_watched(deployment, router, result)
     finally:
         if was_collecting:
             gc.enable()
@@ -128,15 +139,8 @@ def _own(seed: int, what: str) -> random.Random:
     return random.Random(f"kvflow {what} {seed}")  # noqa: S311 - chance must be repeatable here
 
 
-def _run_watched(rng: random.Random, deployment: Deployment, result: Result, seed: int | None) -> None:
+def _run_watched(deployment: Deployment, router: Router, result: Result) -> None:
     world = deployment.world
-    router = Router(
-        deployment,
-        num_clients=rng.choice((1, 1, 2)),
-        interval_s=rng.uniform(0.7, 1.6),
-        preemptions=_draw_preemptions(seed),
-        announcements=_draw_announcements(seed),
-    )
     try:
         _run(deployment, router)
     except Exception as error:  # noqa: BLE001 - whatever the code under test lets out is a violation
@@ -163,6 +167,7 @@ def _draw_deployment(rng: random.Random, world: World, seed: int | None) -> Depl
             instances.append(Instance(f"{letter}-{number}", is_decode, shape))
     timeouts = Timeouts(
         handshake_s=1.0,
+        announced_s=ANNOUNCED_S,
         transfer_s=rng.choice((1.5, 3.0)),
         open_s=1.5,
         grant_s=1.5,
@@ -171,8 +176,6 @@ def _draw_deployment(rng: random.Random, world: World, seed: int | None) -> Depl
         drain_s=0.6,
         lease_s=rng.choice((1.0, 2.0)),
     )
-    if _draw_announcements(seed) is not None:
-        timeouts = dataclasses.replace(timeouts, grant_s=IMPATIENT_S, announced_s=ANNOUNCED_S)
     limits = Limits(
         bytes_per_post=rng.choice((1, 64, 200, 2**20)),
         bytes_per_layer_piece=rng.choice((1, 100, 2**20)),
@@ -221,16 +224,16 @@ def _draw_references(seed: int, instances: list[Instance]) -> References | None:
     return References.draw(rng, [one.name for one in instances if not one.is_decode])
 
 
-def _draw_preemptions(seed: int | None) -> random.Random | None:
+def _draw_preemptions(seed: int) -> random.Random | None:
     """Prefill engines of every third seed preempt. Whether they do changes nothing else that is drawn."""
     rng = random.Random(f"preempting {seed}")  # noqa: S311 - chance must be repeatable here
-    return rng if seed is not None and rng.random() < PREEMPTING else None
+    return rng if rng.random() < PREEMPTING else None
 
 
-def _draw_announcements(seed: int | None) -> random.Random | None:
-    """Decode engines of some seeds announce requests. Whether they do changes nothing else that is drawn."""
+def _draw_announcements(seed: int) -> Announcements | None:
+    """Decode engines of every third seed announce. Whether they do changes nothing else that is drawn."""
     rng = random.Random(f"announcing {seed}")  # noqa: S311 - chance must be repeatable here
-    return rng if seed is not None and rng.random() < ANNOUNCING else None
+    return Announcements(rng) if rng.random() < ANNOUNCING else None
 
 
 def may_lose_messages(faults: Faults) -> bool:
@@ -268,7 +271,7 @@ def _run(deployment: Deployment, router: Router) -> None:
     injector.begin()
     _pass_time(deployment, ACTIVE_S)
     injector.is_active = False
-    router.is_calm = True
+    router.hasten_announcements()
     _heal(deployment)
     _recover(deployment)
     deployment.check_quarantine()
