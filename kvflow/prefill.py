@@ -105,18 +105,18 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         """
         return RoomSender(self, room, label)
 
-    def rehearse(self, room: RoomId) -> bool:
+    def warm_up(self, room: RoomId) -> bool:
         """Run through what the last chunk of a granted room will run through, without sending anything.
 
         Code that has not run for some ten milliseconds takes several times as long as code that has, and an engine
-        computes for longer than that between the grant and the last chunk. Blocking ranks rehearse by themselves if
-        they are told to (`LoopThread`). A rehearsal takes as long as it is slow: 0.1 to 0.6 ms.
+        computes for longer than that between the grant and the last chunk. Blocking ranks warm up by themselves if
+        they are told to (`LoopThread`). A warm-up takes as long as the code is slow: 0.1 to 0.6 ms.
 
         Args:
             room: One that is being sent.
 
         Returns:
-            Whether that could be rehearsed: a decode rank has granted, and the last chunk is still to come.
+            Whether there was something to run: a decode rank has granted, and the last chunk is still to come.
 
         Raises:
             LocalProtocolError: The rank is not open, or this is another event loop or thread.
@@ -124,15 +124,15 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         """
         self.check_open()
         now = self.now()
-        rehearsal = self._core.understudy(room, now)
-        if rehearsal is None:
+        warm_up = self._core.warm_up_core(room, now)
+        if warm_up is None:
             return False
-        core, grant = rehearsal
+        core, grant = warm_up
         try:
-            chunk = self._rehearsed_chunk(grant)
+            chunk = self._warm_up_chunk(grant)
             for effect in core.handle(ev.ChunkOffered(grant.room, chunk, self.footprint(chunk.pages)), now):
                 if isinstance(effect, ef.PostPiece):
-                    self._planning.rehearse(effect.piece)
+                    self._planning.warm_up(effect.piece)
                     core.handle(ev.PostEnded(effect.piece.delivery, effect.piece.seq, None), now)
         except KvflowError:  # what does not fit is for the chunk itself to say
             return False
@@ -140,8 +140,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._planning.drop_room(grant.room)
         return True
 
-    def _rehearsed_chunk(self, grant: Grant) -> Chunk:
-        """Make the only chunk of a rehearsal, of any pages.
+    def _warm_up_chunk(self, grant: Grant) -> Chunk:
+        """Make the only chunk of a warm-up, of any pages.
 
         Raises:
             PlanError: The layout does not have what the grant wants.

@@ -131,7 +131,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             backend = backend.for_rank()
         self._backend = backend or create_backend(config.backend, config.backend_options)
         self._trust = config.trust_in_force
-        self._staging = staging_memory(config, layout)
+        self._staging = staging_memory(config, layout, self._backend.capabilities.descriptor_overhead_s)
         self._page_bytes = {component.name: component.page_bytes for component in layout.components}
         self._times = StageTimes()
         self._loop_lag = Duration()

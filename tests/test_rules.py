@@ -197,7 +197,9 @@ def test_command_gives_its_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["demo"], ["bench"], ["registry"], ["simulate"]], ids=lambda words: " ".join(words) or "kvflow"
+    "command",
+    [[], ["demo"], ["bench"], ["registry"], ["serve"], ["proxy"], ["simulate"]],
+    ids=lambda words: " ".join(words) or "kvflow",
 )
 def test_command_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

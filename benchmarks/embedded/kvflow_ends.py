@@ -88,7 +88,7 @@ def _check(failure: object) -> None:
 
 
 def _loop(options: EmbeddedOptions) -> LoopThread:
-    return LoopThread(rehearsal_interval_s=options.rehearsal_s or None)
+    return LoopThread(warm_up_interval_s=options.warm_up_s or None)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ class EmbeddedOptions(SideOptions, frozen=True, kw_only=True):
         tokens: Of each request, whole pages.
         sglang: Directory in which SGLang is installed.
         port: Where its bootstrap server listens.
-        rehearsal_s: `rehearsal_interval_s` of kvflow's loop threads; 0 for none.
+        warm_up_s: `warm_up_interval_s` of kvflow's loop threads; 0 for none.
         is_traced: Steps of kvflow's handovers are noted.
     """
 
@@ -41,7 +41,7 @@ class EmbeddedOptions(SideOptions, frozen=True, kw_only=True):
     tokens: int = 16
     sglang: str = ""
     port: int = 0
-    rehearsal_s: float = 0.0
+    warm_up_s: float = 0.0
     is_traced: bool = False
 
 

@@ -32,8 +32,8 @@ class LoopThread:
         switch_interval_s: `sys.setswitchinterval` of the process while a transfer of its ranks is open, unless it is
             shorter already; it is put back afterwards. With Python's own 5 ms, each thread of a handover may wait as
             long for an engine that computes in Python. None leaves it alone.
-        rehearsal_interval_s: How often ranks rehearse a transfer that waits (`kvflow.PrefillRank.rehearse`), which is
-            quicker then when its time has come, where cores are free. Never by default.
+        warm_up_interval_s: How often ranks warm up what a transfer that waits will run (`kvflow.PrefillRank.warm_up`),
+            which is quicker then when its time has come, where cores are free. Never by default.
 
     Raises:
         LocalProtocolError: On entry: it is entered already. On exit: ranks still use it.
@@ -46,14 +46,14 @@ class LoopThread:
         affinity: Collection[int] | None = None,
         *,
         switch_interval_s: float | None = SWITCH_INTERVAL_S,
-        rehearsal_interval_s: float | None = None,
+        warm_up_interval_s: float | None = None,
     ) -> None:
         if switch_interval_s is not None:
             check_duration("switch_interval_s", switch_interval_s)
-        if rehearsal_interval_s is not None:
-            check_duration("rehearsal_interval_s", rehearsal_interval_s)
+        if warm_up_interval_s is not None:
+            check_duration("warm_up_interval_s", warm_up_interval_s)
         self.switch_interval_s = switch_interval_s
-        self.rehearsal_interval_s = rehearsal_interval_s
+        self.warm_up_interval_s = warm_up_interval_s
         self._affinity = affinity
         self._portal: BlockingPortal | None = None
         self._num_users = 0
@@ -68,6 +68,11 @@ class LoopThread:
         if self._portal is None:
             raise LocalProtocolError("enter the LoopThread first, and leave it last")
         return self._portal
+
+    @property
+    def is_running(self) -> bool:
+        """The thread runs, and does so in this process, not in one from which it was forked."""
+        return self._thread.is_alive()
 
     @contextmanager
     def use(self) -> Iterator[BlockingPortal]:
@@ -91,6 +96,9 @@ class LoopThread:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if not self.is_running:
+            self._portal = None
+            return
         if self._num_users:
             raise LocalProtocolError("close every rank of a LoopThread before it is left", ranks=self._num_users)
         portal, self._portal = self.portal, None

@@ -1,18 +1,20 @@
 """The two ranks on the event loop of a thread."""
 
+import os
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from threading import Lock
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from kvflow import decode, prefill
 from kvflow.aio.changes import Changes
 from kvflow.aio.doorbell import Doorbell
 from kvflow.aio.loop_thread import LoopThread
-from kvflow.aio.rehearsals import Rehearsals
 from kvflow.aio.switching import SWITCHING
+from kvflow.aio.warm_ups import WarmUps
 from kvflow.backends.base import Backend
 from kvflow.backends.shared import SharedBackend
 from kvflow.blocking.transfers import BlockingReceiver, BlockingSender, BlockingTransfer, TransferUpdate, take_update
@@ -55,7 +57,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
             raise ConfigError("affinity is that of the loop; give it to LoopThread", affinity=affinity)
         self._changes: Changes[AnyTransfer] = Changes()
         self._unsettled: set[BlockingTransfer] = set()
-        self._rehearsals: Rehearsals[BlockingTransfer]
+        self._warm_ups: WarmUps[BlockingTransfer]
         self._switch_interval_s: float | None = None
         self._make_rank: Callable[[], AnyRank] = make_rank
         self._loop = loop
@@ -63,6 +65,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         self._rank: AnyRank | None = None
         self._was_opened = False
         self._is_open = False
+        self._is_forked = False
         self._stack = ExitStack()
         self._closing = Lock()
 
@@ -76,19 +79,20 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         if self._was_opened:
             raise LocalProtocolError("a rank can be opened only once; make another one")
         self._was_opened = True
+        _opened.add(self)
         with ExitStack() as stack:
             stack.callback(self._changes.close)
             stack.callback(self._forget_unsettled)
             loop = self._loop or stack.enter_context(LoopThread(self._affinity))
             self._switch_interval_s = loop.switch_interval_s
-            self._rehearsals = Rehearsals(self._rehearse, loop.rehearsal_interval_s)
+            self._warm_ups = WarmUps(self._warm_up, loop.warm_up_interval_s)
             self._portal = stack.enter_context(loop.use())
             rank = self._portal.call(self._make_rank)
             stack.enter_context(self._portal.wrap_async_context_manager(rank))
             self._rank = rank
             self._doorbell = self._portal.call(Doorbell)
             stack.callback(self._portal.call, self._doorbell.close)
-            stack.callback(self._portal.call, self._rehearsals.close)
+            stack.callback(self._portal.call, self._warm_ups.close)
             self._stack = stack.pop_all()
         self._is_open = True
         return self
@@ -96,11 +100,19 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
     def close(self) -> None:
         """End every transfer that is open, and close the rank, as leaving the context does. Waits for that.
 
-        May be called twice, and from several threads.
+        May be called twice, and from several threads. Does nothing in a fork of the process.
         """
         self._is_open = False
+        if self._is_forked:
+            return
         with self._closing:
             self._stack.close()
+
+    def _abandon(self) -> None:
+        """Leave the rank to the parent, whose event loop it has. Call it in a process that was just forked."""
+        self._is_open, self._is_forked = False, True
+        self._changes = Changes()
+        self._changes.close()
 
     def __enter__(self) -> Self:
         return self.open()
@@ -238,22 +250,22 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         return self._rank
 
     def _note_begun(self, transfer: BlockingTransfer) -> None:
-        """Have the interpreter switch threads soon while some transfer is open, and rehearse it."""
-        self._rehearsals.add(transfer)
+        """Have the interpreter switch threads soon while some transfer is open, and warm up what it will run."""
+        self._warm_ups.add(transfer)
         if not self._unsettled and self._switch_interval_s is not None:
             SWITCHING.shorten(self._switch_interval_s)
         self._unsettled.add(transfer)
 
     def _note_settled(self, transfer: BlockingTransfer) -> None:
         if transfer in self._unsettled:
-            self._rehearsals.remove(transfer)
+            self._warm_ups.remove(transfer)
             self._unsettled.remove(transfer)
             if not self._unsettled and self._switch_interval_s is not None:
                 SWITCHING.restore(self._switch_interval_s)
 
-    def _rehearse(self, transfer: BlockingTransfer) -> bool:
+    def _warm_up(self, transfer: BlockingTransfer) -> bool:
         try:
-            return self._opened.rehearse(transfer.room)
+            return self._opened.warm_up(transfer.room)
         except KvflowError:  # the rank is broken or closed
             return False
 
@@ -262,6 +274,8 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
             self._note_settled(transfer)
 
     def _check_open(self) -> None:
+        if self._is_forked:
+            raise LocalProtocolError("rank was opened before this process was forked; open another one here")
         if not self._is_open:
             raise LocalProtocolError("rank is not open")
 
@@ -294,6 +308,17 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
 
         self._call_soon(call)
         return result.result()
+
+
+_opened: "weakref.WeakSet[BlockingRank[Any, Any]]" = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for rank in list(_opened):
+        rank._abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
 
 
 class PrefillRank(BlockingRank[prefill.PrefillRank, BlockingSender]):

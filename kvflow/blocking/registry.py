@@ -53,6 +53,7 @@ class Registry:
             stack.enter_context(portal.wrap_async_context_manager(self._registry))
             self.endpoint = self._registry.endpoint
             self._stack = stack.pop_all()
+            self._running = loop
         return self
 
     def reload_trust(self, trust: Trust | None = None) -> None:
@@ -73,4 +74,5 @@ class Registry:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._portal = None
-        self._stack.close()
+        if self._running.is_running:  # it is the parent's in a fork
+            self._stack.close()

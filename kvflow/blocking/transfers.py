@@ -138,7 +138,7 @@ class BlockingTransfer:
         """Have `completed` tell of it; what changes before it has told is told with it."""
         if self.outcome is not Outcome.PENDING and self.memory is Memory.SAFE:  # nothing follows
             self._transfer.on_change = None
-        self._rank._rehearsals.skip()
+        self._rank._warm_ups.skip()
         if self.is_settled:
             self._rank._note_settled(self)
         if self._is_changed:

@@ -17,6 +17,8 @@ COMMANDS = {
     "bench": "kvflow.cli.bench.command",
     "registry": "kvflow.cli.registry",
     "keys": "kvflow.cli.keys",
+    "serve": "kvflow.cli.serve.command",
+    "proxy": "kvflow.cli.proxy.command",
     "simulate": "kvflow.cli.simulate",
     "explore": "kvflow.cli.explore",
     "replay": "kvflow.cli.replay",

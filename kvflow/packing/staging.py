@@ -57,20 +57,31 @@ class StagingMemory:
         return WindowSettings(self.range.address, self.range.length, slot_bytes, num_slots)
 
 
-def staging_memory(config: RankConfig, layout: KVLayout) -> StagingMemory | None:
+def staging_memory(config: RankConfig, layout: KVLayout, descriptor_overhead_s: float) -> StagingMemory | None:
     """Make the staging memory of a rank; None if it wants none, or nothing here can copy its kind of memory.
 
-    A rank whose memory is in several locations has none: a payload would have to be packed from all of them.
+    A rank whose memory is in several locations has none: a payload would have to be packed from all of them. Where
+    it is not known that descriptors cost anything, none is taken unless the settings say so: no route would use it.
+
+    Args:
+        config: Of the rank.
+        layout: Of the rank.
+        descriptor_overhead_s: What each descriptor costs its transport besides its bytes, in seconds.
 
     Raises:
         ConfigError: There is not so much of it.
     """
-    if len(layout.registered_locations) > 1:
+    if len(layout.registered_locations) > 1 or not _may_pack(config, descriptor_overhead_s):
         return None
-    never_packs = isinstance(config, PrefillConfig) and config.packing == "never"
-    num_bytes = 0 if never_packs else config.staging_bytes_for(is_on_host=layout.is_on_host)
+    num_bytes = config.staging_bytes_for(is_on_host=layout.is_on_host)
     copier = _copier_for(layout) if num_bytes else None
     return None if copier is None else StagingMemory(num_bytes, copier)
+
+
+def _may_pack(config: RankConfig, descriptor_overhead_s: float) -> bool:
+    if not isinstance(config, PrefillConfig):  # prefill decides what is packed
+        return descriptor_overhead_s > 0 or config.staging_bytes is not None
+    return config.packing == "always" or (config.packing == "auto" and descriptor_overhead_s > 0)
 
 
 def _copier_for(layout: KVLayout) -> Copier | None:

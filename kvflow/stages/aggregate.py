@@ -64,7 +64,7 @@ class Aggregate:
             detail = f"{type(message).__name__} came in band"
             self._context.anomalies.count("notice_rejected", stage=Stage.AGGREGATE.value, detail=detail)
 
-    def rehearse(self, core: DecodeCore, notice: Notice) -> None:
+    def warm_up(self, core: DecodeCore, notice: Notice) -> None:
         """Do what `take` does with a notice, but for a core that is thrown away."""
         message = decode(encode(notice))
         if isinstance(message, Notice):

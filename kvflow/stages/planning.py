@@ -159,7 +159,7 @@ class Planning:
         else:
             self._context.start_task(self._plan_in_thread, work)
 
-    def rehearse(self, piece: Piece) -> None:
+    def warm_up(self, piece: Piece) -> None:
         """Do what `post_piece` does, but for posting.
 
         Raises:

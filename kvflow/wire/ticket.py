@@ -5,17 +5,17 @@ Routers parse and write JSON again, and some read numbers as floats: what may be
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Final, Literal
 
 import msgspec
 
 from kvflow.config import check_endpoint, is_instance_name
-from kvflow.errors import ConfigError, TicketError
+from kvflow.errors import ConfigError, LocalProtocolError, TicketError
 from kvflow.room import RoomId, as_room
 from kvflow.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Capability, PeerId, RankId
 
-__all__ = ["Ticket"]
+__all__ = ["Ticket", "ticket_for_room"]
 
 MAX_TEXT: Final = 1_024
 MAX_DIGITS: Final = 19
@@ -112,6 +112,26 @@ class Ticket:
             raise TicketError("no protocol version in common", ticket=self.versions, here=here)
         if self.fingerprint != _brief(fingerprint):
             raise TicketError("ticket is of another model", ticket=self.fingerprint, here=fingerprint)
+
+
+def ticket_for_room(ticket: Mapping[str, object], room: RoomId) -> dict[str, object]:
+    """Give the ticket of another room of the process that gave a ticket, wherever that is known.
+
+    An engine whose scheduler answers the router, but whose rank is in a worker process, has the worker send one ticket
+    of any room, once.
+
+    Args:
+        ticket: From `PrefillRank.ticket`.
+        room: What it is to be for.
+
+    Raises:
+        TicketError: The ticket is malformed.
+        LocalProtocolError: The room is none.
+    """
+    number_or_name = as_room(room)
+    if number_or_name is None:
+        raise LocalProtocolError("room must be an integer or a string that is not too long", room=room)
+    return replace(Ticket.parse(ticket), room=number_or_name).as_dict()
 
 
 def _parse_room(digits: str) -> RoomId | None:

@@ -88,6 +88,24 @@ def test_smollm2_over_nixl_between_two_processes() -> None:
     assert "cache" in result["text"].lower()
 
 
+@pytest.mark.timeout(120)
+def test_managers_of_transformers_over_nixl_between_two_processes() -> None:
+    code, out, err = run_demo("--engine", "transformers", "--json", "--tokens", "24")
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    assert result["identical"] is True
+    assert result["text"] == result["text_alone"]
+    assert result["bytes"] == result["prompt_tokens"] * 2 * 30 * 3 * 64 * 4
+
+
+def test_person_sees_both_answers_of_managers(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--engine", "transformers", "--model", "tiny", "--backend", "memory", "--tokens", "5"]
+    assert main(["demo", *options]) == 0
+    shown = capsys.readouterr()
+    for words in ("the decode side says", "one manager alone says", "32 tokens on prefill, 16 on decode", "identical"):
+        assert words in shown.out
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(3, 1), (3, 6)])
 def test_tiny_model_over_memory_in_one_process(
     prefill_tp: int, decode_tp: int, capsys: pytest.CaptureFixture[str]
@@ -149,6 +167,7 @@ def test_page_that_was_not_written_is_noticed() -> None:
     ("options", "named"),
     [
         (["--prefill-tp", "0"], ["--prefill-tp", "0"]),
+        (["--engine", "transformers", "--decode-tp", "3"], ["--decode-tp", "one rank"]),
         (["--page-size", "-1"], ["--page-size", "-1"]),
         (["--prompt", ""], ["--prompt"]),
         (["--model", "/nowhere"], ["/nowhere", "smollm2", "tiny"]),

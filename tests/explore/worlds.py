@@ -16,6 +16,7 @@ WORLDS: Final = MappingProxyType(
         "one fault with one staging slot": Setup(max_faults=1, slots=1),
         "two rooms with one post of credit between them": Setup(max_faults=0, rooms=(1, 2), posts_per_peer=1),
         "two writes that are quiesced": Setup(max_faults=0, num_writes=2, posts_per_peer=1, quiesces=True),
+        "one fault with an announcement": Setup(max_faults=1, announces=True),
         "one fault with the handshake": Setup(max_faults=1, is_connected=False),
     }
 )

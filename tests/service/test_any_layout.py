@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
 MAX_RANKS = 8
 
 Condition = Callable[[], bool]
-Rehearsed = set[kvflow.DecodeRank]
+WarmedUp = set[kvflow.DecodeRank]
 
 small_worlds = worlds().filter(lambda world: len(world.prefill) + len(world.decode) <= MAX_RANKS)
 
@@ -61,8 +61,8 @@ async def test_over_nixl_at_real_addresses(world: World, post: int, stops: tuple
 @pytest.mark.timeout(120)
 @settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds)
-async def test_rehearsals_leave_no_trace(world: World) -> None:
-    await hand_over(world, "memory", rehearses=True)
+async def test_warm_ups_leave_no_trace(world: World) -> None:
+    await hand_over(world, "memory", warms_up=True)
 
 
 async def hand_over(world: World, backend: str, **options: Any) -> StagingStatistics:
@@ -85,12 +85,12 @@ async def transfer(
     bytes_per_post: int = 2**20,
     stops: tuple[int, ...] = (),
     packing: str = "auto",
-    rehearses: bool = False,
+    warms_up: bool = False,
 ) -> StagingStatistics:
     """Open every rank, send and receive the request; say what was packed."""
     totals = [0, 0]
     staging = STAGING if packing == "always" else {}
-    rehearsed = Rehearsed()
+    warmed_up = WarmedUp()
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
         senders, receivers = [], []
         for number, (_, rank) in enumerate(sorted(world.prefill.items())):
@@ -106,10 +106,10 @@ async def transfer(
             receivers.append((await stack.enter_async_context(receiver), rank))
         async with anyio.create_task_group() as tasks:
             for prefill, rank in senders:
-                all_rehearse = (lambda: len(rehearsed) == len(receivers)) if rehearses else None
-                tasks.start_soon(send, world, prefill, rank, stops, all_rehearse)
+                all_warm_up = (lambda: len(warmed_up) == len(receivers)) if warms_up else None
+                tasks.start_soon(send, world, prefill, rank, stops, all_warm_up)
             for decode, rank in receivers:
-                tasks.start_soon(receive, world, decode, rank, rehearsed if rehearses else None)
+                tasks.start_soon(receive, world, decode, rank, warmed_up if warms_up else None)
         for prefill, _ in senders:
             found = prefill.statistics().staging
             totals = [totals[0] + found.packed_posts, totals[1] + found.direct_posts]
@@ -121,7 +121,7 @@ async def send(
     prefill: kvflow.PrefillRank,
     rank: Rank,
     stops: tuple[int, ...],
-    others_rehearse: Condition | None,
+    others_warm_up: Condition | None,
 ) -> None:
     """The paged main component goes chunk by chunk, everything else with the last chunk."""
     num_tokens = world.num_tokens["kv"]
@@ -133,11 +133,11 @@ async def send(
             if start < stop:
                 pages = {"kv": rank.pages("kv", (start, stop))} if "kv" in names else {}
                 await sender.chunk((start, stop), pages, layers=layers)
-        if others_rehearse is not None:
+        if others_warm_up is not None:
             await sender.granted()
-            await until(others_rehearse)
+            await until(others_warm_up)
             before = prefill.statistics()
-            assert prefill.rehearse(ROOM)
+            assert prefill.warm_up(ROOM)
             assert prefill.statistics() == before
         last = (edges[-2], num_tokens)
         parts = {name: TokenPages((0, world.num_tokens[name]), rank.tables[name]) for name in names}
@@ -153,7 +153,7 @@ def with_all_pages(rank: Rank, name: str, part: TokenPages) -> TokenPages:
 
 
 async def receive(
-    world: World, decode: kvflow.DecodeRank, rank: Rank, rehearsed: set[kvflow.DecodeRank] | None
+    world: World, decode: kvflow.DecodeRank, rank: Rank, warmed_up: set[kvflow.DecodeRank] | None
 ) -> None:
     pages = {
         component.name: TokenPages(
@@ -163,12 +163,12 @@ async def receive(
     }
     tokens = world.wanted["kv"]
     async with decode.receive(ROOM, prefill="prefill", tokens=tokens, pages=pages) as receiver:
-        if rehearsed is not None:
-            await until(lambda: receiver.outcome is not Outcome.PENDING or decode.rehearse(ROOM))
+        if warmed_up is not None:
+            await until(lambda: receiver.outcome is not Outcome.PENDING or decode.warm_up(ROOM))
             before = decode.statistics()
-            assert decode.rehearse(ROOM) is (receiver.outcome is Outcome.PENDING)
+            assert decode.warm_up(ROOM) is (receiver.outcome is Outcome.PENDING)
             assert decode.statistics() == before
-            rehearsed.add(decode)
+            warmed_up.add(decode)
         handover = await receiver.done()
     held = {name[:3] for name in world.held()}
     assert handover.num_bytes == int((world.expected(rank, held) != world.expected(rank, set())).sum())

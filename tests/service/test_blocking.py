@@ -1,5 +1,6 @@
 """The blocking ranks, as a scheduler loop uses them: start, go on, poll."""
 
+import functools
 import os
 import selectors
 import subprocess
@@ -29,6 +30,7 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.room import RoomId
+from kvflow.state.warm_up import WARM_UP_ROOM
 from kvflow.wire.messages import Grant
 from tests.support.instances import BACKENDS, decode_config, make_pool, prefill_config
 from tests.support.pools import Pool
@@ -87,6 +89,64 @@ def test_scheduler_polls_until_the_pages_are_there(backend: str, share_loop: boo
             for page_cell in [("k", 0, PAGES["kv"][token // 4], token % 4, head) for head in range(6)]:
                 np.testing.assert_array_equal(pair.target.cell(*page_cell), pair.source.cell(*page_cell))
         assert pair.decode.statistics().rooms == 0
+
+
+FORKED = """
+import os
+import sys
+
+import pytest
+
+from kvflow.blocking import Outcome
+from kvflow.errors import LocalProtocolError
+from tests.service.test_blocking import PAGES, TOKENS, pair_of_ranks
+
+def move(pair, room):
+    receiver, sender = pair.receive(room), pair.prefill.send(room)
+    sender.finish(TOKENS, PAGES)
+    assert receiver.wait(20) is Outcome.SUCCESS, receiver.failure
+    assert sender.wait(20) is Outcome.SUCCESS, sender.failure
+
+def use_in_child(pair, receiver):
+    for rank in (pair.decode, pair.prefill):
+        for call in (rank.statistics, rank.start_drain, lambda: rank.release(1)):
+            with pytest.raises(LocalProtocolError, match="forked"):
+                call()
+        with pytest.raises(LocalProtocolError):
+            rank.fileno()
+        assert rank.completed() == rank.wait_any() == []
+    with pytest.raises(LocalProtocolError, match="forked"):
+        pair.receive(9)
+    with pytest.raises(LocalProtocolError, match="forked"):
+        pair.prefill.send(9)
+    receiver.abort()
+    assert receiver.wait() is Outcome.PENDING
+    pair.decode.close()
+    pair.prefill.close()
+
+with pair_of_ranks(sys.argv[1], share_loop=True) as pair:
+    move(pair, 1)
+    pair.decode.fileno()
+    receiver = pair.receive(2)
+    child = os.fork()
+    if child == 0:
+        use_in_child(pair, receiver)
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    sender = pair.prefill.send(2)
+    sender.finish(TOKENS, PAGES)
+    assert receiver.wait(20) is Outcome.SUCCESS, receiver.failure
+    assert sender.wait(20) is Outcome.SUCCESS, sender.failure
+    move(pair, 3)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_forked_child_leaves_the_ranks_to_its_parent(backend: str) -> None:
+    """It can neither use nor close them, nor does it wait for a thread that it does not have."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, backend]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -515,7 +575,9 @@ def test_closing_with_transfers_open_ends_them() -> None:
 
 def test_rank_that_cannot_open_leaves_no_thread() -> None:
     before = set(threading.enumerate())
-    config = prefill_config("tcp://127.0.0.1:1", bind="tcp://192.0.2.1:7000", trust=kvflow.Trust.none())  # an address of nobody (RFC 5737)
+    config = prefill_config(
+        "tcp://127.0.0.1:1", bind="tcp://192.0.2.1:7000", trust=kvflow.Trust.none()
+    )  # an address of nobody (RFC 5737)
     rank = blocking.PrefillRank(config, make_pool().layout)
     with pytest.raises(ConfigError, match="cannot be bound"):
         rank.__enter__()
@@ -558,6 +620,7 @@ import atexit, sys
 from contextlib import ExitStack
 from kvflow import blocking
 from kvflow.room import RoomId
+from kvflow.state.warm_up import WARM_UP_ROOM
 from kvflow.wire.messages import Grant
 from tests.support.instances import make_pool, prefill_config
 
@@ -618,24 +681,24 @@ def test_threads_are_switched_sooner_while_a_transfer_is_open(interval_s: float 
 
 
 @pytest.mark.parametrize("interval_s", [0, -1.0, float("nan"), "soon"])
-@pytest.mark.parametrize("name", ["switch_interval_s", "rehearsal_interval_s"])
+@pytest.mark.parametrize("name", ["switch_interval_s", "warm_up_interval_s"])
 def test_an_interval_of_a_loop_thread_is_a_duration(name: str, interval_s: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         LoopThread(**{name: interval_s})
 
 
-def test_a_transfer_that_waits_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearsed: set[str] = set()
+def test_a_transfer_that_waits_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed_up: set[str] = set()
     for kind in (kvflow.PrefillRank, kvflow.DecodeRank):
 
-        def note(rank: Any, room: int, rehearse: Any = kind.rehearse, name: str = kind.__name__) -> bool:
-            was_possible: bool = rehearse(rank, room)
+        def note(rank: Any, room: int, warm_up: Any = kind.warm_up, name: str = kind.__name__) -> bool:
+            was_possible: bool = warm_up(rank, room)
             if was_possible:
-                rehearsed.add(name)
+                warmed_up.add(name)
             return was_possible
 
-        monkeypatch.setattr(kind, "rehearse", note)
-    with registry_in_thread() as endpoint, LoopThread(rehearsal_interval_s=1e-3) as loop:
+        monkeypatch.setattr(kind, "warm_up", note)
+    with registry_in_thread() as endpoint, LoopThread(warm_up_interval_s=1e-3) as loop:
         source, target = make_pool(), make_pool()
         with (
             blocking.PrefillRank(prefill_config(endpoint, backend="memory"), source.layout, loop=loop) as prefill,
@@ -643,11 +706,28 @@ def test_a_transfer_that_waits_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> 
         ):
             receiver = decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
             sender = prefill.send(1)
-            while len(rehearsed) < 2:
+            while len(warmed_up) < 2:
                 time.sleep(1e-3)
             sender.finish(TOKENS, PAGES, metadata=b"token")
             receiver.wait()
             assert receiver.result().metadata == b"token"
+
+
+def test_a_room_that_warm_ups_use_is_an_engines_as_well() -> None:
+    with registry_in_thread() as endpoint, LoopThread(warm_up_interval_s=1e-3) as loop:
+        source, target = make_pool(), make_pool()
+        with (
+            blocking.PrefillRank(prefill_config(endpoint, backend="memory"), source.layout, loop=loop) as prefill,
+            blocking.DecodeRank(decode_config(endpoint, backend="memory"), target.layout, loop=loop) as decode,
+        ):
+            receiver = decode.receive(WARM_UP_ROOM, prefill="prefill", tokens=TOKENS, pages=PAGES)
+            sender = prefill.send(WARM_UP_ROOM)
+            while sender.wanted is None:
+                time.sleep(1e-3)
+            for rank in (prefill, decode):
+                assert not rank._call(functools.partial(rank._opened.warm_up, WARM_UP_ROOM))
+            sender.finish(TOKENS, PAGES, metadata=b"token")
+            assert receiver.wait() is Outcome.SUCCESS
 
 
 KILLED = """

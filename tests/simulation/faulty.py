@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from kvflow.backends import shared
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
+from kvflow.decode import DecodeRank
 from kvflow.stages import aggregate
 from kvflow.stages.submit import Submit
 from kvflow.state import tables
@@ -20,10 +21,11 @@ from kvflow.state.decode import room as decode_room
 from kvflow.state.decode import rooms as decode_rooms
 from kvflow.state.decode.held import HeldPages
 from kvflow.state.effects import DecodeEffect, DropPlan, PostPlan, PrefillEffect, WrittenBy
-from kvflow.state.events import Chunk, PlanFinished
+from kvflow.state.events import Chunk, DeliveryId, PlanFinished
 from kvflow.state.prefill import delivery as prefill_delivery
 from kvflow.state.prefill import peers as prefill_peers
 from kvflow.state.prefill import pieces, queue, slots
+from kvflow.state.prefill import room as prefill_room
 from kvflow.state.prefill import rooms as prefill_rooms
 from kvflow.state.tables import Memory, Outcome, RankState, Signal
 from kvflow.wire.messages import Notice
@@ -362,6 +364,18 @@ def tickets_are_good_for_any_process(patch: Patch) -> None:
     patch.setattr(handshake.Instances, "_fail_outdated", lambda *_: [])
 
 
+def pages_that_come_later_are_always_safe(patch: Patch) -> None:
+    """A room that was announced goes on as if it still had no pages."""
+    original = decode_room.Room.take_pages
+
+    def take_pages(self: decode_room.Room, given: Any, deadline: float) -> list[DecodeEffect]:
+        effects = original(self, given, deadline)
+        self.state = tables.TransferState(Memory.SAFE)
+        return effects
+
+    patch.setattr(decode_room.Room, "take_pages", take_pages)
+
+
 def quiesced_pages_are_not_waited_for(patch: Patch) -> None:
     patch.setattr(prefill_delivery.Delivery, "reads_pages", property(lambda _: False))
 
@@ -431,6 +445,73 @@ def notices_go_to_any_rank_of_an_endpoint(patch: Patch) -> None:
     patch.setattr(shared.SharedBackend, "_readers", lambda self: list(self._members)[:1])
 
 
+def announcements_keep_no_pages(patch: Patch) -> None:
+    """Prefill waits for an announced grant as long as for one that nobody has announced."""
+    patch.setattr(prefill_room.Room, "num_asked", property(lambda self: len(self.deliveries)))
+
+
+def rooms_are_announced_once(patch: Patch) -> None:
+    original = decode_room.Room.retransmit
+
+    def retransmit(self: decode_room.Room, timeout_s: float) -> list[DecodeEffect]:
+        return [] if self.is_announced else original(self, timeout_s)
+
+    patch.setattr(decode_room.Room, "retransmit", retransmit)
+
+
+def announced_rooms_may_be_without_pages_for_ever(patch: Patch) -> None:
+    original = decode_rooms.Rooms.expired
+
+    def expired(self: decode_rooms.Rooms, key: Any, now: float) -> list[DecodeEffect]:
+        if isinstance(key, decode_rooms.ReceiveDeadline) and key.generation in self.announced:
+            return []
+        return original(self, key, now)
+
+    patch.setattr(decode_rooms.Rooms, "expired", expired)
+
+
+def announced_rooms_outlive_their_decode_rank(patch: Patch) -> None:
+    original = prefill_rooms.Rooms.peer_lost
+
+    def peer_lost(self: prefill_rooms.Rooms, peer: Any, failure: Any, now: float) -> list[PrefillEffect]:
+        announced = {room: room.announced for room in self.rooms.values()}
+        for room in announced:
+            room.announced = {}
+        effects = original(self, peer, failure, now)
+        for room, before in announced.items():
+            room.announced = before
+        return effects
+
+    patch.setattr(prefill_rooms.Rooms, "peer_lost", peer_lost)
+
+
+def declines_of_announced_rooms_are_not_heard(patch: Patch) -> None:
+    def decline(self: prefill_rooms.Rooms, peer: Any, said: Any, _: float) -> list[PrefillEffect]:
+        return self._context.drained(DeliveryId(said.room, peer.id, said.generation), said.failure)
+
+    patch.setattr(prefill_rooms.Rooms, "decline", decline)
+
+
+def pages_of_announced_rooms_are_not_held(patch: Patch) -> None:
+    original = decode_rooms.Rooms.take_pages
+
+    def take_pages(self: decode_rooms.Rooms, given: Any, now: float) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(decode_rooms.Rooms, "_hold", lambda *_: None)
+            return original(self, given, now)
+
+    patch.setattr(decode_rooms.Rooms, "take_pages", take_pages)
+
+
+def announced_rooms_are_said_to_hold_pages(patch: Patch) -> None:
+    original = DecodeRank.open_transfer
+
+    def open_transfer(self: DecodeRank, generation: int, receiver: Any, event: Any, _: Any = None) -> None:
+        original(self, generation, receiver, event)
+
+    patch.setattr(DecodeRank, "open_transfer", open_transfer)
+
+
 FAULTS: Final[tuple[Fault, ...]] = (
     abort_releases_pages,
     failure_releases_pages,
@@ -467,6 +548,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     slots_are_not_asked_for,
     windows_of_the_lost_go_to_others_without_a_proof,
     tickets_are_good_for_any_process,
+    pages_that_come_later_are_always_safe,
     quiesced_pages_are_not_waited_for,
     plans_of_quiesced_pages_are_not_waited_for,
     tokens_that_were_forgotten_do_not_come_again,
@@ -475,4 +557,11 @@ FAULTS: Final[tuple[Fault, ...]] = (
     empty_notices_overtake_pieces,
     ranks_that_leave_end_writes_that_go_on,
     notices_go_to_any_rank_of_an_endpoint,
+    announcements_keep_no_pages,
+    rooms_are_announced_once,
+    announced_rooms_may_be_without_pages_for_ever,
+    announced_rooms_outlive_their_decode_rank,
+    declines_of_announced_rooms_are_not_heard,
+    pages_of_announced_rooms_are_not_held,
+    announced_rooms_are_said_to_hold_pages,
 )

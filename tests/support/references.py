@@ -39,7 +39,7 @@ TITLES: Final = {
 GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "ranks": {
         "kvflow.PrefillRank": ("endpoint", "send", "ticket", "statistics"),
-        "kvflow.DecodeRank": ("receive", "statistics"),
+        "kvflow.DecodeRank": ("receive", "announce", "statistics"),
         "kvflow.rank.Rank": RANK,
         "kvflow.SharedBackend": (),
         "kvflow.QuarantineRecord": (),
@@ -48,7 +48,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "transfers": {
         "kvflow.RoomSender": ("chunk", "finish", "granted", "quiesce", "delivered"),
-        "kvflow.RoomReceiver": ("done",),
+        "kvflow.RoomReceiver": ("grant", "done"),
         "kvflow.transfer.Transfer": ("abort", "is_settled", "until_safe", "error"),
         "kvflow.Handover": (),
         "kvflow.TokenPages": (),
@@ -67,7 +67,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.KVLayout": (),
         "kvflow.head_range": (),
     },
-    "registry": {"kvflow.Endpoint": ("parse",), "kvflow.Registry": ()},
+    "registry": {"kvflow.Endpoint": ("parse",), "kvflow.Registry": (), "kvflow.ticket_for_room": ()},
     "observation": {
         "kvflow.RankStatistics": (),
         "kvflow.statistics.StagingStatistics": (),
@@ -77,11 +77,11 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "blocking": {
         "kvflow.blocking.PrefillRank": ("endpoint", "send", "ticket"),
-        "kvflow.blocking.DecodeRank": ("receive",),
+        "kvflow.blocking.DecodeRank": ("receive", "announce"),
         "kvflow.blocking.ranks.BlockingRank": ("open", "close", "completed", "wait_any", "fileno", *RANK, "statistics"),
         "kvflow.blocking.TransferUpdate": (),
         "kvflow.blocking.BlockingSender": ("chunk", "finish", "quiesce", "is_quiesced", "resume_at", "result"),
-        "kvflow.blocking.BlockingReceiver": ("result",),
+        "kvflow.blocking.BlockingReceiver": ("grant", "result"),
         "kvflow.blocking.transfers.BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", *WAITS),
         "kvflow.blocking.LoopThread": (),
         "kvflow.blocking.Registry": (),

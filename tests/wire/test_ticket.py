@@ -1,15 +1,16 @@
 """Tickets: what survives a router, and what is refused of what does not."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.errors import TicketError
+from kvflow.errors import LocalProtocolError, TicketError
 from kvflow.wire.messages import PROTOCOL_VERSION, PeerId, RankId
-from kvflow.wire.ticket import Ticket
+from kvflow.wire.ticket import Ticket, ticket_for_room
 
 ISSUER = PeerId(RankId("prefill-0", 3), 2**64 - 1)
 TICKET = Ticket(2**63 - 1, "tcp://[::1]:7000", ISSUER, "model")
@@ -90,3 +91,20 @@ def test_what_is_meant_for_another_room_is_refused() -> None:
     TICKET.check(TICKET.room, "model")
     with pytest.raises(TicketError, match="another room"):
         TICKET.check(1, "model")
+
+
+def test_one_ticket_serves_for_every_room() -> None:
+    fields = TICKET.as_dict()
+    for room in (7, "request-7"):
+        assert Ticket.parse(ticket_for_room(fields, room)) == replace(TICKET, room=room)
+
+
+@pytest.mark.parametrize("room", [-1, "", True, None])
+def test_a_ticket_for_no_room_is_refused(room: Any) -> None:
+    with pytest.raises(LocalProtocolError, match="room must be"):
+        ticket_for_room(TICKET.as_dict(), room)
+
+
+def test_no_ticket_is_made_of_a_malformed_one() -> None:
+    with pytest.raises(TicketError, match="malformed"):
+        ticket_for_room({}, 7)

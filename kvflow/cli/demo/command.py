@@ -23,9 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default=default.model, help="smollm2, tiny (random weights: its text is noise), or a directory"
     )
+    engine = "show the adapter of an engine: transformers, two of whose managers hand a request over"
+    parser.add_argument("--engine", default=default.engine, choices=["none", "transformers"], help=engine)
     heads = "prefill ranks; the model's KV heads, 3 in smollm2 and tiny, must spread over them evenly"
-    parser.add_argument("--prefill-tp", type=int, default=default.prefill_tp, metavar="N", help=heads)
-    parser.add_argument("--decode-tp", type=int, default=default.decode_tp, metavar="N", help="decode ranks, likewise")
+    parser.add_argument("--prefill-tp", type=int, metavar="N", help=heads)
+    parser.add_argument("--decode-tp", type=int, metavar="N", help="decode ranks, likewise")
     add_backend_option(parser, default.backend)
     parser.add_argument("--page-size", type=int, default=default.page_size, metavar="N", help="tokens in each page")
     parser.add_argument("--chunk", type=int, default=default.chunk_tokens, metavar="N", help="tokens in each chunk")
@@ -78,6 +80,7 @@ def _prepare_model() -> int:
 
 
 def _options(arguments: argparse.Namespace) -> DemoOptions:
+    _choose_ranks(arguments)
     check_positive(arguments, "prefill_tp", "decode_tp", "page_size", "chunk", "tokens")
     if not arguments.prompt:
         raise ConfigError("option must not be empty", option="--prompt")
@@ -85,6 +88,7 @@ def _options(arguments: argparse.Namespace) -> DemoOptions:
     check_tp("--prefill-tp", arguments.prefill_tp, kv_heads)
     check_tp("--decode-tp", arguments.decode_tp, kv_heads)
     return DemoOptions(
+        engine=arguments.engine,
         model=arguments.model,
         prefill_tp=arguments.prefill_tp,
         decode_tp=arguments.decode_tp,
@@ -96,3 +100,18 @@ def _options(arguments: argparse.Namespace) -> DemoOptions:
         seed=arguments.seed,
         log=arguments.log,
     )
+
+
+def _choose_ranks(arguments: argparse.Namespace) -> None:
+    """Fill in how many ranks there are; managers have one.
+
+    Raises:
+        ConfigError: Managers were asked for more.
+    """
+    default = DemoOptions()
+    for option, ranks in (("prefill_tp", default.prefill_tp), ("decode_tp", default.decode_tp)):
+        chosen = getattr(arguments, option)
+        if arguments.engine != "none" and chosen not in (None, 1):
+            raise ConfigError("managers of transformers have one rank here", option=f"--{option.replace('_', '-')}")
+        if chosen is None:
+            setattr(arguments, option, ranks if arguments.engine == "none" else 1)

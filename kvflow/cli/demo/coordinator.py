@@ -14,7 +14,7 @@ from kvflow.cli.demo.options import DemoOptions, SideName
 from kvflow.cli.demo.threads import ThreadChild
 from kvflow.cli.processes import Child, ChildProcess, ChildSettings, Report, open_tasks
 
-__all__ = ["DemoResult", "OnReport", "run_demo"]
+__all__ = ["DemoResult", "ManagersResult", "OnReport", "run_demo"]
 
 MODULE: Final = "kvflow.cli.demo.workers"
 SIDES: Final[tuple[SideName, ...]] = ("prefill", "decode")
@@ -54,7 +54,31 @@ class DemoResult(msgspec.Struct, kw_only=True):
     text: str
 
 
-async def run_demo(options: DemoOptions, on_report: OnReport) -> DemoResult:
+class ManagersResult(msgspec.Struct, kw_only=True):
+    """What `kvflow demo --engine transformers --json` prints.
+
+    Attributes:
+        identical: The tokens equal those of one manager.
+        page_sizes: Tokens of a block, on prefill and on decode.
+        prompt_tokens: Tokens whose cache was moved.
+        tokens: Tokens that the decode manager generated, the first one of prefill included.
+        bytes: Bytes that were written into decode blocks.
+        text: What the generated tokens say.
+        text_alone: What those of one manager say.
+    """
+
+    identical: bool
+    backend: str
+    model: str
+    page_sizes: tuple[int, int]
+    prompt_tokens: int
+    tokens: int
+    bytes: int
+    text: str
+    text_alone: str
+
+
+async def run_demo(options: DemoOptions, on_report: OnReport) -> DemoResult | ManagersResult:
     """Run both sides to their end.
 
     Args:
@@ -70,15 +94,15 @@ async def run_demo(options: DemoOptions, on_report: OnReport) -> DemoResult:
             await stack.enter_async_context(_make_side(structs.replace(options, side=side), tasks, on_report))
             for side in SIDES
         ]
-        return await _route(options, prefill, decode)
+        return await (_route if options.engine == "none" else _route_managers)(options, prefill, decode)
 
 
 def _make_side(options: DemoOptions, tasks: TaskGroup, on_report: OnReport) -> ChildProcess | ThreadChild:
     settings: ChildSettings = {"answer_s": math.inf, "on_report": partial(on_report, options.side)}
     if options.backend == "memory":
-        from kvflow.cli.demo.workers import RUN  # noqa: PLC0415 - needs torch, which processes load themselves
+        from kvflow.cli.demo.workers import side_of  # noqa: PLC0415 - needs torch, which processes load themselves
 
-        return ThreadChild(options.side, RUN[options.side], options, tasks, **settings)
+        return ThreadChild(options.side, side_of(options), options, tasks, **settings)
     return ChildProcess(options.side, MODULE, options, tasks, shows_errors=True, **settings)
 
 
@@ -110,4 +134,27 @@ async def _route(options: DemoOptions, prefill: Child, decode: Child) -> DemoRes
         handover_ms=round((handover["at_s"] - last_chunk["at_s"]) * 1e3, 3),
         stages_ms={stage: round(time_s * 1e3, 3) for stage, time_s in seconds.items()},
         text=answer["text"],
+    )
+
+
+async def _route_managers(options: DemoOptions, prefill: Child, decode: Child) -> ManagersResult:
+    """Give both sides the request, as a router does: decode gets the ticket that prefill gives."""
+    await decode.expect("ready")
+    ready = await prefill.expect("ready")
+    await prefill.tell("serve")
+    ticket = (await prefill.expect("ticket"))["ticket"]
+    await decode.tell("serve", ticket=ticket)
+    handover = await decode.expect("handover")
+    answer = await decode.expect("answer")
+    alone = await prefill.expect("reference")
+    return ManagersResult(
+        identical=answer["tokens"] == alone["tokens"],
+        backend=options.backend,
+        model=options.model,
+        page_sizes=(options.page_size_of("prefill"), options.page_size_of("decode")),
+        prompt_tokens=ready["prompt_tokens"],
+        tokens=len(answer["tokens"]),
+        bytes=handover["num_bytes"],
+        text=answer["text"],
+        text_alone=alone["text"],
     )

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from kvflow.cli.demo.coordinator import DemoResult
+from kvflow.cli.demo.coordinator import DemoResult, ManagersResult
 from kvflow.cli.demo.options import DemoOptions
 from kvflow.cli.processes import Report
 
@@ -85,10 +85,31 @@ class ProgressDisplay:
         self._state(side, "done")
 
 
-def print_result(result: DemoResult) -> None:
+def print_result(result: DemoResult | ManagersResult) -> None:
     """Print the answer, the figures and the verdict to standard output."""
     console = Console()
     console.print(Panel(Text(result.text.strip()), title="the decode side says", title_align="left"))
+    if isinstance(result, ManagersResult):
+        console.print(Panel(Text(result.text_alone.strip()), title="one manager alone says", title_align="left"))
+        console.print(_managers_table(result), highlight=False)
+    else:
+        console.print(_figures(result), highlight=False)
+    alone = "one manager" if isinstance(result, ManagersResult) else "one process"
+    if result.identical:
+        console.print(f"[green]identical[/]: all {result.tokens} tokens equal those of {alone}", highlight=False)
+    else:
+        console.print(f"[red]different[/]: the tokens are not those of {alone}", highlight=False)
+
+
+def _managers_table(result: ManagersResult) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("managers", f"two of transformers' continuous batching, over {result.backend}")
+    table.add_row("cache moved", f"{result.prompt_tokens} tokens, {result.bytes / 1e6:.2f} MB")
+    table.add_row("blocks", "{} tokens on prefill, {} on decode".format(*result.page_sizes))
+    return table
+
+
+def _figures(result: DemoResult) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_row("prefill -> decode", f"{result.prefill_tp} -> {result.decode_tp} ranks over {result.backend}")
     table.add_row("cache moved", f"{result.prompt_tokens} tokens, {result.bytes / 1e6:.2f} MB")
@@ -97,8 +118,4 @@ def print_result(result: DemoResult) -> None:
     table.add_row("time in each stage", "(slowest rank; stages overlap)")
     for stage, time_ms in result.stages_ms.items():
         table.add_row(f"  {stage}", f"{time_ms:8.2f} ms  {STAGE_WORDS[stage]}")
-    console.print(table, highlight=False)
-    if result.identical:
-        console.print(f"[green]identical[/]: all {result.tokens} tokens equal those of one process", highlight=False)
-    else:
-        console.print("[red]different[/]: the tokens are not those of one process", highlight=False)
+    return table

@@ -50,6 +50,8 @@ class LanguageModel:
         num_layers: Layers.
         num_kv_heads: KV heads of the whole model.
         head_dim: Elements of one head.
+        network: The model itself.
+        end_ids: Tokens that end an answer.
     """
 
     def __init__(self, name: str, network: LlamaForCausalLM, tokenizer: _Tokenizer, end_ids: Sequence[int]) -> None:
@@ -58,9 +60,9 @@ class LanguageModel:
         self.num_layers: int = config.num_hidden_layers
         self.num_kv_heads: int = config.num_key_value_heads
         self.head_dim: int = config.head_dim
-        self._network = network.eval()
+        self.network = network.eval()
         self._tokenizer = tokenizer
-        self._end_ids = frozenset(end_ids)
+        self.end_ids = frozenset(end_ids)
 
     def encode(self, prompt: str) -> list[int]:
         """Give the token ids of a prompt, chat template included."""
@@ -72,12 +74,12 @@ class LanguageModel:
 
     def new_cache(self) -> DynamicCache:
         """Make an empty KV cache, see `keys_and_values`."""
-        return DynamicCache(config=self._network.config)
+        return DynamicCache(config=self.network.config)
 
     @torch.inference_mode()
     def step(self, ids: Sequence[int], cache: DynamicCache) -> int:
         """Append tokens to the cache, and give the most likely next one."""
-        output = self._network(torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = self.network(torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         return int(output.logits[0, -1].argmax())
 
     def generate(self, first: int, cache: DynamicCache, num_tokens: int) -> Iterator[int]:
@@ -93,7 +95,7 @@ class LanguageModel:
             if position:
                 token = self.step([token], cache)
             yield token
-            if token in self._end_ids:
+            if token in self.end_ids:
                 return
 
 

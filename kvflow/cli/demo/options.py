@@ -8,9 +8,10 @@ import msgspec
 
 from kvflow.errors import ConfigError
 
-__all__ = ["DEFAULT_PROMPT", "KV_HEADS", "DemoOptions", "SideName", "check_model", "check_tp"]
+__all__ = ["DEFAULT_PROMPT", "KV_HEADS", "DemoOptions", "EngineName", "SideName", "check_model", "check_tp"]
 
 SideName = Literal["prefill", "decode"]
+EngineName = Literal["none", "transformers"]
 
 DEFAULT_PROMPT = """\
 Large language models answer in two phases. In the first, called prefill, the whole prompt is read at once and a key \
@@ -33,6 +34,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         side: Which side a worker plays.
+        engine: "none" (pools as an engine would keep them), or the engine whose adapter is shown.
         model: "smollm2", "tiny", or the directory of a Llama model.
         prefill_tp: Prefill ranks, among which the KV heads are split or replicated.
         decode_tp: Decode ranks, likewise.
@@ -46,6 +48,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     side: SideName = "prefill"
+    engine: EngineName = "none"
     model: str = "smollm2"
     prefill_tp: int = 3
     decode_tp: int = 1
@@ -56,6 +59,10 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 48
     seed: int = 0
     log: Literal["none", "console", "json"] = "none"
+
+    def page_size_of(self, side: SideName) -> int:
+        """Give the page size of an engine. Prefill has twice that of decode, to show that they may differ."""
+        return self.page_size * (2 if side == "prefill" else 1)
 
 
 def check_model(model: str) -> int:

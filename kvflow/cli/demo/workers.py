@@ -9,15 +9,24 @@ from kvflow.cli.demo import decode, prefill
 from kvflow.cli.demo.options import DemoOptions, SideName
 from kvflow.cli.processes import Line, run_child
 
-__all__ = ["RUN", "main"]
+__all__ = ["main", "side_of"]
 
 RUN: Final[dict[SideName, Callable[[DemoOptions, Line], None]]] = {"prefill": prefill.run, "decode": decode.run}
+
+
+def side_of(options: DemoOptions) -> Callable[[DemoOptions, Line], None]:
+    """Give what one side does."""
+    if options.engine == "transformers":
+        from kvflow.cli.demo import managers  # noqa: PLC0415 - needs the one version that its adapter knows
+
+        return managers.RUN[options.side]
+    return RUN[options.side]
 
 
 def _run(options: DemoOptions, line: Line) -> None:
     if options.log != "none":
         kvflow.configure_logging(options.log)
-    RUN[options.side](options, line)
+    side_of(options)(options, line)
 
 
 def main() -> int:

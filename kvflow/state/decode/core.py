@@ -21,9 +21,9 @@ from kvflow.state.effects import CountAnomaly, DecodeEffect, WatchNotices
 from kvflow.state.leaving import Leaving
 from kvflow.state.peers import LeaseCheck, is_genuine, log_loss
 from kvflow.state.quarantine import Awaited, MissingProof, Quarantine
-from kvflow.state.rehearsal import REHEARSED
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.timers import Timers
+from kvflow.state.warm_up import WARM_UP_ROOM
 from kvflow.wire.messages import (
     AnyMessage,
     Drained,
@@ -148,21 +148,22 @@ class DecodeCore:
         """Staging windows that are left."""
         return self.windows.num_windows - self.windows.num_taken
 
-    def understudy(self, room: RoomId, now: float) -> tuple["DecodeCore", list[Notice]] | None:
-        """Make a core that knows one granted room and nothing else, to rehearse what becomes of it.
+    def warm_up_core(self, room: RoomId, now: float) -> tuple["DecodeCore", list[Notice]] | None:
+        """Make a core that knows one granted room and nothing else, to run what will become of it.
 
         Returns:
-            The core, and the notices with which the prefill ranks end it, for the room `REHEARSED`; None if the room is
-            not granted.
+            The core, and the notices with which the prefill ranks end it, for the room `WARM_UP_ROOM`; None if the room
+            is not granted.
         """
         known = self.rooms.rooms.get(self.rooms.generations.get(room, 0))
-        if known is None or not known.granted or not known.state.is_pending:
+        is_used = WARM_UP_ROOM in self.rooms.generations
+        if known is None or not known.granted or not known.state.is_pending or is_used:
             return None
         other = DecodeCore(self.me, self._settings)
-        opened = replace(known.opened, room=REHEARSED, digest=False)
-        rehearsed = other.rooms.open(opened, now)
-        other.rooms.connected(rehearsed, tuple(progress.rank for progress in known.ranks.values()), now)
-        return other, [progress.only_notice(opened) for progress in rehearsed.ranks.values()]
+        opened = replace(known.opened, room=WARM_UP_ROOM, digest=False)
+        opened_room = other.rooms.open(opened, now)
+        other.rooms.connected(opened_room, tuple(progress.rank for progress in known.ranks.values()), now)
+        return other, [progress.only_notice(opened) for progress in opened_room.ranks.values()]
 
     def _handle(self, event: ev.DecodeEvent, now: float) -> list[DecodeEffect]:  # noqa: C901, PLR0912 - one arm an event
         match event:
@@ -260,7 +261,8 @@ class DecodeCore:
                 if not self.instances.expects_answer(peer, message.attempt):
                     return []
                 effects = self._replace_others(peer, now)
-                return [*effects, *self.instances.welcomed(peer, message, now)]
+                effects += self.instances.welcomed(peer, message, now)
+                return effects if self.peers.is_connected(peer) else [*effects, *self._ask_whether_it_lives(peer, now)]
             case SlotQuery():
                 return self.rooms.slot_query(peer, message)
             case Goodbye():
@@ -305,13 +307,15 @@ class DecodeCore:
         """Ask at once whether the process still exists, and send nothing new until it is heard from."""
         known = self.peers.find(peer)
         if known is None:
-            return self.instances.suspect(peer, now) if self.instances.is_handshaking(peer) else []
+            if not self.instances.is_handshaking(peer):
+                return []
+            self.peers.broke_early(peer)
+            return self.instances.suspect(peer, now)
         known.disconnected()
-        return [
-            *self.peers.probe(peer),
-            *self.peers.ping(peer, now),
-            *self.instances.suspect(peer, now),
-        ]
+        return [*self._ask_whether_it_lives(peer, now), *self.instances.suspect(peer, now)]
+
+    def _ask_whether_it_lives(self, peer: PeerId, now: float) -> list[DecodeEffect]:
+        return [*self.peers.probe(peer), *self.peers.ping(peer, now)]
 
     def _connection_refused(self, peer: PeerId, detail: str, now: float) -> list[DecodeEffect]:
         """Give a rank up that this one must not talk to, or that does not talk to this one, for their keys."""

@@ -84,6 +84,7 @@ class PrefillPeers:
         self._timers = timers
         self._peers: dict[PeerId, Peer] = {}
         self._open: dict[PeerId, None] = {}
+        self._broken: dict[PeerId, None] = {}
         self._endpoints: OrderedDict[PeerId, str] = OrderedDict()
         self._probing: dict[PeerId, bool] = {}
         self._ended: OrderedDict[PeerId, None] = OrderedDict()
@@ -123,6 +124,7 @@ class PrefillPeers:
         if peer in self._open:
             return []
         self._open[peer] = None
+        self._broken.pop(peer, None)
         return [Connect(peer, endpoint)]
 
     @property
@@ -134,8 +136,13 @@ class PrefillPeers:
         """Note that no connection could be made."""
         self._open.pop(peer, None)
 
+    def broke_early(self, peer: PeerId) -> None:
+        """Note that a connection broke during the handshake: the answer may come from a process that is gone."""
+        self._broken[peer] = None
+
     def close(self, peer: PeerId) -> list[DecodeEffect]:
         """Close a connection, if there is one."""
+        self._broken.pop(peer, None)
         self._timers.clear(PeerForgotten(peer))
         return [Disconnect(peer)] if self._open.pop(peer, peer) is None else []
 
@@ -167,7 +174,10 @@ class PrefillPeers:
     # Liveness --------------------------------------------------------------------------------------------------------
 
     def handshake_done(self, peer: PeerId, now: float, domain: bytes) -> bool:
-        """Note that a rank takes grants, and what it says of its transport; say whether it was not known before."""
+        """Note that a rank takes grants, and what it says of its transport; say whether it was not known before.
+
+        One whose connection broke meanwhile is suspect until something else is heard.
+        """
         _remember(self._origins, peer, self.origin(peer)._replace(domain=domain))
         known = self._peers.get(peer)
         is_new = known is None
@@ -176,6 +186,9 @@ class PrefillPeers:
         self._timers.clear(PeerForgotten(peer))
         self.windows.use(peer)
         known.connected(self._timeouts.lease_s, now)
+        if peer in self._broken:
+            del self._broken[peer]
+            known.disconnected()
         self._timers.set(PingDue(peer), now + self._timeouts.ping_s)
         return is_new
 

@@ -34,9 +34,9 @@ from kvflow.state.prefill.queue import PieceQueue
 from kvflow.state.prefill.rooms import PostStalled, Rooms
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool, SlotUnreturned
 from kvflow.state.quarantine import Awaited, MissingProof, Quarantine
-from kvflow.state.rehearsal import REHEARSED, first_page_of
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.timers import Timers
+from kvflow.state.warm_up import WARM_UP_ROOM, first_page_of
 from kvflow.wire.messages import (
     OLDEST_VERSION,
     PROTOCOL_VERSION,
@@ -198,21 +198,21 @@ class PrefillCore:
         """Staging slots, own ones and those of decode ranks, that are out of use."""
         return self.local_slots.num_lost + self.slots.num_lost
 
-    def understudy(self, room: RoomId, now: float) -> "tuple[PrefillCore, Grant] | None":
-        """Make a core that knows one granted room and nothing else, to rehearse what becomes of it.
+    def warm_up_core(self, room: RoomId, now: float) -> "tuple[PrefillCore, Grant] | None":
+        """Make a core that knows one granted room and nothing else, to run what will become of it.
 
         Returns:
-            The core, and the grant, which is of one page for the room `REHEARSED`; None if no decode rank waits for
+            The core, and the grant, which is of one page for the room `WARM_UP_ROOM`; None if no decode rank waits for
             chunks of the room.
         """
         known = self.rooms.rooms.get(room)
         delivery = known.next_delivery if known is not None else None
         peer = self.peers.find(delivery.id.peer) if delivery is not None else None
-        if delivery is None or peer is None:
+        if delivery is None or peer is None or WARM_UP_ROOM in self.rooms.rooms:
             return None
         other = PrefillCore(self.me, self._settings)
         grant = first_page_of(delivery.grant, peer.link.layout)
-        other.rooms.open(REHEARSED, now)
+        other.rooms.open(WARM_UP_ROOM, now)
         other.rooms.grant(other.peers.adopt(peer, now), grant, now)
         return other, grant
 

@@ -85,6 +85,7 @@ class Setup(NamedTuple):
             are any.
         quiesces: The prefill engines take their pages back once, at any time after they have offered everything, and
             go on from where that leaves them.
+        announces: The decode engines announce each room, and have pages for it at any time after that.
     """
 
     num_prefill: int = 1
@@ -97,6 +98,7 @@ class Setup(NamedTuple):
     posts_per_peer: int = 16
     slots: int = 0
     quiesces: bool = False
+    announces: bool = False
 
 
 class Step(NamedTuple):
@@ -224,6 +226,7 @@ class SmallWorld:
         self._generations = {room: number for number, room in enumerate(setup.rooms, 1)}
         self.script: list[tuple[str, int, Any]] = [item for room in setup.rooms for item in self._requests(room)]
         self.quiescing: dict[tuple[int, RoomId], None] = {}
+        self.announced: dict[tuple[int, int], None] = {}
         self.sent: dict[tuple[int, RoomId], tuple[Outcome, Memory]] = {}
         self.received: dict[tuple[int, RoomId], tuple[Outcome, Memory]] = {}
         if setup.is_connected:
@@ -309,9 +312,10 @@ class SmallWorld:
         try:
             self.tell(side, rank, event)
         except KvflowError:
-            if side == "D":
+            has_failed = isinstance(event, ev.ReceiveGranted) and (rank, event.generation) in self.received
+            if side == "D" and not has_failed:
                 raise
-            # the room has failed meanwhile, and its engine has nothing more to offer
+            # the room has failed meanwhile, and its engine has nothing more to offer, or to give
 
     def finish(self, number: int) -> None:
         """Something that the shell was doing ends."""
@@ -399,7 +403,12 @@ class SmallWorld:
                 self._carry_out_prefill(number, effect, event)
             self._check_told(number)
         else:
-            for decode_effect in core.handle(event, self.now):
+            effects = core.handle(event, self.now)
+            if isinstance(event, ev.ReceiveOpened) and event.is_announced:
+                self.announced[number, event.generation] = None
+            elif isinstance(event, ev.ReceiveGranted):
+                del self.announced[number, event.generation]
+            for decode_effect in effects:
                 self._carry_out_decode(number, decode_effect, event)
         check_invariants(core)
 
@@ -547,6 +556,8 @@ class SmallWorld:
     def _check_received(self, number: int, report: ef.ReportReceiver) -> None:
         generation = report.generation
         self.received[number, generation] = (report.outcome, report.memory)
+        if (number, generation) in self.announced and report.memory is not Memory.SAFE:
+            raise PromiseBroken("a room that has no pages is not safe", generation=generation)
         if report.outcome is Outcome.SUCCESS:
             for prefill in range(self.setup.num_prefill):
                 num_landed = sum(piece[:3] == (generation, prefill, number) for piece in self.landed)
@@ -721,8 +732,16 @@ class SmallWorld:
                 timeout_s=GIVE_UP_S,
                 secret=b"explored",
             )
-            script.append(("D", number, opened))
+            script += [("D", number, event) for event in self._received_as(opened)]
         return script
+
+    def _received_as(self, opened: ev.ReceiveOpened) -> list[Any]:
+        """Receive at once, or announce it and give the pages after that."""
+        if not self.setup.announces:
+            return [opened]
+        announced = msgspec.structs.replace(opened, ranges={}, pages={}, is_announced=True)
+        granted = ev.ReceiveGranted(opened.room, opened.generation, opened.ranges, opened.pages, opened.timeout_s)
+        return [announced, granted]
 
     def _chunk(self, room: RoomId, start: int) -> ev.ChunkOffered:
         """The last chunk of a room."""

@@ -168,7 +168,8 @@ class Deployment:
             group.start_soon(self._run, host)
             while not host.is_ready:  # noqa: ASYNC110 - the agent has the name of the rank that opens it
                 await anyio.sleep(POLL_S / 4)
-            group.start_soon(self._run, self.workers[guest])
+            if not host.is_leaving:
+                group.start_soon(self._run, self.workers[guest])
 
     async def _run(self, worker: Worker) -> None:
         rank = worker.rank_id
@@ -267,6 +268,7 @@ class Deployment:
                 for one in worker.transfers:
                     if isinstance(one, Receiving):
                         self.oracle.check_told(one)
+                        self.oracle.check_announced(one)
 
     def check_quarantine(self) -> None:
         """What is still in quarantine must have a reason.
@@ -358,6 +360,7 @@ def leftovers(worker: Worker) -> Mapping[str, int]:
         "quarantined": counts.quarantined,
         "quarantined_pages": counts.quarantined_pages,
         "waiting_grants": counts.waiting_grants,
+        "announced": counts.announced,
         "queued_chunks": counts.queued_chunks,
         "posted": counts.posted,
         "slots_taken": counts.staging.slots_taken,

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "POLL_S",
     "REFUSALS",
+    "Announcing",
     "Course",
     "DecodeWorker",
     "DeviceEvent",
@@ -104,6 +105,18 @@ class Preemption(NamedTuple):
     rest_s: float
 
 
+class Announcing(NamedTuple):
+    """How a decode engine comes by pages for a room that it announces.
+
+    Attributes:
+        after_s: How long after the announcement it looks for pages; None if it never does.
+        is_hasty: Before it looks for pages, it gives those of another transfer.
+    """
+
+    after_s: float | None
+    is_hasty: bool = False
+
+
 class Course(NamedTuple):
     """How a worker gets through a request.
 
@@ -112,6 +125,7 @@ class Course(NamedTuple):
         pauses: For each chunk, if it is offered before it is computed: where groups of layers end, and how long the
             device takes for each.
         preemption: After which chunk the engine preempts the request, if it does.
+        announcing: How a decode engine gets pages if it announces the request first.
         pace_s: How long a chunk takes to compute.
         wait_s: How long it tries to begin.
         give_up_s: After which it gives a request up that it has begun.
@@ -122,6 +136,7 @@ class Course(NamedTuple):
     cuts: tuple[int | None, ...] = ()
     pauses: tuple[tuple[tuple[int, float], ...], ...] = ()
     preemption: Preemption | None = None
+    announcing: Announcing | None = None
     pace_s: float = 0.0
     wait_s: float = 1.0
     give_up_s: float = 60.0
@@ -313,6 +328,10 @@ class Worker:
         if one not in self.transfers:  # it was refused, so that nobody has ever known the pages
             self.pool.give_back(one.lease)
             return
+        if isinstance(one, Receiving):
+            self.oracle.check_announced(one)
+        else:
+            self.oracle.check_not_lost(one)
         if self.world.story is not None:
             reason = "" if one.failure is None else f" ({one.failure.reason.value}: {one.failure.detail})"
             self.world.tell(f"{one} ENDS {one.outcome.value}, memory {one.memory.value}{reason}")
@@ -387,7 +406,7 @@ class PrefillWorker(Worker):
         for number, (stop, groups) in enumerate(zip(course.cuts, pauses, strict=True)):
             await anyio.sleep(course.pace_s)
             with suppress(KvflowError):  # the rank is closed or broken, which the next call will say
-                self.rank.rehearse(one.request.room)
+                self.rank.warm_up(one.request.room)
             if stop is None:
                 await anyio.sleep_forever()
             elif stop > one.position or number == last:
@@ -411,8 +430,9 @@ class PrefillWorker(Worker):
         resume_at = await one.transfer.quiesce()
         self.world.tell(f"{one} is preempted and goes on at {resume_at}")
         self.pool.give_back(one.lease)
-        one.lease = self.pool.nothing(one.lease)
+        one.lease = self.pool.nothing(one.lease.name, one.request.room)
         if resume_at is None:
+            self.oracle.finished(one)
             return False
         if rest_s:
             await anyio.sleep(rest_s)
@@ -496,16 +516,24 @@ class DecodeWorker(Worker):
 
     def reuse_too_early(self) -> None:
         """Receive into pages that another transfer still needs, as an engine with a bug does; kvflow must refuse it."""
-        one = next((one for one in self.transfers if isinstance(one, Receiving) and _is_reusable(one)), None)
+        one = self._find_reusable()
         if one is None:
             return
-        names = self.pool.table.first_page
-        pages = {name: list(one.lease.pages[name]) if name in one.ranges else None for name in names}
-        tokens = (one.request.start, one.request.num_tokens)
-        prefill = one.request.prefill if one.request.reference is None else one.request.reference
-        another = self.rank.receive(REUSING_ROOM, prefill=prefill, tokens=tokens, pages=pages)
+        another = self.rank.receive(
+            REUSING_ROOM,
+            prefill=_prefill_of(one.request),
+            tokens=_tokens_of(one.request),
+            pages=self._page_lists(one.lease, one.ranges),
+        )
+        self._reuse(one, another.open)
+
+    def _find_reusable(self) -> Receiving | None:
+        return next((one for one in self.transfers if isinstance(one, Receiving) and _is_reusable(one)), None)
+
+    def _reuse(self, one: Receiving, begin: Callable[[], object]) -> None:
+        """Begin with something in the pages of a transfer, which must be refused."""
         try:
-            another.open()
+            begin()
         except PagesInUse as refusal:
             self.num_refused += 1
             self.oracle.check_refused(one, refusal)
@@ -514,25 +542,30 @@ class DecodeWorker(Worker):
         else:
             self.oracle.check_refused(one, None)
 
-    def prepare(self, request: Request, timeout_s: float | None = None) -> Receiving | None:
-        """Take pages for a request; None if there are not enough."""
-        self.reuse_too_early()
-        layout = self.pool.table.layout
-        tokens = (request.start, request.num_tokens)
-        ranges = {KV: tokens}
-        counts = {KV: pages_spanned(tokens, layout.component(KV).tokens_per_slot)}
+    def _page_lists(self, lease: Lease, ranges: Mapping[str, TokenRange]) -> dict[str, Any]:
+        return {name: list(lease.pages[name]) if name in ranges else None for name in self.pool.table.first_page}
+
+    def _take_ranges(self, request: Request) -> tuple[Lease | None, dict[str, TokenRange]]:
+        """Take pages for what a request wants, and say what that is."""
+        ranges = {KV: _tokens_of(request)}
+        counts = {KV: pages_spanned(ranges[KV], self.pool.table.layout.component(KV).tokens_per_slot)}
         if STATE in self.pool.table.first_page and request.wants_state:
             ranges[STATE] = (0, 1)
             counts[STATE] = 1
-        lease = self._take(request, counts)
+        return self._take(request, counts), ranges
+
+    def prepare(self, request: Request, timeout_s: float | None = None) -> Receiving | None:
+        """Take pages for a request; None if there are not enough."""
+        self.reuse_too_early()
+        lease, ranges = self._take_ranges(request)
         if lease is None:
             return None
         timeout_s = self.deployment.timeouts.transfer_s if timeout_s is None else timeout_s
         receiver = self.rank.receive(
             request.room,
-            prefill=request.prefill if request.reference is None else request.reference,
-            tokens=tokens,
-            pages={name: list(lease.pages[name]) if name in ranges else None for name in self.pool.table.first_page},
+            prefill=_prefill_of(request),
+            tokens=_tokens_of(request),
+            pages=self._page_lists(lease, ranges),
             num_ranks=request.num_decode_ranks,
             timeout_s=timeout_s,
             digest=request.digest,
@@ -543,9 +576,87 @@ class DecodeWorker(Worker):
             request, self.process, self.rank_id, self.pool, lease, receiver, at, timeout_s=timeout_s, ranges=ranges
         )
 
+    def announce(self, request: Request, timeout_s: float | None = None) -> Receiving:
+        """Announce a request, without pages."""
+        timeout_s = self.deployment.timeouts.announced_s if timeout_s is None else timeout_s
+        receiver = self.rank.announce(
+            request.room,
+            prefill=_prefill_of(request),
+            num_ranks=request.num_decode_ranks,
+            timeout_s=timeout_s,
+            priority=request.priority,
+        )
+        lease = self.pool.nothing(f"{request} on {self.rank_id}", request.room)
+        at = self.world.now
+        return Receiving(
+            request,
+            self.process,
+            self.rank_id,
+            self.pool,
+            lease,
+            receiver,
+            at,
+            timeout_s=timeout_s,
+            is_announced=True,
+            announced_at=at,
+        )
+
+    def grant(self, one: Receiving, *, is_hasty: bool = False) -> bool:
+        """Give pages to a request that was announced.
+
+        Args:
+            one: Which.
+            is_hasty: Give it those of another transfer first, as an engine with a bug does; kvflow must refuse it.
+
+        Returns:
+            Whether the engine is through with that; else there are no pages yet.
+        """
+        if is_hasty and (other := self._find_reusable()) is not None:
+            tokens, pages = _tokens_of(other.request), self._page_lists(other.lease, other.ranges)
+            self._reuse(other, lambda: one.transfer.grant(tokens=tokens, pages=pages))
+        lease, ranges = self._take_ranges(one.request)
+        if lease is None:
+            return False
+        timeout_s = self.deployment.timeouts.transfer_s
+        try:
+            one.transfer.grant(
+                tokens=_tokens_of(one.request),
+                pages=self._page_lists(lease, ranges),
+                digest=one.request.digest,
+                timeout_s=timeout_s,
+            )
+        except CapacityExceeded:
+            self.pool.give_back(lease)
+            return False
+        except REFUSALS as error:
+            self.pool.give_back(lease)
+            self.world.tell(f"{one} gets no pages: {type(error).__name__}: {error}")
+            return True
+        one.lease, one.ranges, one.timeout_s, one.is_announced = lease, ranges, timeout_s, False
+        self.world.tell(f"{one} has pages")
+        self.oracle.granted(one)
+        return True
+
+    def _grant_in_time(self, one: Receiving, *, is_hasty: bool) -> None:
+        """Give it pages as soon as there are some, unless the engine has left it by then."""
+        if not one.is_told and not self.grant(one, is_hasty=is_hasty):
+            again = functools.partial(self._grant_in_time, one, is_hasty=is_hasty)
+            self.world.loop.call_in(POLL_S, self.process.call, again)
+
+    async def _receive_announced(self, one: Receiving, announcing: Announcing) -> None:
+        if announcing.after_s is not None:
+            grant = functools.partial(self._grant_in_time, one, is_hasty=announcing.is_hasty)
+            self.world.loop.call_in(announcing.after_s, self.process.call, grant)
+        await self.receive(one)
+
     async def serve(self, request: Request, course: Course) -> bool:
-        """Receive a request."""
-        return await self._carry_out(lambda: self.prepare(request), self.receive, course.wait_s)
+        """Receive a request, perhaps after it was announced."""
+        announcing = course.announcing
+        if announcing is None:
+            return await self._carry_out(lambda: self.prepare(request), self.receive, course.wait_s)
+        return await self._carry_out(
+            lambda: self.announce(request), lambda one: self._receive_announced(one, announcing), course.wait_s
+        )
 
     async def receive(self, one: Receiving) -> None:
         """Wait until a room is there, and see that it is."""
@@ -556,6 +667,16 @@ class DecodeWorker(Worker):
             self.oracle.left(one)
         self.oracle.check_handover(one, handover)
         self.oracle.check_success(one)
+
+
+def _prefill_of(request: Request) -> Any:
+    """What a decode engine is told of the prefill instance."""
+    return request.prefill if request.reference is None else request.reference
+
+
+def _tokens_of(request: Request) -> TokenRange:
+    """What it wants of a request."""
+    return (request.start, request.num_tokens)
 
 
 def _is_reusable(one: Receiving) -> bool:

@@ -46,6 +46,7 @@ class Faults:
         abort: Chance that an engine gives a room up, on either side.
         cancel: Chance that the task of an engine is cancelled at any of its await points.
         absence: Chance that an engine never opens a room that the router sent it.
+        no_pages: Chance that a decode engine never gets pages for a room that it has announced.
         retry: Chance that a failed request is tried again.
     """
 
@@ -82,6 +83,7 @@ class Faults:
     abort: float = 0.0
     cancel: float = 0.0
     absence: float = 0.0
+    no_pages: float = 0.0
     retry: float = 0.0
 
 

@@ -74,10 +74,10 @@ class Pool:
             self._fill(page, POISON | lease.number)
         return lease
 
-    def nothing(self, lease: Lease) -> Lease:
-        """Make a lease of no pages for the same request."""
+    def nothing(self, name: str, room: RoomId) -> Lease:
+        """Make a lease of no pages, for a request that has none yet, or none any more."""
         self._num_leases += 1
-        return Lease(self._num_leases, lease.name, lease.room, {})
+        return Lease(self._num_leases, name, room, {})
 
     def give_back(self, lease: Lease) -> None:
         """Take pages back; whoever touches them for this lease from now on breaks the first promise."""

@@ -1,5 +1,6 @@
 """Knows the truth, and holds what the ranks say against it. It never asks the code under test what is true."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,25 @@ EXCUSES: Final = frozenset(
     }
 )
 """Why a prefill rank may not know that decode has everything."""
+
+MUTING: Final = frozenset(
+    {
+        "lost message",
+        "full queue",
+        "reset handshake",
+        "no sockets left",
+        "no thread",
+        "broken connection",
+        "half-open connection",
+        "partition",
+        "registry restart",
+        "refused peer",
+        "blocked loop",
+        "stop",
+        "stopped clock",
+    }
+)
+"""Faults after which what a decode rank announces may not have reached prefill soon."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +249,7 @@ class Oracle:
             return
         one.has_succeeded = True
         issuer = self._issuers.get(one.lease)
-        if issuer is not None and self._gone.get(issuer, math.inf) < one.opened_at:
+        if issuer is not None and self._gone.get(issuer, math.inf) < one.began_at and self._wants_of(one, issuer):
             self._violated(f"{one} succeeds by a ticket of {issuer}, which had ended before")
         room = one.request.room
         for component, tokens in one.ranges.items():
@@ -239,6 +259,13 @@ class Oracle:
                 if problem is not None:
                     self._violated(f"{one} succeeds, but {problem}")
         self._succeeded.setdefault(room, {})[one.rank] = None
+
+    def _wants_of(self, one: Receiving, agent: str) -> bool:
+        """A prefill rank has something for a receiver; one that has not may be gone before anybody notices."""
+        prefill, decode = self._instances[one.request.prefill].shape, self._instances[one.request.decode].shape
+        number = int(agent.partition("@")[0].rpartition("/")[2])
+        sent = components_sent(self._model, prefill, decode, number, one.rank.engine_rank)
+        return any(name in sent for name in one.ranges)
 
     def check_delivered(self, one: Sending) -> None:
         """A sender succeeds only after every decode rank of some try that it has something for."""
@@ -269,6 +296,14 @@ class Oracle:
             self.sendings.append(one)
             return
         self.receivings.append(one)
+        if one.is_announced:
+            self._expect(one, one.timeout_s, is_memory=False)
+        else:
+            self.granted(one)
+
+    def granted(self, one: Receiving) -> None:
+        """A receiver has pages from now on."""
+        one.opened_at = self._world.now
         ticket = one.request.reference
         if isinstance(ticket, Mapping):
             self._issuers[one.lease] = "{instance}/{engine_rank}@{incarnation}".format_map(ticket)
@@ -277,6 +312,36 @@ class Oracle:
     def finished(self, one: Sending) -> None:
         """The engine has offered everything: from now on a sender's time is bounded."""
         self._expect(one, self._timeouts.grant_s + self._timeouts.transfer_s, is_memory=False)
+
+    def check_not_lost(self, one: Sending) -> None:
+        """A room that all of its decode ranks have announced or granted in time is kept for as long as they live."""
+        request, failure = one.request, one.failure
+        if (
+            failure is None
+            or failure.reason is not FailureReason.NOT_GRANTED
+            or not MUTING.isdisjoint(self._world.injected)
+        ):
+            return
+        since = self._world.now - self._timeouts.grant_s
+        keeping = {
+            other.rank
+            for other in self.receivings
+            if other.request == request and other.began_at < since and self._keeps(other)
+        }
+        if len(self.requests[request.room]) == 1 and len(keeping) == request.num_decode_ranks:
+            self._violated(f"{one} is given up, though every decode rank has asked for it: {failure}")
+
+    def _keeps(self, one: Receiving) -> bool:
+        """A decode rank wants a room, or has just been told that prefill has given it up."""
+        is_wanted = one.outcome is Outcome.PENDING or (
+            one.failure is not None and one.failure.rank.startswith(f"{one.request.prefill}/")
+        )
+        return is_wanted and one.process.is_alive and one.process.stopped_so_far_s() == 0.0
+
+    def check_announced(self, one: Receiving) -> None:
+        """Nobody can write to a room that has no pages."""
+        if one.is_announced and one.memory is not Memory.SAFE:
+            self._violated(f"{one} is announced, but memory is {one.memory.value}")
 
     def left(self, one: Sending | Receiving) -> None:
         """The engine gives it up or has its outcome: its memory is safe or in quarantine within a bound."""
@@ -308,22 +373,36 @@ class Oracle:
     def _expect(self, one: Sending | Receiving, within_s: float, *, is_memory: bool) -> None:
         one.stopped_s = one.process.stopped_so_far_s()
         limit = self._world.now + within_s + MARGIN_S
-        self._world.loop.call_in(within_s + MARGIN_S, self._check_ended, one, limit, one.stopped_s, is_memory)
+        check = functools.partial(self._check_ended, one, one.lease, limit, one.stopped_s, is_memory=is_memory)
+        self._world.loop.call_in(within_s + MARGIN_S, check)
 
-    def _check_ended(self, one: Sending | Receiving, limit: float, stopped_s: float, is_memory: bool) -> None:
+    def _check_ended(
+        self, one: Sending | Receiving, lease: Lease, limit: float, stopped_s: float, *, is_memory: bool
+    ) -> None:
         """See whether a transfer has ended in time; a process that was stopped has that much longer."""
+        if one.lease is not lease and not is_memory:  # it was granted, or preempted: another bound has begun with that
+            return
         is_decided, is_quiet = one.outcome is not Outcome.PENDING, one.memory in (Memory.SAFE, Memory.QUARANTINED)
         has_ended = is_quiet if is_memory else is_decided
         if has_ended or not one.process.is_alive:
             return
         extended = limit + one.process.stopped_so_far_s() - stopped_s
+        if not is_memory and self._is_announced(one):
+            extended += self._timeouts.announced_s + self._timeouts.lease_s
         now = self._world.now
         if not one.process.is_running or now < extended:
             again = max(extended - now, 0.1) + MARGIN_S
-            self._world.loop.call_in(again, self._check_ended, one, limit, stopped_s, is_memory)
+            check = functools.partial(self._check_ended, one, lease, limit, stopped_s, is_memory=is_memory)
+            self._world.loop.call_in(again, check)
             return
         what = "memory is neither safe nor in quarantine" if is_memory else "has no outcome"
         self._violated(f"{one} {what} at its bound: {one.outcome.value}, {one.memory.value}")
+
+    def _is_announced(self, one: Sending | Receiving) -> bool:
+        """A sender's time is counted from grants; before those, a decode rank may have announced its room."""
+        return isinstance(one, Sending) and any(
+            other.request.room == one.request.room and other.announced_at is not None for other in self.receivings
+        )
 
     # At the end ------------------------------------------------------------------------------------------------------
 

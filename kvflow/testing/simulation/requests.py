@@ -109,11 +109,13 @@ class Sending(_OnRank[RoomSender]):
 
 @dataclass(eq=False)
 class Receiving(_OnRank[RoomReceiver]):
-    """A request on one decode rank.
+    """A request on one decode rank. While it is only announced, its lease has no pages.
 
     Attributes:
-        timeout_s: How long it may take.
+        timeout_s: How long it may take; how long it may be without pages, while it is only announced.
         ranges: For each component that is wanted, its tokens.
+        is_announced: The engine has no pages for it yet.
+        announced_at: When it was announced; None if it had pages from the beginning.
         has_succeeded: The engine was told so, and found everything there.
         is_told: The engine does not wait for the outcome any more.
         seen_decided_s: How long the process had not run when the outcome was seen to be decided, but not told.
@@ -121,6 +123,13 @@ class Receiving(_OnRank[RoomReceiver]):
 
     timeout_s: float = 0.0
     ranges: dict[str, TokenRange] = field(default_factory=dict)
+    is_announced: bool = False
+    announced_at: float | None = None
     has_succeeded: bool = False
     is_told: bool = False
     seen_decided_s: float | None = None
+
+    @property
+    def began_at(self) -> float:
+        """When prefill was told of it first."""
+        return self.opened_at if self.announced_at is None else self.announced_at

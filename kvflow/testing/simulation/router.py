@@ -10,20 +10,29 @@ import anyio
 
 from kvflow.room import RoomId
 from kvflow.testing.simulation.deployment import Deployment
-from kvflow.testing.simulation.engines import Course, Preemption, PrefillWorker, Worker
+from kvflow.testing.simulation.engines import Announcing, Course, DecodeWorker, Preemption, PrefillWorker, Worker
 from kvflow.testing.simulation.loop import Process
 from kvflow.testing.simulation.oracle import Instance
 from kvflow.testing.simulation.requests import Request
 from kvflow.wire.messages import RankId
 
-__all__ = ["Router", "Trial"]
+__all__ = ["ANNOUNCED_S", "Announcements", "Router", "Trial"]
 
 MAX_TRIES: Final = 3
 MAX_TOKENS: Final = 8
+ASKING: Final = 0.3
+"""How often a decode engine of a seed with announcements asks for a request without one."""
 LAYER_CUT: Final = 0.8
 DEVICE_S: Final = 0.03
 STALE_S: Final = 2.0
 """After which a prefill engine gives up what it cannot finish."""
+ANNOUNCED_S: Final = 3.0
+"""After which a room that is only announced is given up."""
+LATE_S: Final = 2.4
+"""How long a decode engine may be without pages, at most: longer than prefill waits for one that is silent."""
+SOON_S: Final = 0.05
+NUM_LATE_TOKENS: Final = 16
+"""Smallest pool of a prefill instance that spares pages for a request that waits so long."""
 
 
 @dataclass
@@ -58,6 +67,49 @@ class _Attempt:
             self.done.set_result(self.has_succeeded)
 
 
+class Announcements:
+    """Draws which requests decode engines announce, and when these have pages for them.
+
+    Args:
+        rng: Of its own.
+
+    Attributes:
+        has_late_ones: Pages of some come later than prefill waits for silent decode ranks. There is one such request at
+            a time, so that the others still find pages on prefill.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self.has_late_ones = True
+        self._rng = rng
+        self._late: int | None = None
+        self._late_until = 0.0
+
+    def draw(self, deployment: Deployment, request: Request) -> Announcing | None:
+        """Draw how one decode engine does it; None if it asks for a request when it has pages."""
+        rng, world = self._rng, deployment.world
+        if rng.random() < ASKING:
+            return None
+        is_hasty = rng.random() < 0.3
+        if rng.random() < world.faults.no_pages:
+            world.count("no pages")
+            return Announcing(None, is_hasty)
+        after_s = SOON_S * rng.random() * rng.choice((0, 1))
+        if rng.random() < 0.5 and self._may_be_late(deployment, request):
+            after_s = LATE_S * rng.random() ** 0.5
+        return Announcing(after_s, is_hasty)
+
+    def _may_be_late(self, deployment: Deployment, request: Request) -> bool:
+        shape = deployment.instances[request.prefill].shape
+        if not self.has_late_ones or shape.slots * shape.page_size < NUM_LATE_TOKENS:
+            return False
+        now = deployment.world.now
+        if request.content != self._late:
+            if now < self._late_until:
+                return False
+            self._late, self._late_until = request.content, now + LATE_S
+        return True
+
+
 class Router:
     """Sends requests to the workers of a deployment.
 
@@ -66,6 +118,7 @@ class Router:
         num_clients: Clients, each with a rate of its own.
         interval_s: Between two requests of a client, however long they take.
         preemptions: Draws which requests prefill engines preempt; none if None.
+        announcements: Draws which requests decode engines announce; none if None.
 
     Attributes:
         trials: Every request so far.
@@ -79,6 +132,7 @@ class Router:
         num_clients: int,
         interval_s: float,
         preemptions: random.Random | None = None,
+        announcements: Announcements | None = None,
     ) -> None:
         self.deployment = deployment
         self.world = deployment.world
@@ -87,10 +141,16 @@ class Router:
         self.is_open = True
         self._num_clients = num_clients
         self._preemptions = preemptions
+        self._announcements = announcements
         self._num_rooms = 0
         self._num_tries = 0
         self._rng = random.Random(self.world.rng.getrandbits(64))  # noqa: S311 - chance must be repeatable here
         self.process: Process
+
+    def hasten_announcements(self) -> None:
+        """Decode engines that announce have pages soon from now on."""
+        if self._announcements is not None:
+            self._announcements.has_late_ones = False
 
     def start(self) -> None:
         """Let the clients begin."""
@@ -213,7 +273,8 @@ class Router:
                     on_end(False)
                     continue
                 worker = self.deployment.workers[rank]
-                worker.submit(request, self._draw_course(chunks, worker), on_end, late_s + 0.02 * rng.random())
+                course = self._draw_course(request, chunks, worker)
+                worker.submit(request, course, on_end, late_s + 0.02 * rng.random())
 
     def _on_end(self, attempt: _Attempt, request: Request, rank: RankId) -> Callable[[bool], None]:
         def ended(has_succeeded: bool) -> None:
@@ -244,7 +305,7 @@ class Router:
         stops = [stop for stop in range(1, num_layers) if rng.random() < LAYER_CUT]
         return [(stop, DEVICE_S * rng.random()) for stop in (*stops, num_layers)]
 
-    def _draw_course(self, chunks: Course, worker: Worker) -> Course:
+    def _draw_course(self, request: Request, chunks: Course, worker: Worker) -> Course:
         """What goes wrong with a request in one engine."""
         rng, faults = self._rng, self.world.faults
         course = chunks._replace(give_up_s=STALE_S)
@@ -258,6 +319,8 @@ class Router:
         if faults.cancel and rng.random() < faults.cancel:
             self.world.count("cancelled task")
             course = course._replace(cancel_at=rng.randint(1, 12))
+        if isinstance(worker, DecodeWorker) and self._announcements is not None:
+            return course._replace(announcing=self._announcements.draw(self.deployment, request))
         return self._draw_preemption(course) if isinstance(worker, PrefillWorker) else course
 
     def _draw_preemption(self, course: Course) -> Course:

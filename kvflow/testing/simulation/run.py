@@ -14,7 +14,7 @@ from kvflow.testing.simulation.loop import Violation
 from kvflow.testing.simulation.model import MODELS, Shape
 from kvflow.testing.simulation.oracle import Instance
 from kvflow.testing.simulation.references import References
-from kvflow.testing.simulation.router import Router
+from kvflow.testing.simulation.router import ANNOUNCED_S, Announcements, Router
 from kvflow.testing.simulation.world import World
 
 __all__ = ["Result", "may_lose_messages", "run_seed", "settle"]
@@ -49,6 +49,12 @@ BOTH_ROLES: Final = 0.1
 
 PREEMPTING: Final = 0.35
 """Chance that prefill engines preempt requests."""
+
+ANNOUNCING: Final = 0.35
+"""Chance that decode engines announce requests."""
+
+NO_PAGES: Final = 0.2
+"""How often at most a decode engine of such a seed never gets pages, in every other one of them."""
 
 SPLITS: Final = (*[(1, 1)] * 8, *[(2, 1)] * 4, *[(1, 2)] * 4, (2, 2))
 
@@ -89,11 +95,15 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
         seed: Decides everything.
         tells: Keep a story.
         faults: Instead of drawn ones.
-        by_name: Every request names its instance, nothing is preempted, and each process has one role, as some seeds
-            have it anyway.
+        by_name: Every request names its instance, nothing is preempted or announced, and each process has one role, as
+            some seeds have it anyway.
     """
     rng = random.Random(f"kvflow {seed}")  # noqa: S311 - chance must be repeatable here
     drawn = draw_faults(rng)
+    announcements = None if by_name else _draw_announcements(seed)
+    if announcements is not None:
+        own = _own(seed, "no pages")
+        drawn = dataclasses.replace(drawn, no_pages=NO_PAGES * own.random() if own.random() < 0.5 else 0.0)
     result = Result(seed)
     was_collecting = gc.isenabled()
     gc.disable()  # a seed is over before it pays off, and objects of dead processes are ended in a fixed order
@@ -109,7 +119,15 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
             world.plane.shares_network = rng.random() < 0.5
             deployment = _draw_deployment(rng, world, None if by_name else seed)
             with watch_logs(deployment):
-                _run_watched(rng, deployment, result, None if by_name else _draw_preemptions(seed))
+                preemptions = None if by_name else _draw_preemptions(seed)
+                router = Router(
+                    deployment,
+                    num_clients=rng.choice((1, 1, 2)),
+                    interval_s=rng.uniform(0.7, 1.6),
+                    preemptions=preemptions,
+                    announcements=announcements,
+                )
+                _run_watched(deployment, router, result)
     finally:
         if was_collecting:
             gc.enable()
@@ -121,14 +139,8 @@ def _own(seed: int, what: str) -> random.Random:
     return random.Random(f"kvflow {what} {seed}")  # noqa: S311 - chance must be repeatable here
 
 
-def _run_watched(rng: random.Random, deployment: Deployment, result: Result, preemptions: random.Random | None) -> None:
+def _run_watched(deployment: Deployment, router: Router, result: Result) -> None:
     world = deployment.world
-    router = Router(
-        deployment,
-        num_clients=rng.choice((1, 1, 2)),
-        interval_s=rng.uniform(0.7, 1.6),
-        preemptions=preemptions,
-    )
     try:
         _run(deployment, router)
     except Exception as error:  # noqa: BLE001 - whatever the code under test lets out is a violation
@@ -155,6 +167,7 @@ def _draw_deployment(rng: random.Random, world: World, seed: int | None) -> Depl
             instances.append(Instance(f"{letter}-{number}", is_decode, shape))
     timeouts = Timeouts(
         handshake_s=1.0,
+        announced_s=ANNOUNCED_S,
         transfer_s=rng.choice((1.5, 3.0)),
         open_s=1.5,
         grant_s=1.5,
@@ -217,6 +230,12 @@ def _draw_preemptions(seed: int) -> random.Random | None:
     return rng if rng.random() < PREEMPTING else None
 
 
+def _draw_announcements(seed: int) -> Announcements | None:
+    """Decode engines of every third seed announce. Whether they do changes nothing else that is drawn."""
+    rng = random.Random(f"announcing {seed}")  # noqa: S311 - chance must be repeatable here
+    return Announcements(rng) if rng.random() < ANNOUNCING else None
+
+
 def may_lose_messages(faults: Faults) -> bool:
     """Say whether what a rank says when it leaves may reach nobody."""
     return bool(
@@ -252,6 +271,7 @@ def _run(deployment: Deployment, router: Router) -> None:
     injector.begin()
     _pass_time(deployment, ACTIVE_S)
     injector.is_active = False
+    router.hasten_announcements()
     _heal(deployment)
     _recover(deployment)
     deployment.check_quarantine()

@@ -316,11 +316,30 @@ class Scenario:
 
     def _receive(self, who: str, verb: str, room: RoomId, within: float | None) -> None:
         for rank in self._ranks(who):
-            worker = self._worker(rank)
-            if not isinstance(worker, DecodeWorker):
-                raise ScenarioError("only a decode rank receives rooms", rank=str(rank))
+            worker = self._decode_worker(rank)
             one = worker.prepare(self._requests[room], within)
             self._begin(worker, room, one, is_allowed=verb == "receives")
+
+    def _announce(self, who: str, room: RoomId, within: float | None) -> None:
+        for rank in self._ranks(who):
+            worker = self._decode_worker(rank)
+            self._begin(worker, room, worker.announce(self._requests[room], within), is_allowed=True)
+
+    def _grant(self, who: str, verb: str, room: RoomId) -> None:
+        for rank in self._ranks(who):
+            worker, one = self._decode_worker(rank), self._transfer(rank, room)
+            if not isinstance(one, Receiving):
+                raise ScenarioError("only a room that is received is granted", rank=str(rank))
+            worker.process.call(worker.grant, one)
+            self._world.run(0.0)
+            if one.is_announced is (verb == "grants"):
+                raise ScenarioError("room has no pages" if one.is_announced else "room has pages", rank=str(rank))
+
+    def _decode_worker(self, rank: RankId) -> DecodeWorker:
+        worker = self._worker(rank)
+        if not isinstance(worker, DecodeWorker):
+            raise ScenarioError("only a decode rank can do this", rank=str(rank))
+        return worker
 
     def _begin(self, worker: Worker, room: RoomId, one: Sending | Receiving | None, *, is_allowed: bool) -> None:
         if one is None:
@@ -338,9 +357,7 @@ class Scenario:
 
     def _reuse(self, who: str) -> None:
         for rank in self._ranks(who):
-            worker = self._worker(rank)
-            if not isinstance(worker, DecodeWorker):
-                raise ScenarioError("only a decode rank receives into pages", rank=str(rank))
+            worker = self._decode_worker(rank)
             before = worker.num_refused
             worker.process.call(worker.reuse_too_early)
             self._world.run(0.0)

@@ -103,6 +103,8 @@ STATEMENTS: Final = {
     r"(?:, decode has (?P<has>\d+))?",
     "open": rf"(?P<who>{WHO}) (?P<verb>opens|cannot open) (?P<room>\d+)",
     "receive": rf"(?P<who>{WHO}) (?P<verb>receives|cannot receive) (?P<room>\d+)(?: within (?P<within>{DURATION}))?",
+    "announce": rf"(?P<who>{WHO}) announces (?P<room>\d+)(?: for (?P<within>{DURATION}))?",
+    "grant": rf"(?P<who>{WHO}) (?P<verb>grants|cannot grant) (?P<room>\d+)",
     "reuse": rf"(?P<who>{WHO}) cannot reuse pages",
     "ticket": rf"(?P<who>{WHO}) gives a ticket for (?P<room>\d+)",
     "compute": rf"(?P<who>{WHO}) computes (?P<room>\d+) up to (?P<stop>\d+)",

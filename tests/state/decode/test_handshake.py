@@ -220,6 +220,29 @@ def test_a_connection_that_breaks_during_the_handshake_looks_the_instance_up(
     assert {to for to, _ in messages(core.sleep(0.25), Hello)} == {PREFILL, OTHER_PREFILL}
 
 
+def test_who_accepts_over_a_connection_that_broke_is_suspect_until_it_is_heard(
+    core: DecodeDriver, hellos: list[DecodeEffect]
+) -> None:
+    """It may have died since: its answer was on the way when its connection broke."""
+    core(ev.ConnectionLost(PREFILL))
+    effects = core.welcome(hellos)
+    assert messages(effects, Grant) == []
+    assert ProbePeer(PREFILL, endpoint_of(PREFILL)) in effects
+    assert messages(effects, Ping) == [(PREFILL, Ping(peer=DECODE))]
+    assert len(messages(core.hear(PREFILL, Pong(peer=PREFILL)), Grant)) == 2
+
+
+def test_who_accepts_over_a_connection_that_broke_is_lost_as_soon_as_its_process_is_known_to_be_gone(
+    core: DecodeDriver, hellos: list[DecodeEffect]
+) -> None:
+    core(ev.ConnectionLost(PREFILL))
+    core.welcome(hellos)
+    assert core.core.peers.is_connected(OTHER_PREFILL)
+    core(ev.ProbeFinished(PREFILL, is_gone=True))
+    assert PREFILL not in core.core.peers
+    assert len(messages(core.connect(AGAIN, OTHER_PREFILL), Grant)) == 2
+
+
 def test_who_says_goodbye_during_the_handshake_is_not_asked_again_but_looked_up(
     core: DecodeDriver, hellos: list[DecodeEffect]
 ) -> None:

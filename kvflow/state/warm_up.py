@@ -1,8 +1,8 @@
-"""What a rehearsal is about. Pure.
+"""What a warm-up is about. Pure.
 
 Code that has not run for some ten milliseconds takes three to four times as long as usual: the caches of a processor
 that does something else meanwhile, or sleeps, have it no more. So while a room waits for its last chunk, its rank may
-run through what comes next, with a core that is thrown away (`understudy` of both cores).
+run through what comes next, with a core that is thrown away (`warm_up_core` of both cores).
 """
 
 from typing import Final
@@ -13,10 +13,10 @@ from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import WIRE_PAGES, first_page
 from kvflow.wire.messages import Grant
 
-__all__ = ["REHEARSED", "first_page_of"]
+__all__ = ["WARM_UP_ROOM", "first_page_of"]
 
-REHEARSED: Final = 2**63 - 1
-"""The room that is rehearsed with. Nothing of it leaves the core that is thrown away."""
+WARM_UP_ROOM: Final = 2**63 - 1
+"""The room of a warm-up. Nothing of it leaves the core that is thrown away; while an engine uses it, there are none."""
 
 
 def first_page_of(grant: Grant, layout: KVLayout) -> Grant:
@@ -34,7 +34,7 @@ def first_page_of(grant: Grant, layout: KVLayout) -> Grant:
     }
     return replace(
         grant,
-        room=REHEARSED,
+        room=WARM_UP_ROOM,
         ranges={name: tokens for name, (tokens, _) in parts.items()},
         pages={name: grant.pages[name][: count * WIRE_PAGES.itemsize] for name, (_, count) in parts.items()},
         num_decode_ranks=1,

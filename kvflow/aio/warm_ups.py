@@ -1,50 +1,50 @@
-"""Rehearsing now and then what waits, so that it is quick when it comes."""
+"""Running now and then what waits, so that it is quick when it comes."""
 
 import asyncio
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
-__all__ = ["Rehearsals"]
+__all__ = ["WarmUps"]
 
 TRIES: Final = 8
-"""Items that are asked in a turn until one has something to rehearse."""
+"""Items that are asked in a turn until one has something to warm up."""
 
 Item = TypeVar("Item")
 
 
-class Rehearsals(Generic[Item]):
-    """Rehearses one of some items, in turn, at intervals in which nothing has happened. Use it on the event loop.
+class WarmUps(Generic[Item]):
+    """Warms up one of some items, in turn, at intervals in which nothing has happened. Use it on the event loop.
 
     Args:
-        rehearse: Says whether there was something to rehearse.
-        interval_s: Between two rehearsals; None for none.
+        warm_up: Says whether there was something to do.
+        interval_s: Between two warm-ups; None for none.
     """
 
-    def __init__(self, rehearse: Callable[[Item], bool], interval_s: float | None) -> None:
-        self._rehearse = rehearse
+    def __init__(self, warm_up: Callable[[Item], bool], interval_s: float | None) -> None:
+        self._warm_up = warm_up
         self._interval_s = interval_s
         self._items: dict[Item, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_warm = False
 
     def add(self, item: Item) -> None:
-        """Rehearse an item, until it is removed."""
+        """Warm an item up, until it is removed."""
         self._items[item] = None
         if self._timer is None:
             self._schedule()
 
     def remove(self, item: Item) -> None:
-        """Rehearse an item no more. Does nothing if it was not added."""
+        """Warm an item up no more. Does nothing if it was not added."""
         self._items.pop(item, None)
         if not self._items:
             self.close()
 
     def skip(self) -> None:
-        """Leave the next rehearsal out: what it is for has just happened."""
+        """Leave the next warm-up out: what it is for has just happened."""
         self._is_warm = True
 
     def close(self) -> None:
-        """Rehearse nothing any more. May be called twice."""
+        """Warm nothing up any more. May be called twice."""
         self._items.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -63,5 +63,5 @@ class Rehearsals(Generic[Item]):
             item = next(iter(self._items))
             del self._items[item]
             self._items[item] = None  # behind the others
-            if self._rehearse(item):
+            if self._warm_up(item):
                 return

@@ -1,0 +1,143 @@
+"""A client of vLLM's servers, and prompts to ask them."""
+
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from kvflow.cli.proxy.application import PREFILL_PARAMS
+
+__all__ = ["MODEL", "Answer", "ask", "hand_over", "metrics", "open_client", "prompt_of", "prompts"]
+
+ANSWER_S: Final = 240.0
+MODEL: Final = "smollm2"
+
+SENTENCE: Final = (
+    "the light of the sun has many colours and the sky is blue because the air scatters short waves more than long "
+    "ones while a ship that leaves the harbour at night sees first the lamp on the pier then the hills and at last "
+    "only stars"
+)
+
+FIRST_WORDS: Final = ("One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Once", "Today", "Now", "Later")
+
+METRIC: Final = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? ([-+.\deE]+)$", re.MULTILINE)
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server answered.
+
+    Attributes:
+        status: Of HTTP.
+        text: What was generated.
+        error: What it says instead, also in the middle of a stream.
+        params: `kv_transfer_params`.
+        prompt_tokens: As the server counts them; 0 in streams.
+        began_at: Monotonic time at which it was asked, in seconds.
+        first_at: Likewise when the first token came.
+        ended_at: Likewise when it had answered.
+    """
+
+    status: int
+    text: str = ""
+    error: str = ""
+    params: dict[str, Any] | None = None
+    prompt_tokens: int = 0
+    began_at: float = 0.0
+    first_at: float = 0.0
+    ended_at: float = 0.0
+
+
+async def ask(  # noqa: PLR0913 - as many things are asked for
+    session: aiohttp.ClientSession,
+    url: str,
+    prompt: str,
+    tokens: int,
+    params: Mapping[str, Any] | None = None,
+    *,
+    stream: bool = False,
+    name: str = "",
+) -> Answer:
+    """Have a text completed, always with the most likely token; a name becomes part of the server's request id."""
+    body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": stream}
+    if params is not None:
+        body["kv_transfer_params"] = params
+    began_at = time.monotonic()
+    headers = {"X-Request-Id": name} if name else None
+    async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+        if response.status != 200:
+            return Answer(status=response.status, error=await response.text(), began_at=began_at)
+        if stream:
+            return await _streamed(response, began_at)
+        answer = await response.json()
+    now = time.monotonic()
+    return Answer(
+        status=200,
+        text=answer["choices"][0]["text"],
+        params=answer.get("kv_transfer_params"),
+        prompt_tokens=answer["usage"]["prompt_tokens"],
+        began_at=began_at,
+        first_at=now,
+        ended_at=now,
+    )
+
+
+async def _streamed(response: aiohttp.ClientResponse, began_at: float) -> Answer:
+    text, error, first_at = "", "", 0.0
+    async for line in response.content:
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line.removeprefix(b"data: "))
+        if "error" in event:
+            error = json.dumps(event["error"])
+            break
+        first_at = first_at or time.monotonic()
+        text += "".join(choice["text"] for choice in event["choices"])
+    return Answer(status=200, text=text, error=error, began_at=began_at, first_at=first_at, ended_at=time.monotonic())
+
+
+async def hand_over(
+    session: aiohttp.ClientSession, prefill: str, decode: str, prompt: str, tokens: int, *, name: str = ""
+) -> tuple[Answer, Answer | None]:
+    """Do what a proxy does; gives the answers of prefill and decode, of which there is none if prefill failed."""
+    first = await ask(session, prefill, prompt, 1, PREFILL_PARAMS, name=name)
+    if first.params is None:
+        return first, None
+    return first, await ask(session, decode, prompt, tokens, first.params, stream=True, name=name)
+
+
+async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """Read a server's metrics without their prefix and labels; equal names are added up."""
+    values: dict[str, float] = {}
+    async with session.get(f"{url}/metrics") as response:
+        for name, value in METRIC.findall(await response.text()):
+            values[name] = values.get(name, 0.0) + float(value)
+    return values
+
+
+@asynccontextmanager
+async def open_client() -> AsyncIterator[aiohttp.ClientSession]:
+    """Make a client whose connections are its own."""
+    timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield session
+
+
+def prompt_of(number: int, num_words: int) -> str:
+    """Make a prompt of which the first words are no other's."""
+    step = 1 + number % 5
+    count = len(FIRST_WORDS)
+    known = SENTENCE.split()
+    words = [FIRST_WORDS[number % count], FIRST_WORDS[number // count % count].lower()]
+    words += [known[(number + step * place) % len(known)] for place in range(max(0, num_words - 2))]
+    return " ".join(words)
+
+
+def prompts(count: int, fewest: int, most: int) -> list[str]:
+    """Make prompts, of which each is longer than the one before by the same factor. A word is a token and a bit."""
+    factor = (most / fewest) ** (1 / max(1, count - 1))
+    return [prompt_of(number, round(fewest * factor**number)) for number in range(count)]

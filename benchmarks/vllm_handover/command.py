@@ -1,0 +1,231 @@
+"""Options, what is asked in which order, and rows."""
+
+import argparse
+import statistics
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+import anyio
+
+from benchmarks.vllm_handover.client import ask, hand_over, prompt_of, prompts
+from benchmarks.vllm_handover.timeline import FIRST_TOKEN, HANDOVER, SPANS, WITHIN_MOVE, read_events, spans
+from kvflow.cli.bench.rows import Measured, Row, compare, print_rows, there_and_back
+from kvflow.cli.options import check_positive, counts, names
+from kvflow.cli.processes import open_tasks
+from kvflow.cli.proxy.command import check_installed
+from kvflow.errors import ConfigError, KvflowError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from benchmarks.vllm_handover.servers import Pair
+
+__all__ = ["add_arguments", "prepare"]
+
+TOKENS: Final = 12
+WAYS: Final = ("kvflow", "NixlConnector")
+FIRST_PORT: Final = 8110
+SETTLE_S: Final = 3.0
+MOST_WORDS: Final = 1300
+WRONG: Final = 5
+MOST_FAILURES: Final = 10
+MEASURES: Final = ("times", "texts", "idle")
+
+
+class BenchFailed(KvflowError):
+    """A server did not do what is to be measured."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--measures", type=names, default="times,texts,idle", metavar="NAME,...", help="what to do")
+    parser.add_argument("--ways", type=names, default=",".join(WAYS), metavar="NAME,...", help="connectors to compare")
+    parser.add_argument("--words", type=counts, default="4,60,250,750,1200", metavar="N,...", help="of the prompts")
+    parser.add_argument(
+        "--rounds", type=int, default=7, metavar="N", help="of each length and way, after one to warm up"
+    )
+    parser.add_argument("--texts", type=int, default=40, metavar="N", help="prompts to compare, of 5 to 1,500 tokens")
+    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long to look at idle servers")
+    parser.add_argument("--logs", type=Path, metavar="DIRECTORY", help="where logs and traces go; by default a new one")
+
+
+def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Give what measures and prints.
+
+    Raises:
+        ConfigError: An option is unusable, or a package is missing.
+    """
+    check_positive(arguments, "rounds", "texts", "seconds")
+    for option, known in (("measures", MEASURES), ("ways", WAYS)):
+        unknown = set(getattr(arguments, option)) - set(known)
+        if unknown:
+            raise ConfigError("no such choice", option=f"--{option}", unknown=sorted(unknown), choices=list(known))
+    if "kvflow" not in arguments.ways:
+        raise ConfigError("kvflow has to be among the ways", option="--ways")
+    check_installed("vllm", "aiohttp")
+    return lambda: print_rows(partial(_measure, arguments), is_json=arguments.json)
+
+
+async def _measure(arguments: argparse.Namespace, on_row: Callable[[Row], None]) -> list[Row]:
+    from benchmarks.vllm_handover.client import open_client  # noqa: PLC0415 - what it needs may be missing
+    from benchmarks.vllm_handover.servers import started  # noqa: PLC0415 - as above
+
+    place = arguments.logs or Path(tempfile.mkdtemp(prefix="kvflow-vllm-"))
+    place.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        on_row(row)
+
+    async with started(arguments.ways, FIRST_PORT, place) as pairs, open_client() as client:
+        run = _Run(pairs, client, add)
+        if "times" in arguments.measures:
+            for words in arguments.words:
+                await run.times(words, arguments.rounds)
+            run.failures()
+        if "texts" in arguments.measures:
+            await run.texts(arguments.texts)
+            await run.wrong_pages()
+        if "idle" in arguments.measures:
+            await run.idle(arguments.seconds)
+    return rows
+
+
+class _Run:
+    """Asks the pairs in turn.
+
+    Args:
+        pairs: With kvflow's connector first.
+        client: With which they are asked.
+        add: Told of each row.
+    """
+
+    def __init__(self, pairs: "Sequence[Pair]", client: "aiohttp.ClientSession", add: Callable[[Row], None]) -> None:
+        self._pairs = {pair.way: pair for pair in pairs}
+        self._client = client
+        self._add = add
+        self._failures: dict[str, list[str]] = {way: [] for way in self._pairs}
+
+    async def times(self, words: int, rounds: int) -> None:
+        """Hand over one request at a time, of one length."""
+        found: dict[str, list[dict[str, float]]] = {way: [] for way in self._pairs}
+        prompt = prompt_of(0, words)
+        for pair in self._pairs.values():  # the first connects
+            await self._timed(pair, prompt)
+        for way in there_and_back(list(self._pairs), rounds):
+            found[way].append(await self._timed(self._pairs[way], prompt))
+        tokens = (await ask(self._client, self._pairs["kvflow"].urls[0], prompt, 1)).prompt_tokens
+        for quantity in (HANDOVER, FIRST_TOKEN):
+            facts: dict[str, float | str] = {
+                f"{span}, {way}": _ms(found[way], span)
+                for way in found
+                for span in (*SPANS, *WITHIN_MOVE)
+                if any(span in each for each in found[way])
+            }
+            self._row(
+                "one request at a time",
+                f"{tokens} tokens",
+                quantity,
+                "ms",
+                {way: [each[quantity] * 1e3 for each in times] for way, times in found.items()},
+                facts if quantity == HANDOVER else None,
+            )
+
+    def failures(self) -> None:
+        """Say how many of the timed requests failed, and were asked again."""
+        facts = {f"{way} {number}": text for way, texts in self._failures.items() for number, text in enumerate(texts)}
+        measured = Measured(
+            bench="vllm_handover",
+            group="one request at a time",
+            case="all of them",
+            quantity="requests that failed",
+            unit="requests",
+            better="lower",
+        )
+        counted = {way: [float(len(failures))] for way, failures in self._failures.items()}
+        kvflow = counted.pop("kvflow")
+        self._add(compare(measured, kvflow, others=counted, facts=facts))  # a ratio would divide by zero
+
+    async def _timed(self, pair: "Pair", prompt: str) -> dict[str, float]:
+        name = uuid.uuid4().hex
+        first, second = await hand_over(self._client, *pair.urls, prompt, TOKENS, name=name)
+        if second is None or second.status != 200 or second.error:
+            self._failures[pair.way].append(first.error or (second.error if second is not None else "no ticket"))
+            if len(self._failures[pair.way]) > MOST_FAILURES:
+                raise BenchFailed("too many requests failed", way=pair.way, details=self._failures[pair.way])
+            return await self._timed(pair, prompt)
+        prefill, decode = (read_events(trace) for trace in pair.traces)
+        return spans(name, prefill, decode, (first, second))
+
+    async def texts(self, count: int) -> None:
+        """Compare texts with those that one server gives alone."""
+        asked = prompts(count, 4, MOST_WORDS)
+        alone = self._pairs["kvflow"].urls[0]
+        expected = {prompt: (await ask(self._client, alone, prompt, TOKENS)).text for prompt in asked}
+        for at_once in (1, 4):
+            equal: dict[str, list[float]] = {}
+            for way, pair in self._pairs.items():
+                found = await self._all_texts(pair, asked, at_once)
+                equal[way] = [100 * sum(found[prompt] == expected[prompt] for prompt in asked) / count]
+            case = f"{count} prompts, {at_once} at a time"
+            self._row("texts", case, "equal to those of one server", "%", equal, better="higher")
+
+    async def wrong_pages(self) -> None:
+        """Send a wrong page with each request: the comparison can fail."""
+        pair = self._pairs["kvflow"]
+        asked = prompts(WRONG, 80, 400)
+        expected = {prompt: (await ask(self._client, pair.urls[0], prompt, TOKENS)).text for prompt in asked}
+        pair.wrong_page.touch()
+        found = await self._all_texts(pair, asked, 1)
+        pair.wrong_page.unlink()
+        equal = 100 * sum(found[prompt] == expected[prompt] for prompt in asked) / WRONG
+        self._row(
+            "texts", f"{WRONG} prompts, one wrong page each", "equal to those of one server", "%", {"kvflow": [equal]}
+        )
+
+    async def _all_texts(self, pair: "Pair", asked: Sequence[str], at_once: int) -> dict[str, str]:
+        slots, found = anyio.Semaphore(at_once), dict[str, str]()
+
+        async def one(prompt: str) -> None:
+            async with slots:
+                _, answer = await hand_over(self._client, *pair.urls, prompt, TOKENS)
+                found[prompt] = "" if answer is None or answer.error else answer.text
+
+        async with open_tasks() as tasks:
+            for prompt in asked:
+                tasks.start_soon(one, prompt)
+        return found
+
+    async def idle(self, seconds: float) -> None:
+        """Look at the CPU time of all processes while nothing is asked."""
+        await anyio.sleep(SETTLE_S)
+        before: dict[str, float] = {way: pair.cpu_seconds() for way, pair in self._pairs.items()}
+        await anyio.sleep(seconds)
+        shares: dict[str, list[float]] = {
+            way: [100 * (pair.cpu_seconds() - before[way]) / seconds] for way, pair in self._pairs.items()
+        }
+        self._row("idle", f"both servers for {seconds:.0f} s", "CPU", "% of a core", shares)
+
+    def _row(  # noqa: PLR0913 - a row has many columns
+        self,
+        group: str,
+        case: str,
+        quantity: str,
+        unit: str,
+        values: Mapping[str, Sequence[float]],
+        facts: Mapping[str, float | str] | None = None,
+        *,
+        better: Literal["higher", "lower"] = "lower",
+    ) -> None:
+        measured = Measured(bench="vllm_handover", group=group, case=case, quantity=quantity, unit=unit, better=better)
+        self._add(compare(measured, values["kvflow"], values.get("NixlConnector", ()), facts=facts or {}))
+
+
+def _ms(found: Sequence[Mapping[str, float]], span: str) -> float:
+    """Median in milliseconds, of those that have such a part."""
+    return round(statistics.median(each[span] for each in found if span in each) * 1e3, 2)

@@ -1,0 +1,182 @@
+"""A plug-in of vLLM that notes when things happen, and what a measurement changes in the servers.
+
+vLLM finds it by the entry point in `plugin_path`, and runs it in each of its processes. It does the same whatever the
+connector is: what it notes are calls of vLLM's own interfaces.
+"""
+
+import functools
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+__all__ = ["Probe", "activate"]
+
+VARIABLE: Final = "KVFLOW_VLLM_PROBE"
+ROOT: Final = Path(__file__).parents[2]
+PROGRESS_DELAY_US: Final = 1000
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do in a server.
+
+    Attributes:
+        trace: File of what has happened, one JSON object a line; nothing is noted without.
+        wrong_page: While this file exists, kvflow's senders send another page in place of a request's first.
+        eases_nixl: NixlConnector gets the conditions that it needs on few CPUs: NIXL's progress thread naps 1 ms
+            instead of spinning, and a worker does not move to the last CPU.
+    """
+
+    trace: str = ""
+    wrong_page: str = ""
+    eases_nixl: bool = False
+
+    def environment(self) -> dict[str, str]:
+        """Give the variables that have a server load this plug-in."""
+        paths = [str(ROOT), str(Path(__file__).with_name("plugin_path")), os.environ.get("PYTHONPATH", "")]
+        return {
+            VARIABLE: msgspec.json.encode(self).decode(),
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        }
+
+
+@functools.cache
+def activate() -> None:
+    """Change this process as it was told to."""
+    probe = msgspec.json.decode(os.environ.get(VARIABLE, "{}"), type=Probe)
+    if probe.eases_nixl:
+        _ease_nixl()
+    if probe.wrong_page:
+        _send_wrong_pages(Path(probe.wrong_page))
+    if probe.trace:
+        _note_what_happens(Path(probe.trace))
+
+
+def _ease_nixl() -> None:
+    api: Any = importlib.import_module("nixl_cu12._api")
+    config: Any = api.nixlBind.nixlAgentConfig
+    delay: Any = config.pthrDelay
+    patient = property(delay.__get__, lambda own, _us: delay.__set__(own, PROGRESS_DELAY_US))
+    api.nixlBind.nixlAgentConfig = type("PatientConfig", (config,), {"pthrDelay": patient})
+    vars(os)["sched_setaffinity"] = lambda _pid, _cpus: None
+
+
+def _send_wrong_pages(switch: Path) -> None:
+    from kvflow.blocking import BlockingSender  # noqa: PLC0415 - only in processes that change it
+
+    def change(call: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(call)
+        def changed(sender: BlockingSender, tokens: Any, pages: Mapping[str, Any], **options: Any) -> None:
+            if switch.exists():
+                pages = {name: _with_a_wrong_one(table) for name, table in pages.items()}
+            call(sender, tokens, pages, **options)
+
+        return changed
+
+    for name in ("chunk", "finish"):
+        setattr(BlockingSender, name, change(getattr(BlockingSender, name)))
+
+
+def _with_a_wrong_one(pages: Any) -> Any:
+    first, *others = pages
+    return [max(0, int(first) - 1), *others]
+
+
+def _note_what_happens(path: Path) -> None:
+    file = path.open("a", buffering=1)
+
+    def note(event: str, requests: list[str], **values: Any) -> None:
+        file.write(json.dumps({"at": time.monotonic(), "event": event, "requests": requests, "values": values}) + "\n")
+
+    _note_steps(note)
+    _note_connector(note)
+    _note_kvflow(note)
+
+
+Note = Callable[..., None]
+
+
+def _note_steps(note: Note) -> None:
+    worker: Any = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
+    execute, sample = worker.execute_model, worker.sample_tokens
+    computed: list[str] = []
+
+    def execute_model(self: Any, scheduled: Any) -> Any:
+        computed[:] = list(scheduled.num_scheduled_tokens)
+        if computed:
+            note("step_began", computed)
+        output = execute(self, scheduled)
+        if output is not None and computed:
+            note("step_ended", computed)
+        return output
+
+    def sample_tokens(self: Any, grammar: Any) -> Any:
+        output = sample(self, grammar)
+        if computed:
+            note("step_ended", computed)
+        return output
+
+    worker.execute_model, worker.sample_tokens = execute_model, sample_tokens
+
+
+def _note_connector(note: Note) -> None:
+    factory: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
+    create = factory.create_connector
+
+    def create_connector(*arguments: Any, **options: Any) -> Any:
+        connector = create(*arguments, **options)
+        _note_calls(connector, note)
+        return connector
+
+    factory.create_connector = create_connector
+
+
+def _note_calls(connector: Any, note: Note) -> None:
+    matched, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+    finished = connector.get_transfer_results
+
+    def get_num_new_matched_tokens(request: Any, computed: int) -> Any:
+        found = matched(request, computed)
+        if found[0]:
+            note("matched", [request.request_id], tokens=found[0])
+        return found
+
+    def update_state_after_alloc(request: Any, blocks: Any, tokens: int) -> None:
+        allocated(request, blocks, tokens)
+        if tokens:
+            note("allocated", [request.request_id], tokens=tokens)
+
+    def get_transfer_results(ended: set[str]) -> Any:
+        results = finished(ended)
+        if results.finished_sending:
+            note("sent", sorted(results.finished_sending))
+        if results.finished_recving:
+            note("received", sorted(results.finished_recving))
+        return results
+
+    connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+    connector.update_state_after_alloc = update_state_after_alloc
+    connector.get_transfer_results = get_transfer_results
+
+
+def _note_kvflow(note: Note) -> None:
+    from kvflow.blocking import BlockingReceiver  # noqa: PLC0415 - only in processes that change it
+
+    grant, result = BlockingReceiver.grant, BlockingReceiver.result
+
+    def noted_grant(receiver: Any, *arguments: Any, **options: Any) -> None:
+        note("granted", [])
+        grant(receiver, *arguments, **options)
+
+    def noted_result(receiver: Any) -> Any:
+        handover = result(receiver)
+        note("brought", [], first_notice_s=handover.first_notice_s, elapsed_s=handover.elapsed_s)
+        return handover
+
+    changed: Any = BlockingReceiver
+    changed.grant, changed.result = noted_grant, noted_result

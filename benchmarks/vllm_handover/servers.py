@@ -1,0 +1,98 @@
+"""The servers that take turns: a pair with kvflow's connector, and a pair with vLLM's own."""
+
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from benchmarks.vllm_handover.client import MODEL
+from benchmarks.vllm_handover.plugin import Probe
+from kvflow.cli.demo.models import prepare_smollm2
+from kvflow.cli.serve.server import Server
+from kvflow.cli.serve.vllm import VllmServer, pair, vllm_server
+
+__all__ = ["WAYS", "Pair", "Way", "started"]
+
+Way = Literal["kvflow", "NixlConnector"]
+WAYS: Final[tuple[Way, Way]] = ("kvflow", "NixlConnector")
+
+NIXL_CONNECTOR: Final[dict[str, Any]] = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+class Pair:
+    """Two servers with the same connector.
+
+    Attributes:
+        way: Which connector.
+        servers: Prefill and decode.
+        traces: What each has noted.
+        wrong_page: While this file exists, prefill sends a wrong page; of kvflow's pair only.
+    """
+
+    def __init__(self, way: Way, first_port: int, place: Path) -> None:
+        self.way = way
+        self.wrong_page = place / f"{way}.wrong_page"
+        described = pair(
+            model=str(prepare_smollm2()),
+            served_name=MODEL,
+            first_port=first_port,
+            extra_config={},
+            arguments=("--no-enable-prefix-caching",),
+            is_cpu=True,
+        )
+        self.traces = [place / f"{way}-{one.name}.trace" for one in described]
+        self.servers = [
+            vllm_server(self._changed(one, trace, 5600 + first_port % 100), place)
+            for one, trace in zip(described, self.traces, strict=True)
+        ]
+
+    def _changed(self, one: VllmServer, trace: Path, side_port: int) -> VllmServer:
+        is_kvflow = self.way == "kvflow"
+        wrong_page = str(self.wrong_page) if is_kvflow else ""
+        probe = Probe(trace=str(trace), wrong_page=wrong_page, eases_nixl=not is_kvflow)
+        environment = {**one.environment, **ENVIRONMENT, **probe.environment()}
+        connector = one.connector
+        if not is_kvflow:
+            connector = NIXL_CONNECTOR
+            environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_port + (one.role == "kv_consumer"))
+        return msgspec.structs.replace(one, name=f"{self.way}-{one.name}", connector=connector, environment=environment)
+
+    @property
+    def urls(self) -> tuple[str, str]:
+        """Where prefill and decode answer."""
+        prefill, decode = self.servers
+        return prefill.url, decode.url
+
+    def cpu_seconds(self) -> float:
+        """CPU time of all processes of both servers."""
+        groups = {server.pid for server in self.servers}
+        return sum(_cpu_seconds(place, groups) for place in Path("/proc").glob("[0-9]*/stat"))
+
+
+def _cpu_seconds(place: Path, groups: set[int]) -> float:
+    try:
+        fields = place.read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended meanwhile
+        return 0.0
+    user, system = int(fields[11]), int(fields[12])
+    return (user + system) / os.sysconf("SC_CLK_TCK") if int(fields[2]) in groups else 0.0
+
+
+@asynccontextmanager
+async def started(ways: Sequence[Way], first_port: int, place: Path) -> AsyncIterator[list[Pair]]:
+    """Start a pair for each way, all at once; they are stopped when the block is left."""
+    pairs = [Pair(way, first_port + 2 * number, place) for number, way in enumerate(ways)]
+    servers: list[Server] = [server for each in pairs for server in each.servers]
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            await server.wait_until_ready()
+        yield pairs
+    finally:
+        for server in servers:
+            server.kill()

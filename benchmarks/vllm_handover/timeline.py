@@ -1,0 +1,86 @@
+"""What a request did when, joined from what its client and both servers have noted.
+
+All processes are on one machine, so their monotonic clocks are one.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from benchmarks.vllm_handover.client import Answer
+
+__all__ = ["FIRST_TOKEN", "HANDOVER", "SPANS", "WITHIN_MOVE", "Event", "read_events", "spans"]
+
+HANDOVER: Final = "last step of prefill to first step of decode"
+FIRST_TOKEN: Final = "first token"  # noqa: S105 - not that kind
+
+SPANS: Final = ("reply", "schedule", "move", "step", "compute", "stream")
+"""The parts of a handover, in the order in which they come.
+
+`reply`: from the end of prefill's last step until the client has its answer. `schedule`: until decode has blocks for
+it. `move`: until its worker says that they are filled. `step`: until its next step begins, which ends the
+handover. `compute`: that step. `stream`: until the client has the first token.
+"""
+
+WITHIN_MOVE: Final = ("ask", "first notice", "notices", "poll")
+"""The parts of `move` that kvflow's calls tell.
+
+`ask`: until `grant`. `first notice`: until the first piece is there, which is the time that prefill's plan and
+the first write take. `notices`: until the last one. `poll`: until the worker has told vLLM.
+"""
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A line of a trace, see `benchmarks.vllm_handover.plugin`."""
+
+    at: float
+    event: str
+    requests: tuple[str, ...]
+    values: dict[str, float] = {}
+
+
+def read_events(trace: Path) -> list[Event]:
+    """Read what one server has noted."""
+    return [msgspec.json.decode(line, type=Event) for line in trace.read_bytes().splitlines() if line.endswith(b"}")]
+
+
+def spans(
+    name: str, prefill: Sequence[Event], decode: Sequence[Event], answers: tuple[Answer, Answer]
+) -> dict[str, float]:
+    """Say how long the parts of a handover took.
+
+    Args:
+        name: Of the request, part of its ids on both servers.
+        prefill: What prefill has noted.
+        decode: Likewise decode.
+        answers: Of both, to the client.
+
+    Returns:
+        Seconds of each of `SPANS`, of `WITHIN_MOVE` as far as it is known, of `HANDOVER` and of `FIRST_TOKEN`.
+    """
+    first, second = answers
+    ended = _times(name, prefill)["step_ended"][-1]
+    noted = _times(name, decode)
+    received = noted["received"][0]
+    began = min(at for at in noted["step_began"] if at >= received)
+    computed = min(at for at in noted["step_ended"] if at >= began)
+    points = (ended, first.ended_at, noted["allocated"][0], received, began, computed, second.first_at)
+    parts = dict(zip(SPANS, (later - earlier for earlier, later in itertools.pairwise(points)), strict=True))
+    asked = [event for event in decode if event.event == "granted" and noted["allocated"][0] <= event.at <= received]
+    brought = [event for event in decode if event.event == "brought" and noted["allocated"][0] <= event.at <= received]
+    if asked and brought:
+        first_s, all_s = brought[0].values["first_notice_s"], brought[0].values["elapsed_s"]
+        within = (asked[0].at - noted["allocated"][0], first_s, all_s - first_s, received - asked[0].at - all_s)
+        parts |= dict(zip(WITHIN_MOVE, within, strict=True))
+    return {**parts, HANDOVER: began - ended, FIRST_TOKEN: second.first_at - first.began_at}
+
+
+def _times(name: str, events: Sequence[Event]) -> Mapping[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for event in events:
+        if any(name in request for request in event.requests):
+            found.setdefault(event.event, []).append(event.at)
+    return found

@@ -1,0 +1,1 @@
+"""A proxy in front of prefill and decode servers."""

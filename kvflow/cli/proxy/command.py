@@ -1,0 +1,71 @@
+"""Pass requests to prefill and decode servers in turn, until it is interrupted."""
+
+import argparse
+import importlib.util
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+import anyio
+
+from kvflow.errors import ConfigError
+
+__all__ = ["add_arguments", "check_installed", "prepare"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    for side in ("prefill", "decode"):
+        text = f"a {side} server, such as http://10.0.0.1:8000; can be repeated"
+        parser.add_argument(f"--{side}", action="append", default=[], metavar="URL", help=text)
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen")
+    parser.add_argument("--port", type=int, default=8000, help="likewise; 0 takes a free one")
+
+
+def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Give what serves until SIGINT or SIGTERM, and prints its URL as the first line.
+
+    Raises:
+        ConfigError: An option is unusable, or a package is missing.
+    """
+    check_installed("aiohttp")
+    prefill = [_checked("--prefill", url) for url in arguments.prefill]
+    decode = [_checked("--decode", url) for url in arguments.decode]
+    if not prefill or not decode:
+        raise ConfigError("the proxy needs a server of each kind", prefill=prefill, decode=decode)
+
+    def serve() -> int:
+        anyio.run(_serve, prefill, decode, arguments.host, arguments.port)
+        return 0
+
+    return serve
+
+
+def check_installed(*packages: str) -> None:
+    """Make sure that packages are there.
+
+    Raises:
+        ConfigError: Naming those that are not.
+    """
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            "the command needs more packages", missing=missing, install=f"pip install {' '.join(missing)}"
+        )
+
+
+def _checked(option: str, url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError("not the URL of a server", option=option, value=url, example="http://127.0.0.1:8000")
+    return url.rstrip("/")
+
+
+async def _serve(prefill: Sequence[str], decode: Sequence[str], host: str, port: int) -> None:
+    from kvflow.cli.proxy.application import serve_proxy  # noqa: PLC0415 - the library may be missing
+
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with serve_proxy(prefill, decode, host, port) as url:
+            print(url, flush=True)
+            async for received in signals:
+                print(f"kvflow proxy: stopped by {received.name}", file=sys.stderr)
+                return

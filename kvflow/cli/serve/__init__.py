@@ -1,0 +1,1 @@
+"""Inference engines as child processes: a prefill server, a decode server, and a proxy before them."""

@@ -1,0 +1,161 @@
+"""Start a prefill server, a decode server and a proxy before them on this machine, until it is interrupted."""
+
+import argparse
+import importlib
+import json
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+
+from kvflow.cli.processes import open_tasks
+from kvflow.cli.proxy.command import check_installed
+from kvflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvflow.cli.serve.server import Server
+
+__all__ = ["add_arguments", "prepare"]
+
+EXIT_SERVER_ENDED: Final = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument("engine", choices=["vllm"], help="which engine")
+    parser.add_argument("model", help="smollm2, a directory, or a name that the engine knows")
+    parser.add_argument("--host", default="127.0.0.1", help="where the proxy listens; the servers are on loopback")
+    parser.add_argument("--port", type=int, default=8000, help="of the proxy; the servers have the next two")
+    parser.add_argument("--extra-config", metavar="JSON", help="settings of kvflow's connector, see docs/vllm.md")
+    parser.add_argument(
+        "--engine-arguments",
+        default="",
+        metavar="WORDS",
+        help="for both servers, split as a shell does; write it with =",
+    )
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIRECTORY", help="where the servers' logs go; by default a new one"
+    )
+
+
+def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Give what starts everything and stops it on SIGINT or SIGTERM. Its exit code is 2 if a server ends by itself.
+
+    Raises:
+        ConfigError: An option is unusable, or a package is missing.
+    """
+    if not 1 <= arguments.port <= 65_533:
+        raise ConfigError("port is out of range", option="--port", value=arguments.port)
+    extra = _extra_config(arguments.extra_config)
+    words = _words(arguments.engine_arguments)
+    check_installed("vllm", "aiohttp")
+    logs = _directory(arguments.logs)
+    model = _model(arguments.model)
+    is_cpu = bool(importlib.import_module("vllm.platforms").current_platform.is_cpu())
+    from kvflow.cli.serve import vllm  # noqa: PLC0415 - aiohttp may be missing
+
+    servers = [
+        vllm.vllm_server(options, logs)
+        for options in vllm.pair(
+            model=model,
+            served_name=arguments.model,
+            first_port=arguments.port + 1,
+            extra_config=extra,
+            arguments=words,
+            is_cpu=is_cpu,
+        )
+    ]
+
+    def serve() -> int:
+        return anyio.run(_serve, servers, arguments.host, arguments.port, arguments.model)
+
+    return serve
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError("not words", option="--engine-arguments", value=text, detail=str(error)) from error
+
+
+def _extra_config(text: str | None) -> dict[str, Any]:
+    try:
+        extra = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError("not JSON", option="--extra-config", value=text, detail=str(error)) from error
+    if not isinstance(extra, dict):
+        raise ConfigError("not a JSON object", option="--extra-config", value=text)
+    return extra
+
+
+def _directory(chosen: Path | None) -> Path:
+    if chosen is None:
+        return Path(tempfile.mkdtemp(prefix="kvflow-serve-"))
+    try:
+        chosen.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("no directory for logs", option="--logs", value=str(chosen), detail=str(error)) from error
+    return chosen
+
+
+def _model(name: str) -> str:
+    if name != "smollm2":
+        return name
+    from kvflow.cli.demo.models import prepare_smollm2  # noqa: PLC0415 - slow to import
+
+    return str(prepare_smollm2(lambda text: print(text, file=sys.stderr)))
+
+
+async def _serve(servers: "list[Server]", host: str, port: int, model: str) -> int:
+    """Run until a signal comes, or a server ends.
+
+    Args:
+        servers: Prefill and decode, see `kvflow.cli.serve.server`.
+        host: Of the proxy.
+        port: Likewise.
+        model: As clients call it.
+    """
+    from kvflow.cli.proxy.application import serve_proxy  # noqa: PLC0415 - aiohttp may be missing
+    from kvflow.cli.serve.server import ServerFailed  # noqa: PLC0415 - as above
+
+    try:
+        async with (
+            open_tasks() as tasks,
+            serve_proxy([servers[0].url], [servers[1].url], host, port) as url,
+            anyio.create_task_group() as watching,
+        ):
+            tasks.start_soon(_stop_on_signal, tasks.cancel_scope)
+            for server in servers:
+                server.start()
+                watching.start_soon(server.watch)
+                print(f"{server.name:8} {server.url}   log: {server.log}", flush=True)
+            print("starting, which takes a minute or more", flush=True)
+            for server in servers:
+                await server.wait_until_ready()
+            print(f"ready: {url}\n\n{_curl(url, model)}\n", flush=True)
+    except ServerFailed as failed:
+        print(f"kvflow serve: {failed.message}: {failed.server.name}\n{failed.server.tail()}", file=sys.stderr)
+        return EXIT_SERVER_ENDED
+    finally:
+        for server in servers:
+            server.stop()
+    return 0
+
+
+async def _stop_on_signal(scope: anyio.CancelScope) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for received in signals:
+            print(f"kvflow serve: stopped by {received.name}", file=sys.stderr)
+            scope.cancel()
+            return
+
+
+def _curl(url: str, model: str) -> str:
+    body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 24, "temperature": 0})
+    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"

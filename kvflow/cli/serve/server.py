@@ -1,0 +1,134 @@
+"""An engine's HTTP server as a child process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+import anyio
+import anyio.to_thread
+
+from kvflow.errors import KvflowError
+
+__all__ = ["READY_S", "Server", "ServerFailed"]
+
+READY_S: Final = 600.0
+"""How long a server may take until it is healthy."""
+
+STOP_S: Final = 40.0
+POLL_S: Final = 0.5
+TAIL_LINES: Final = 20
+
+
+class ServerFailed(KvflowError):
+    """A server has ended, or did not become healthy in time.
+
+    Attributes:
+        server: Which.
+    """
+
+    def __init__(self, message: str, server: "Server") -> None:
+        super().__init__(message, server=server.name, log=str(server.log))
+        self.server = server
+
+
+class Server:
+    """A server in a process group of its own, which is killed if this process dies.
+
+    Attributes:
+        name: For errors.
+        url: Where it answers.
+        log: File of everything that it prints; a restart appends.
+        pid: Of its first process.
+
+    Args:
+        name: For errors.
+        command: How it is started.
+        environment: Variables beside those of this process.
+        url: Where it will answer; `/health` there says when it is ready.
+        log: Where its log goes.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], *, url: str, log: Path
+    ) -> None:
+        self.name = name
+        self.url = url
+        self.log = log
+        self.pid = 0
+        self._command = command
+        self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process. It is not ready yet."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: S603 - the command is ours
+                [sys.executable, "-m", "kvflow.cli.serve.mortal", *self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._environment},
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    async def wait_until_ready(self, timeout_s: float = READY_S) -> None:
+        """Wait until it is healthy.
+
+        Raises:
+            ServerFailed: It has ended, or is not healthy in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        async with aiohttp.ClientSession() as session:
+            while not await self._is_healthy(session):
+                if self.has_ended():
+                    raise ServerFailed("server has ended", self)
+                if time.monotonic() > deadline:
+                    raise ServerFailed("server is not ready in time", self)
+                await anyio.sleep(POLL_S)
+
+    async def _is_healthy(self, session: aiohttp.ClientSession) -> bool:
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                return answer.status == 200
+        return False
+
+    async def watch(self) -> None:
+        """Wait until it has ended.
+
+        Raises:
+            ServerFailed: Always, unless it is cancelled.
+        """
+        if self._process is not None:
+            await anyio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True)
+        raise ServerFailed("server has ended", self)
+
+    def has_ended(self) -> bool:
+        """Say whether its first process has ended, or was never started."""
+        return self._process is None or self._process.poll() is not None
+
+    def stop(self, timeout_s: float = STOP_S) -> None:
+        """Ask it to end, wait for that, and kill what is left."""
+        if self._process is not None and not self.has_ended():
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill all its processes at once."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def tail(self) -> str:
+        """Give the last lines of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])

@@ -1,0 +1,135 @@
+"""How a server of vLLM is started."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from kvflow.cli.serve.server import Server
+
+__all__ = ["CPU_ARGUMENTS", "CPU_ENVIRONMENT", "KVFLOW", "Role", "VllmServer", "halves_of_cpus", "pair", "vllm_server"]
+
+Role = Literal["kv_producer", "kv_consumer", "kv_both"]
+
+KVFLOW: Final = {
+    "kv_connector": "KvflowConnector",
+    "kv_connector_module_path": "kvflow.engines.vllm.connector",
+}
+"""The connector, as vLLM finds it without being told anything else."""
+
+CPU_ARGUMENTS: Final = (
+    *("--dtype", "float32", "--enforce-eager"),
+    *("--max-model-len", "2048", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(256 * 2**20)),
+)
+"""What lets a small model run on a machine with few cores and little memory. Most have no bf16 instructions."""
+
+CPU_ENVIRONMENT: Final = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+class VllmServer(msgspec.Struct, frozen=True, kw_only=True):
+    """One server.
+
+    Attributes:
+        name: For errors and its log.
+        model: Directory or name.
+        served_name: What clients call the model.
+        port: Where it answers, on loopback.
+        role: Whether it computes prompts, continues them, or both; without one it has no connector.
+        connector: Which connector, and how it is set up: vLLM's `--kv-transfer-config` without the role.
+        cpus: CPUs of its compute threads; None lets vLLM choose.
+        arguments: Further ones of vLLM's command line.
+        environment: Further variables.
+    """
+
+    name: str
+    model: str
+    served_name: str
+    port: int
+    role: Role | None = None
+    connector: Mapping[str, Any] = msgspec.field(default_factory=lambda: KVFLOW)
+    cpus: tuple[int, ...] | None = None
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = {}
+
+
+def vllm_server(options: VllmServer, logs: Path) -> Server:
+    """Make a server; it is not started yet.
+
+    Args:
+        options: Which.
+        logs: Directory of its log.
+    """
+    # Not the `vllm` command, which is missing in builds that are distributed under another name.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", options.model, "--served-model-name", options.served_name]
+    command += ["--host", "127.0.0.1", "--port", str(options.port)]
+    command += ["--shutdown-timeout", "20"]  # or its workers are killed while they close
+    if options.role is not None:
+        config = json.dumps({**options.connector, "kv_role": options.role})
+        command += ["--kv-transfer-config", config]
+    environment = dict(options.environment)
+    if options.cpus is not None:
+        environment |= CPU_ENVIRONMENT
+        environment |= {
+            "OMP_NUM_THREADS": str(len(options.cpus)),
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, options.cpus)),
+        }
+    log = logs / f"{options.name}.log"
+    return Server(
+        options.name,
+        [*command, *options.arguments],
+        environment,
+        url=f"http://127.0.0.1:{options.port}",
+        log=log,
+    )
+
+
+def halves_of_cpus() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Share the CPUs of this process between two servers; one CPU is shared by both.
+
+    Left to itself, vLLM binds both to the same ones.
+    """
+    cpus: Sequence[int] = sorted(os.sched_getaffinity(0))
+    middle = len(cpus) // 2
+    return tuple(cpus[:middle] or cpus), tuple(cpus[middle:])
+
+
+def pair(
+    *,
+    model: str,
+    served_name: str,
+    first_port: int,
+    extra_config: Mapping[str, Any],
+    arguments: tuple[str, ...],
+    is_cpu: bool,
+) -> tuple[VllmServer, VllmServer]:
+    """Describe a prefill and a decode server on this machine, each with half of the CPUs or a GPU of its own.
+
+    Args:
+        model: Directory or name.
+        served_name: What clients call the model.
+        first_port: Of prefill; decode has the next.
+        extra_config: Settings of kvflow's connector.
+        arguments: Further ones of vLLM's command line.
+        is_cpu: vLLM is built for CPUs.
+    """
+    halves = halves_of_cpus()
+
+    def one(number: int, name: str, role: Role) -> VllmServer:
+        return VllmServer(
+            name=name,
+            model=model,
+            served_name=served_name,
+            port=first_port + number,
+            role=role,
+            connector={**KVFLOW, "kv_connector_extra_config": dict(extra_config)},
+            cpus=halves[number] if is_cpu else None,
+            arguments=(*(CPU_ARGUMENTS if is_cpu else ()), *arguments),
+            environment={} if is_cpu else {"CUDA_VISIBLE_DEVICES": str(number)},
+        )
+
+    return one(0, "prefill", "kv_producer"), one(1, "decode", "kv_consumer")

@@ -1,0 +1,235 @@
+"""The decode end: receives prompts that another manager has computed, and goes on from them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+
+import kvflow
+import kvflow.blocking
+from kvflow import KvflowError, LocalProtocolError, Outcome, PlanError
+from kvflow.blocking import BlockingReceiver, LoopThread
+from kvflow.engines.transformers.engine import Engine
+from kvflow.engines.transformers.memory import CacheMap
+from kvflow.engines.transformers.metadata import read_first_token
+
+__all__ = ["DecodeManager", "OnFailure"]
+
+OnFailure = Literal["fail", "recompute"]
+"""What becomes of a request whose transfer fails."""
+
+
+@dataclass
+class _Arriving:
+    """A request that has not arrived yet.
+
+    Attributes:
+        state: The manager's.
+        receiver: Its transfer.
+        on_failure: What becomes of it if that fails.
+        has_blocks: It was granted.
+        prefix: Tokens that were here already.
+    """
+
+    state: Any
+    receiver: BlockingReceiver
+    on_failure: OnFailure
+    has_blocks: bool = False
+    prefix: int = 0
+
+
+class DecodeManager:
+    """A manager that takes requests over. Use it as a context manager, around `start` and `stop` of the manager.
+
+    The manager delivers their outputs as those of its own requests, which run beside them. `manager.cancel_request`
+    gives a request up at any time.
+
+    Args:
+        manager: A `ContinuousBatchingManager` that is not running.
+        config: Settings of the rank.
+        fingerprint: What makes two caches interchangeable: model, revision, what changes the content.
+        loop: The thread of the rank; one of its own by default.
+
+    Raises:
+        ConfigError, LocalProtocolError: As the constructor of `Engine`.
+        LayoutError: The cache has a kind of attention that kvflow does not move.
+    """
+
+    def __init__(
+        self, manager: Any, config: kvflow.DecodeConfig, *, fingerprint: str, loop: LoopThread | None = None
+    ) -> None:
+        self.engine = Engine(manager)
+        self._map = CacheMap(self.engine.cache, fingerprint)
+        self.rank = kvflow.blocking.DecodeRank(config, self._map.layout, loop=loop)
+        self._arriving: dict[str, _Arriving] = {}
+
+    def __enter__(self) -> Self:
+        self.rank.open()
+        self.engine.join(self, self.rank)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.rank.close()
+        with self.engine.paused():
+            self.step()
+            self.engine.leave()
+
+    def add_request(  # noqa: PLR0913 - each one is a choice of the engine, by name
+        self,
+        input_ids: Sequence[int],
+        ticket: Mapping[str, object],
+        *,
+        max_new_tokens: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        streaming: bool = False,
+        on_failure: OnFailure = "fail",
+        timeout_s: float | None = None,
+        **logit_processor_kwargs: Any,
+    ) -> BlockingReceiver:
+        """Take a request over. Prefill is told at once. Callable from any thread; does not wait.
+
+        Args:
+            input_ids: The prompt.
+            ticket: What the prefill end gave.
+            max_new_tokens: Tokens to generate, the first included; the manager's by default.
+            eos_token_id: Tokens that end it; the manager's by default.
+            streaming: Deliver each token.
+            on_failure: Deliver an output that has failed, or compute the prompt here.
+            timeout_s: How long the transfer may take.
+            logit_processor_kwargs: Of this request.
+
+        Returns:
+            How the transfer stands; its `room` is the id of the request. `abort` fails the request.
+
+        Raises:
+            TicketError, ConfigError: As `announce` of the rank.
+            PlanError: The prompt is empty, or does not fit into an empty cache.
+            LocalProtocolError: The room is in use or no string, or the rank or the manager takes no requests.
+        """
+        self.engine.check_accepts()
+        self._check_fits(input_ids)
+        settings = self.engine.manager.generation_config
+        receiver = self.rank.announce(prefill=ticket, timeout_s=timeout_s)
+        room = receiver.room
+        if not isinstance(room, str) or room in self._arriving or room in self.engine.scheduler.active_requests:
+            receiver.abort()
+            raise LocalProtocolError("room is in use or no string", room=room)
+        state = RequestState(
+            request_id=room,
+            initial_tokens=list(input_ids),
+            max_new_tokens=settings.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            eos_token_id=settings.eos_token_id if eos_token_id is None else eos_token_id,
+            streaming=streaming,
+            logit_processor_kwargs=logit_processor_kwargs,
+        )
+        self._arriving[room] = _Arriving(state, receiver, on_failure)
+        self.engine.wake()
+        return receiver
+
+    def _check_fits(self, input_ids: Sequence[int]) -> None:
+        cache, needed = self.engine.cache, 0
+        for allocator in cache.cache_allocators.values():
+            needed += -(-allocator.needs_new_blocks("", 0, len(input_ids) + 1) // allocator.blocks_per_sector)
+        if not input_ids or needed > cache.num_sectors:
+            raise PlanError("prompt is empty or does not fit into the cache", num_tokens=len(input_ids))
+
+    # On the thread of the generation loop
+
+    @property
+    def is_busy(self) -> bool:
+        """Requests have not arrived yet."""
+        return bool(self._arriving)
+
+    def step(self) -> None:
+        """Take what has changed, and give blocks to those that wait for them, first come first served."""
+        for update in self.rank.completed():
+            one = self._arriving.get(str(update.room))
+            if one is None or one.receiver is not update.transfer:
+                continue
+            if update.outcome is Outcome.SUCCESS:
+                self._arrive(one)
+            elif update.outcome is not Outcome.PENDING:
+                self._fail(one)
+        for one in list(self._arriving.values()):
+            if not one.has_blocks and not self._grant(one):
+                break
+
+    def _grant(self, one: _Arriving) -> bool:
+        """Allocate blocks behind the prefix that is here, and let prefill write to them. False if there are none."""
+        state, engine = one.state, self.engine
+        if one.receiver.outcome is not Outcome.PENDING:  # `completed` tells
+            return True
+        num_tokens = len(state.initial_tokens)
+        one.prefix = engine.cache.search_prefix_match(state.request_id, state.initial_tokens)
+        if not engine.allocate(state, one.prefix):
+            engine.free(state.request_id)
+            return False
+        one.has_blocks = True
+        tables = self._map.last(engine.blocks(state.request_id), one.prefix, num_tokens)
+        try:
+            one.receiver.grant(tokens=(one.prefix, num_tokens), pages=tables)
+        except KvflowError:  # it has failed meanwhile, which `completed` tells
+            one.receiver.abort()
+        return True
+
+    def _arrive(self, one: _Arriving) -> None:
+        """Make it a request that decodes, as if its prompt had been computed here."""
+        state, engine = one.state, self.engine
+        metadata = one.receiver.result().metadata
+        try:
+            first = read_first_token(metadata, engine.processor.config.vocab_size)
+            engine.processor.logit_processor.check_kwargs(state.logit_processor_kwargs)
+        except (KvflowError, ValueError) as error:
+            self._give_up(one, error)
+            return
+        del self._arriving[state.request_id]
+        state.position_offset = len(state.initial_tokens)
+        state.remaining_prefill_tokens = []
+        state.status = RequestStatus.DECODING
+        self._share(one)
+        has_finished = state.update_and_check_completion(first.token, first.logprob)
+        if has_finished:
+            engine.free(state.request_id)
+        else:
+            engine.scheduler.active_requests[state.request_id] = state
+        if has_finished or state.streaming:
+            engine.deliver(state)
+
+    def _share(self, one: _Arriving) -> None:
+        """Let later requests use its blocks, where the cache shares prefixes."""
+        cache = self.engine.cache
+        if cache.use_prefix_sharing:
+            sizes = {name: allocator.tokens_per_page for name, allocator in cache.cache_allocators.items()}
+            num_tokens = len(one.state.initial_tokens)
+            new = {name: num_tokens // size - one.prefix // size for name, size in sizes.items()}
+            cache.mark_complete_blocks(one.state, new)
+
+    def _fail(self, one: _Arriving) -> None:
+        try:
+            one.receiver.result()
+        except KvflowError as error:
+            self._give_up(one, error)
+
+    def _give_up(self, one: _Arriving, error: Exception) -> None:
+        """Fail a request, or compute it here; its blocks are held until they are safe."""
+        state = one.state
+        del self._arriving[state.request_id]
+        self.engine.hold(state.request_id, one.receiver)
+        state.position_offset = 0
+        if one.on_failure == "recompute":
+            self.engine.scheduler.add_waiting_request(state)
+        else:
+            self.engine.fail(state, error)
+
+    def lose(self, request_id: str) -> bool:
+        """End the transfer of a request that was cancelled."""
+        one = self._arriving.pop(request_id, None)
+        if one is None:
+            return False
+        one.receiver.abort()
+        self.engine.hold(request_id, one.receiver)
+        return True

@@ -1,0 +1,253 @@
+"""Where an end takes part in a manager's generation loop, and how it holds the manager's blocks.
+
+transformers has no hooks for that, so this module replaces five of its functions, on the objects of one manager:
+
+- `prepare_next_batch` begins with the end's step, on the thread of the generation loop;
+- `free_blocks` asks the end first: it keeps the blocks of a request that somebody may still read or write;
+- `schedule_batch` waits while such blocks are missing, where the manager would fail all requests;
+- `has_pending_requests` is true while transfers are under way, so that `manager.stop()` lets them end;
+- the event that wakes an idle loop rings for news of transfers, too.
+"""
+
+import importlib.metadata
+import os
+import select
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, Final, Protocol
+
+from typing_extensions import override
+
+from kvflow import ConfigError, LocalProtocolError, Memory
+from kvflow.blocking import BlockingReceiver, BlockingSender, DecodeRank, PrefillRank
+
+__all__ = ["End", "Engine"]
+
+VERSION: Final = "5.23."
+"""Of transformers, whose private names are used here."""
+
+
+class End(Protocol):
+    """What takes part; all is called on the thread of the generation loop, or while it is paused."""
+
+    def step(self) -> None:
+        """Do what is to be done between two batches."""
+
+    def lose(self, request_id: str) -> bool:
+        """Take note that a request loses its blocks, and say whether it was one of the end's.
+
+        It holds them then, if somebody may still read or write them.
+        """
+
+    @property
+    def is_busy(self) -> bool:
+        """Transfers are under way."""
+
+
+class Engine:
+    """A manager, as an end sees it.
+
+    Args:
+        manager: A `ContinuousBatchingManager` that is not running.
+
+    Raises:
+        ConfigError: It is configured in a way that kvflow does not serve, or is one of another version.
+        LocalProtocolError: It is running.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        _refuse_unserved(manager)
+        if manager.batch_processor is None:
+            manager.warmup()  # makes it
+        self.manager = manager
+        self.processor = manager.batch_processor
+        self.scheduler = self.processor.scheduler
+        self.cache = self.processor.cache
+        self._held: list[tuple[BlockingSender | BlockingReceiver, dict[str, list[int]]]] = []
+        self._free_blocks: Callable[..., None] = self.cache.free_blocks
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    # Taking part
+
+    def join(self, end: End, rank: PrefillRank | DecodeRank) -> None:
+        """Let an end take part in the generation loop."""
+        prepare, schedule = self.processor.prepare_next_batch, self.scheduler.schedule_batch
+        has_pending, wake_up = self.processor.has_pending_requests, WakeUp(rank)
+
+        def prepare_next_batch() -> bool:
+            end.step()
+            self._give_back_safe()
+            is_ready: bool = prepare()
+            return is_ready
+
+        def free_blocks(request_id: str, no_cache: bool = False) -> None:
+            if not end.lose(request_id):
+                self._free_blocks(request_id, no_cache)
+
+        def schedule_batch(*budgets: int) -> tuple[Any, ...]:
+            batch, *rest = schedule(*budgets)
+            if batch is None and (self._held or end.is_busy) and not self._can_offload:
+                self.cache.evict_cached_blocks()
+                batch = []
+            return batch, *rest
+
+        self._replace(self.processor, "prepare_next_batch", prepare_next_batch)
+        self._replace(self.cache, "free_blocks", free_blocks)
+        self._replace(self.scheduler, "schedule_batch", schedule_batch)
+        self._replace(self.processor, "has_pending_requests", lambda: has_pending() or end.is_busy)
+        self._replace(self.manager, "_wake_up_loop", wake_up)
+
+    def leave(self) -> None:
+        """Put everything back, and give back what is safe. Blocks that are not stay allocated for good."""
+        self._give_back_safe()
+        while self._undo:
+            setattr(*self._undo.pop())
+        self.wake()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def wake(self) -> None:
+        """Have the loop take its next step soon."""
+        self.manager._wake_up_loop.set()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep the loop from running meanwhile."""
+        with ExitStack() as stack:
+            if self.manager.is_running():
+                with suppress(RuntimeError):  # it has ended meanwhile
+                    stack.enter_context(self.manager.pause())
+            yield
+
+    def check_accepts(self) -> None:
+        """Refuse requests where the manager does.
+
+        Raises:
+            LocalProtocolError: It is stopping or has failed.
+        """
+        reason = self.manager.background_thread_status.can_accept_new_requests()
+        if reason is not None:
+            raise LocalProtocolError("manager takes no requests", detail=reason)
+
+    @property
+    def _can_offload(self) -> bool:
+        """The manager itself can find room, by giving up an active request."""
+        return bool(self.scheduler.starved_requests) and len(self.scheduler.active_requests) > 1
+
+    # Blocks
+
+    def blocks(self, request_id: str) -> dict[str, list[int]]:
+        """Give the blocks of a request for each kind of attention."""
+        return {name: one.block_table.get(request_id, []) for name, one in self.cache.cache_allocators.items()}
+
+    def allocate(self, state: Any, prefix: int) -> bool:
+        """Allocate blocks for the prompt of a request, behind a prefix that it has; say whether there are enough."""
+        state.position_offset = prefix
+        num_tokens = len(state.initial_tokens) - prefix
+        self.cache.pool.try_to_free_sectors()
+        if self._has_room and self.cache.can_store_request_tokens(state, num_tokens):
+            return True
+        if not self.cache.evict_cached_blocks():
+            return False
+        return self._has_room and bool(self.cache.can_store_request_tokens(state, num_tokens))
+
+    @property
+    def _has_room(self) -> bool:
+        """New requests may be admitted, as the scheduler sees it: active ones need blocks to go on."""
+        is_idle = not self.scheduler.active_requests
+        return is_idle or bool(self.cache.compute_free_capacity() >= self.scheduler.safety_margin)
+
+    def free(self, request_id: str) -> None:
+        """Give the blocks of a request back now."""
+        self._free_blocks(request_id)
+
+    def hold(self, request_id: str, transfer: BlockingSender | BlockingReceiver) -> None:
+        """Take the blocks of a request out of its tables, and give them back when those of a transfer are safe."""
+        allocators = self.cache.cache_allocators.items()
+        self._held.append((transfer, {name: one.block_table.pop(request_id, []) for name, one in allocators}))
+
+    @property
+    def num_held(self) -> int:
+        """Requests whose blocks are held."""
+        return len(self._held)
+
+    def _give_back_safe(self) -> None:
+        held, self._held = self._held, []
+        for transfer, blocks in held:
+            if transfer.memory is not Memory.SAFE:
+                self._held.append((transfer, blocks))
+                continue
+            for name, allocator in self.cache.cache_allocators.items():
+                allocator.block_table[HELD] = blocks[name]
+            self._free_blocks(HELD)
+
+    # Outputs
+
+    def deliver(self, state: Any) -> None:
+        """Deliver what a request has brought so far."""
+        self.processor.output_router.deliver(state.to_generation_output())
+
+    def fail(self, state: Any, error: Exception) -> None:
+        """Fail a request, and deliver that."""
+        self.processor.output_router.fail_and_deliver(state, error)
+
+
+HELD: Final = "__kvflow_held__"
+"""The request whose blocks are given back; no other one is called that."""
+
+
+class WakeUp(threading.Event):
+    """The event for which an idle generation loop waits: set for new requests, and while there is news of transfers."""
+
+    def __init__(self, rank: PrefillRank | DecodeRank) -> None:
+        super().__init__()
+        self._rank = rank
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+    @override
+    def set(self) -> None:
+        super().set()
+        os.eventfd_write(self._fd, 1)
+
+    @override
+    def clear(self) -> None:
+        super().clear()
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    @override
+    def wait(self, timeout: float | None = None) -> bool:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        with suppress(LocalProtocolError):  # the rank is closed
+            poll.register(self._rank.fileno(), select.POLLIN)
+        poll.poll(None if timeout is None else timeout * 1e3)
+        return self.is_set()
+
+
+def _refuse_unserved(manager: Any) -> None:
+    """Refuse what would not work.
+
+    Raises:
+        As the constructor of `Engine`.
+    """
+    found = importlib.metadata.version("transformers")
+    if not found.startswith(VERSION):
+        raise ConfigError("kvflow does not know this version of transformers", found=found, expected=f"{VERSION}*")
+    if manager.is_running():
+        raise LocalProtocolError("manager is running; make kvflow's end before `start`")
+    config = manager.continuous_batching_config
+    unserved = {
+        "tensor parallelism": manager.distributed_helper.tp_size > 1,
+        "use_async_batching": bool(config.use_async_batching),
+        "num_return_sequences": manager.num_return_sequences != 1,
+    }
+    names = [name for name, is_used in unserved.items() if is_used]
+    if names:
+        raise ConfigError("kvflow does not serve this configuration of continuous batching", found=names)

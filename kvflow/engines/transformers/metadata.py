@@ -1,0 +1,38 @@
+"""What prefill tells decode beside the cache: the first token, as bytes."""
+
+import msgspec
+
+from kvflow import RemoteProtocolError
+
+__all__ = ["FirstToken", "read_first_token"]
+
+
+class FirstToken(msgspec.Struct, frozen=True):
+    """The token that follows the prompt.
+
+    Attributes:
+        token: Its id.
+        logprob: Its log probability, if the manager gives them.
+    """
+
+    token: int
+    logprob: float | None = None
+
+    def to_bytes(self) -> bytes:
+        """Give what `read_first_token` reads."""
+        return msgspec.json.encode(self)
+
+
+def read_first_token(metadata: bytes, vocab_size: int) -> FirstToken:
+    """Read what a prefill server has sent.
+
+    Raises:
+        RemoteProtocolError: It is no token of this model.
+    """
+    try:
+        first = msgspec.json.decode(metadata, type=FirstToken)
+    except msgspec.DecodeError as error:
+        raise RemoteProtocolError("metadata is no first token", detail=str(error)) from error
+    if not 0 <= first.token < vocab_size:
+        raise RemoteProtocolError("first token is not in the vocabulary", token=first.token, vocab_size=vocab_size)
+    return first

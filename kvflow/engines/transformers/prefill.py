@@ -1,0 +1,155 @@
+"""The prefill end: computes prompts, and sends their cache while later chunks of them are computed."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+import kvflow
+import kvflow.blocking
+from kvflow import KvflowError, LocalProtocolError, Outcome
+from kvflow.blocking import BlockingSender, LoopThread
+from kvflow.engines.transformers.engine import Engine
+from kvflow.engines.transformers.memory import CacheMap
+from kvflow.engines.transformers.metadata import FirstToken
+
+__all__ = ["PrefillManager", "Sent"]
+
+
+class Sent(NamedTuple):
+    """A request that is handed over.
+
+    Attributes:
+        ticket: For the decode end. It can be given there at once.
+        sender: How the transfer stands: `outcome`, `failure`, `memory`.
+    """
+
+    ticket: dict[str, object]
+    sender: BlockingSender
+
+
+class PrefillManager:
+    """A manager that hands its requests over. Use it as a context manager, around `start` and `stop` of the manager.
+
+    The prompt and one token are computed; the manager delivers that token as the output of the request. Other
+    requests of the manager run as before. `manager.cancel_request` takes a request back.
+
+    Args:
+        manager: A `ContinuousBatchingManager` that is not running.
+        config: Settings of the rank.
+        fingerprint: What makes two caches interchangeable: model, revision, what changes the content.
+        loop: The thread of the rank; one of its own by default.
+
+    Raises:
+        ConfigError, LocalProtocolError: As the constructor of `Engine`.
+        LayoutError: The cache has a kind of attention that kvflow does not move.
+    """
+
+    def __init__(
+        self, manager: Any, config: kvflow.PrefillConfig, *, fingerprint: str, loop: LoopThread | None = None
+    ) -> None:
+        self.engine = Engine(manager)
+        self._map = CacheMap(self.engine.cache, fingerprint)
+        self.rank = kvflow.blocking.PrefillRank(config, self._map.layout, loop=loop)
+        self._senders: dict[str, BlockingSender] = {}
+        self._offered: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        self.rank.open()
+        self.engine.join(self, self.rank)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.rank.close()
+        with self.engine.paused():
+            self.step()
+            self.engine.leave()
+
+    def add_request(self, input_ids: Sequence[int], room: str, **settings: Any) -> Sent:
+        """Compute a prompt and hand it over. Callable from any thread; does not wait.
+
+        Args:
+            input_ids: The prompt.
+            room: Id of the request, the same on both sides.
+            settings: Of `manager.add_request`, but `max_new_tokens`.
+
+        Raises:
+            LocalProtocolError: The room is none or in use, or the rank or the manager takes no requests.
+        """
+        if not input_ids:
+            raise LocalProtocolError("prompt is empty", room=room)
+        if room in self._senders:
+            raise LocalProtocolError("room is in use", room=room)
+        self.engine.check_accepts()
+        ticket = self.rank.ticket(room)
+        sender = self.rank.send(room)
+        self._senders[room], self._offered[room] = sender, 0
+        self.engine.manager.add_request(list(input_ids), request_id=room, max_new_tokens=1, **settings)
+        return Sent(ticket, sender)
+
+    # On the thread of the generation loop
+
+    @property
+    def is_busy(self) -> bool:
+        """Requests are not handed over yet."""
+        return bool(self._senders)
+
+    def step(self) -> None:
+        """Offer what the last batch has computed, and forget what is over."""
+        for update in self.rank.completed():
+            is_current = self._senders.get(str(update.room)) is update.transfer  # the room may be another request's
+            if is_current and update.outcome is not Outcome.PENDING:
+                self._end(str(update.room))
+        for room in list(self._offered):
+            self._offer(room)
+
+    def _end(self, room: str) -> None:
+        if room in self._offered:  # nobody wants the rest
+            self.engine.manager.cancel_request(room)
+        else:
+            self._senders.pop(room, None)
+
+    def _offer(self, room: str) -> None:
+        """Offer whole blocks only: one that grows may still be replaced by an equal one of another request."""
+        state = self.engine.scheduler.active_requests.get(room)
+        start = self._offered[room]
+        stop = self._map.whole(state.current_len()) if state is not None else 0
+        sender = self._senders[room]
+        if stop > start and sender.outcome is Outcome.PENDING:
+            try:
+                sender.chunk((start, stop), self._map.chunk(self.engine.blocks(room), start, stop))
+            except KvflowError:  # it has failed meanwhile, which `completed` tells
+                return
+            self._offered[room] = stop
+
+    def lose(self, request_id: str) -> bool:
+        """Send the last tokens of a request that has finished, and end one that was given up."""
+        if request_id not in self._offered:
+            return False
+        sender, state = self._senders[request_id], self.engine.scheduler.active_requests.get(request_id)
+        has_finished = state is not None and state.status == RequestStatus.FINISHED and bool(state.generated_tokens)
+        is_computed_again = state is not None and not has_finished and state.status != RequestStatus.FAILED
+        if has_finished:
+            self._finish(sender, state, self._offered.pop(request_id))
+        elif is_computed_again:
+            if not self._offered[request_id]:  # nobody reads its blocks
+                return False
+        else:
+            del self._offered[request_id]
+            sender.abort()
+        self.engine.hold(request_id, sender)
+        if sender.outcome is not Outcome.PENDING and request_id not in self._offered:
+            self._senders.pop(request_id, None)
+        return True
+
+    def _finish(self, sender: BlockingSender, state: Any, start: int) -> None:
+        num_tokens = state.current_len()
+        first = FirstToken(state.generated_tokens[0], state.logprobs[0] if state.logprobs else None)
+        tables = self._map.last(self.engine.blocks(state.request_id), start, num_tokens)
+        try:
+            sender.finish((start, num_tokens), tables, metadata=first.to_bytes())
+        except KvflowError:  # it has failed meanwhile; nothing else can be wrong
+            sender.abort()

@@ -1,0 +1,283 @@
+"""The class that vLLM loads, once for its scheduler and once for each worker. It only passes on what it is asked."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+
+from kvflow import ConfigError
+from kvflow.engines.vllm.layout import describe_caches
+from kvflow.engines.vllm.metadata import StepOrders, WorkerAddress, WorkerReport
+from kvflow.engines.vllm.metrics import Metrics, Stats
+from kvflow.engines.vllm.options import Options, read_options
+from kvflow.engines.vllm.ranks import Place, Ranks, open_ranks
+from kvflow.engines.vllm.scheduler import ConnectorScheduler
+from kvflow.engines.vllm.worker import ConnectorWorker
+
+__all__ = ["KvflowConnector"]
+
+COMPLETE: Final = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+KVConnectorMetadata.register(StepOrders)
+KVConnectorWorkerMetadata.register(WorkerReport)
+KVConnectorHandshakeMetadata.register(WorkerAddress)
+
+
+class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
+    """KV connector over kvflow.
+
+    Args:
+        vllm_config: All of vLLM's settings.
+        role: Scheduler or worker.
+        kv_cache_config: The caches.
+
+    Raises:
+        ConfigError: vLLM is configured in a way that kvflow does not serve, or an option is unusable.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        _refuse_unserved(vllm_config.parallel_config)
+        self._options = read_options(transfer.kv_connector_extra_config)
+        self._stats = Stats()
+        self._ranks: Ranks | None = None
+        self._worker: Any = None
+        self._scheduler: Any = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = ConnectorScheduler(
+                kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+                is_prefill=transfer.is_kv_producer,
+                is_decode=transfer.is_kv_consumer,
+            )
+
+    @classmethod
+    @override
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"  # a head's tokens follow each other
+
+    @classmethod
+    @override
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return read_options(extra_config).layerwise
+
+    # The scheduler's side --------------------------------------------------------------------------------------------
+
+    @override
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        if metadata:  # on decode nobody has anything to say
+            self._scheduler.know_worker(metadata[min(metadata)].ticket)
+
+    @override
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler.know_pool(gpu_block_pool)
+
+    @override
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.add(request)
+
+    @override
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return groups
+
+    @override
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        count = self._scheduler.num_elsewhere(request, num_computed_tokens)
+        return count, count > 0
+
+    @override
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    @override
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+        orders: StepOrders = self._scheduler.step(scheduler_output)
+        return orders
+
+    @override
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._scheduler.take_report(report)
+
+    @override
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        is_complete = request.status in COMPLETE
+        answer: tuple[bool, dict[str, Any] | None] = self._scheduler.finished(request, is_complete=is_complete)
+        return answer
+
+    # A worker's side -------------------------------------------------------------------------------------------------
+
+    @override
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        config, transfer = self._vllm_config, self._kv_transfer_config
+        _log_with_vllm()
+        parallel = config.parallel_config
+        caches = describe_caches(
+            kv_caches,
+            self._kv_cache_config.kv_cache_groups,
+            backend=_attention_backend(config),
+            layers={name: extract_layer_index(name) for name in kv_caches},
+            total_kv_heads=config.model_config.get_total_num_kv_heads(),
+            tp_size=parallel.tensor_parallel_size,
+            tp_rank=parallel.rank % parallel.tensor_parallel_size,
+            fingerprint=_fingerprint(config, self._options),
+        )
+        place = Place(
+            instance=transfer.engine_id,
+            engine_rank=parallel.rank,
+            num_ranks=parallel.world_size,
+            is_prefill=transfer.is_kv_producer,
+            is_decode=transfer.is_kv_consumer,
+            share=_share,
+        )
+        self._ranks = open_ranks(self._options, place, caches.layout)
+        self._worker = ConnectorWorker(caches, self._ranks, layerwise=self._options.layerwise, on_end=self._stats.note)
+
+    @override
+    def get_handshake_metadata(self) -> WorkerAddress | None:
+        ticket = None if self._ranks is None else self._ranks.ticket
+        return None if ticket is None else WorkerAddress(ticket)
+
+    @override
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        self._worker.preempt(kv_connector_metadata)
+
+    @override
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin(connector_metadata)
+
+    @override
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        self._worker.receive(self._get_connector_metadata())
+
+    @override
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: a request is scheduled when it has arrived."""
+
+    @override
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+        self._worker.layer_saved(layer_name)
+
+    @override
+    def wait_for_save(self) -> None:
+        self._worker.saved(self._get_connector_metadata())
+
+    @override
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = self._worker.take_results(finished_req_ids)
+        return KVConnectorTransferResults(results.sent, results.received, results.failed)
+
+    @override
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        report: WorkerReport | None = self._worker.take_report()
+        if report is not None and report.held:
+            self._stats.note_held(len(report.held))
+        return report
+
+    @override
+    def get_kv_connector_stats(self) -> Any:
+        return None if self._stats.is_empty() else self._stats.clone_and_reset()
+
+    @override
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    # Metrics ---------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """Make statistics of what was sent between processes."""
+        return Stats.of(data)
+
+    @classmethod
+    @override
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> Any:
+        return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _refuse_unserved(parallel: Any) -> None:
+    """Refuse what would not work, before anything is opened.
+
+    Raises:
+        ConfigError: Naming it.
+    """
+    unserved = {
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+    }
+    found = [name for name, is_used in unserved.items() if is_used]
+    if found:
+        raise ConfigError("kvflow does not serve this configuration of vLLM", found=found)
+
+
+def _share(value: str | None) -> str:
+    """Give all workers of a server what the first one says."""
+    for group in (get_tp_group(), get_pp_group()):
+        if group.world_size > 1:
+            value = group.broadcast_object(value, src=0)
+    return str(value)
+
+
+def _attention_backend(config: Any) -> str:
+    from vllm.config import get_layers_from_vllm_config  # noqa: PLC0415 - in a worker, once the model is loaded
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: PLC0415
+
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+    names = {layer.get_attn_backend().get_name() for layer in layers.values()}
+    if len(names) != 1:
+        raise ConfigError("models with several attention backends are not served", found=sorted(names))
+    return str(names.pop())
+
+
+def _fingerprint(config: Any, options: Options) -> str:
+    """Say what makes two caches interchangeable: whatever changes what a block's bytes mean."""
+    if options.fingerprint is not None:
+        return options.fingerprint
+    model, cache = config.model_config, config.cache_config
+    backend = _attention_backend(config)
+    parts = [model.model, model.revision, model.dtype, cache.cache_dtype, backend, _instruction_set(config, backend)]
+    return "/".join(str(part) for part in ("vllm", *parts) if part is not None)
+
+
+def _instruction_set(config: Any, backend: str) -> str | None:
+    """Name the instructions for which the CPU backend has ordered a block; None for others."""
+    if backend != "CPU_ATTN":
+        return None
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - it has no public name
+
+    model, cache = config.model_config, config.cache_config
+    return str(_get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype))
+
+
+def _log_with_vllm() -> None:
+    """Have kvflow's lines in vLLM's log."""
+    logger = logging.getLogger("kvflow")
+    logger.handlers = logging.getLogger("vllm").handlers
+    logger.setLevel(logging.getLogger("vllm").level)
+    logger.propagate = False

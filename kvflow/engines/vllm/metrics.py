@@ -1,0 +1,86 @@
+"""What vLLM logs and exports of transfers: its NIXL series, filled by kvflow, and a few of kvflow's own."""
+
+from typing import Any, Final
+
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from kvflow import Outcome
+from kvflow.blocking import BlockingReceiver, BlockingSender
+
+__all__ = ["Metrics", "Stats"]
+
+FAILURES: Final = "kvflow_failures"
+HELD: Final = "kvflow_held_blocks"
+
+
+class Stats(NixlKVConnectorStats):
+    """What has happened since the last step; lists, so that vLLM can send and add them."""
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self.data |= {FAILURES: [], HELD: []}
+
+    @override
+    def is_empty(self) -> bool:
+        return super().is_empty() and not self.data[FAILURES] and not self.data[HELD]
+
+    def note(self, transfer: BlockingSender | BlockingReceiver) -> None:
+        """Count a transfer that has ended."""
+        if transfer.outcome is not Outcome.SUCCESS:
+            reason = "unknown" if transfer.failure is None else str(transfer.failure.reason.value)
+            self.data[FAILURES].append(reason)
+            self.data["num_failed_transfers"].append(1)
+            if reason == "not_granted":
+                self.data["num_kv_expired_reqs"].append(1)
+        elif isinstance(transfer, BlockingReceiver):
+            handover = transfer.result()
+            self.data["transfer_duration"].append(handover.elapsed_s)
+            self.data["post_duration"].append(handover.first_notice_s)
+            self.data["bytes_transferred"].append(handover.num_bytes)
+            self.data["num_descriptors"].append(handover.num_notices)
+
+    def note_held(self, num_blocks: int) -> None:
+        """Count blocks that are kept until a proof."""
+        self.data[HELD].append(num_blocks)
+
+    @override
+    def reduce(self) -> dict[str, Any]:
+        reduced: dict[str, Any] = dict(super().reduce())
+        reasons = sorted(set(self.data[FAILURES]))
+        return reduced | ({"Failures": " ".join(reasons)} if reasons else {}) | {"Blocks held": sum(self.data[HELD])}
+
+    @classmethod
+    def of(cls, data: dict[str, Any] | None) -> KVConnectorStats:
+        """Make them of what was sent."""
+        return cls(data=data) if data else cls()
+
+
+class Metrics(NixlPromMetrics):
+    """Prometheus series."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, labelvalues)
+        failures = self._counter_cls(
+            name="vllm:kvflow_failed_transfers",
+            documentation="Transfers of KV caches that failed, by reason.",
+            labelnames=[*labelnames, "reason"],
+        )
+        held = self._counter_cls(
+            name="vllm:kvflow_held_blocks",
+            documentation="Blocks kept out of the pool until nothing can be written to them any more.",
+            labelnames=labelnames,
+        )
+        self._failures, self._labelvalues = failures, labelvalues
+        self._held_blocks = create_metric_per_engine(held, self.per_engine_labelvalues)
+
+    @override
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        super().observe(transfer_stats_data, engine_idx)
+        for reason in transfer_stats_data.get(FAILURES, ()):
+            self._failures.labels(*self._labelvalues[engine_idx], reason).inc()
+        for count in transfer_stats_data.get(HELD, ()):
+            self._held_blocks[engine_idx].inc(count)

@@ -1,0 +1,82 @@
+"""`kv_connector_extra_config`: what vLLM's own options have no words for. Pure."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from kvflow import ConfigError, Limits, Timeouts
+
+__all__ = ["Options", "read_options"]
+
+VLLM_TIMEOUTS: Final = {"lease_s": 10.0, "handshake_s": 15.0, "open_s": 120.0, "transfer_s": 600.0}
+"""A worker that computes, or shares its cores, does not answer for seconds; queues of vLLM last for minutes."""
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of the connector.
+
+    Attributes:
+        host: Address under which decode servers reach this one.
+        port: Of the first prefill worker; the others, and it if this is 0, take a free one.
+        registry: As in `kvflow.RankConfig`. None is needed: the reply of prefill says where it is.
+        backend: Transport, as in `kvflow.RankConfig`.
+        backend_options: Its options.
+        fingerprint: What makes two caches interchangeable; by default model, types, attention backend and block size.
+        timeouts: `kvflow.Timeouts` to use instead of those that suit vLLM.
+        limits: `kvflow.Limits` to use instead of the defaults.
+        staging_bytes: As in `kvflow.RankConfig`.
+        digest_every: As in `kvflow.DecodeConfig`.
+        layerwise: Send each layer of a step as soon as it is computed, and not all of them after it.
+        affinity: CPUs of kvflow's threads; by default those of the process that started the worker, which vLLM may have
+            pinned to one.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    registry: str | None = None
+    backend: str = "nixl"
+    backend_options: dict[str, Any] = {}
+    fingerprint: str | None = None
+    timeouts: dict[str, float] = {}
+    limits: dict[str, int] = {}
+    staging_bytes: int | None = None
+    digest_every: int = 0
+    layerwise: bool = False
+    affinity: tuple[int, ...] | None = None
+
+    def make_timeouts(self) -> Timeouts:
+        """Give the timeouts.
+
+        Raises:
+            ConfigError: One is unknown or out of range.
+        """
+        try:
+            return Timeouts(**{**VLLM_TIMEOUTS, **self.timeouts})
+        except TypeError as error:
+            raise ConfigError("unknown timeout", setting="timeouts", value=self.timeouts) from error
+
+    def make_limits(self) -> Limits:
+        """Give the limits.
+
+        Raises:
+            ConfigError: One is unknown or out of range.
+        """
+        try:
+            return Limits(**self.limits)
+        except TypeError as error:
+            raise ConfigError("unknown limit", setting="limits", value=self.limits) from error
+
+
+def read_options(extra_config: Mapping[str, Any]) -> Options:
+    """Read `kv_connector_extra_config`.
+
+    Raises:
+        ConfigError: An option is unknown or of a wrong type.
+    """
+    try:
+        return msgspec.convert(dict(extra_config), Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            "options cannot be read", setting="kv_connector_extra_config", value=dict(extra_config), detail=str(error)
+        ) from error

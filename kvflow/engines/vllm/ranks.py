@@ -1,0 +1,148 @@
+"""The ranks of one worker: one for prefill, one for decode, or both on one transport."""
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import kvflow
+import kvflow.blocking
+from kvflow import KVLayout, SharedBackend
+from kvflow.blocking import BlockingReceiver, BlockingSender, LoopThread, TransferUpdate
+from kvflow.engines.vllm.options import Options
+
+__all__ = ["Place", "Ranks", "open_ranks"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which worker this is.
+
+    Attributes:
+        instance: Name of the server.
+        engine_rank: Of the worker.
+        num_ranks: Workers of the server.
+        is_prefill: Requests are computed here for other servers.
+        is_decode: Requests that others have computed are continued here.
+        share: Gives all workers what the first one says.
+    """
+
+    instance: str
+    engine_rank: int
+    num_ranks: int
+    is_prefill: bool
+    is_decode: bool
+    share: Callable[[str | None], str]
+
+
+class Ranks:
+    """The ranks of a worker.
+
+    Args:
+        prefill: That sends, if there is one.
+        decode: That receives, if there is one.
+        stack: Closes them.
+    """
+
+    def __init__(
+        self, prefill: kvflow.blocking.PrefillRank | None, decode: kvflow.blocking.DecodeRank | None, stack: ExitStack
+    ) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._stack = stack
+
+    @property
+    def ticket(self) -> dict[str, object] | None:
+        """A ticket of this process, for no room in particular; None if it sends nothing."""
+        return None if self._prefill is None else self._prefill.ticket("any")
+
+    def send(self, room: str, label: str) -> BlockingSender:
+        """Begin to send a room.
+
+        Raises:
+            KvflowError: That is not possible.
+        """
+        if self._prefill is None:
+            raise kvflow.LocalProtocolError("this server does not prefill", room=room)
+        return self._prefill.send(room, label=label)
+
+    def announce(self, ticket: Mapping[str, object], label: str) -> BlockingReceiver:
+        """Begin to receive a room.
+
+        Raises:
+            KvflowError: That is not possible.
+        """
+        if self._decode is None:
+            raise kvflow.LocalProtocolError("this server does not decode", ticket=dict(ticket))
+        return self._decode.announce(prefill=ticket, label=label)
+
+    def completed(self) -> list[TransferUpdate[Any]]:
+        """Say what has changed."""
+        return [update for rank in (self._prefill, self._decode) if rank is not None for update in rank.completed()]
+
+    def wait_any(self, timeout_s: float) -> list[TransferUpdate[Any]]:
+        """Wait until something has changed with what is sent."""
+        return [] if self._prefill is None else self._prefill.wait_any(timeout_s)
+
+    def close(self) -> None:
+        """Close them."""
+        self._stack.close()
+
+
+def open_ranks(options: Options, place: Place, layout: KVLayout) -> Ranks:
+    """Open the ranks of a worker. The first worker of a server answers for the others.
+
+    Raises:
+        KvflowError: An option is unusable, or the transport does not start.
+    """
+    with ExitStack() as stack:
+        loop = stack.enter_context(LoopThread(_cpus(options)))
+        backend = SharedBackend(options.backend, options.backend_options)
+
+        def make(rank: Any, config: Any) -> Any:
+            return stack.enter_context(rank(config, layout, backend, loop=loop))
+
+        prefill = decode = None
+        if place.is_prefill and place.engine_rank == 0:
+            prefill = make(kvflow.blocking.PrefillRank, _prefill_config(options, place, options.registry, options.port))
+        if place.is_prefill:
+            first = place.share(None if prefill is None else prefill.endpoint)
+            if prefill is None:
+                prefill = make(kvflow.blocking.PrefillRank, _prefill_config(options, place, options.registry or first))
+        if place.is_decode:
+            decode = make(kvflow.blocking.DecodeRank, _decode_config(options, place))
+        return Ranks(prefill, decode, stack.pop_all())
+
+
+def _prefill_config(options: Options, place: Place, registry: str | None, port: int = 0) -> kvflow.PrefillConfig:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return kvflow.PrefillConfig(bind=f"tcp://{host}:{port}", registry=registry, **_common_settings(options, place))
+
+
+def _decode_config(options: Options, place: Place) -> kvflow.DecodeConfig:
+    common = _common_settings(options, place)
+    return kvflow.DecodeConfig(
+        registry=options.registry, advertise=options.host, digest_every=options.digest_every, **common
+    )
+
+
+def _common_settings(options: Options, place: Place) -> dict[str, Any]:
+    return {
+        "instance": place.instance,
+        "engine_rank": place.engine_rank,
+        "num_ranks": place.num_ranks,
+        "backend": options.backend,
+        "timeouts": options.make_timeouts(),
+        "limits": options.make_limits(),
+        "staging_bytes": options.staging_bytes,
+    }
+
+
+def _cpus(options: Options) -> tuple[int, ...] | None:
+    """CPUs of kvflow's threads: not those that vLLM has pinned its worker to, which computes on them all the time."""
+    if options.affinity is not None:
+        return options.affinity
+    with suppress(OSError, AttributeError):
+        return tuple(sorted(os.sched_getaffinity(os.getppid())))
+    return None

@@ -1,0 +1,167 @@
+"""The scheduler's side: which tokens of which request are to move. Nothing here waits, or knows of transfers.
+
+A request is known from when vLLM takes it in until vLLM has forgotten it. What is decided about it waits until vLLM
+builds the orders of its next step.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvflow import KvflowError
+from kvflow.engines.vllm.dialect import Reference, digest_of, is_for_decode, reply, room_of, take_reference
+from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, StepOrders, WorkerReport
+
+__all__ = ["ConnectorScheduler"]
+
+LOGGER: Final = logging.getLogger("vllm.kvflow")
+
+
+@dataclass
+class _Sending:
+    """A request that is computed here.
+
+    Attributes:
+        room: Where it is sent.
+        prompt: Its tokens.
+        sent: Tokens that the workers were told to send.
+    """
+
+    room: str
+    prompt: Sequence[int]
+    sent: int = 0
+
+    @property
+    def is_sent(self) -> bool:
+        """Nothing is left to send."""
+        return self.sent == len(self.prompt)
+
+
+class ConnectorScheduler:
+    """Keeps account of requests.
+
+    Args:
+        block_size: Tokens of a block.
+        is_prefill: It may be told to keep requests for other servers.
+        is_decode: It may be told to take requests over from others.
+    """
+
+    def __init__(self, block_size: int, *, is_prefill: bool, is_decode: bool) -> None:
+        self._block_size = block_size
+        self._is_prefill = is_prefill
+        self._is_decode = is_decode
+        self._ticket: Mapping[str, object] = {}
+        self._sending: dict[str, _Sending] = {}
+        self._announced: dict[str, Reference] = {}
+        self._orders = StepOrders()
+        self._pool: Any = None
+
+    def know_worker(self, ticket: Mapping[str, object]) -> None:
+        """Learn where the first worker is."""
+        self._ticket = ticket
+
+    def know_pool(self, pool: Any) -> None:
+        """Learn which pool the blocks are of."""
+        self._pool = pool
+
+    def add(self, request: Any) -> None:
+        """Take a request in: both sides begin before there are blocks for it."""
+        params, request_id = request.kv_transfer_params, request.request_id
+        prompt = request.prompt_token_ids or ()
+        if self._is_prefill and is_for_decode(params):
+            room = room_of(params, request_id)
+            self._sending[request_id] = _Sending(room, prompt)
+            self._orders.opened[request_id] = room
+        elif self._is_decode:
+            self._announce(request_id, params, prompt)
+
+    def _announce(self, request_id: str, params: Mapping[str, Any] | None, prompt: Sequence[int]) -> None:
+        """Tell prefill that its request will be taken over; one that cannot be is computed here."""
+        try:
+            reference = take_reference(params)
+        except KvflowError as error:
+            LOGGER.warning("kvflow: %s is computed here: %s", request_id, error)
+            return
+        if reference is None:
+            return
+        if reference.prompt != digest_of(prompt):
+            LOGGER.warning("kvflow: %s is computed here: its ticket is of another prompt", request_id)
+            return
+        self._announced[request_id] = reference
+        self._orders.announced[request_id] = reference.ticket
+
+    def num_elsewhere(self, request: Any, num_computed: int) -> int:
+        """Say how many tokens, beyond those that are here, can be received."""
+        if request.request_id not in self._announced:
+            return 0
+        return max(len(request.prompt_token_ids) - num_computed, 0)
+
+    def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_elsewhere: int) -> None:
+        """Receive into blocks; vLLM may want nothing of what was computed elsewhere."""
+        reference = self._announced.pop(request.request_id, None)
+        if reference is None:
+            return
+        if not num_elsewhere:
+            self._orders.declined.append(request.request_id)
+            return
+        stop = len(request.prompt_token_ids)
+        start = stop - num_elsewhere
+        self._orders.granted[request.request_id] = GrantOrder(start, stop, self._blocks_of(blocks, start, stop))
+
+    def step(self, output: Any) -> StepOrders:
+        """Give the orders of a step: what was decided since the last one, and what it computes."""
+        for request_id in output.preempted_req_ids or ():
+            if request_id in self._sending:
+                self._sending[request_id].sent = 0  # its blocks come anew, and so do its tokens
+                self._orders.preempted.append(request_id)
+        if self._sending:
+            self._order_chunks(output)
+        orders, self._orders = self._orders, StepOrders()
+        return orders
+
+    def _order_chunks(self, output: Any) -> None:
+        cached = output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, count in output.num_scheduled_tokens.items():
+            sending = self._sending.get(request_id)
+            if sending is None or sending.is_sent:
+                continue
+            start, stop = sending.sent, min(computed[request_id] + count, len(sending.prompt))
+            if stop > start:
+                blocks = output.kv_connector_block_state.get_block_ids(request_id)
+                sending.sent = stop
+                self._orders.chunks[request_id] = ChunkOrder(
+                    start, stop, self._blocks_of(blocks, start, stop), is_last=sending.is_sent
+                )
+
+    def finished(self, request: Any, *, is_complete: bool) -> tuple[bool, dict[str, Any] | None]:
+        """Take note that a request is over here.
+
+        Returns:
+            Whether its blocks are still needed, until the workers say otherwise; and what the router is to hand on.
+        """
+        request_id = request.request_id
+        self._announced.pop(request_id, None)
+        sending = self._sending.pop(request_id, None)
+        if sending is None or sending.sent == 0:
+            return False, None
+        if not is_complete or not sending.is_sent:
+            return True, None
+        return True, reply(self._ticket, sending.room, request_id=request_id, prompt=sending.prompt)
+
+    def take_report(self, report: WorkerReport) -> None:
+        """Keep blocks that somebody may still touch out of vLLM's pool, by a reference of our own, until it is proved.
+
+        It is called before vLLM gives the blocks of requests back that the same report ends.
+        """
+        self._pool.touch(self._of_pool(report.held))
+        self._pool.free_blocks(self._of_pool(report.freed))
+
+    def _of_pool(self, blocks: Iterable[int]) -> list[Any]:
+        return [self._pool.blocks[block] for block in blocks]
+
+    def _blocks_of(self, blocks: Sequence[Sequence[int]], start: int, stop: int) -> list[list[int]]:
+        size = self._block_size
+        return [list(group[start // size : -(-stop // size)]) for group in blocks]

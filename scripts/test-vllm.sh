@@ -1,0 +1,24 @@
+#!/bin/sh
+# Run the tests that start real vLLM servers on CPUs, in an environment of their own; see docs/vllm.md.
+# usage: test-vllm.sh ENVIRONMENT [arguments of pytest]
+set -eu
+
+environment=$1
+shift
+
+# Make an environment from a frozen list, unless it is there.
+# usage: install PLACE LIST
+install() {
+    if ! cmp -s "$2" "$1/installed.txt"; then
+        "${PYTHON:-python3}" -m venv "$1"
+        "$1/bin/pip" install --quiet --disable-pip-version-check --no-deps --requirement "$2"
+        cp "$2" "$1/installed.txt"
+    fi
+}
+
+install "$environment" scripts/vllm-requirements.txt
+for router in vllm-router smg; do
+    install ".cache/routers/$router" "scripts/$router-requirements.txt"
+done
+"$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps --editable .
+exec "$environment/bin/python" -m pytest -p no:cacheprovider tests/engines/vllm "$@"

@@ -1,0 +1,184 @@
+"""The proxy between servers that note what they are asked."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import anyio
+import pytest
+from aiohttp import web
+
+from kvflow.cli.main import main
+from kvflow.cli.proxy.application import PREFILL_PARAMS, serve_proxy
+
+pytestmark = pytest.mark.anyio
+
+TICKET = {"do_remote_prefill": True, "remote_engine_id": "p", "number": 2**64}
+
+
+class FakeServer:
+    """Answers as vLLM does, and notes what it is asked.
+
+    Attributes:
+        url: Where it is.
+        asked: Path, body and id of each request.
+        params: What it answers in `kv_transfer_params`.
+        status: What it answers with.
+        left: Set when a client leaves in the middle.
+        is_slow: It generates without end.
+        breaks: It closes the connection after its first token.
+    """
+
+    def __init__(self, params: dict[str, Any] | None = None) -> None:
+        self.url = ""
+        self.asked: list[tuple[str, dict[str, Any], str]] = []
+        self.params = params
+        self.status = 200
+        self.left = anyio.Event()
+        self.is_slow = False
+        self.breaks = False
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append((request.path, body, request.headers["X-Request-Id"]))
+        if self.status != 200:
+            return web.json_response({"error": "no"}, status=self.status)
+        if not body.get("stream"):
+            return web.json_response({"choices": [{"text": "one"}], "kv_transfer_params": self.params})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"choices": [{"text": "one"}]}\n\n')
+        if self.breaks and request.transport is not None:
+            request.transport.abort()
+        if self.is_slow:
+            try:
+                await anyio.sleep_forever()
+            finally:
+                self.left.set()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def health(self, _request: web.Request) -> web.Response:
+        return web.Response(status=self.status)
+
+
+@asynccontextmanager
+async def deployed(prefill: FakeServer, decode: FakeServer) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+    runners = []
+    for server in (prefill, decode):
+        application = web.Application()
+        application.router.add_post("/v1/completions", server.complete)
+        application.router.add_post("/v1/chat/completions", server.complete)
+        application.router.add_get("/health", server.health)
+        runner = web.AppRunner(application, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        runners.append(runner)
+    try:
+        async with serve_proxy([prefill.url], [decode.url], "127.0.0.1", 0) as url, aiohttp.ClientSession() as client:
+            yield client, url
+    finally:
+        for runner in runners:
+            await runner.cleanup()
+
+
+async def test_prefill_is_asked_first_and_its_ticket_goes_to_decode() -> None:
+    prefill, decode = FakeServer(TICKET), FakeServer()
+    async with deployed(prefill, decode) as (client, url):
+        body = {
+            "prompt": "x",
+            "max_tokens": 9,
+            "min_tokens": 3,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        async with client.post(f"{url}/v1/completions", json=body, headers={"X-Request-Id": "mine"}) as answer:
+            assert answer.content_type == "text/event-stream"
+            assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+    ((path, asked, name),) = prefill.asked
+    assert (path, name) == ("/v1/completions", "mine")
+    assert asked == {"prompt": "x", "max_tokens": 1, "stream": False, "kv_transfer_params": PREFILL_PARAMS}
+    assert decode.asked == [("/v1/completions", {**body, "kv_transfer_params": TICKET}, "mine")]
+
+
+async def test_chats_have_one_token_of_either_name() -> None:
+    prefill, decode = FakeServer(TICKET), FakeServer()
+    async with deployed(prefill, decode) as (client, url):
+        body = {"messages": [], "max_completion_tokens": 9}
+        async with client.post(f"{url}/v1/chat/completions", json=body) as answer:
+            assert answer.status == 200
+    assert (prefill.asked[0][1]["max_tokens"], prefill.asked[0][1]["max_completion_tokens"]) == (1, 1)
+    assert decode.asked[0][1]["max_completion_tokens"] == 9
+    assert prefill.asked[0][2] == decode.asked[0][2] != ""
+
+
+@pytest.mark.parametrize("status", [400, 503])
+async def test_an_error_of_prefill_is_the_answer(status: int) -> None:
+    prefill, decode = FakeServer(TICKET), FakeServer()
+    prefill.status = status
+    async with deployed(prefill, decode) as (client, url), client.post(f"{url}/v1/completions", json={}) as answer:
+        assert (answer.status, await answer.json()) == (status, {"error": "no"})
+    assert decode.asked == []
+
+
+async def test_prefill_without_a_connector_is_named() -> None:
+    prefill, decode = FakeServer(), FakeServer()
+    async with deployed(prefill, decode) as (client, url), client.post(f"{url}/v1/completions", json={}) as answer:
+        assert answer.status == 502
+        assert "without kv_transfer_params" in (await answer.json())["error"]["message"]
+    assert decode.asked == []
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'"x"', b"\xff"])
+async def test_what_is_no_object_is_refused(body: bytes) -> None:
+    prefill, decode = FakeServer(TICKET), FakeServer()
+    async with deployed(prefill, decode) as (client, url), client.post(f"{url}/v1/completions", data=body) as answer:
+        assert answer.status == 400
+    assert prefill.asked == []
+
+
+async def test_a_dead_server_is_named() -> None:
+    prefill, decode = FakeServer(TICKET), FakeServer()
+    async with (
+        serve_proxy(["http://127.0.0.1:9"], ["http://127.0.0.1:9"], "127.0.0.1", 0) as url,
+        aiohttp.ClientSession() as client,
+    ):
+        async with client.post(f"{url}/v1/completions", json={}) as answer:
+            assert answer.status == 502
+            assert "http://127.0.0.1:9/v1/completions" in (await answer.json())["error"]["message"]
+        async with client.get(f"{url}/health") as answer:
+            assert answer.status == 503
+    decode.status = 500
+    async with deployed(prefill, decode) as (client, url), client.get(f"{url}/health") as answer:
+        assert (answer.status, decode.url in await answer.text()) == (503, True)
+
+
+async def test_decode_that_breaks_off_is_an_error_in_the_stream() -> None:
+    prefill, decode = FakeServer(TICKET), FakeServer()
+    decode.breaks = True
+    body = {"stream": True}
+    async with deployed(prefill, decode) as (client, url), client.post(f"{url}/v1/completions", json=body) as answer:
+        *_, last = (await answer.text()).strip().splitlines()
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == 502
+
+
+async def test_a_client_that_leaves_stops_decode() -> None:
+    prefill, decode = FakeServer(TICKET), FakeServer()
+    decode.is_slow = True
+    async with deployed(prefill, decode) as (client, url):
+        async with client.post(f"{url}/v1/completions", json={"stream": True}) as answer:
+            await answer.content.readline()
+        with anyio.fail_after(20):
+            await decode.left.wait()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--prefill", "http://a:1"], ["--decode", "http://a:1"], ["--prefill", "a:1", "--decode", "http://a:1"]],
+)
+def test_command_says_what_is_missing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["proxy", *words]) == 2
+    assert capsys.readouterr().err.startswith("kvflow proxy: ")

@@ -1,0 +1,124 @@
+"""Servers as child processes, and the command that starts them, without an engine."""
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+import pytest
+
+from kvflow.cli.main import main
+from kvflow.cli.serve.server import Server, ServerFailed
+from kvflow.cli.serve.vllm import halves_of_cpus, pair, vllm_server
+from tests.support.ports import unused_port
+
+pytestmark = pytest.mark.anyio
+
+HEALTHY = """
+import http.server, subprocess, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"fine")
+
+    def log_message(self, *_):
+        pass
+
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+STARTED_BY_ANOTHER = """
+import sys
+from contextlib import suppress
+from pathlib import Path
+from kvflow.cli.serve.server import Server
+
+server = Server("example", [sys.executable, "-c", "import time; time.sleep(600)"], {}, url="", log=Path(sys.argv[1]))
+server.start()
+print(server.pid, flush=True)
+"""
+
+
+def server_of(script: str, place: Path) -> Server:
+    port = unused_port()
+    command = [sys.executable, "-c", script, str(port)]
+    return Server("example", command, {}, url=f"http://127.0.0.1:{port}", log=place / "example.log")
+
+
+async def until_ended(process: int) -> None:
+    """Wait until a process is gone, or waits for its parent to notice."""
+    place = anyio.Path(f"/proc/{process}/stat")
+    with anyio.fail_after(20), suppress(FileNotFoundError, ProcessLookupError):
+        while True:
+            if (await place.read_text()).rpartition(")")[2].split()[0] == "Z":
+                return
+            await anyio.sleep(0.01)
+
+
+async def test_a_server_is_killed_with_all_its_processes_and_can_be_started_again(tmp_path: Path) -> None:
+    server = server_of(HEALTHY, tmp_path)
+    assert server.has_ended()
+    for _ in range(2):
+        server.start()
+        await server.wait_until_ready(40)
+        assert not server.has_ended()
+        server.kill()
+        assert server.has_ended()
+        await until_ended(int(server.log.read_text().split()[-1]))
+    server.stop()  # there is nothing left to do
+
+
+async def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
+    server = server_of("raise SystemExit('no such model')", tmp_path)
+    server.start()
+    with pytest.raises(ServerFailed, match="has ended") as failed:
+        await server.wait_until_ready(40)
+    assert failed.value.server is server
+    assert server.tail() == "no such model"
+    with pytest.raises(ServerFailed, match="has ended"):
+        await server.watch()
+
+
+async def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    server = server_of("import time; time.sleep(600)", tmp_path)
+    server.start()
+    with pytest.raises(ServerFailed, match="not ready in time"):
+        await server.wait_until_ready(0.0)
+    server.stop()
+    assert server.has_ended()
+
+
+async def test_a_server_does_not_outlive_the_process_that_started_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STARTED_BY_ANOTHER, str(tmp_path / "log")]
+    finished = await anyio.run_process(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    await until_ended(int(finished.stdout))
+
+
+def test_a_pair_shares_the_cpus_and_nothing_else(tmp_path: Path) -> None:
+    described = pair(
+        model="/m", served_name="m", first_port=8001, extra_config={"port": 1}, arguments=("--x",), is_cpu=True
+    )
+    assert tuple(one.cpus for one in described) == halves_of_cpus()
+    prefill, decode = (vllm_server(one, tmp_path) for one in described)
+    assert (prefill.url, decode.url) == ("http://127.0.0.1:8001", "http://127.0.0.1:8002")
+    assert prefill.log != decode.log
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--port", "0"], "port is out of range"),
+        (["--port", "65535"], "port is out of range"),
+        (["--extra-config", "{"], "not JSON"),
+        (["--extra-config", "[]"], "not a JSON object"),
+        (["--engine-arguments='"], "not words"),
+        ([], "the command needs more packages"),  # vLLM is not installed here
+    ],
+)
+def test_command_says_what_is_wrong(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "vllm", "m", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"kvflow serve: {said} (")

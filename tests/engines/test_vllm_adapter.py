@@ -1,0 +1,437 @@
+"""The two sides of the vLLM connector, driven step by step as vLLM drives them, over NIXL; without vLLM."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvflow import ConfigError, Outcome, ticket_for_room
+from kvflow.blocking import BlockingReceiver, BlockingSender
+from kvflow.engines.vllm.dialect import digest_of, reply, take_reference
+from kvflow.engines.vllm.layout import describe_caches
+from kvflow.engines.vllm.metadata import StepOrders, WorkerReport
+from kvflow.engines.vllm.options import Options, read_options
+from kvflow.engines.vllm.ranks import Place, open_ranks
+from kvflow.engines.vllm.scheduler import ConnectorScheduler
+from kvflow.engines.vllm.worker import ConnectorWorker, Results
+from kvflow.errors import KvflowError, LayoutError
+
+BLOCK, BLOCKS, HEADS, LAYERS, CONTENT = 4, 32, 2, 3, 16
+PROMPT = 10
+PREFILL, DECODE = [7, 3, 12], [20, 21, 22]
+TIMEOUTS = {"lease_s": 3.0, "grant_s": 30.0}
+
+
+def spec(kind: str = "FullAttentionSpec", **values: object) -> Any:
+    made = type(kind, (), {"block_size": BLOCK, "num_kv_heads": HEADS, **values})()
+    return SimpleNamespace(kv_cache_spec=made)
+
+
+def describe(tensors: Sequence[Any], *groups: Any, backend: str = "CPU_ATTN") -> Any:
+    names = {f"layer{number}": number for number in range(len(tensors))}
+    return describe_caches(
+        dict(zip(names, tensors, strict=True)),
+        groups or [spec()],
+        backend=backend,
+        layers=names,
+        total_kv_heads=HEADS,
+        tp_size=1,
+        tp_rank=0,
+        fingerprint="model",
+    )
+
+
+class Pool:
+    """vLLM's pool of blocks, as far as the connector knows it: how many hold each one."""
+
+    def __init__(self) -> None:
+        self.blocks = list(range(BLOCKS))
+        self.holders = [0] * BLOCKS
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.holders[block] += 1
+
+    def free_blocks(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.holders[block] -= 1
+
+
+class Server:
+    """A scheduler and a worker, and the step of vLLM between them.
+
+    Attributes:
+        cells: The caches.
+        ended: Transfers that have ended.
+    """
+
+    def __init__(self, options: Options, *, is_prefill: bool) -> None:
+        self.cells = np.zeros((LAYERS, BLOCKS, HEADS, BLOCK, CONTENT), np.uint8)
+        caches = describe(list(self.cells))
+        place = Place("server", 0, 1, is_prefill, not is_prefill, str)
+        self.ranks = open_ranks(options, place, caches.layout)
+        self.ended: list[BlockingSender | BlockingReceiver] = []
+        self.worker = ConnectorWorker(caches, self.ranks, layerwise=options.layerwise, on_end=self.ended.append)
+        self.scheduler = ConnectorScheduler(BLOCK, is_prefill=is_prefill, is_decode=not is_prefill)
+        self.pool = Pool()
+        self.scheduler.know_pool(self.pool)
+        if self.ranks.ticket is not None:
+            self.scheduler.know_worker(self.ranks.ticket)
+        self.told = Results()
+
+    def step(
+        self,
+        computed: Mapping[str, tuple[int, int, Sequence[int]]] | None = None,
+        *,
+        finished: Sequence[str] = (),
+        preempted: Sequence[str] = (),
+    ) -> None:
+        """Take a step of vLLM.
+
+        Args:
+            computed: For each request, the tokens that were there, how many are computed, and its blocks.
+            finished: Requests that are over.
+            preempted: Requests whose blocks were taken.
+        """
+        computed = computed or {}
+        output = SimpleNamespace(
+            preempted_req_ids=set(preempted),
+            scheduled_new_reqs=[SimpleNamespace(req_id=it, num_computed_tokens=has[0]) for it, has in computed.items()],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+            num_scheduled_tokens={it: has[1] for it, has in computed.items()},
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda it: [list(computed[it][2])]),
+        )
+        orders: StepOrders = self.scheduler.step(output)
+        self.worker.preempt(orders)
+        self.worker.begin(orders)
+        for has in computed.values():
+            for token in range(has[0], has[0] + has[1]):
+                self.cells[:, has[2][token // BLOCK], :, token % BLOCK] = token + 1
+        for layer in range(LAYERS):
+            self.worker.layer_saved(f"layer{layer}")
+        self.worker.receive(orders)
+        self.worker.saved(orders)
+        self._take(self.worker.take_results(finished), self.worker.take_report())
+
+    def _take(self, results: Results, report: WorkerReport | None) -> None:
+        assert not self.told.sent & results.sent, "an id was told twice"
+        assert not self.told.received & results.received, "an id was told twice"
+        self.told.sent |= results.sent
+        self.told.received |= results.received
+        self.told.failed |= results.failed
+        if report is not None:
+            self.scheduler.take_report(report)
+
+    def until(self, is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Take empty steps until something is so."""
+        until = time.monotonic() + timeout_s
+        while not is_so():
+            assert time.monotonic() < until, "it never happened"
+            self.step()
+            time.sleep(0.001)
+
+    def tokens(self, blocks: Sequence[int]) -> list[int]:
+        """Give what is in blocks, token by token, if every layer and head has the same."""
+        cells = self.cells[:, list(blocks)].swapaxes(2, 3).reshape(LAYERS, -1, HEADS * CONTENT)
+        assert all(len(set(cells[:, token].ravel())) == 1 for token in range(cells.shape[1]))
+        return [int(value) for value in cells[0, :, 0]]
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Server, Server]]:
+    options = read_options({"timeouts": TIMEOUTS, **getattr(request, "param", {})})
+    with ExitStack() as stack:
+        servers = []
+        for is_prefill in (True, False):
+            servers.append(Server(options, is_prefill=is_prefill))
+            stack.callback(servers[-1].worker.close)
+        yield servers[0], servers[1]
+
+
+def asked(request_id: str, params: Mapping[str, Any], num_tokens: int = PROMPT) -> Any:
+    return SimpleNamespace(request_id=request_id, kv_transfer_params=params, prompt_token_ids=list(range(num_tokens)))
+
+
+def prefill(server: Server, *cuts: int) -> tuple[Any, dict[str, Any]]:
+    """Compute a request in chunks, and give the reply."""
+    request = asked("p", {"do_remote_decode": True})
+    server.scheduler.add(request)
+    for start, stop in zip((0, *cuts), (*cuts, PROMPT), strict=True):
+        server.step({"p": (start, stop - start, PREFILL)})
+    delays, params = server.scheduler.finished(request, is_complete=True)
+    assert delays
+    assert params is not None
+    server.step(finished=["p"])
+    return request, params
+
+
+def begin_decode(server: Server, params: Mapping[str, Any], num_local: int = 0) -> Any:
+    request = asked("d", params)
+    server.scheduler.add(request)
+    server.step()
+    num_elsewhere = server.scheduler.num_elsewhere(request, num_local)
+    server.scheduler.allocated(request, [DECODE], num_elsewhere)
+    server.step()
+    return request
+
+
+@pytest.mark.parametrize("pair", [{}, {"layerwise": True}], ids=["after each step", "layer by layer"], indirect=True)
+@pytest.mark.parametrize("num_local", [0, 4])
+def test_decode_goes_on_where_prefill_ended(pair: tuple[Server, Server], num_local: int) -> None:
+    source, target = pair
+    _, params = prefill(source, 3, 8)
+    begin_decode(target, params, num_local)
+    target.until(lambda: "d" in target.told.received)
+    source.until(lambda: "p" in source.told.sent)
+    assert not target.told.failed
+    skipped = num_local // BLOCK
+    assert target.tokens(DECODE[skipped:])[: PROMPT - num_local] == list(range(num_local + 1, PROMPT + 1))
+    assert not any(target.tokens(DECODE[:skipped]))
+    assert not any(target.pool.holders + source.pool.holders)
+
+
+def test_preempted_request_is_sent_from_its_new_blocks(pair: tuple[Server, Server]) -> None:
+    source, target = pair
+    request = asked("p", {"do_remote_decode": True, "transfer_id": "shared"})
+    source.scheduler.add(request)
+    source.step({"p": (0, 6, PREFILL)})
+    source.step(preempted=["p"])
+    source.cells[:, PREFILL] = 255  # another request's
+    source.step({"p": (0, PROMPT, [1, 2, 4])})
+    _, params = source.scheduler.finished(request, is_complete=True)
+    assert params is not None
+    source.step(finished=["p"])
+    begin_decode(target, params)
+    target.until(lambda: "d" in target.told.received)
+    assert target.tokens(DECODE)[:PROMPT] == list(range(1, PROMPT + 1))
+
+
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_decode_leaves(pair: tuple[Server, Server], has_blocks: bool) -> None:
+    """Prefill has its blocks back at once."""
+    source, target = pair
+    request = asked("p", {"do_remote_decode": True})
+    source.scheduler.add(request)
+    source.step({"p": (0, 6, PREFILL)})
+    source.step({"p": (6, 4, PREFILL)})
+    _, params = source.scheduler.finished(request, is_complete=True)
+    source.step(finished=["p"])
+    asked_for = asked("d", params or {})
+    target.scheduler.add(asked_for)
+    target.step()
+    if has_blocks:
+        target.scheduler.allocated(asked_for, [DECODE], PROMPT)
+    assert target.scheduler.finished(asked_for, is_complete=False) == (False, None)
+    target.step(finished=["d"])
+    source.until(lambda: "p" in source.told.sent)
+    if has_blocks:
+        target.until(lambda: "d" in target.told.received)
+        target.until(lambda: not any(target.pool.holders))
+    else:
+        assert not target.told.received
+
+
+def test_prefill_leaves_in_the_middle(pair: tuple[Server, Server]) -> None:
+    source, target = pair
+    request = asked("p", {"do_remote_decode": True})
+    source.scheduler.add(request)
+    source.step({"p": (0, 6, PREFILL)})
+    params = dict(reply_of(source))
+    begin_decode(target, params)
+    assert source.scheduler.finished(request, is_complete=False) == (True, None)
+    source.step(finished=["p"])
+    target.until(lambda: "d" in target.told.failed)
+    source.until(lambda: "p" in source.told.sent)
+    target.until(lambda: not any(target.pool.holders))
+
+
+def reply_of(server: Server) -> Mapping[str, Any]:
+    """What the reply to request `p` will be."""
+    assert server.ranks.ticket is not None
+    return reply(server.ranks.ticket, "p", request_id="p", prompt=range(PROMPT))
+
+
+def test_request_that_never_had_blocks_is_not_told_of(pair: tuple[Server, Server]) -> None:
+    source, _ = pair
+    request = asked("p", {"do_remote_decode": True})
+    source.scheduler.add(request)
+    source.step()
+    assert source.scheduler.finished(request, is_complete=False) == (False, None)
+    source.step(finished=["p"])
+    for _ in range(10):
+        source.step()
+    assert not source.told.sent
+
+
+@pytest.mark.parametrize("pair", [{"timeouts": {**TIMEOUTS, "grant_s": 0.3}}], indirect=True)
+def test_decode_never_comes(pair: tuple[Server, Server]) -> None:
+    source, _ = pair
+    prefill(source)
+    source.until(lambda: "p" in source.told.sent)
+    assert not any(source.pool.holders)
+
+
+@pytest.mark.parametrize("pair", [{"timeouts": {**TIMEOUTS, "handshake_s": 1.0}}], indirect=True)
+def test_prefill_is_gone_before_decode_has_blocks(pair: tuple[Server, Server]) -> None:
+    source, target = pair
+    _, params = prefill(source)
+    source.worker.close()
+    request = asked("d", params)
+    target.scheduler.add(request)
+    target.step()
+    target.until(lambda: all(move.is_decided for move in target.worker._receiving.values()))
+    target.scheduler.allocated(request, [DECODE], PROMPT)
+    target.step()
+    assert target.told.received == target.told.failed == {"d"}
+    assert not any(target.pool.holders)
+
+
+def test_blocks_are_held_until_nothing_can_be_written_to_them(
+    pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler hears of the end at once, and has a reference of ours to them."""
+    source, target = pair
+    request = asked("p", {"do_remote_decode": True})
+    source.scheduler.add(request)
+    source.step({"p": (0, 6, PREFILL)})
+    begin_decode(target, reply_of(source))
+    target.until(lambda: all(move.transfer and move.blocks for move in target.worker._receiving.values()))
+    source.until(lambda: all(getattr(move.transfer, "wanted", None) for move in source.worker._sending.values()))
+    monkeypatch.setattr(type(next(iter(target.worker._moves.values()))), "is_safe", property(lambda _: False))
+    target.step(finished=["d"])
+    target.until(lambda: "d" in target.told.received)
+    assert [target.pool.holders[block] for block in DECODE] == [1, 1, 1]
+    monkeypatch.undo()
+    move = next(iter(target.worker._moves.values()))
+    assert move.transfer is not None
+    move.transfer.until_safe(10.0)
+    target.worker._take([SimpleNamespace(transfer=move.transfer)])  # type: ignore[list-item] # as the rank tells it
+    target.step()
+    assert not any(target.pool.holders)
+
+
+def test_vllm_computes_it_after_all(pair: tuple[Server, Server]) -> None:
+    """Nothing is wanted of prefill, which hears of that."""
+    source, target = pair
+    _, params = prefill(source)
+    request = asked("d", params)
+    target.scheduler.add(request)
+    target.step()
+    target.scheduler.allocated(request, [DECODE], 0)
+    target.step()
+    source.until(lambda: "p" in source.told.sent)
+    target.step(finished=["d"])
+    assert not target.told.received
+
+
+@pytest.mark.parametrize(
+    "params", [{"do_remote_prefill": True}, {"do_remote_prefill": True, "kvflow_ticket": {}, "kvflow_prompt": 5}]
+)
+def test_reply_of_another_connector_is_computed_here(params: dict[str, Any]) -> None:
+    with pytest.raises(KvflowError, match="not prefilled by a server with kvflow"):
+        take_reference(params)
+    scheduler = ConnectorScheduler(BLOCK, is_prefill=False, is_decode=True)
+    request = asked("d", params)
+    scheduler.add(request)
+    assert scheduler.num_elsewhere(request, 0) == 0
+
+
+@pytest.mark.parametrize("prompt", [range(PROMPT + 1), range(1, PROMPT + 1)])
+def test_other_prompt_is_computed_here(prompt: Sequence[int]) -> None:
+    """A router that mixes requests up does not make a server answer another one's."""
+    scheduler = ConnectorScheduler(BLOCK, is_prefill=False, is_decode=True)
+    request = asked("d", {"do_remote_prefill": True, "kvflow_ticket": {}, "kvflow_prompt": digest_of(prompt)})
+    scheduler.add(request)
+    assert scheduler.num_elsewhere(request, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ([spec(), spec()], "several groups"),
+        ([spec("MambaSpec")], "kind are not served"),
+        ([spec(num_head_slots=1)], "packed together"),
+        ([spec(tokens_per_state=4)], "compressed"),
+    ],
+)
+def test_unknown_caches_are_refused(group: list[Any], message: str) -> None:
+    tensors = list(np.zeros((LAYERS, BLOCKS, HEADS, BLOCK, CONTENT), np.uint8))
+    with pytest.raises(ConfigError, match=message):
+        describe(tensors, *group)
+
+
+@pytest.mark.parametrize(("backend", "tokens_per_cell"), [("CPU_ATTN", BLOCK), ("FLASH_ATTN", 1)])
+def test_cells_of_the_cpu_backend_are_opaque(backend: str, tokens_per_cell: int) -> None:
+    tensors = list(np.zeros((LAYERS, BLOCKS, HEADS, BLOCK, CONTENT), np.uint8))
+    component = describe(tensors, backend=backend).layout.components[0]
+    assert component.tokens_per_slot == BLOCK
+    assert component.regions[0].tokens_per_cell == tokens_per_cell
+
+
+def test_latents_are_the_same_on_every_worker() -> None:
+    tensors = list(np.zeros((LAYERS, BLOCKS, 1, BLOCK, CONTENT), np.uint8))
+    layout = describe(tensors, spec("MLAAttentionSpec"), backend="MLA").layout
+    assert layout.components[0].regions[0].heads == (0, 1)
+
+
+def test_tensor_of_another_shape_is_refused() -> None:
+    with pytest.raises(ConfigError, match="blocks, heads, tokens and content"):
+        describe([np.zeros((2, BLOCKS, BLOCK, HEADS, CONTENT), np.uint8)])
+    with pytest.raises(LayoutError):
+        describe([np.zeros((BLOCKS, HEADS + 1, BLOCK, CONTENT), np.uint8)])
+
+
+@pytest.mark.parametrize("found", [{"unknown": 1}, {"port": "x"}, {"affinity": [0.5]}])
+def test_unusable_options_are_refused(found: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="options cannot be read"):
+        read_options(found)
+
+
+def test_unknown_timeouts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown timeout"):
+        read_options({"timeouts": {"unknown_s": 1.0}}).make_timeouts()
+    with pytest.raises(ConfigError, match="unknown limit"):
+        read_options({"limits": {"unknown": 1}}).make_limits()
+
+
+def test_server_of_both_roles_takes_over_and_hands_on() -> None:
+    """A request goes to a server that hands another one on, over one transport."""
+    options = read_options({"timeouts": TIMEOUTS})
+    caches = describe(list(np.zeros((LAYERS, BLOCKS, HEADS, BLOCK, CONTENT), np.uint8)))
+    ranks = open_ranks(options, Place("both", 0, 1, is_prefill=True, is_decode=True, share=str), caches.layout)
+    try:
+        sender = ranks.send("room", "request")
+        ticket = ranks.ticket
+        assert ticket is not None
+        receiver = ranks.announce(ticket_for_room(ticket, "room"), "request")
+        receiver.grant(tokens=(0, BLOCK), pages=caches.pages([[5]]))
+        sender.finish((0, BLOCK), caches.pages([[4]]))
+        assert receiver.wait(20.0) is Outcome.SUCCESS
+        assert {update.transfer for update in ranks.completed()} == {sender, receiver}
+    finally:
+        ranks.close()
+
+
+def test_worker_answers_for_those_after_it() -> None:
+    """The second worker of a server registers with the first one."""
+    options = read_options({"timeouts": TIMEOUTS})
+    shared: list[str] = []
+
+    def share(value: str | None) -> str:
+        shared.extend([] if value is None else [value])
+        return shared[0]
+
+    with ExitStack() as stack:
+        found = []
+        for number in range(2):
+            caches = describe(list(np.zeros((LAYERS, BLOCKS, HEADS, BLOCK, CONTENT), np.uint8)))
+            place = Place("server", number, 2, is_prefill=True, is_decode=False, share=share)
+            found.append(open_ranks(options, place, caches.layout))
+            stack.callback(found[-1].close)
+        tickets = [ranks.ticket or {} for ranks in found]
+        assert [ticket["engine_rank"] for ticket in tickets] == [0, 1]
+        assert tickets[0]["address"] == tickets[1]["address"] == shared[0]

@@ -1,0 +1,143 @@
+"""Two managers with kvflow between them, in one process."""
+
+import queue
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import override
+
+import kvflow
+from kvflow import FailureReason
+from kvflow.engines.transformers.decode import DecodeManager
+from kvflow.engines.transformers.prefill import PrefillManager
+from kvflow.testing.adapter import AdapterUnderTest, SideName
+from tests.engines.transformers.models import make_manager
+
+__all__ = ["Pair"]
+
+
+class Pair(AdapterUnderTest):
+    """A prefill and a decode manager, with pages of different sizes, and one alone to compare with.
+
+    Use it as a context manager.
+
+    Attributes:
+        receivers: Of requests that the decode manager was given.
+        fingerprint: Of both caches.
+    """
+
+    fingerprint = "tests"
+
+    def __init__(
+        self,
+        model: str = "full",
+        *,
+        page_sizes: tuple[int, int] = (16, 8),
+        backend: str = "memory",
+        num_blocks: int = 64,
+        allow_block_sharing: bool = True,
+        handshake_s: float = 20,
+        drain_s: float = 5,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._timeouts = kvflow.Timeouts(handshake_s=handshake_s, drain_s=drain_s)
+        self._settings = {"num_blocks": num_blocks, "allow_block_sharing": allow_block_sharing}
+        self._sizes: dict[SideName, int] = dict(zip(("prefill", "decode"), page_sizes, strict=True))
+        self.receivers: dict[str, Any] = {}
+        self._outputs: dict[str, Any] = {}
+        self._alone = make_manager(model)
+
+    def __enter__(self) -> "Pair":
+        self._alone.start()
+        for side in self._sizes:
+            self._start(side)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for side in self._sizes:
+            self._stop(side)
+        self._alone.stop(hard_stop=True)
+
+    def _start(self, side: SideName) -> None:
+        manager = make_manager(self._model, page_size=self._sizes[side], **self._settings)
+        if side == "prefill":
+            prefill = kvflow.PrefillConfig(instance=side, backend=self._backend)
+            self.prefill_end = PrefillManager(manager, prefill, fingerprint=self.fingerprint).__enter__()
+        else:
+            decode = kvflow.DecodeConfig(instance=side, backend=self._backend, timeouts=self._timeouts)
+            self.decode_end = DecodeManager(manager, decode, fingerprint=self.fingerprint).__enter__()
+        manager.start()
+
+    def _stop(self, side: SideName) -> None:
+        end = self.end(side)
+        end.__exit__(None, None, None)
+        end.engine.manager.stop(hard_stop=True)
+
+    def end(self, side: SideName) -> PrefillManager | DecodeManager:
+        return self.prefill_end if side == "prefill" else self.decode_end
+
+    @override
+    def reference(self, prompt: Sequence[int]) -> list[int]:
+        self._alone.add_request(list(prompt))
+        tokens: list[int] = self._alone.get_result(timeout=20).generated_tokens
+        return tokens
+
+    @override
+    def prefill(self, prompt: Sequence[int], room: str) -> dict[str, object]:
+        return self.prefill_end.add_request(prompt, room).ticket
+
+    @override
+    def decode(self, prompt: Sequence[int], ticket: dict[str, object], **settings: Any) -> None:
+        receiver = self.decode_end.add_request(prompt, ticket, **settings)
+        self.receivers[str(receiver.room)] = receiver
+
+    @override
+    def result(self, room: str, timeout_s: float = 20) -> list[int] | FailureReason:
+        output = self.output(room, timeout_s)
+        if output.error is not None:
+            reason: FailureReason = self.receivers[room].failure.reason
+            return reason
+        tokens: list[int] = output.generated_tokens
+        return tokens
+
+    def output(self, room: str, timeout_s: float = 20) -> Any:
+        """Wait for what the decode manager delivers."""
+        deadline = time.monotonic() + timeout_s
+        outputs = self.decode_end.engine.manager.output_router.output_queue
+        while room not in self._outputs:
+            try:
+                output = outputs.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty as error:
+                raise TimeoutError(room) from error
+            self._outputs[output.request_id] = output
+        return self._outputs.pop(room)
+
+    @override
+    def abort(self, side: SideName, room: str) -> None:
+        self.end(side).engine.manager.cancel_request(room)
+
+    @override
+    def used_pages(self, side: SideName) -> int:
+        engine = self.end(side).engine
+        tables = sum(len(one.block_table) for one in engine.cache.cache_allocators.values())
+        return tables + engine.num_held
+
+    @override
+    def spoil(self) -> None:
+        end = self.decode_end
+        arrive = end._arrive
+
+        def arrive_spoiled(one: Any) -> None:
+            for name, blocks in end.engine.blocks(one.state.request_id).items():
+                end.engine.cache.cache_allocators[name]._copy_view[blocks] = 0
+            end._arrive = arrive  # type: ignore[method-assign]
+            arrive(one)
+
+        end._arrive = arrive_spoiled  # type: ignore[method-assign]
+
+    @override
+    def restart(self, side: SideName) -> None:
+        self._stop(side)
+        self._start(side)

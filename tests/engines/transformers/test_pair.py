@@ -1,0 +1,46 @@
+"""Two managers of transformers with kvflow between them, compared with one alone."""
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from kvflow.testing.adapter import (
+    check_abort_frees_pages,
+    check_restart,
+    check_same_output,
+    check_wrong_pages_show,
+)
+from tests.engines.transformers.models import prompt
+from tests.engines.transformers.pair import Pair
+
+PROMPTS = [prompt(seed, length) for seed, length in enumerate((45, 100, 16, 7, 70))]
+
+
+@pytest.fixture(scope="module", params=["full", "mixed", "window"])
+def any_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with Pair(request.param) as started:
+        yield started
+
+
+def test_same_output_in_other_blocks_of_another_size(any_pair: Pair) -> None:
+    for number in range(3):  # so that block ids differ on the two sides
+        manager = any_pair.decode_end.engine.manager
+        manager.add_request(prompt(50 + number, 40), request_id=f"own-{number}", max_new_tokens=4)
+    check_same_output(any_pair, PROMPTS)
+    check_wrong_pages_show(any_pair, PROMPTS[0])
+
+
+def test_large_blocks_to_small_ones_and_back() -> None:
+    with Pair(page_sizes=(8, 32)) as pair:
+        check_same_output(pair, PROMPTS)
+
+
+def test_abort(any_pair: Pair) -> None:
+    check_abort_frees_pages(any_pair, PROMPTS[1])
+
+
+def test_restart() -> None:
+    with Pair(handshake_s=2) as pair:  # how long it takes to see that nobody is at the address in a stale ticket
+        check_restart(pair, PROMPTS[0])

@@ -1,0 +1,1 @@
+"""The adapter of vLLM: real servers on CPUs, and real routers before them."""

@@ -1,0 +1,40 @@
+"""What the tests with real vLLM servers have in common."""
+
+import importlib.util
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("vllm") is not None:
+    import aiohttp
+
+    from benchmarks.vllm_handover.client import open_client
+    from tests.engines.vllm.deployment import Deployment
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        skip = pytest.mark.skip(reason="vLLM is not installed here; run `make test-vllm`")
+        for item in items:
+            if item.get_closest_marker("vllm"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Deployment"]:
+    """Two servers, for all tests of the session; a test leaves them as they were."""
+    place: Path = tmp_path_factory.mktemp("vllm")
+    deployment = Deployment(place, extra_config={})
+    try:
+        deployment.start()
+        yield deployment
+    finally:
+        deployment.stop()
+
+
+@pytest.fixture
+async def client() -> "AsyncIterator[aiohttp.ClientSession]":
+    """A client of its own for each test."""
+    async with open_client() as session:
+        yield session

@@ -1,0 +1,118 @@
+"""A prefill and a decode server, and what tests ask of them."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import anyio
+import msgspec
+
+from benchmarks.vllm_handover.client import MODEL, Answer, ask, metrics
+from benchmarks.vllm_handover.plugin import Probe
+from kvflow.cli.demo.models import prepare_smollm2
+from kvflow.cli.serve.server import Server
+from kvflow.cli.serve.vllm import pair, vllm_server
+from tests.support.ports import unused_port
+
+__all__ = ["BROUGHT", "KNOWN", "SETTLE_S", "Deployment", "leave_after", "settled"]
+
+SETTLE_S: Final = 20.0
+"""Longer than anything that a failure takes; far shorter than what kvflow or vLLM wait for decode to come."""
+
+QUIET: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+class Deployment:
+    """Two servers of the small model.
+
+    Attributes:
+        prefill: Computes prompts. Asked without `kv_transfer_params`, it answers like any server.
+        decode: Continues them.
+        wrong_page: While this file exists, prefill sends a page that is not the request's.
+    """
+
+    def __init__(self, place: Path, *, extra_config: Mapping[str, Any], arguments: tuple[str, ...] = ()) -> None:
+        self.wrong_page = place / "wrong_page"
+        probe = Probe(wrong_page=str(self.wrong_page)).environment()
+        described = pair(
+            model=str(prepare_smollm2()),
+            served_name=MODEL,
+            first_port=0,
+            extra_config=extra_config,
+            arguments=arguments,
+            is_cpu=True,
+        )
+        self.prefill, self.decode = (
+            vllm_server(
+                msgspec.structs.replace(one, port=unused_port(), environment={**one.environment, **QUIET, **probe}),
+                place,
+            )
+            for one in described
+        )
+        self._texts: dict[tuple[str, int], str] = {}
+
+    def start(self) -> None:
+        """Start both, and wait until they are ready."""
+        self.prefill.start()
+        self.decode.start()
+        anyio.run(self.wait_until_ready)
+
+    async def wait_until_ready(self) -> None:
+        """Wait until both are."""
+        await self.prefill.wait_until_ready()
+        await self.decode.wait_until_ready()
+
+    def stop(self) -> None:
+        """Stop both, however they are."""
+        self.prefill.stop()
+        self.decode.stop()
+
+    async def text(self, client: aiohttp.ClientSession, prompt: str, tokens: int) -> str:
+        """Give what one server alone answers."""
+        if (prompt, tokens) not in self._texts:
+            answer = await ask(client, self.prefill.url, prompt, tokens)
+            assert answer.status == 200, answer.error
+            self._texts[prompt, tokens] = answer.text
+        return self._texts[prompt, tokens]
+
+    async def until_free(self, client: aiohttp.ClientSession) -> None:
+        """Wait until neither server has a request or a block in use."""
+        for server in (self.prefill, self.decode):
+            await settled(client, server, lambda found: not any(found[name] for name in IN_USE))
+
+    async def hands_over(self, client: aiohttp.ClientSession, url: str, prompt: str, tokens: int = 8) -> None:
+        """Check that a router gives the text of one server, and that decode did not compute the prompt itself."""
+        before = await metrics(client, self.decode.url)
+        answer = await ask(client, url, prompt, tokens, stream=True)
+        assert (answer.status, answer.error) == (200, "")
+        assert answer.text == await self.text(client, prompt, tokens)
+        after = await metrics(client, self.decode.url)
+        assert after[BROUGHT] + after[KNOWN] - before[BROUGHT] - before[KNOWN] > 0
+
+
+IN_USE: Final = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+BROUGHT: Final = "external_prefix_cache_hits_total"
+KNOWN: Final = "prefix_cache_hits_total"
+
+
+async def settled(client: aiohttp.ClientSession, server: Server, is_so: Callable[[dict[str, float]], bool]) -> None:
+    """Wait until a server's metrics are as they should."""
+    found: dict[str, float] = {}
+    with anyio.move_on_after(SETTLE_S):
+        while True:
+            found = await metrics(client, server.url)
+            if is_so(found):
+                return
+            await anyio.sleep(0.1)
+    in_use = {name: found.get(name) for name in IN_USE}
+    raise AssertionError(f"{server.name} still has {in_use}\n{server.tail()}")
+
+
+async def leave_after(seconds: float, call: Callable[[], Any]) -> Answer | None:
+    """Ask, and close the connection after a while; gives the answer if that came first."""
+    with suppress(aiohttp.ClientError), anyio.move_on_after(seconds):
+        answer: Answer = await call()
+        return answer
+    return None

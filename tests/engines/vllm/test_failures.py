@@ -1,0 +1,125 @@
+"""Clients that leave and servers that die: what is in use is given back, and the next request is right."""
+
+import uuid
+
+import aiohttp
+import anyio
+import pytest
+
+from benchmarks.vllm_handover.client import ask, hand_over, metrics, prompt_of
+from kvflow.cli.proxy.application import PREFILL_PARAMS
+from kvflow.cli.serve.server import Server
+from tests.engines.vllm.deployment import SETTLE_S, Deployment, leave_after
+
+pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(900)]
+
+TOKENS = 8
+
+
+async def check_service(pair: Deployment, client: aiohttp.ClientSession, number: int) -> None:
+    """Nothing is in use soon, and a request is handed over."""
+    await pair.until_free(client)
+    prompt = prompt_of(number, 150)
+    _, answer = await hand_over(client, pair.prefill.url, pair.decode.url, prompt, TOKENS)
+    assert answer is not None
+    assert (answer.status, answer.error) == (200, "")
+    assert answer.text == await pair.text(client, prompt, TOKENS)
+    await pair.until_free(client)
+
+
+async def test_the_client_leaves_while_prefill_computes(pair: Deployment, client: aiohttp.ClientSession) -> None:
+    prompt = prompt_of(60, 1100)
+    assert await leave_after(0.5, lambda: ask(client, pair.prefill.url, prompt, 1, PREFILL_PARAMS)) is None
+    await check_service(pair, client, 61)
+
+
+async def test_the_client_leaves_while_decode_answers(pair: Deployment, client: aiohttp.ClientSession) -> None:
+    first = await ask(client, pair.prefill.url, prompt_of(62, 300), 1, PREFILL_PARAMS)
+    assert first.params is not None
+    call = lambda: ask(client, pair.decode.url, prompt_of(62, 300), 1000, first.params)  # noqa: E731 - called later
+    assert await leave_after(2.0, call) is None
+    await check_service(pair, client, 63)
+
+
+@pytest.mark.parametrize("delay_s", [0.03, 0.06, 0.1])
+async def test_the_client_leaves_while_pages_move(
+    pair: Deployment, client: aiohttp.ClientSession, delay_s: float
+) -> None:
+    """Late enough that decode knows of the request; a ticket that nobody brings is prefill's until its lease ends."""
+    prompt = prompt_of(64, 1000)
+    first = await ask(client, pair.prefill.url, prompt, 1, PREFILL_PARAMS)
+    assert first.params is not None
+    await leave_after(delay_s, lambda: ask(client, pair.decode.url, prompt, TOKENS, first.params))
+    await check_service(pair, client, 65)
+
+
+async def test_a_ticket_of_another_prompt_is_not_used(pair: Deployment, client: aiohttp.ClientSession) -> None:
+    """Its tokens are not those of the prompt: decode computes it itself. vLLM's own connector takes its server down."""
+    first = await ask(client, pair.prefill.url, prompt_of(66, 100), 1, PREFILL_PARAMS)
+    assert first.params is not None
+    prompt = prompt_of(67, 300)
+    answer = await ask(client, pair.decode.url, prompt, TOKENS, first.params)
+    assert (answer.status, answer.text) == (200, await pair.text(client, prompt, TOKENS))
+    right = await ask(client, pair.decode.url, prompt_of(66, 100), TOKENS, first.params)
+    assert (right.status, right.text) == (200, await pair.text(client, prompt_of(66, 100), TOKENS))
+    await check_service(pair, client, 68)
+
+
+async def test_a_ticket_that_was_used_fails_at_once(pair: Deployment, client: aiohttp.ClientSession) -> None:
+    """Prefill has given the blocks back: an error, not a text."""
+    prompt = prompt_of(71, 100)
+    first = await ask(client, pair.prefill.url, prompt, 1, PREFILL_PARAMS)
+    assert first.params is not None
+    assert (await ask(client, pair.decode.url, prompt, TOKENS, first.params)).status == 200
+    with anyio.fail_after(SETTLE_S):
+        assert (await ask(client, pair.decode.url, prompt, TOKENS, first.params)).status == 500
+    await check_service(pair, client, 72)
+
+
+async def test_a_retry_of_the_pair_with_the_same_ids_succeeds(pair: Deployment, client: aiohttp.ClientSession) -> None:
+    """As routers do it: the first decode request was lost, and the client's id is the same in the second try."""
+    prompt, name = prompt_of(69, 200), uuid.uuid4().hex
+    client.headers["X-Request-Id"] = name
+    first = await ask(client, pair.prefill.url, prompt, 1, PREFILL_PARAMS)
+    assert first.params is not None
+    await leave_after(0.01, lambda: ask(client, pair.decode.url, prompt, TOKENS, first.params))
+    _, answer = await hand_over(client, pair.prefill.url, pair.decode.url, prompt, TOKENS)
+    assert answer is not None
+    assert (answer.status, answer.text) == (200, await pair.text(client, prompt, TOKENS))
+    await check_service(pair, client, 70)
+
+
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+@pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.slow)])
+async def test_a_killed_server_comes_back(
+    pair: Deployment, client: aiohttp.ClientSession, victim: str, times: int
+) -> None:
+    """Four requests at a time; the survivor is not restarted, and nothing that is answered is wrong."""
+    server: Server = getattr(pair, victim)
+    other = pair.decode if victim == "prefill" else pair.prefill
+    for number in range(times):
+        asked = [prompt_of(100 + 8 * number + place, 300) for place in range(8)]
+        expected = {prompt: await pair.text(client, prompt, TOKENS) for prompt in asked}
+        async with anyio.create_task_group() as tasks:
+            for lane in range(4):
+                tasks.start_soon(_ask_all, pair, asked[lane::4], expected)
+            await anyio.sleep(1.0)
+            server.kill()
+        assert not other.has_ended()
+        server.start()
+        await server.wait_until_ready()
+        await check_service(pair, client, 300 + number)
+        found = await metrics(client, other.url)
+        assert found["num_requests_waiting"] == 0
+
+
+async def _ask_all(pair: Deployment, asked: list[str], expected: dict[str, str]) -> None:
+    """Errors are to be expected, wrong texts are not."""
+    async with aiohttp.ClientSession() as client:
+        for prompt in asked:
+            try:
+                _, answer = await hand_over(client, pair.prefill.url, pair.decode.url, prompt, TOKENS)
+            except aiohttp.ClientError:
+                continue
+            if answer is not None and answer.status == 200 and not answer.error:
+                assert answer.text == expected[prompt]

@@ -1,0 +1,42 @@
+"""Routers as they are on PyPI, before servers with kvflow's connector."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from benchmarks.vllm_handover.client import prompt_of
+from tests.engines.vllm.deployment import Deployment
+from tests.engines.vllm.routers import smg, vllm_router
+from tests.support.ports import unused_port
+
+pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+async def static(pair: Deployment, tmp_path: Path) -> AsyncIterator[str]:
+    """The router of vLLM."""
+    async with vllm_router(pair.prefill.url, pair.decode.url, tmp_path) as url:
+        yield url
+
+
+@pytest.fixture
+async def with_a_dead_decode(pair: Deployment, tmp_path: Path) -> AsyncIterator[str]:
+    """The router of SGLang; nobody listens at one of the two decode servers of its list."""
+    dead = f"http://127.0.0.1:{unused_port()}"
+    async with smg({pair.prefill.url: "prefill", pair.decode.url: "decode", dead: "decode"}, tmp_path) as url:
+        yield url
+
+
+async def test_vllm_router(pair: Deployment, client: aiohttp.ClientSession, static: str) -> None:
+    for number in range(6):
+        await pair.hands_over(client, static, prompt_of(200 + number, 10 + 60 * number))
+    await pair.until_free(client)
+
+
+async def test_smg_with_a_dead_decode(pair: Deployment, client: aiohttp.ClientSession, with_a_dead_decode: str) -> None:
+    """Its retries are of the whole pair: prefill is asked again."""
+    for number in range(6):
+        await pair.hands_over(client, with_a_dead_decode, prompt_of(210 + number, 10 + 60 * number))
+    await pair.until_free(client)
