@@ -315,8 +315,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         """Give what the registry, or the rank that answers for this instance, must have one of."""
         return trust.for_registry() if trust.registry else trust.for_instance(self.config.instance)
 
-    def _refused(self, detail: str) -> None:
-        self._anomalies.count("key_refused", stage=Stage.BOOTSTRAP.value, detail=detail)
+    def _refused(self, kind: str, detail: str) -> None:
+        self._anomalies.count(kind, stage=Stage.BOOTSTRAP.value, detail=detail)
 
     def _close_listener(self) -> None:
         """Close the control socket. A refused port is the proof that nothing can land any more, so it must be true."""
