@@ -61,6 +61,10 @@ MAX_METADATA_BYTES: Final = 32 * 2**20
 
 MAX_INSTANCE_CHARACTERS: Final = 256
 
+MAX_LEASE_S: Final = 600.0
+"""Nobody is taken for alive for longer than this after he was last heard."""
+
+
 PINGS_PER_LEASE = 3
 
 NUM_PRIORITIES = 8
@@ -344,6 +348,8 @@ class Timeouts:
     def __post_init__(self) -> None:
         for item in fields(self):
             check_duration(f"timeouts.{item.name}", getattr(self, item.name))
+        if self.lease_s > MAX_LEASE_S:
+            raise ConfigError("lease is too long", setting="timeouts.lease_s", value=self.lease_s, most=MAX_LEASE_S)
 
     @property
     def ping_s(self) -> float:
