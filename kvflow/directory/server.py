@@ -114,4 +114,4 @@ class Registry:
         try:
             self._directory.take(connection, decode_frames(frames))
         except RemoteProtocolError as error:
-            self._anomalies.count("message_rejected", connection=connection.hex(), detail=str(error))
+            self._anomalies.count("message_rejected", detail=str(error))
