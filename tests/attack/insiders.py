@@ -11,6 +11,7 @@ from kvflow.trust import ClientKeys
 from kvflow.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Hello, PeerId, RankId
 from tests.attack.guarded import Attacker, Guarded, works
 from tests.support.instances import Deployment, make_pool
+from tests.support.waiting import until
 
 __all__ = ["UnderWay", "hello_to", "insider", "under_way"]
 
@@ -19,6 +20,11 @@ class UnderWay:
     """Transfers that were handed over and checked, one after another."""
 
     count = 0
+
+    async def go_on(self) -> None:
+        """Wait until some more have gone through."""
+        enough = self.count + 3
+        await until(lambda: self.count >= enough)
 
 
 @asynccontextmanager
