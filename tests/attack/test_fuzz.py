@@ -17,7 +17,7 @@ import zmq
 
 from kvflow.trust import ClientKeys
 from kvflow.wire.curve import be_client
-from kvflow.wire.sockets import NOBLOCK, Context, ZmqSocket
+from kvflow.wire.sockets import NOBLOCK, POLLIN, Context, ZmqSocket
 from tests.attack.fuzz import Fuzz, corpus_of
 from tests.attack.guarded import Guarded, guarded, works
 from tests.attack.insiders import hello_to, under_way
@@ -76,7 +76,7 @@ async def say(lines: list[ZmqSocket], fuzz: Fuzz, count: int) -> None:
                 await anyio.sleep(0.001)
             else:
                 break
-        while line.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while int(line.getsockopt(zmq.EVENTS)) & POLLIN:
             line.recv_multipart(NOBLOCK)
         if number % 16 == 0:
             await anyio.lowlevel.checkpoint()
