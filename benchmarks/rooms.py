@@ -2,8 +2,9 @@
 
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import anyio
@@ -134,7 +135,7 @@ def make_pool(num_rooms: int = 1) -> PagePool:
 
 
 @asynccontextmanager
-async def deploy(
+async def deploy(  # noqa: PLR0913 - each one is a choice, by name
     num_prefill: int = 1,
     num_decode: int = 1,
     *,
@@ -142,6 +143,7 @@ async def deploy(
     pools: tuple[PagePool, PagePool] | None = None,
     backend: str = "memory",
     timeouts: Timeouts = PATIENT,
+    trusts: Mapping[str, kvflow.Trust] = MappingProxyType({}),
 ) -> AsyncIterator[list[Pair]]:
     """Open instances of one rank each in this process, control messages over ZMQ, and pair each with each.
 
@@ -152,16 +154,23 @@ async def deploy(
         pools: That of all prefill and that of all decode instances; as `make_pool` gives them by default.
         backend: Transport of all.
         timeouts: Of all.
+        trusts: Keys of the instances, and of "registry"; none by default.
     """
     source, target = pools or (make_pool(), make_pool(num_rooms))
-    async with kvflow.Registry() as registry, AsyncExitStack() as stack:
+    async with kvflow.Registry(trust=trusts.get("registry")) as registry, AsyncExitStack() as stack:
         common: dict[str, Any] = {"registry": registry.endpoint, "backend": backend, "timeouts": timeouts}
         prefill = [
-            kvflow.PrefillRank(kvflow.PrefillConfig(instance=f"prefill-{index}", **common), source.layout)
+            kvflow.PrefillRank(
+                kvflow.PrefillConfig(instance=f"prefill-{index}", trust=trusts.get(f"prefill-{index}"), **common),
+                source.layout,
+            )
             for index in range(num_prefill)
         ]
         decode = [
-            kvflow.DecodeRank(kvflow.DecodeConfig(instance=f"decode-{index}", **common), target.layout)
+            kvflow.DecodeRank(
+                kvflow.DecodeConfig(instance=f"decode-{index}", trust=trusts.get(f"decode-{index}"), **common),
+                target.layout,
+            )
             for index in range(num_decode)
         ]
         for sender in prefill:

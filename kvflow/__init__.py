@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kvflow.geometry.layout import KVLayout
     from kvflow.geometry.pages import TokenPages
     from kvflow.geometry.tensors import layout_from_tensors
+    from kvflow.keys import load_capability_key, load_trust, make_capability
     from kvflow.observe.logs import configure_logging
     from kvflow.prefill import PrefillRank, RoomSender
     from kvflow.quarantine import QuarantineRecord
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from kvflow.state.quarantine import Awaited, MissingProof
     from kvflow.state.tables import Memory, Outcome
     from kvflow.statistics import RankStatistics
+    from kvflow.trust import Trust, TrustedKey
     from kvflow.wire.ticket import ticket_for_room
 
 __all__ = [
@@ -92,11 +94,16 @@ __all__ = [
     "Timeouts",
     "TokenPages",
     "TransferFailed",
+    "Trust",
+    "TrustedKey",
     "Unreachable",
     "configure_logging",
     "head_range",
     "known_backends",
     "layout_from_tensors",
+    "load_capability_key",
+    "load_trust",
+    "make_capability",
     "ticket_for_room",
 ]
 
@@ -145,11 +152,16 @@ _HOMES: Final = {
     "TicketError": "kvflow.errors",
     "Timeouts": "kvflow.config",
     "TransferFailed": "kvflow.errors",
+    "Trust": "kvflow.trust",
+    "TrustedKey": "kvflow.trust",
     "Unreachable": "kvflow.errors",
     "configure_logging": "kvflow.observe.logs",
     "head_range": "kvflow.geometry.engines",
     "known_backends": "kvflow.backends",
     "layout_from_tensors": "kvflow.geometry.tensors",
+    "load_capability_key": "kvflow.keys",
+    "load_trust": "kvflow.keys",
+    "make_capability": "kvflow.keys",
     "ticket_for_room": "kvflow.wire.ticket",
 }
 

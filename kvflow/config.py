@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final, Literal, SupportsIndex, get_args
 
 from kvflow.errors import ConfigError
+from kvflow.trust import PLAIN, Trust
 
 __all__ = [
     "MAX_METADATA_BYTES",
@@ -38,6 +39,7 @@ __all__ = [
     "check_instance_name",
     "check_num_ranks",
     "check_priority",
+    "check_reach",
     "check_type",
     "is_instance_name",
     "join_address",
@@ -115,6 +117,34 @@ def check_endpoint(setting: str, address: object) -> None:
     host, port = split_address(setting, address)
     if port == 0 or _is_wildcard(host):
         raise ConfigError("address must name a host and a port to connect to", setting=setting, value=address)
+
+
+def check_reach(setting: str, address: str, trust: Trust | None) -> None:
+    """Refuse an address beyond this host if nobody has said whom to trust there.
+
+    Args:
+        setting: For the error.
+        address: "tcp://host:port".
+        trust: None if nobody has.
+
+    Raises:
+        ConfigError: The address is malformed, or others may be there. Names the setting, and what to do.
+    """
+    host, _ = split_address(setting, address)
+    if trust is None and not _is_loopback(host):
+        raise ConfigError(
+            "other hosts reach this address: say whom to trust by trust=kvflow.load_trust(directory), or ask for plain "
+            "transport by trust=kvflow.Trust.none()",
+            setting=setting,
+            value=address,
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(frozen=True)
@@ -401,6 +431,8 @@ class RankConfig:
             Less than a slot on prefill, or than a window on decode, is refused.
         staging_slot_bytes: Most bytes that are packed at once; the smaller value of the two sides counts.
         record: File to which every event of the rank is written, to be replayed; nothing is written if None.
+        trust: Own keys, and those of others (`kvflow.load_trust`). None for plain transport on the loopback interface
+            and an error everywhere else; `Trust.none()` for plain transport everywhere. See docs/security.md.
 
     Raises:
         ConfigError: A setting has the wrong type or is out of range; `values` has its name and its value.
@@ -417,13 +449,17 @@ class RankConfig:
     staging_bytes: int | None = None
     staging_slot_bytes: int = 8 * 2**20
     record: str | os.PathLike[str] | None = None
+    trust: Trust | None = None
 
     def __post_init__(self) -> None:
         check_instance_name("instance", self.instance)
         _set(self, "num_ranks", check_num_ranks(self.num_ranks))
         _set(self, "engine_rank", _check_integer("engine_rank", self.engine_rank, 0, self.num_ranks - 1))
+        if self.trust is not None:
+            check_type("trust", self.trust, Trust)
         if self.registry is not None:
             check_endpoint("registry", self.registry)
+            check_reach("registry", self.registry, self.trust)
         check_type("backend", self.backend, str)
         if not self.backend:
             raise ConfigError("backend must be the name of a transport", setting="backend", value=self.backend)
@@ -438,6 +474,11 @@ class RankConfig:
         _set(self, "staging_slot_bytes", slot_bytes)
         if self.record is not None:
             check_type("record", self.record, str, os.PathLike)
+
+    @property
+    def trust_in_force(self) -> Trust:
+        """The keys to go by; plain transport if nothing was said."""
+        return self.trust or PLAIN
 
     def _check_staging(self, least: int) -> None:
         """Refuse staging memory of which nothing could be used.
@@ -510,6 +551,7 @@ class PrefillConfig(RankConfig):
         super().__post_init__()
         self._check_staging(self.staging_slot_bytes)
         check_bind(self.bind, self.advertise)
+        check_reach("bind", self.bind, self.trust)
         if self.packing not in get_args(Packing):
             raise ConfigError(
                 "unknown packing mode", setting="packing", value=self.packing, known=list(get_args(Packing))

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import SharedBackend
+from kvflow.capability import MAX_CAPABILITY
 from kvflow.config import (
     DecodeConfig,
     Endpoint,
@@ -21,10 +22,11 @@ from kvflow.config import (
     check_duration,
     check_num_ranks,
     check_priority,
+    check_reach,
     is_instance_name,
 )
 from kvflow.directory import Directories
-from kvflow.errors import ConfigError, FailureReason, KvflowError, LocalProtocolError, PlanError, Stage
+from kvflow.errors import ConfigError, FailureReason, KvflowError, LocalProtocolError, PlanError, Stage, TicketError
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import WIRE_PAGES, Pages, PageTable, TokenPages, build_page_tables, normalize
 from kvflow.geometry.ranges import TokenRange
@@ -43,6 +45,7 @@ from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer, check_room
+from kvflow.trust import Trust
 from kvflow.wire.hosts import default_host
 from kvflow.wire.messages import Ack, Failure, Goodbye, PeerId, RankRecord
 from kvflow.wire.ticket import Ticket
@@ -146,6 +149,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         digest: bool | None = None,
         priority: int = 0,
         label: str | None = None,
+        capability: str | None = None,
     ) -> "RoomReceiver":
         """Start to receive a room; use the result as an async context manager.
 
@@ -167,6 +171,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             priority: Class of the transfer on every prefill rank, 0 (first) to 7 (last). Where chunks wait for this
                 rank, lower ones go first; each `Timeouts.ageing_s` of the prefill rank lifts a chunk by one class.
             label: The engine's own id of the request, for log lines; it does not travel.
+            capability: From whoever routes, if prefill asks for it (`kvflow.make_capability`); that of the ticket by
+                default.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
@@ -177,11 +183,11 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             CapacityExceeded, RankDraining: On entry: too much is open or in quarantine; the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
         """
-        opened = self._request(room, prefill, num_ranks, priority)
+        opened = self._request(room, prefill, num_ranks, priority, capability)
         wanted = self.wanted(tokens, pages, digest=digest, timeout_s=timeout_s)
         return RoomReceiver(self, opened, wanted, label)
 
-    def announce(
+    def announce(  # noqa: PLR0913 - as above
         self,
         room: RoomId | None = None,
         *,
@@ -190,6 +196,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         timeout_s: float | None = None,
         priority: int = 0,
         label: str | None = None,
+        capability: str | None = None,
     ) -> "RoomReceiver":
         """Tell prefill that a room will be received, before there are pages for it. Use the result as with `receive`.
 
@@ -204,25 +211,29 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             timeout_s: How long it may be without pages; from the settings by default (`Timeouts.announced_s`).
             priority: As in `receive`.
             label: As in `receive`.
+            capability: As in `receive`.
 
         Raises:
-            ConfigError: `num_ranks`, `timeout_s` or `priority` is unusable, or `prefill` needs a registry.
+            ConfigError: `num_ranks`, `timeout_s`, `priority` or `capability` is unusable, or `prefill` needs a
+                registry.
             TicketError: The ticket is malformed, or it is for another room, model or protocol version.
             LocalProtocolError: On entry: the room is being received already, or the rank is not open.
             CapacityExceeded, RankDraining: On entry: too much is open or in quarantine; the rank is about to close.
             TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
         """
-        opened = self._request(room, prefill, num_ranks, priority)
+        opened = self._request(room, prefill, num_ranks, priority, capability)
         timeout_s = self._timeout(timeout_s, self.config.timeouts.announced_s)
         return RoomReceiver(self, msgspec.structs.replace(opened, timeout_s=timeout_s, is_announced=True), None, label)
 
-    def _request(self, room: RoomId | None, prefill: Prefill, num_ranks: int | None, priority: int) -> ev.ReceiveOpened:
+    def _request(
+        self, room: RoomId | None, prefill: Prefill, num_ranks: int | None, priority: int, capability: str | None
+    ) -> ev.ReceiveOpened:
         """Say what is asked for, as far as that does not depend on pages.
 
         Raises:
             ConfigError, LocalProtocolError, TicketError: As in `receive`.
         """
-        room, instance, issuer = self._meaning(room, prefill)
+        room, instance, issuer, signed = self._meaning(room, prefill)
         return ev.ReceiveOpened(
             room=room,
             generation=0,
@@ -234,10 +245,11 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             secret=b"",
             priority=check_priority("priority", priority),
             issuer=issuer,
+            capability=signed if capability is None else _check_capability(capability),
         )
 
-    def _meaning(self, room: RoomId | None, prefill: Prefill) -> tuple[RoomId, ev.InstanceRef, PeerId | None]:
-        """Give the room, how its instance is referred to, and who gave its ticket.
+    def _meaning(self, room: RoomId | None, prefill: Prefill) -> tuple[RoomId, ev.InstanceRef, PeerId | None, str]:
+        """Give the room, how its instance is referred to, who gave its ticket, and the capability in that.
 
         Raises:
             LocalProtocolError, ConfigError, TicketError: As in `receive`.
@@ -245,19 +257,25 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         if isinstance(prefill, Mapping):
             ticket = Ticket.parse(prefill)
             ticket.check(None if room is None else check_room(room), self.layout.fingerprint)
-            return ticket.room, ev.InstanceAt(ticket.address, ticket.issuer.rank.instance), ticket.issuer
+            try:
+                check_reach("address", ticket.address, self.config.trust)
+            except ConfigError as error:
+                raise TicketError("ticket is of a host that this rank may not ask", detail=str(error)) from error
+            instance = ev.InstanceAt(ticket.address, ticket.issuer.rank.instance)
+            return ticket.room, instance, ticket.issuer, ticket.capability
         if room is None:
             raise LocalProtocolError("room must be an integer or a string, or come with a ticket", room=room)
         room = check_room(room)
         if isinstance(prefill, Endpoint):
-            return room, ev.InstanceAt(str(prefill)), None
+            check_reach("prefill", str(prefill), self.config.trust)
+            return room, ev.InstanceAt(str(prefill)), None, ""
         if not is_instance_name(prefill):
             raise LocalProtocolError(
                 "prefill must be the name of an instance, an Endpoint or a ticket", prefill=prefill
             )
         if self.config.registry is None:
             raise ConfigError("prefill by name needs a registry", setting="registry", prefill=prefill)
-        return room, prefill, None
+        return room, prefill, None, ""
 
     @staticmethod
     def _timeout(timeout_s: float | None, default_s: float) -> float:
@@ -423,11 +441,13 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             proofs=config.proofs,
             agent=backend.shared_agent,
         )
-        self._directories = Directories(config.registry, self._ports, self._log, self._take_records)
+        self._directories = Directories(
+            config.registry, self._ports, self._log, self._take_records, self._take_refusal, self._trust
+        )
         self._resources.callback(self._directories.close)
         self._core = DecodeCore(self.me, settings)
         self._record(settings)
-        self._connections = PeerConnections(self._context)
+        self._connections = PeerConnections(self._context, self._trust)
         self._resources.callback(self._connections.close)
         self._compiler = RouteCompiler(self._context, self.layout)
         self._proofs = PeerProofs(self._context, backend)
@@ -461,8 +481,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
                 self._proofs.probe(effect)
             case ef.AwaitFence():
                 self._proofs.fence(effect)
-            case ef.CountAnomaly(kind, peer, room):
-                self._anomalies.count(kind, peer, room=room)
+            case ef.CountAnomaly():
+                self._count_anomaly(effect)
             case ef.LogEvent():
                 self._log_event(effect)
             case _:
@@ -485,6 +505,14 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
 
     def _take_records(self, instance: ev.InstanceRef, records: tuple[RankRecord, ...], number: int) -> None:
         self.dispatch(ev.InstanceFound(instance, records, number))
+
+    def _take_refusal(self, instance: ev.InstanceRef | None, detail: str) -> None:
+        self.dispatch(ev.LookUpRefused(instance, detail))
+
+    @override
+    def _go_by(self, trust: Trust) -> None:
+        self._connections.renew(trust)
+        self._directories.renew(trust)
 
     @override
     def _say_goodbye(self, failure: Failure) -> None:
@@ -629,6 +657,18 @@ class RoomReceiver(Transfer):
     def _abort(self) -> None:
         detail = "the decode engine left the room before it was complete"
         self._rank.dispatch(ev.ReceiveAborted(self.room, self._rank.failure(FailureReason.ABORTED, detail)))
+
+
+def _check_capability(capability: object) -> str:
+    """Refuse what cannot be sent.
+
+    Raises:
+        ConfigError: It is no text, or too long.
+    """
+    is_text = isinstance(capability, str) and len(capability) <= MAX_CAPABILITY and capability.isascii()
+    if not is_text:
+        raise ConfigError("capability must be a text that `make_capability` has given", capability=type(capability))
+    return str(capability)
 
 
 def _check_digest(digest: object) -> bool | None:

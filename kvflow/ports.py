@@ -8,9 +8,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-__all__ = ["Connection", "ControlChannel", "Listener", "Ports", "RunInThread"]
+from kvflow.trust import PLAIN, ClientKeys, Trust
+
+__all__ = ["Connection", "ControlChannel", "Listener", "OnRefused", "Ports", "RunInThread", "ignore_refusal"]
 
 Result = TypeVar("Result")
+
+OnRefused = Callable[[str], None]
+
+
+def ignore_refusal(_detail: str) -> None:
+    """Do nothing about a refusal."""
 
 
 class Connection(Protocol):
@@ -25,6 +33,12 @@ class Connection(Protocol):
 
     def close(self) -> None:
         """Close it. Messages that were sent still leave within a bound; no callback follows."""
+
+    def renew(self, keys: ClientKeys) -> None:
+        """Connect with other keys from now on. If what it was made with is not among them, it breaks.
+
+        It does nothing to a connection that was made without keys.
+        """
 
 
 class Listener(Protocol):
@@ -43,6 +57,22 @@ class Listener(Protocol):
             Unreachable: That connection is gone, or its queue is full; the message is lost.
         """
 
+    def names_of(self, connection: bytes) -> tuple[str, ...]:
+        """Give the instances that the other end of a connection may speak for: it has proved to have a key of theirs.
+
+        A name with `*` at its end stands for every name that begins with the rest, so "*" for all if nobody is asked.
+        """
+
+    def renew(self, trust: Trust) -> None:
+        """Let in who is listed now, and nobody else.
+
+        If somebody is not listed any more, or the own key is another one, all connections break; who is listed makes
+        them anew.
+
+        Raises:
+            ConfigError: Keys cannot be given up, or asked for, while it is open.
+        """
+
     def close(self, *, keep_port: bool = False) -> None:
         """Close it. Messages that were sent still leave within a bound; no callback follows.
 
@@ -56,14 +86,23 @@ class ControlChannel(Protocol):
     """Makes control sockets. Callbacks are called on the event loop, in order, one message each."""
 
     def listen(
-        self, bind: str, advertise: str | None, on_message: Callable[[bytes, Sequence[bytes]], None]
+        self,
+        bind: str,
+        advertise: str | None,
+        on_message: Callable[[bytes, Sequence[bytes]], None],
+        *,
+        trust: Trust = PLAIN,
+        on_refused: OnRefused = ignore_refusal,
     ) -> Listener:
         """Bind a socket.
 
         Args:
             bind: "tcp://host:port"; port 0 takes a free one.
             advertise: Host to give to others, if not the one bound.
-            on_message: Takes the name of the connection and the frames of a message; ours have one.
+            on_message: Takes the name of the connection and the frames of a message; ours have one. Two ends that
+                may speak for different instances have different names.
+            trust: Who may connect; everybody if it is plain.
+            on_refused: Told of each attempt to connect, or message, that is refused, and why.
 
         Raises:
             ConfigError: The address is malformed or cannot be bound.
@@ -74,6 +113,9 @@ class ControlChannel(Protocol):
         endpoint: str,
         on_message: Callable[[Sequence[bytes]], None],
         on_lost: Callable[[], None],
+        *,
+        keys: ClientKeys | None = None,
+        on_refused: OnRefused = ignore_refusal,
     ) -> Connection:
         """Connect to a listener.
 
@@ -81,6 +123,8 @@ class ControlChannel(Protocol):
             endpoint: "tcp://host:port".
             on_message: Takes the frames of a message; ours have one.
             on_lost: Called whenever the connection has broken after it was made.
+            keys: What it is made with; it is a plain one if None.
+            on_refused: Told why the two ends will not have each other. It is tried again.
 
         Raises:
             ConfigError: The address is malformed or names no host.
@@ -121,9 +165,11 @@ class Ports:
         now: Gives monotonic seconds. Timers are the event loop's.
         run_in_thread: Runs a function beside the event loop.
         random_bytes: Gives so many unpredictable bytes.
+        unix_time: Gives seconds of Unix time, for what other hosts have said when it ends. Nothing waits for it.
     """
 
     control: ControlChannel
     now: Callable[[], float]
     run_in_thread: RunInThread
     random_bytes: Callable[[int], bytes]
+    unix_time: Callable[[], float]

@@ -25,6 +25,7 @@ from kvflow.room import RoomId
 from kvflow.stages.agents import PeerAgents
 from kvflow.stages.bootstrap import HelloChecks
 from kvflow.stages.enqueue import CapacityLine, DeviceWaits, finish_chunk, make_chunk
+from kvflow.stages.gate import Gate
 from kvflow.stages.planning import Planning
 from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
@@ -36,6 +37,7 @@ from kvflow.state.settings import PrefillSettings
 from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer, check_room
+from kvflow.trust import ClientKeys, Trust
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.hosts import host_of
 from kvflow.wire.messages import MAX_DOMAIN_BYTES, Failure, Goodbye, Grant, Message, RankRecord
@@ -211,7 +213,10 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     def _open(self) -> None:
         backend, capabilities = self._backend, self._backend.capabilities
         if self.config.registry is not None:
-            self._registry = RegistryClient(self.config.registry, self._ports, self._log, self._ignore_records)
+            keys = self._registry_keys(self._trust)
+            self._registry = RegistryClient(
+                self.config.registry, self._ports, self._log, self._ignore_records, keys=keys
+            )
             self._resources.callback(self._registry.close)
         staging = None
         if self._staging is not None:
@@ -235,7 +240,10 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._submit = Submit(self._context, backend, agents)
         self._planning = Planning(self._context, self.layout, backend, self._submit, staging)
         self._hellos = HelloChecks(self._context, settings, backend, agents, staging)
-        self._listener = self._ports.control.listen(self.config.bind, self.config.advertise, self._on_message)
+        self._listener = self._ports.control.listen(
+            self.config.bind, self.config.advertise, self._on_message, trust=self._trust, on_refused=self._refused
+        )
+        self._gate = Gate(self._context, self._trust, self._listener.names_of, self._core.peer_at)
         self._resources.callback(self._close_listener)
         record = RankRecord(
             peer=self.me,
@@ -247,7 +255,9 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         if self._registry is not None:
             self._registry.publish(record)
         else:
-            self._directory = DirectoryService(self._listener.send, self._ports.now, self._anomalies, record)
+            self._directory = DirectoryService(
+                self._listener.send, self._ports.now, self._anomalies, record, may_speak=self._gate.may_speak
+            )
             self._resources.callback(self._directory.close)
         self._resources.callback(self._withdraw)
 
@@ -284,12 +294,29 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
                 self._hellos.start(connection, hello)
             case ef.DisconnectTransport(peer):
                 self._hellos.disconnect(peer)
-            case ef.CountAnomaly(kind, peer, room):
-                self._anomalies.count(kind, peer, room=room)
+            case ef.CountAnomaly():
+                self._count_anomaly(effect)
             case ef.LogEvent():
                 self._log_event(effect)
             case _:
                 assert_never(effect)
+
+    @override
+    def _go_by(self, trust: Trust) -> None:
+        self._listener.renew(trust)
+        self._gate.trust = trust
+        if self._registry is not None:
+            self._registry.renew(self._registry_keys(trust))
+        for connection, peer in self._core.peers_by_connection().items():
+            if not self._gate.may_speak(connection, peer):
+                self.dispatch(ev.PeerRevoked(peer))
+
+    def _registry_keys(self, trust: Trust) -> ClientKeys | None:
+        """Give what the registry, or the rank that answers for this instance, must have one of."""
+        return trust.for_registry() if trust.registry else trust.for_instance(self.config.instance)
+
+    def _refused(self, detail: str) -> None:
+        self._anomalies.count("key_refused", stage=Stage.BOOTSTRAP.value, detail=detail)
 
     def _close_listener(self) -> None:
         """Close the control socket. A refused port is the proof that nothing can land any more, so it must be true."""
@@ -307,7 +334,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             )
             return
         if self._directory is None or not isinstance(message, DirectoryMessage):
-            self.dispatch(ev.MessageArrived(connection, message))
+            self.dispatch(ev.MessageArrived(connection, message, self._gate.denial(connection, message)))
             return
         try:
             self._directory.take(connection, message)

@@ -39,6 +39,7 @@ from kvflow.errors import (
 )
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import WIRE_PAGES, PageTable
+from kvflow.keys import renewed_trust
 from kvflow.observe.logs import LOGGER, get_logger
 from kvflow.observe.times import Duration, StageTimes
 from kvflow.observe.trace import AnomalyLog, describe, log_transfer
@@ -55,6 +56,7 @@ from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.state.tables import Memory, Outcome
 from kvflow.system import system_ports
 from kvflow.transfer import Transfer, check_room
+from kvflow.trust import Trust, short
 from kvflow.wire.messages import Failure, PeerId, RankId
 
 __all__ = ["Rank"]
@@ -128,6 +130,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         if isinstance(backend, SharedBackend):
             backend = backend.for_rank()
         self._backend = backend or create_backend(config.backend, config.backend_options)
+        self._trust = config.trust_in_force
         self._staging = staging_memory(config, layout, self._backend.capabilities.descriptor_overhead_s)
         self._page_bytes = {component.name: component.page_bytes for component in layout.components}
         self._times = StageTimes()
@@ -184,6 +187,8 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             await to_the_end(self._backend.aclose())
             raise
         self._is_open = True
+        if self.config.trust is not None and self.config.trust.is_plain:
+            self._log.warning("plain_transport")
         self._log.info("rank_opened", incarnation=f"{self.me.incarnation:016x}", backend=self._backend.name)
         return self
 
@@ -234,6 +239,25 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._log.info("rank_draining", rooms=len(self._transfers))
         self._withdraw()
         self.dispatch(ev.DrainStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is draining")))
+
+    def reload_trust(self, trust: Trust | None = None) -> None:
+        """Go by other keys from now on, without a restart; on SIGHUP, say.
+
+        Who is not listed any more is disconnected, and its transfers fail. The next handshakes go by the new lists.
+        With another own key, connections break and are made anew: list it with others before.
+
+        Args:
+            trust: The keys; by default those that are now in the directory that they were read from.
+
+        Raises:
+            ConfigError: They cannot be read or used; nothing has changed.
+            LocalProtocolError, RankBroken: The rank is not open, or broken.
+        """
+        self.check_open()
+        trust = renewed_trust(self._trust, trust)
+        self._go_by(trust)
+        self._trust = trust
+        self._log.info("trust_reloaded", public=short(trust.public), peers=len(trust.peers))
 
     @property
     def is_drained(self) -> bool:
@@ -346,6 +370,9 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     def _dispatch_soon(self, event: AnyEvent | SharedEvent) -> None:
         """Tell the core after the event loop has had its turn."""
         asyncio.get_running_loop().call_soon(self.dispatch, event)
+
+    def _count_anomaly(self, effect: ef.CountAnomaly) -> None:
+        self._anomalies.count(effect.kind, effect.peer, room=effect.room, detail=effect.detail or None)
 
     def _log_event(self, effect: ef.LogEvent) -> None:
         level = logging.WARNING if effect.is_warning else logging.INFO
@@ -587,6 +614,14 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     @abc.abstractmethod
     def _open(self) -> None:
         """Make the core, sockets and stages, on the event loop; what has to be closed goes into `_resources`."""
+
+    @abc.abstractmethod
+    def _go_by(self, trust: Trust) -> None:
+        """Use other keys from now on.
+
+        Raises:
+            ConfigError: They cannot be used.
+        """
 
     @abc.abstractmethod
     def _perform(self, effect: AnyEffect) -> None:

@@ -51,5 +51,9 @@ class WorkerThreads:
 def system_ports() -> Ports:
     """Give the ports of a real rank. One result may serve several ranks of one event loop."""
     return Ports(
-        control=ZmqControl(), now=time.monotonic, run_in_thread=WorkerThreads(), random_bytes=secrets.token_bytes
+        control=ZmqControl(),
+        now=time.monotonic,
+        run_in_thread=WorkerThreads(),
+        random_bytes=secrets.token_bytes,
+        unix_time=time.time,  # noqa: TID251 - no deadline here follows from it
     )

@@ -22,6 +22,7 @@ from kvflow.config import (
     split_address,
 )
 from kvflow.errors import ConfigError
+from kvflow.trust import Trust
 from kvflow.wire.codec import MAX_MESSAGE_BYTES
 
 REGISTRY: Final = "tcp://127.0.0.1:7100"
@@ -154,7 +155,7 @@ def test_wildcard_needs_a_host_to_advertise(bind: str) -> None:
     with pytest.raises(ConfigError, match="wildcard") as caught:
         prefill(bind=bind)
     assert caught.value.values == {"setting": "bind", "value": bind}
-    assert prefill(bind=bind, advertise="10.0.0.1").bind == bind
+    assert prefill(bind=bind, advertise="10.0.0.1", trust=Trust.none()).bind == bind
 
 
 @pytest.mark.parametrize("advertise", ["10.0.0.1", "host-1.example_net", "::1", "[::1]", "fe80::1%eth0"])
@@ -260,3 +261,24 @@ def test_endpoints_are_read_from_addresses_and_written_as_such(address: str) -> 
     assert str(Endpoint.parse(address)) == address
     host, port = split_address("address", address)
     assert Endpoint(f"[{host}]" if ":" in host else host, np.int64(port)) == Endpoint.parse(address)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("address", ["tcp://10.0.0.1:7000", "tcp://host-1.example:7000", "tcp://[fd00::1]:7000"])
+def test_other_hosts_are_talked_to_only_if_somebody_said_whom_to_trust(address: str) -> None:
+    makers: dict[str, list[Any]] = {"bind": [prefill], "registry": [prefill, decode]}
+    for setting, make in [(setting, make) for setting, found in makers.items() for make in found]:
+        with pytest.raises(ConfigError, match="say whom to trust") as caught:
+            make(**{setting: address})
+        assert caught.value.values == {"setting": setting, "value": address}
+        assert make(**{setting: address}, trust=Trust.none()).trust_in_force.is_plain
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:7000", "tcp://127.9.9.9:0", "tcp://localhost:1", "tcp://[::1]:7"])
+def test_on_the_loopback_interface_nobody_has_to(address: str) -> None:
+    assert prefill(bind=address).trust_in_force.is_plain
+
+
+def test_secrets_are_not_shown() -> None:
+    trust = Trust("a" * 64, "b" * 64, capability_keys=(b"c" * 32,))
+    assert "bbb" not in repr(prefill(trust=trust))
+    assert "ccc" not in repr(trust)

@@ -32,6 +32,7 @@ from kvflow.ports import Ports
 from kvflow.quarantine import QuarantineRecord
 from kvflow.room import RoomId
 from kvflow.statistics import RankStatistics
+from kvflow.trust import Trust
 
 __all__ = ["BlockingRank", "DecodeRank", "PrefillRank"]
 
@@ -188,6 +189,18 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
             LocalProtocolError: It is not in quarantine, or the rank is not open.
         """
         self._call(lambda: self._opened.release(which))
+
+    def reload_trust(self, trust: Trust | None = None) -> None:
+        """Go by other keys from now on; see `kvflow.DecodeRank.reload_trust`. Waits for it.
+
+        Args:
+            trust: The keys; by default those that are now in the directory that they were read from.
+
+        Raises:
+            ConfigError: They cannot be read or used; nothing has changed.
+            LocalProtocolError, RankBroken: The rank is not open, or broken.
+        """
+        self._call(lambda: self._opened.reload_trust(trust))
 
     def start_drain(self) -> None:
         """Take nothing new, and let what is open end; see `kvflow.DecodeRank.start_drain`.
@@ -402,6 +415,7 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
         digest: bool | None = None,
         priority: int = 0,
         label: str | None = None,
+        capability: str | None = None,
     ) -> BlockingReceiver:
         """Start to receive a room; see `kvflow.DecodeRank.receive`.
 
@@ -424,10 +438,11 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
             digest=digest,
             priority=priority,
             label=label,
+            capability=capability,
         )
         return BlockingReceiver(self, receiver)
 
-    def announce(
+    def announce(  # noqa: PLR0913 - as above
         self,
         room: RoomId | None = None,
         *,
@@ -436,6 +451,7 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
         timeout_s: float | None = None,
         priority: int = 0,
         label: str | None = None,
+        capability: str | None = None,
     ) -> BlockingReceiver:
         """Tell prefill that a room will be received, before there are pages for it; see `kvflow.DecodeRank.announce`.
 
@@ -446,6 +462,12 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
         """
         self._check_open()
         receiver = self._opened.announce(
-            room, prefill=prefill, num_ranks=num_ranks, timeout_s=timeout_s, priority=priority, label=label
+            room,
+            prefill=prefill,
+            num_ranks=num_ranks,
+            timeout_s=timeout_s,
+            priority=priority,
+            label=label,
+            capability=capability,
         )
         return BlockingReceiver(self, receiver)

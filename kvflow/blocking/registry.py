@@ -4,8 +4,12 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+from anyio.from_thread import BlockingPortal
+
 from kvflow import directory
 from kvflow.aio.loop_thread import LoopThread
+from kvflow.errors import LocalProtocolError
+from kvflow.trust import Trust
 
 __all__ = ["Registry"]
 
@@ -17,6 +21,7 @@ class Registry:
         bind: "tcp://host:port"; port 0 takes a free one.
         advertise: Host to give to others, if not the one bound; needed if `bind` is a wildcard.
         loop: The thread to run on; one of its own by default.
+        trust: Own keys, and those of the instances that may register and look up; as in `kvflow.RankConfig`.
 
     Attributes:
         endpoint: Address for the `registry` setting of ranks.
@@ -29,24 +34,45 @@ class Registry:
     endpoint: str
 
     def __init__(
-        self, bind: str = "tcp://127.0.0.1:0", advertise: str | None = None, *, loop: LoopThread | None = None
+        self,
+        bind: str = "tcp://127.0.0.1:0",
+        advertise: str | None = None,
+        *,
+        loop: LoopThread | None = None,
+        trust: Trust | None = None,
     ) -> None:
-        self._registry = directory.Registry(bind, advertise)
+        self._registry = directory.Registry(bind, advertise, trust=trust)
         self._loop = loop
+        self._portal: BlockingPortal | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             loop = self._loop or stack.enter_context(LoopThread())
-            portal = stack.enter_context(loop.use())
+            portal = self._portal = stack.enter_context(loop.use())
             stack.enter_context(portal.wrap_async_context_manager(self._registry))
             self.endpoint = self._registry.endpoint
             self._stack = stack.pop_all()
             self._running = loop
         return self
 
+    def reload_trust(self, trust: Trust | None = None) -> None:
+        """Go by other keys from now on; see `kvflow.Registry.reload_trust`. Waits for it.
+
+        Args:
+            trust: The keys; by default those that are now in the directory that they were read from.
+
+        Raises:
+            ConfigError: They cannot be read or used; nothing has changed.
+            LocalProtocolError: The registry is not open.
+        """
+        if self._portal is None:
+            raise LocalProtocolError("registry is not open")
+        self._portal.call(self._registry.reload_trust, trust)
+
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._portal = None
         if self._running.is_running:  # it is the parent's in a fork
             self._stack.close()

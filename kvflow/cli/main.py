@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": "kvflow.cli.demo.command",
     "bench": "kvflow.cli.bench.command",
     "registry": "kvflow.cli.registry",
+    "keys": "kvflow.cli.keys",
     "serve": "kvflow.cli.serve.command",
     "proxy": "kvflow.cli.proxy.command",
     "simulate": "kvflow.cli.simulate",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import anyio
 
-from kvflow import Registry, configure_logging
+from kvflow import ConfigError, Registry, Trust, configure_logging, load_trust
 
 __all__ = ["add_arguments", "prepare"]
 
@@ -20,27 +20,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST",
         help="host to print, if not the one bound; a wildcard such as tcp://*:7100 needs it",
     )
+    trust = parser.add_mutually_exclusive_group()
+    trust.add_argument("--keys", metavar="DIRECTORY", help="keys, see `kvflow keys`; read again on SIGHUP")
+    trust.add_argument("--plain", action="store_true", help="ask nobody for a key, also on other hosts")
     parser.add_argument("--log", default="console", choices=["console", "json"], help="format of the log")
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """Give what serves until SIGINT or SIGTERM, and prints the endpoint as its first line.
 
-    It raises ConfigError if the address cannot be bound.
+    It raises ConfigError if the address cannot be bound, or the keys cannot be read.
     """
 
     def serve() -> int:
         configure_logging(arguments.log)
-        anyio.run(_serve, arguments.bind, arguments.advertise)
+        trust = Trust.none() if arguments.plain else None
+        anyio.run(_serve, arguments.bind, arguments.advertise, load_trust(arguments.keys) if arguments.keys else trust)
         return 0
 
     return serve
 
 
-async def _serve(bind: str, advertise: str | None) -> None:
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with Registry(bind, advertise) as registry:
+async def _serve(bind: str, advertise: str | None, trust: Trust | None) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+        async with Registry(bind, advertise, trust=trust) as registry:
             print(registry.endpoint, flush=True)
             async for received in signals:
+                if received is signal.SIGHUP:
+                    _reload(registry)
+                    continue
                 print(f"kvflow registry: stopped by {received.name}", file=sys.stderr)
                 return
+
+
+def _reload(registry: Registry) -> None:
+    try:
+        registry.reload_trust()
+    except ConfigError as error:  # it goes on with the keys that it has
+        print(f"kvflow registry: {error}", file=sys.stderr)

@@ -8,7 +8,8 @@ from typing import Final
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.observe.logs import BoundLogger
 from kvflow.observe.trace import AnomalyLog
-from kvflow.ports import Ports
+from kvflow.ports import OnRefused, Ports, ignore_refusal
+from kvflow.trust import ClientKeys
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.messages import (
     Lookup,
@@ -46,6 +47,8 @@ class RegistryClient:
         log: Where to say that it is silent, or that two processes claim to be this rank.
         on_records: Takes the name of an instance, its records, by engine rank, and the number of the question, whenever
             the registry sends them.
+        keys: Of those of whom one must answer there; everybody may if None.
+        on_refused: Told why the registry and this rank will not have each other.
 
     Raises:
         ConfigError: The address is malformed.
@@ -58,13 +61,19 @@ class RegistryClient:
         ports: Ports,
         log: BoundLogger,
         on_records: OnRecords,
+        *,
+        keys: ClientKeys | None = None,
+        on_refused: OnRefused = ignore_refusal,
     ) -> None:
         self._log = log.bind(registry=endpoint)
         self._anomalies = AnomalyLog(self._log, ports.now)
         self._on_records = on_records
         self._loop = asyncio.get_running_loop()
         self._registration: _Registration | None = None
-        self._connection = ports.control.connect(endpoint, self._on_message, self._on_lost)
+        self._on_refused = on_refused
+        self._connection = ports.control.connect(
+            endpoint, self._on_message, self._on_lost, keys=keys, on_refused=self._refused
+        )
 
     def look_up(self, instance: str | None, number: int = 0) -> None:
         """Ask for the ranks of an instance, once.
@@ -92,6 +101,11 @@ class RegistryClient:
             self._registration = None
         self._send(Unregister(peer=peer))
 
+    def renew(self, keys: ClientKeys | None) -> None:
+        """Go by other keys from now on."""
+        if keys is not None:
+            self._connection.renew(keys)
+
     def close(self) -> None:
         """Close the connection; no callback follows. May be called twice."""
         if self._registration is not None:
@@ -102,6 +116,10 @@ class RegistryClient:
     def _send(self, message: Message) -> None:
         with suppress(Unreachable):  # its silence is noticed where the answer is missed
             self._connection.send(encode(message))
+
+    def _refused(self, detail: str) -> None:
+        self._anomalies.count("registry_refused", detail=detail)
+        self._on_refused(detail)
 
     def _on_lost(self) -> None:
         """Be there at once when a registry that was restarted comes back."""

@@ -12,6 +12,7 @@ from kvflow.observe.logs import BoundLogger
 from kvflow.ports import Ports
 from kvflow.state.decode.instances import MAX_REFS
 from kvflow.state.events import InstanceAt, InstanceRef
+from kvflow.trust import PLAIN, Trust
 from kvflow.wire.messages import RankRecord
 
 __all__ = ["Directories"]
@@ -20,6 +21,7 @@ UNUSED_S: Final = 30.0
 """A connection to an address is closed after so long without a question."""
 
 OnFound = Callable[[InstanceRef, tuple[RankRecord, ...], int], None]
+OnLookUpRefused = Callable[[InstanceRef | None, str], None]
 
 
 class Directories:
@@ -32,19 +34,40 @@ class Directories:
         ports: Sockets and clock.
         log: For the connections.
         on_found: Takes what was asked for, the records, by engine rank, and the number of the question.
+        on_refused: Takes why nobody is asked for an instance, for all names if it is None.
+        trust: Who may answer.
 
     Raises:
         Unreachable: This process has no sockets left.
     """
 
-    def __init__(self, registry: str | None, ports: Ports, log: BoundLogger, on_found: OnFound) -> None:
+    def __init__(
+        self,
+        registry: str | None,
+        ports: Ports,
+        log: BoundLogger,
+        on_found: OnFound,
+        on_refused: OnLookUpRefused = lambda _instance, _detail: None,
+        trust: Trust = PLAIN,
+    ) -> None:
         self._ports = ports
         self._log = log
         self._on_found = on_found
         self._loop = asyncio.get_running_loop()
         self._at: OrderedDict[InstanceAt, tuple[RegistryClient, float]] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
-        self._registry = None if registry is None else RegistryClient(registry, ports, log, self._take_named)
+        self._on_refused = on_refused
+        self._trust = trust
+        self._registry = None
+        if registry is not None:
+            self._registry = RegistryClient(
+                registry,
+                ports,
+                log,
+                self._take_named,
+                keys=trust.for_registry(),
+                on_refused=lambda detail: on_refused(None, detail),
+            )
 
     def __len__(self) -> int:
         return len(self._at)
@@ -56,6 +79,14 @@ class Directories:
                 self._client_at(instance).look_up(instance.name, number)
         elif self._registry is not None:
             self._registry.look_up(instance, number)
+
+    def renew(self, trust: Trust) -> None:
+        """Go by other keys from now on."""
+        self._trust = trust
+        if self._registry is not None:
+            self._registry.renew(trust.for_registry())
+        for instance, (client, _) in self._at.items():
+            client.renew(trust.for_address(instance.name))
 
     def close(self) -> None:
         """Close every connection; no callback follows. May be called twice."""
@@ -77,7 +108,14 @@ class Directories:
             def take(_: str | None, records: tuple[RankRecord, ...], number: int) -> None:
                 self._on_found(instance, records, number)
 
-            client = RegistryClient(instance.address, self._ports, self._log, take)
+            client = RegistryClient(
+                instance.address,
+                self._ports,
+                self._log,
+                take,
+                keys=self._trust.for_address(instance.name),
+                on_refused=lambda detail: self._on_refused(instance, detail),
+            )
         self._at[instance] = (client, now)
         self._at.move_to_end(instance)
         if self._timer is None:

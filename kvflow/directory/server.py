@@ -6,13 +6,15 @@ from typing import Self
 
 import anyio.lowlevel
 
-from kvflow.config import check_bind
+from kvflow.config import check_bind, check_reach, check_type
 from kvflow.directory.service import DirectoryService
 from kvflow.errors import LocalProtocolError, RemoteProtocolError
+from kvflow.keys import renewed_trust
 from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Listener, Ports
 from kvflow.system import system_ports
+from kvflow.trust import PLAIN, Trust, is_named, short
 from kvflow.wire.codec import decode_frames
 
 __all__ = ["Registry"]
@@ -25,6 +27,7 @@ class Registry:
         bind: "tcp://host:port"; port 0 takes a free one.
         advertise: Host to give to others, if not the one bound; needed if `bind` is a wildcard.
         ports: Sockets and clock; the real ones if None.
+        trust: Own keys, and those of the instances that may register and look up; as in `kvflow.RankConfig`.
 
     Attributes:
         endpoint: Address for the `registry` setting of ranks.
@@ -37,9 +40,19 @@ class Registry:
     endpoint: str
 
     def __init__(
-        self, bind: str = "tcp://127.0.0.1:0", advertise: str | None = None, ports: Ports | None = None
+        self,
+        bind: str = "tcp://127.0.0.1:0",
+        advertise: str | None = None,
+        ports: Ports | None = None,
+        *,
+        trust: Trust | None = None,
     ) -> None:
         check_bind(bind, advertise)
+        if trust is not None:
+            check_type("trust", trust, Trust)
+        check_reach("bind", bind, trust)
+        self._warns = trust is not None and trust.is_plain
+        self._trust = trust or PLAIN
         self._bind = bind
         self._advertise = advertise
         self._ports = ports or system_ports()
@@ -50,10 +63,21 @@ class Registry:
         if self._listener is not None:
             raise LocalProtocolError("registry is open already", endpoint=self.endpoint)
         self._anomalies = AnomalyLog(self._log, self._ports.now)
-        self._listener = self._ports.control.listen(self._bind, self._advertise, self._on_message)
-        self._directory = DirectoryService(self._listener.send, self._ports.now, self._anomalies)
+        listener = self._listener = self._ports.control.listen(
+            self._bind, self._advertise, self._on_message, trust=self._trust, on_refused=self._refused
+        )
+        self._directory = DirectoryService(
+            listener.send,
+            self._ports.now,
+            self._anomalies,
+            may_speak=lambda connection, peer: any(
+                is_named(name, peer.rank.instance) for name in listener.names_of(connection)
+            ),
+        )
         self.endpoint = self._listener.endpoint
         self._log.info("registry_opened", endpoint=self.endpoint)
+        if self._warns:
+            self._log.warning("plain_transport", endpoint=self.endpoint)
         return self
 
     async def __aexit__(
@@ -65,6 +89,26 @@ class Registry:
             self._listener = None
             self._log.info("registry_closed", endpoint=self.endpoint, ranks=self._directory.num_ranks)
         await anyio.lowlevel.cancel_shielded_checkpoint()
+
+    def reload_trust(self, trust: Trust | None = None) -> None:
+        """Go by other keys from now on, without a restart.
+
+        Args:
+            trust: The keys; by default those that are in the directory now that they were read from.
+
+        Raises:
+            ConfigError: They cannot be read or used; nothing has changed.
+            LocalProtocolError: The registry is not open.
+        """
+        if self._listener is None:
+            raise LocalProtocolError("registry is not open")
+        trust = renewed_trust(self._trust, trust)
+        self._listener.renew(trust)
+        self._trust = trust
+        self._log.info("trust_reloaded", public=short(self._trust.public), peers=len(self._trust.peers))
+
+    def _refused(self, detail: str) -> None:
+        self._anomalies.count("key_refused", detail=detail)
 
     def _on_message(self, connection: bytes, frames: Sequence[bytes]) -> None:
         try:

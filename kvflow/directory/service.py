@@ -1,6 +1,7 @@
 """What answers ranks that register and look up, over the socket of a registry or of a prefill rank."""
 
 from collections.abc import Callable
+from typing import Final
 
 from kvflow.aio.alarm import Alarm
 from kvflow.directory.table import Answer, RegistryTable
@@ -11,6 +12,8 @@ from kvflow.wire.messages import (
     AnyMessage,
     Lookup,
     Message,
+    PeerId,
+    RankId,
     RankRecord,
     Records,
     Refuse,
@@ -20,6 +23,9 @@ from kvflow.wire.messages import (
 )
 
 __all__ = ["DirectoryMessage", "DirectoryService"]
+
+REGISTRY: Final = PeerId(RankId("registry", 0), 0)
+"""Who refuses, if it is no rank."""
 
 DirectoryMessage = Register | Unregister | Lookup
 """What it takes; anything else is refused."""
@@ -36,6 +42,7 @@ class DirectoryService:
         now: Gives monotonic seconds.
         anomalies: Counts what is refused.
         own: The rank that answers; None for a registry.
+        may_speak: Says whether who is at the other end of a connection may register a rank of an instance.
 
     Attributes:
         table: Who is registered.
@@ -47,11 +54,14 @@ class DirectoryService:
         now: Callable[[], float],
         anomalies: AnomalyLog,
         own: RankRecord | None = None,
+        *,
+        may_speak: Callable[[bytes, PeerId], bool] = lambda _connection, _peer: True,
     ) -> None:
         self._send_bytes = send
         self._now = now
         self._anomalies = anomalies
         self._own = own
+        self._may_speak = may_speak
         self.table = RegistryTable()
         if own is not None:
             self.table.hold(own)
@@ -71,12 +81,14 @@ class DirectoryService:
         now = self._now()
         match message:
             case Register(record=record, lease_s=lease_s):
+                self._check_key(connection, record.peer)
                 self._check_belongs(connection, record)
                 # What a killed process had sent may be read after the first message of its successor. Nothing but its
                 # connection, which is gone, tells it from the message of a living one, so the answer goes first.
                 if self._send(self.table.answer_to(record, connection)):
                     self._send_all(self.table.register(record, lease_s, connection, now))
             case Unregister(peer=peer):
+                self._check_key(connection, peer)
                 self.table.unregister(peer)
             case Lookup(timeout_s=timeout_s, number=number):
                 instance = message.instance if self._own is None else self._own.peer.rank.instance
@@ -96,6 +108,18 @@ class DirectoryService:
     def close(self) -> None:
         """Answer nobody any more. May be called twice."""
         self._alarm.close()
+
+    def _check_key(self, connection: bytes, peer: PeerId) -> None:
+        """Refuse who speaks for an instance that his key is not listed for.
+
+        Raises:
+            RemoteProtocolError: It does; its sender was told.
+        """
+        if not self._may_speak(connection, peer):
+            answerer = self._own.peer if self._own is not None else REGISTRY
+            detail = f"your key is not listed for {peer.rank.instance}"
+            self._send(Answer(connection, Refuse(peer=answerer, to=peer, detail=detail)))
+            raise RemoteProtocolError("key is not listed for this instance", rank=str(peer.rank))
 
     def _check_belongs(self, connection: bytes, record: RankRecord) -> None:
         """Refuse a rank of another instance, or one that claims to be the rank that answers.

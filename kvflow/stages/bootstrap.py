@@ -14,6 +14,7 @@ import anyio
 from msgspec.structs import replace
 
 from kvflow.backends.base import Backend
+from kvflow.config import check_reach
 from kvflow.errors import ConfigError, KvflowError, RemoteProtocolError, Stage, Unreachable
 from kvflow.geometry.binding import bind_route
 from kvflow.geometry.blocks import RouteBlocks
@@ -29,6 +30,7 @@ from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.prefill.link import link_for
 from kvflow.state.settings import PrefillSettings
+from kvflow.trust import Trust
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.messages import Hello, Message, PeerId
 
@@ -136,23 +138,39 @@ class PeerConnections:
 
     Args:
         context: Of this rank.
+        trust: Whose ranks may be talked to.
     """
 
-    def __init__(self, context: StageContext[ev.DecodeEvent]) -> None:
+    def __init__(self, context: StageContext[ev.DecodeEvent], trust: Trust) -> None:
         self._context = context
+        self._trust = trust
         self._connections: dict[PeerId, Connection] = {}
         self._acks: list[tuple[PeerId, Message]] = []
 
     def connect(self, peer: PeerId, endpoint: str) -> None:
-        """Open a connection; the core hears what comes over it, when it breaks, or that it cannot be had."""
+        """Open a connection; the core hears what comes over it, when it breaks, or that it cannot be had.
+
+        Whoever answers must have a key of the instance, so that it does not matter who has said that it is there.
+        """
+        dispatch = self._context.dispatch
         try:
+            check_reach("endpoint", endpoint, self._context.config.trust)
             self._connections[peer] = self._context.ports.control.connect(
                 endpoint,
                 functools.partial(self._take, peer),
-                functools.partial(self._context.dispatch, ev.ConnectionLost(peer)),
+                functools.partial(dispatch, ev.ConnectionLost(peer)),
+                keys=self._trust.for_instance(peer.rank.instance),
+                on_refused=lambda detail: dispatch(ev.ConnectionRefused(peer, detail)),
             )
         except (ConfigError, Unreachable) as error:
-            self._context.dispatch(ev.ConnectFailed(peer, str(error)))
+            dispatch(ev.ConnectFailed(peer, str(error)))
+
+    def renew(self, trust: Trust) -> None:
+        """Go by other keys from now on."""
+        self._trust = trust
+        for peer, connection in self._connections.items():
+            if (keys := trust.for_instance(peer.rank.instance)) is not None:
+                connection.renew(keys)
 
     def disconnect(self, peer: PeerId) -> None:
         """Close the connection to a peer."""

@@ -337,11 +337,19 @@ class ReportReceiver(msgspec.Struct, frozen=True):
 
 
 class CountAnomaly(msgspec.Struct, frozen=True):
-    """Count, and log at a bounded rate, something that was ignored."""
+    """Count, and log at a bounded rate, something that was ignored.
+
+    Attributes:
+        kind: Is counted, and the name of the log event.
+        peer: Who did it, if that is known.
+        room: That it is about, if it is about one.
+        detail: For a person; empty if there is nothing to say.
+    """
 
     kind: str
     peer: PeerId | None
     room: RoomId | None = None
+    detail: str = ""
 
 
 class LogEvent(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ __all__ = [
     "ConnectFailed",
     "ConnectedRank",
     "ConnectionLost",
+    "ConnectionRefused",
     "DataReady",
     "DecodeEvent",
     "DeliveryId",
@@ -34,10 +35,12 @@ __all__ = [
     "InstanceFound",
     "InstanceRef",
     "LayersReady",
+    "LookUpRefused",
     "MessageArrived",
     "MessageReceived",
     "NoticeDelivered",
     "PeerFenced",
+    "PeerRevoked",
     "PeerRoute",
     "PieceWentDirect",
     "PlanFailed",
@@ -178,10 +181,19 @@ class MessageArrived(msgspec.Struct, frozen=True):
 
     Attributes:
         connection: Opaque name of the connection.
+        denied: Why its sender must not have what it asks for: its key is not that of the instance it speaks for, or it
+            has no capability for the room. Empty if it may.
     """
 
     connection: bytes
     message: AnyMessage
+    denied: str = ""
+
+
+class PeerRevoked(msgspec.Struct, frozen=True):
+    """The key of a decode rank is not listed any more for its instance."""
+
+    peer: PeerId
 
 
 class ReplyLost(msgspec.Struct, frozen=True):
@@ -313,6 +325,7 @@ class ReceiveOpened(msgspec.Struct, frozen=True):
         digest: What arrives is to be compared with digests of what was sent.
         issuer: The incarnation of a prefill rank that gave the ticket of this room; no other one is meant.
         is_announced: There are no pages yet; `ReceiveGranted` brings them.
+        capability: Says to prefill that this instance may have the room; empty if there is none.
     """
 
     room: RoomId
@@ -328,6 +341,7 @@ class ReceiveOpened(msgspec.Struct, frozen=True):
     priority: int = 0
     issuer: PeerId | None = None
     is_announced: bool = False
+    capability: str = ""
 
 
 class ReceiveGranted(msgspec.Struct, frozen=True):
@@ -408,6 +422,24 @@ class ConnectFailed(msgspec.Struct, frozen=True):
     """No connection to a prefill rank could be made: its address is unusable, or this process has no sockets left."""
 
     peer: PeerId
+    detail: str
+
+
+class ConnectionRefused(msgspec.Struct, frozen=True):
+    """A prefill rank and this one will not have each other for their keys; it is tried again."""
+
+    peer: PeerId
+    detail: str
+
+
+class LookUpRefused(msgspec.Struct, frozen=True):
+    """The directory and this rank will not have each other for their keys; it is tried again.
+
+    Attributes:
+        instance: What was asked for, or could be; None for all names.
+    """
+
+    instance: InstanceRef | None
     detail: str
 
 
@@ -515,6 +547,7 @@ PrefillEvent = (
     | QuiesceAsked
     | SendAborted
     | MessageArrived
+    | PeerRevoked
     | ReplyLost
     | HelloChecked
     | DataReady
@@ -539,6 +572,8 @@ DecodeEvent = (
     | RoutesCompiled
     | ConnectFailed
     | ConnectionLost
+    | ConnectionRefused
+    | LookUpRefused
     | MessageReceived
     | NoticeDelivered
     | ProbeFinished

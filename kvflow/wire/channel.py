@@ -1,4 +1,4 @@
-"""Control sockets: the only module that knows ZMQ.
+"""Control sockets: the ports over ZMQ.
 
 Sockets are plain ones that never block, and callbacks are called on the event loop; `zmq.asyncio` makes futures for
 both directions, which costs several times as much. ZMQ's file descriptor tells of changes, not of messages: whoever has
@@ -12,13 +12,14 @@ sends and answers them, so a process whose interpreter is busy stays connected.
 """
 
 import asyncio
+import errno
 import ipaddress
-import itertools
 import os
 import secrets
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Final
 
@@ -27,66 +28,69 @@ import zmq
 
 from kvflow.config import check_address, check_bind, join_address, split_address
 from kvflow.errors import ConfigError, Unreachable
-from kvflow.wire.codec import MAX_MESSAGE_BYTES
+from kvflow.ports import OnRefused, ignore_refusal
+from kvflow.trust import ANY, PLAIN, PRINCIPAL_DIGITS, ClientKeys, Trust, short
+from kvflow.wire.curve import Doorman, be_client, be_server
 from kvflow.wire.hosts import host_towards
+from kvflow.wire.sockets import (
+    LINGER_MS,
+    NOBLOCK,
+    QUEUE_MESSAGES,
+    RECONNECT_MAX_MS,
+    Frames,
+    Inbox,
+    ports,
+    send,
+    sockets,
+)
 
 __all__ = ["ZmqConnection", "ZmqControl", "ZmqListener"]
 
-QUEUE_MESSAGES: Final = 10_000
-"""Messages queued for one peer; at three messages for a transfer, thousands of transfers."""
-
-MESSAGES_AT_ONCE: Final = 16
-"""Messages taken before the event loop gets its turn."""
-
-HEARTBEAT_MS: Final = 400
-"""Between two heartbeats of a connection."""
-
-SILENCE_MS: Final = 1_200
-"""Silence after which a connection is dropped and made anew; well below the lease of a peer, which is 3 s by default.
-
-Any whole message breaks the silence; a single one that takes longer to arrive does not get through.
-"""
-
-HANDSHAKE_MS: Final = 2_000
-"""How long ZMQ's own handshake may take before a connection is made anew."""
-
-CONNECT_MS: Final = 1_000
-"""How long TCP may take to connect; a host that is off or cut off says nothing."""
-
-RECONNECT_MS: Final = 100
-RECONNECT_MAX_MS: Final = 500
-
-LINGER_MS: Final = 500
-"""How long the last messages may take to leave after a socket was closed."""
-
 BACKLOG: Final = 1_024
 
-# As numbers: zmq's own flags are enums, and each operation with one costs as much as looking at the socket.
-NOBLOCK: Final = int(zmq.NOBLOCK)
-NOBLOCK_MORE: Final = NOBLOCK | int(zmq.SNDMORE)
-POLLIN: Final = int(zmq.POLLIN)
 HANDSHAKE_SUCCEEDED: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+HANDSHAKE_FAILED_AUTH: Final = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+HANDSHAKE_FAILED_PROTOCOL: Final = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+HANDSHAKE_FAILED_NO_DETAIL: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+HANDSHAKE_FAILED: Final = HANDSHAKE_FAILED_AUTH | HANDSHAKE_FAILED_PROTOCOL | HANDSHAKE_FAILED_NO_DETAIL
 DISCONNECTED: Final = int(zmq.EVENT_DISCONNECTED)
+LISTENER_EVENTS: Final = HANDSHAKE_FAILED_PROTOCOL | HANDSHAKE_FAILED_NO_DETAIL
+CONNECTION_EVENTS: Final = HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED | DISCONNECTED
 
-ZmqSocket = zmq.Socket[bytes]
-Frames = list[bytes]
+PEER_HUNG_UP: Final = (errno.EPIPE, errno.ECONNRESET)
+"""Why a handshake has failed of which libzmq says no more: not for want of time."""
+
+TRIES_OF_A_KEY: Final = 2
+MAX_KEYS_SHOWN: Final = 4
 
 
 class ZmqControl:
     """Control sockets over TCP, see `kvflow.ports.ControlChannel`."""
 
     def listen(
-        self, bind: str, advertise: str | None, on_message: Callable[[bytes, Sequence[bytes]], None]
+        self,
+        bind: str,
+        advertise: str | None,
+        on_message: Callable[[bytes, Sequence[bytes]], None],
+        *,
+        trust: Trust = PLAIN,
+        on_refused: OnRefused = ignore_refusal,
     ) -> "ZmqListener":
         """Bind a socket.
 
         Raises:
             ConfigError: The address is malformed or cannot be bound, or the host to advertise is none.
         """
-        return ZmqListener(bind, advertise, on_message)
+        return ZmqListener(bind, advertise, on_message, trust, on_refused)
 
     def connect(
-        self, endpoint: str, on_message: Callable[[Sequence[bytes]], None], on_lost: Callable[[], None]
+        self,
+        endpoint: str,
+        on_message: Callable[[Sequence[bytes]], None],
+        on_lost: Callable[[], None],
+        *,
+        keys: ClientKeys | None = None,
+        on_refused: OnRefused = ignore_refusal,
     ) -> "ZmqConnection":
         """Connect to a listener.
 
@@ -94,7 +98,7 @@ class ZmqControl:
             ConfigError: The address is malformed.
             Unreachable: This process has no sockets left.
         """
-        return ZmqConnection(endpoint, on_message, on_lost)
+        return ZmqConnection(endpoint, on_message, on_lost, keys, on_refused)
 
     async def host_towards(self, endpoint: str) -> str | None:
         """As the port says. Sends nothing."""
@@ -125,219 +129,80 @@ def _is_refusal(cause: BaseException | None) -> bool:
     return isinstance(cause, ConnectionRefusedError)
 
 
-class _Sockets:
-    """Makes ZMQ sockets, in a context of kvflow's own: an engine may end the one that libraries share."""
-
-    def __init__(self) -> None:
-        self._context: zmq.Context[ZmqSocket] | None = None
-        self._names = itertools.count()
-        os.register_at_fork(after_in_child=self._forget)
-
-    def make(self, kind: int) -> ZmqSocket:
-        """Make a socket without any connection.
-
-        Raises:
-            zmq.ZMQError: This process has no descriptors left.
-        """
-        if self._context is None:
-            self._context = zmq.Context()
-            self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        made = self._context.socket(kind)
-        for option, value in (
-            (zmq.LINGER, LINGER_MS),
-            (zmq.SNDHWM, QUEUE_MESSAGES),
-            (zmq.RCVHWM, QUEUE_MESSAGES),
-            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
-            (zmq.IPV6, 1),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, SILENCE_MS),
-            (zmq.HEARTBEAT_TTL, SILENCE_MS),
-            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
-            (zmq.CONNECT_TIMEOUT, CONNECT_MS),
-            (zmq.RECONNECT_IVL, RECONNECT_MS),
-            (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
-        ):
-            made.setsockopt(option, value)
-        return made
-
-    def make_monitor(self, watched: ZmqSocket, events: int) -> ZmqSocket:
-        """Make a socket that receives the connection events of another one.
-
-        Raises:
-            zmq.ZMQError: This process has no descriptors left.
-        """
-        name = f"inproc://kvflow-monitor-{next(self._names)}"
-        watched.monitor(name, events)
-        monitor = self.make(zmq.PAIR)
-        try:
-            monitor.connect(name)
-        except zmq.ZMQError:
-            monitor.close(0)
-            raise
-        return monitor
-
-    def _forget(self) -> None:
-        """Forget the context: a forked child has none of libzmq's threads."""
-        self._context = None
-
-
-_sockets: Final = _Sockets()
-
-
-class _Ports:
-    """Bound descriptors of this process, which a forked child gives up.
-
-    A port is refused once its last descriptor is closed, and that is what peers take as the proof that nobody is left
-    who could write. So each listener has a second descriptor, besides the one that libzmq closes, and may leave it
-    open until the process ends. A child that was only forked, such as a worker of `multiprocessing`, must hold neither.
-    """
-
-    def __init__(self) -> None:
-        self._bound: dict[int, int] = {}
-        os.register_at_fork(after_in_child=self._close)
-
-    def add(self, fd: int) -> None:
-        """Note a descriptor."""
-        self._bound[fd] = os.fstat(fd).st_ino
-
-    def remove(self, fd: int) -> None:
-        """Forget a descriptor, before libzmq closes it."""
-        self._bound.pop(fd, None)
-
-    def close(self, fd: int) -> None:
-        """Close a descriptor that libzmq does not have, unless this is a forked child, which has closed it."""
-        if self._bound.pop(fd, None) is not None:
-            os.close(fd)
-
-    def _close(self) -> None:
-        for fd, inode in self._bound.items():
-            try:
-                if os.fstat(fd).st_ino == inode:
-                    os.close(fd)
-            except OSError:  # it is closed already
-                continue
-        self._bound.clear()
-
-
-_ports: Final = _Ports()
-
-
-class _Inbox:
-    """Takes the messages of a ZMQ socket on the event loop, in order.
-
-    Args:
-        zmq_socket: Is closed with it.
-        on_frames: Takes the frames of a message; it may close the inbox.
-        on_empty: Called when all messages were taken.
-    """
-
-    def __init__(
-        self, zmq_socket: ZmqSocket, on_frames: Callable[[Frames], None], on_empty: Callable[[], None] | None = None
-    ) -> None:
-        self._socket = zmq_socket
-        self._loop = asyncio.get_running_loop()
-        self._on_frames = on_frames
-        self._on_empty = on_empty
-        self._soon: asyncio.Handle | None = None
-        self._is_taking = False
-        self.is_closed = False
-        self._loop.add_reader(self._socket, self.take)
-        self.look()
-
-    def look(self) -> None:
-        """Take messages soon if there are any. Call it after the socket was used."""
-        if self._soon is None and not self._is_taking and self._has_messages():
-            self._soon = self._loop.call_soon(self.take)
-
-    def take(self) -> None:
-        """Take some messages now, and the others soon."""
-        if self._soon is not None:
-            self._soon.cancel()
-            self._soon = None
-        self._is_taking = True
-        try:
-            self._take_some()
-        finally:  # also if a callback has failed, which is the event loop's to report
-            self._is_taking = False
-            if self._has_messages():
-                self._soon = self._loop.call_soon(self.take)
-            elif self._on_empty is not None and not self.is_closed:
-                self._on_empty()
-
-    def _has_messages(self) -> bool:
-        return not self.is_closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN)
-
-    def _take_some(self) -> None:
-        """Take up to as many as one turn allows."""
-        for _ in range(MESSAGES_AT_ONCE):
-            if self.is_closed:
-                return
-            try:
-                frames = self._socket.recv_multipart(NOBLOCK)
-            except zmq.Again:
-                return
-            self._on_frames(frames)
-
-    def close(self, linger_ms: int = LINGER_MS) -> None:
-        """Take nothing any more, and close the socket. May be called twice, and by a callback.
-
-        The event loop has to forget the descriptor before its number is given to another socket: it would take that one
-        for known, and never look at it.
-        """
-        if self.is_closed:
-            return
-        self.is_closed = True
-        if self._soon is not None:
-            self._soon.cancel()
-        if not self._loop.is_closed():
-            self._loop.remove_reader(self._socket)
-        self._socket.close(linger_ms)
-
-
-def _send(zmq_socket: ZmqSocket, frames: Frames, **values: object) -> None:
-    try:
-        for frame in frames[:-1]:
-            zmq_socket.send(frame, NOBLOCK_MORE)
-        zmq_socket.send(frames[-1], NOBLOCK)
-    except zmq.Again as error:
-        raise Unreachable("peer does not take its messages", **values) from error
-    except zmq.ZMQError as error:
-        raise Unreachable("peer is not connected", **values) from error
-
-
 class ZmqListener:
     """A bound socket, see `kvflow.ports.Listener`.
+
+    Where there are keys, the name of a connection begins with the principal of its other end. So a routing id that
+    somebody else takes over is another connection.
 
     Attributes:
         endpoint: Address under which others reach it.
     """
 
-    def __init__(self, bind: str, advertise: str | None, on_message: Callable[[bytes, Sequence[bytes]], None]) -> None:
+    def __init__(
+        self,
+        bind: str,
+        advertise: str | None,
+        on_message: Callable[[bytes, Sequence[bytes]], None],
+        trust: Trust,
+        on_refused: OnRefused,
+    ) -> None:
         check_bind(bind, advertise)
         try:
             self._fd, self._port_fd, host, port = _bind(*split_address("bind", bind))
         except OSError as error:
             raise ConfigError("address cannot be bound", bind=bind, detail=str(error)) from error
         self.endpoint = join_address(advertise or host, port)
+        self._address = join_address(host, port)
+        self._trust = trust
+        self._on_message = on_message
+        self._on_refused = on_refused
+        self._loop = asyncio.get_running_loop()
+        self._is_closed = False
+        self._doorman: Doorman | None = None
+        self._events: Inbox | None = None
         try:
-            self._socket = _sockets.make(zmq.ROUTER)
+            if not trust.is_plain:
+                self._doorman = Doorman(trust, on_refused)
+            self._open()
         except zmq.ZMQError as error:
+            if self._doorman is not None:
+                self._doorman.close()
             os.close(self._fd)
             os.close(self._port_fd)
             raise ConfigError("address cannot be bound", bind=bind, detail=str(error)) from error
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.USE_FD, self._fd)
-        try:
-            self._socket.bind(join_address(host, port))
-        except zmq.ZMQError as error:
-            self._socket.close(0)
-            os.close(self._fd)
-            os.close(self._port_fd)
-            raise ConfigError("address cannot be bound", bind=bind, detail=str(error)) from error
-        _ports.add(self._fd)
-        _ports.add(self._port_fd)
-        self._inbox = _Inbox(self._socket, lambda frames: on_message(frames[0], frames[1:]))
+        ports.add(self._port_fd)
+
+    def _open(self) -> None:
+        """Make the socket and let it take connections.
+
+        Raises:
+            zmq.ZMQError: It cannot; nothing is left open but the descriptors of the port.
+        """
+        context = None if self._doorman is None else self._doorman.context
+        with ExitStack() as stack:
+            self._socket = sockets.make(zmq.ROUTER, context)
+            stack.callback(self._socket.close, 0)
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            if self._doorman is not None:
+                be_server(self._socket, self._trust)
+                self._events = Inbox(sockets.make_monitor(self._socket, LISTENER_EVENTS, context), self._take_event)
+                stack.callback(self._events.close, 0)
+                stack.callback(self._socket.monitor, None, 0)
+            self._socket.setsockopt(zmq.USE_FD, self._fd)
+            self._socket.bind(self._address)
+            stack.pop_all()
+        ports.add(self._fd)
+        receive = None if self._doorman is None else self._receive
+        self._inbox = Inbox(self._socket, lambda frames: self._on_message(frames[0], frames[1:]), receive=receive)
+
+    def _close_socket(self) -> None:
+        ports.remove(self._fd)  # which libzmq closes
+        if self._events is not None:
+            self._socket.monitor(None, 0)
+            self._events.close(0)
+        self._inbox.close()
 
     def send(self, connection: bytes, payload: bytes) -> None:
         """Queue a message for one connection.
@@ -345,10 +210,58 @@ class ZmqListener:
         Raises:
             Unreachable: That connection is gone, or its queue is full, or the listener is closed.
         """
+        routing_id = connection if self._doorman is None else connection[PRINCIPAL_DIGITS:]
         try:
-            _send(self._socket, [connection, payload], connection=connection.hex())
+            send(self._socket, [routing_id, payload], connection=routing_id.hex())
         finally:
             self._inbox.look()
+
+    def names_of(self, connection: bytes) -> tuple[str, ...]:
+        """Give the instances that the other end of a connection may speak for, as the port says."""
+        return (ANY,) if self._doorman is None else self._trust.names_of(connection[:PRINCIPAL_DIGITS].decode())
+
+    def renew(self, trust: Trust) -> None:
+        """Go by other keys from now on, as the port says.
+
+        Raises:
+            ConfigError: Keys cannot be given up, or asked for, while it is open.
+        """
+        if self._doorman is None or trust.is_plain:
+            if trust.is_plain is not self._trust.is_plain:
+                raise ConfigError("a listener keeps to plain transport, or to keys, while it is open")
+            return
+        is_same = trust.keeps(self._trust)
+        self._trust = self._doorman.trust = trust
+        if not is_same and not self._is_closed:
+            self._loop.call_soon(self._open_anew)  # what is sent until then still leaves
+
+    def _open_anew(self) -> None:
+        """Break all connections, since a bound socket keeps its key and whom it has let in; they are made anew."""
+        if self._is_closed:
+            return
+        self._close_socket()
+        self._fd = os.dup(self._port_fd)
+        try:
+            self._open()
+        except zmq.ZMQError as error:
+            os.close(self._fd)
+            self._on_refused(f"everybody, for want of a socket: {error}")
+            self._loop.call_later(RECONNECT_MAX_MS / 1e3, self._open_anew)
+
+    def _receive(self) -> Frames:
+        """Take the next message, under a name that has the key of its sender in it.
+
+        Raises:
+            zmq.Again: There is none.
+        """
+        routing_id, *frames = self._socket.recv_multipart(NOBLOCK, copy=False)
+        principal = self._trust.principal(str(routing_id.get("User-Id")))
+        return [principal.encode() + routing_id.bytes, *(frame.bytes for frame in frames)]
+
+    def _take_event(self, frames: Frames) -> None:
+        event, value = struct.unpack("=HI", frames[0])
+        if event == HANDSHAKE_FAILED_PROTOCOL or value in PEER_HUNG_UP:
+            self._on_refused("handshake without a key, or for another one")
 
     def close(self, *, keep_port: bool = False) -> None:
         """Close it.
@@ -357,12 +270,14 @@ class ZmqListener:
             keep_port: The host goes on to take connections for the port, and to let nobody else bind it, until this
                 process has ended. Nobody accepts them.
         """
-        if self._inbox.is_closed:
+        if self._is_closed:
             return
-        _ports.remove(self._fd)
-        self._inbox.close()
+        self._is_closed = True
+        self._close_socket()
+        if self._doorman is not None:
+            self._doorman.close()
         if not keep_port:
-            _ports.close(self._port_fd)
+            ports.close(self._port_fd)
 
 
 def _bind(host: str, port: int) -> tuple[int, int, str, int]:
@@ -396,38 +311,47 @@ class ZmqConnection:
 
     libzmq resolves a host name again at each attempt, but to addresses of one kind only. Of a name with both, the older
     kind is taken, as listeners do; which kinds there are is found out beside the event loop.
+
+    Where a listener may have one of several keys, each is tried in turn. What is sent until one fits waits here, since
+    trying another one would lose it.
     """
 
     def __init__(
-        self, endpoint: str, on_message: Callable[[Sequence[bytes]], None], on_lost: Callable[[], None]
+        self,
+        endpoint: str,
+        on_message: Callable[[Sequence[bytes]], None],
+        on_lost: Callable[[], None],
+        keys: ClientKeys | None,
+        on_refused: OnRefused,
     ) -> None:
         check_address("endpoint", endpoint)
         self._endpoint = endpoint
         self._on_lost = on_lost
+        self._on_refused = on_refused
+        self._keys = keys
+        self._server = ""
+        self._num_misfits = 0
         self._is_made = False
         self._is_lost = False
         self._early: list[bytes] | None = []
         self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
         try:
-            self._socket = _sockets.make(zmq.DEALER)
+            self._socket = sockets.make(zmq.DEALER)
         except zmq.ZMQError as error:
             raise Unreachable("no socket could be made", endpoint=endpoint, detail=str(error)) from error
         try:
-            monitor = _sockets.make_monitor(self._socket, HANDSHAKE_SUCCEEDED | DISCONNECTED)
+            monitor = sockets.make_monitor(self._socket, CONNECTION_EVENTS)
         except zmq.ZMQError as error:
             self._socket.monitor(None, 0)
             self._socket.close(0)
             raise Unreachable("no socket could be made", endpoint=endpoint, detail=str(error)) from error
         # An unguessable name of our own keeps the connection's identity over a break of the network.
         self._socket.setsockopt(zmq.ROUTING_ID, b"k" + secrets.token_bytes(16))
-        self._inbox = _Inbox(self._socket, on_message, self._tell_if_lost)
-        self._events = _Inbox(monitor, self._take_event)
-        host, _ = split_address("endpoint", endpoint)
-        if not _is_number(host):
-            self._resolve(host)
-            return
+        self._inbox = Inbox(self._socket, on_message, self._tell_if_lost)
+        self._events = Inbox(monitor, self._take_event)
         try:
-            self._dial(is_ipv6=":" in host)
+            self._begin()
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError("address cannot be used", endpoint=endpoint, detail=str(error)) from error
@@ -444,31 +368,113 @@ class ZmqConnection:
             self._early.append(payload)
             return
         try:
-            _send(self._socket, [payload], endpoint=self._endpoint)
+            send(self._socket, [payload], endpoint=self._endpoint)
         finally:
             self._inbox.look()
+
+    def renew(self, keys: ClientKeys) -> None:
+        """Connect with other keys from now on, as the port says."""
+        if self._keys is None or self._inbox.is_closed:
+            return
+        is_good = keys.trust.secret == self._keys.trust.secret and self._server in keys.servers
+        self._keys = keys
+        if not is_good:
+            self._server = ""
+            self._redial()
 
     def close(self) -> None:
         """Close it."""
         if self._inbox.is_closed:
             return
+        if self._timer is not None:
+            self._timer.cancel()
         self._socket.monitor(None, 0)
         self._events.close(0)
         self._inbox.close()
 
     def _take_event(self, frames: Frames) -> None:
-        event, _ = struct.unpack("=HI", frames[0])
+        event, value = struct.unpack("=HI", frames[0])
         if event == HANDSHAKE_SUCCEEDED:
             self._is_made = True
-        elif event == DISCONNECTED and self._is_made:
+            self._num_misfits = 0
+            self._send_early()
+        elif event == DISCONNECTED:
+            self._note_break()
+        elif event == HANDSHAKE_FAILED_AUTH:
+            own = "" if self._keys is None else short(self._keys.trust.public)
+            self._refuse(f"key {own} of this process is not listed there")
+        elif event == HANDSHAKE_FAILED_PROTOCOL:
+            self._refuse("it wants a key, and this process has none" if self._keys is None else "it has no key")
+        elif self._keys is not None and value in PEER_HUNG_UP:
+            self._try_next_key(self._keys)
+
+    def _note_break(self) -> None:
+        if self._is_made:
             self._is_made = False
             self._is_lost = True
+            if self._keys is not None:
+                self._early = []
             self._inbox.take()  # what came before the break comes before the news of it
 
     def _tell_if_lost(self) -> None:
         if self._is_lost:
             self._is_lost = False
             self._on_lost()
+
+    def _try_next_key(self, keys: ClientKeys) -> None:
+        """Go on with another key: the listener has hung up, as one does whose key is not the one that was tried.
+
+        One that is about to end does so, too, which is why each key is tried twice.
+        """
+        self._num_misfits += 1
+        if self._num_misfits >= TRIES_OF_A_KEY * len(keys.servers):
+            self._num_misfits = 0
+            listed = ", ".join(map(short, keys.servers[:MAX_KEYS_SHOWN]))
+            self._refuse(f"it has no key that is listed for who is to answer there: {listed}")
+        elif len(keys.servers) > 1:  # else libzmq tries again
+            self._redial()
+
+    def _refuse(self, detail: str) -> None:
+        """Say that no connection can be made for now, and try again later: lists of keys change."""
+        self._try_again_later(self._redial)
+        self._on_refused(detail)
+
+    def _redial(self) -> None:
+        """Connect anew, with the next key if there are several. What libzmq has not sent yet is lost."""
+        if self._inbox.is_closed:
+            return
+        self._socket.setsockopt(zmq.LINGER, 0)  # else it goes on to be tried with the former keys for so long
+        with suppress(zmq.ZMQError):  # libzmq gives up by itself after some errors
+            self._socket.disconnect(self._endpoint)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._note_break()
+        try:
+            self._begin()
+        except zmq.ZMQError:
+            self._try_again_later(self._redial)
+
+    def _try_again_later(self, again: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(RECONNECT_MAX_MS / 1e3, again)
+
+    def _begin(self) -> None:
+        """Connect, or find out how.
+
+        Raises:
+            zmq.ZMQError: As in `_dial`.
+        """
+        host, _ = split_address("endpoint", self._endpoint)
+        if self._keys is not None and not self._keys.servers:
+            self._loop.call_soon(self._refuse_unlisted)
+        elif _is_number(host):
+            self._dial(is_ipv6=":" in host)
+        else:
+            self._resolve(host)
+
+    def _refuse_unlisted(self) -> None:
+        if not self._inbox.is_closed:
+            self._refuse("no key is listed for who is to answer there")
 
     def _resolve(self, host: str) -> None:
         """Find out which kinds of addresses a name has, again and again until it has any and can be dialled.
@@ -499,7 +505,7 @@ class ZmqConnection:
             self._resolve_later(host)
 
     def _resolve_later(self, host: str) -> None:
-        self._loop.call_later(RECONNECT_MAX_MS / 1e3, self._resolve, host)
+        self._try_again_later(partial(self._resolve, host))
 
     def _dial(self, *, is_ipv6: bool) -> None:
         """Begin to connect, and send what was queued before.
@@ -508,7 +514,14 @@ class ZmqConnection:
             zmq.ZMQError: libzmq does not take the address, or has no resources left.
         """
         self._socket.setsockopt(zmq.IPV6, int(is_ipv6))
+        if self._keys is not None:
+            self._server = self._keys.after(self._server)
+            be_client(self._socket, self._keys.trust, self._server)
         self._socket.connect(self._endpoint)
+        if self._keys is None:
+            self._send_early()
+
+    def _send_early(self) -> None:
         early, self._early = self._early or [], None
         for payload in early:
             self.send(payload)

@@ -8,6 +8,7 @@ Version history:
        the transport that ranks share. Versions 1 and 2 were never deployed and are not spoken any more. Lookup and
        Records have numbers, and a Lookup may leave the name of the instance to whoever answers; a rank that answers for
        its instance refuses to register others by Refuse. Rooms may be strings. Announce is new.
+       Announce, Grant and Decline may have a capability.
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.
@@ -17,6 +18,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from kvflow.capability import MAX_CAPABILITY
 from kvflow.config import MAX_SLOTS_PER_PEER, NUM_PRIORITIES, check_endpoint
 from kvflow.errors import ConfigError, FailureReason, RemoteProtocolError, Stage
 from kvflow.geometry.layout import KVLayout
@@ -32,6 +34,7 @@ __all__ = [
     "Announce",
     "AnyMessage",
     "Cancel",
+    "Capability",
     "Decline",
     "Drained",
     "Failed",
@@ -79,6 +82,8 @@ AgentName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 Priority = Annotated[int, msgspec.Meta(ge=0, lt=NUM_PRIORITIES)]
 
+
+Capability = Annotated[str, msgspec.Meta(max_length=MAX_CAPABILITY)]
 
 WireRoom = (
     Annotated[int, msgspec.Meta(ge=0, le=MAX_ROOM)]
@@ -303,12 +308,14 @@ class Announce(Message, frozen=True, tag="announce"):
         generation: As in Grant.
         num_decode_ranks: How many decode ranks ask for this room.
         timeout_s: Time left until the decode rank gives up.
+        capability: Says that the sender may have the room, see `kvflow.capability`; empty if it has none.
     """
 
     room: WireRoom
     generation: int
     num_decode_ranks: Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
     timeout_s: Seconds
+    capability: Capability = ""
 
 
 class Grant(Message, frozen=True, tag="grant"):
@@ -324,6 +331,7 @@ class Grant(Message, frozen=True, tag="grant"):
         progress_s: How long nothing may arrive, once something has, before it gives up.
         priority: Class of the transfer; 0 goes first.
         digest: Digests of what is written are wanted with the notices.
+        capability: As in Announce.
     """
 
     room: WireRoom
@@ -336,17 +344,22 @@ class Grant(Message, frozen=True, tag="grant"):
     progress_s: Seconds
     priority: Priority
     digest: bool
+    capability: Capability = ""
 
 
 class Decline(Message, frozen=True, tag="decline"):
     """Decode -> prefill: I will not take this room, and have granted nothing for it; do not hold its pages for me.
 
     Answered by Drained.
+
+    Attributes:
+        capability: As in Announce.
     """
 
     room: WireRoom
     generation: int
     failure: Failure
+    capability: Capability = ""
 
 
 class Staged(msgspec.Struct, frozen=True, array_like=True):

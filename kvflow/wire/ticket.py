@@ -13,7 +13,7 @@ import msgspec
 from kvflow.config import check_endpoint, is_instance_name
 from kvflow.errors import ConfigError, LocalProtocolError, TicketError
 from kvflow.room import RoomId, as_room
-from kvflow.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, PeerId, RankId
+from kvflow.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Capability, PeerId, RankId
 
 __all__ = ["Ticket", "ticket_for_room"]
 
@@ -35,6 +35,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     room: Text
     room_type: Literal["integer", "string"]
     fingerprint: Text
+    capability: Capability = ""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Ticket:
         issuer: The incarnation that gave it.
         fingerprint: Of its layout.
         versions: Lowest and highest protocol version that it speaks.
+        capability: Added by whoever routes, see `kvflow.make_capability`; empty if nobody has.
     """
 
     room: RoomId
@@ -54,10 +56,12 @@ class Ticket:
     issuer: PeerId
     fingerprint: str
     versions: tuple[int, int] = (OLDEST_VERSION, PROTOCOL_VERSION)
+    capability: str = ""
 
     def as_dict(self) -> dict[str, object]:
         """Give it in a form that survives JSON."""
-        return {
+        signed = {"capability": self.capability} if self.capability else {}
+        return signed | {
             "versions": list(self.versions),
             "address": self.address,
             "instance": self.issuer.rank.instance,
@@ -78,7 +82,7 @@ class Ticket:
         try:
             read = msgspec.convert(dict(fields), _Fields)
             check_endpoint("address", read.address)
-            for text in (read.fingerprint, read.instance):
+            for text in (read.fingerprint, read.instance, read.capability):
                 text.encode()
         except (msgspec.ValidationError, ConfigError, UnicodeEncodeError, TypeError) as error:
             raise TicketError("ticket is malformed", detail=str(error)) from error
@@ -88,7 +92,7 @@ class Ticket:
         if not is_instance_name(read.instance):
             raise TicketError("ticket is malformed", detail="instance must be a name")
         issuer = PeerId(RankId(read.instance, read.engine_rank), int(read.incarnation, 16))
-        return cls(room, read.address, issuer, read.fingerprint, read.versions)
+        return cls(room, read.address, issuer, read.fingerprint, read.versions, read.capability)
 
     def check(self, room: RoomId | None, fingerprint: str) -> None:
         """Refuse a ticket that is not meant for a request, or that cannot lead to a handshake.

@@ -12,6 +12,7 @@ from kvflow.directory import Registry, RegistryClient, client
 from kvflow.errors import ConfigError, LocalProtocolError, Unreachable
 from kvflow.observe.logs import get_logger
 from kvflow.system import system_ports
+from kvflow.trust import Trust
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.messages import Lookup, Message, Ping, RankRecord, Records, Register, Registered, Unregister
 from tests.directory.records import record
@@ -370,7 +371,7 @@ def test_only_an_address_that_others_can_use_is_served(bind: str) -> None:
 
 
 async def test_wildcard_is_served_under_the_name_that_is_advertised() -> None:
-    async with Registry("tcp://*:0", advertise="localhost") as registry:
+    async with Registry("tcp://*:0", advertise="localhost", trust=Trust.none()) as registry:
         assert registry.endpoint.startswith("tcp://localhost:")
         with client_of(registry.endpoint, record()) as seeker:
             assert await seeker.look_up() == (record(),)

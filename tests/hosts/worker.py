@@ -300,7 +300,7 @@ def now() -> float:
 
 
 async def run_registry(settings: Settings) -> None:
-    async with kvflow.Registry(settings.bind, settings.advertise):
+    async with kvflow.Registry(settings.bind, settings.advertise, trust=kvflow.Trust.none()):
         tell(lines.Opened(now()))
         async for command in commands():
             if isinstance(command, lines.Close):
@@ -315,6 +315,7 @@ async def warm_up(settings: Settings) -> None:
         registry=settings.registry,
         backend=settings.backend,
         backend_options=settings.backend_options,
+        trust=kvflow.Trust.none(),
     )
     async with kvflow.PrefillRank(config, layout_of(pool)):
         pass
@@ -327,6 +328,7 @@ async def run_prefill(settings: Settings) -> None:
         registry=settings.registry,
         backend=settings.backend,
         backend_options=settings.backend_options,
+        trust=kvflow.Trust.none(),
         bind=settings.bind,
         advertise=settings.advertise,
     )
@@ -344,6 +346,7 @@ async def run_decode(settings: Settings) -> None:
         registry=settings.registry,
         backend=settings.backend,
         backend_options=settings.backend_options,
+        trust=kvflow.Trust.none(),
     )
     async with kvflow.DecodeRank(config, layout_of(pool)) as rank:
         tell(lines.Opened(now()))

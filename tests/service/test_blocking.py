@@ -575,7 +575,9 @@ def test_closing_with_transfers_open_ends_them() -> None:
 
 def test_rank_that_cannot_open_leaves_no_thread() -> None:
     before = set(threading.enumerate())
-    config = prefill_config("tcp://127.0.0.1:1", bind="tcp://192.0.2.1:7000")  # an address of nobody (RFC 5737)
+    config = prefill_config(
+        "tcp://127.0.0.1:1", bind="tcp://192.0.2.1:7000", trust=kvflow.Trust.none()
+    )  # an address of nobody (RFC 5737)
     rank = blocking.PrefillRank(config, make_pool().layout)
     with pytest.raises(ConfigError, match="cannot be bound"):
         rank.__enter__()

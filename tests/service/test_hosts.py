@@ -30,9 +30,9 @@ class Attentive(MemoryBackend):
     [
         ({}, "127.0.0.1"),
         ({"bind": "tcp://127.0.0.2:0"}, "127.0.0.2"),
-        ({"bind": "tcp://0.0.0.0:0", "advertise": "localhost"}, "localhost"),
-        ({"bind": "tcp://0.0.0.0:0", "advertise": "::1"}, "::1"),
-        ({"bind": "tcp://0.0.0.0:0", "advertise": "[::1]"}, "::1"),
+        ({"bind": "tcp://0.0.0.0:0", "trust": kvflow.Trust.none(), "advertise": "localhost"}, "localhost"),
+        ({"bind": "tcp://0.0.0.0:0", "trust": kvflow.Trust.none(), "advertise": "::1"}, "::1"),
+        ({"bind": "tcp://0.0.0.0:0", "trust": kvflow.Trust.none(), "advertise": "[::1]"}, "::1"),
     ],
     ids=str,
 )

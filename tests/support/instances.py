@@ -253,10 +253,11 @@ async def deploy(
     digest_every: int = 0,
     sending: Mapping[str, object] | None = None,
     receiving: Mapping[str, object] | None = None,
+    registry_trust: kvflow.Trust | None = None,
 ) -> AsyncIterator[Deployment]:
     """Open a registry and both instances; `sending` and `receiving` are further settings of the two."""
     common = {"backend": backend, "timeouts": timeouts, "limits": limits}
-    async with kvflow.Registry() as registry, AsyncExitStack() as stack:
+    async with kvflow.Registry(trust=registry_trust) as registry, AsyncExitStack() as stack:
         deployment = Deployment(registry)
         for rank in range(prefill_tp):
             pool, faults = make_pool(prefill_tp, rank), FaultScript()

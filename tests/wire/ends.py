@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Final
 
+from kvflow.trust import PLAIN, ClientKeys, Trust
 from kvflow.wire.channel import ZmqControl
 from tests.support.waiting import until
 
@@ -15,9 +16,10 @@ LOCAL: Final = "tcp://127.0.0.1:0"
 class Server:
     """A listener that keeps what comes."""
 
-    def __init__(self, bind: str = LOCAL, advertise: str | None = None) -> None:
+    def __init__(self, bind: str = LOCAL, advertise: str | None = None, *, trust: Trust = PLAIN) -> None:
         self.received: list[tuple[bytes, list[bytes]]] = []
-        self.listener = ZmqControl().listen(bind, advertise, self._take)
+        self.refused: list[str] = []
+        self.listener = ZmqControl().listen(bind, advertise, self._take, trust=trust, on_refused=self.refused.append)
         self.endpoint = self.listener.endpoint
         self.send = self.listener.send
         self.close = self.listener.close
@@ -33,11 +35,14 @@ class Server:
 class Client:
     """A connection that keeps what comes, and counts its breaks."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
         self.received: list[list[bytes]] = []
+        self.refused: list[str] = []
         self.num_lost = 0
         self.endpoint = endpoint
-        self.connection = ZmqControl().connect(endpoint, self._take, self._lose)
+        self.connection = ZmqControl().connect(
+            endpoint, self._take, self._lose, keys=keys, on_refused=self.refused.append
+        )
         self.send = self.connection.send
         self.close = self.connection.close
 

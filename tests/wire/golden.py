@@ -86,9 +86,10 @@ MESSAGES: Final[dict[str, wm.Message]] = {
         progress_s=30.0,
         priority=1,
         digest=True,
+        capability="signed",
     ),
-    "announce": wm.Announce(room=7, generation=3, num_decode_ranks=2, timeout_s=600.0),
-    "decline": wm.Decline(room=7, generation=3, failure=FAILURE),
+    "announce": wm.Announce(room=7, generation=3, num_decode_ranks=2, timeout_s=600.0, capability="signed"),
+    "decline": wm.Decline(room=7, generation=3, failure=FAILURE, capability="signed"),
     "notice": wm.Notice(
         room=7,
         generation=8,

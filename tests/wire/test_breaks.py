@@ -9,7 +9,7 @@ import pytest
 from anyio.abc import SocketAttribute, SocketStream, TaskStatus
 
 from kvflow.errors import ConfigError
-from kvflow.wire import channel
+from kvflow.wire import sockets
 from tests.support.waiting import until
 from tests.wire.ends import LOCAL, Client, Server, meet
 
@@ -67,7 +67,7 @@ async def test_client_keeps_its_name_when_the_server_is_restarted() -> None:
 
 async def test_a_client_of_a_port_that_is_kept_finds_who_binds_it_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host connects it to nobody; each attempt ends with ZMQ's handshake, and breaks nothing that was made."""
-    monkeypatch.setattr(channel, "HANDSHAKE_MS", 100)
+    monkeypatch.setattr(sockets, "HANDSHAKE_MS", 100)
     first = Server(f"tcp://{APART}:0")
     first.close(keep_port=True)
     with closing(Client(first.endpoint)) as client:
@@ -77,7 +77,7 @@ async def test_a_client_of_a_port_that_is_kept_finds_who_binds_it_next(monkeypat
         with pytest.raises(ConfigError, match="cannot be bound") as caught:
             Server(first.endpoint)
         assert "in use" in str(caught.value.values["detail"])
-        channel._ports.close(first.listener._port_fd)  # as the end of the process does
+        sockets.ports.close(first.listener._port_fd)  # as the end of the process does
         with closing(await bind_again(first.endpoint)) as second:
             name, frames = await second.receive()
             assert frames == [b"early"]

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from kvflow.errors import Unreachable
-from kvflow.wire import channel
+from kvflow.wire import sockets
 from kvflow.wire.channel import ZmqConnection, ZmqControl, ZmqListener
 from tests.support.waiting import until
 from tests.wire.ends import LOCAL, Client, Server, connected, meet
@@ -59,7 +59,7 @@ async def test_the_event_loop_has_its_turn_within_many_messages() -> None:
         for _ in range(200):
             client.send(b"x")
         await until(lambda: len(taken) == 200)
-    assert max(Counter(taken).values()) <= channel.MESSAGES_AT_ONCE
+    assert max(Counter(taken).values()) <= sockets.MESSAGES_AT_ONCE
 
 
 async def test_what_came_before_a_break_is_told_before_it() -> None:
@@ -79,7 +79,7 @@ async def test_what_came_before_a_break_is_told_before_it() -> None:
     assert told == [b"x"] * 200 + [b"lost"]
 
 
-@pytest.mark.parametrize("num_messages", [0, 1, channel.MESSAGES_AT_ONCE, channel.MESSAGES_AT_ONCE * 2])
+@pytest.mark.parametrize("num_messages", [0, 1, sockets.MESSAGES_AT_ONCE, sockets.MESSAGES_AT_ONCE * 2])
 async def test_the_last_message_of_a_turn_may_be_the_last_of_all(num_messages: int) -> None:
     """Connections tell of a break when all messages were taken; no event of ZMQ would tell of that later."""
     taken: list[bytes] = []
@@ -88,7 +88,7 @@ async def test_the_last_message_of_a_turn_may_be_the_last_of_all(num_messages: i
         sender.bind("inproc://last")
         receiver = context.socket(zmq.PAIR)
         receiver.connect("inproc://last")
-        inbox = channel._Inbox(receiver, lambda frames: taken.append(frames[0]), lambda: counts.append(len(taken)))
+        inbox = sockets.Inbox(receiver, lambda frames: taken.append(frames[0]), lambda: counts.append(len(taken)))
         for _ in range(num_messages):
             sender.send(b"x")
         inbox.take()

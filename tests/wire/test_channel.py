@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from kvflow.errors import ConfigError, RemoteProtocolError, Unreachable
-from kvflow.wire import channel
+from kvflow.wire import channel, sockets
 from kvflow.wire.codec import decode_frames
 from tests.support.machine import has_ipv6
 from tests.support.waiting import until
@@ -135,9 +135,9 @@ async def test_name_that_libzmq_does_not_take_at_first_is_dialled_again(monkeypa
     """What is raised in a callback would only reach the event loop, and the peer would never be dialled again."""
     monkeypatch.setattr(channel, "RECONNECT_MAX_MS", 10)
     failures = [zmq.ZMQError(zmq.EMTHREAD), zmq.ZMQError(zmq.EINVAL)]
-    real = channel.ZmqSocket.connect
+    real = sockets.ZmqSocket.connect
 
-    def connect(one: channel.ZmqSocket, address: str) -> object:
+    def connect(one: sockets.ZmqSocket, address: str) -> object:
         if "localhost" in address and failures:
             raise failures.pop()
         return real(one, address)
@@ -154,7 +154,8 @@ async def test_messages_wait_for_a_name_that_nobody_knows_yet(monkeypatch: pytes
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(channel, "QUEUE_MESSAGES", 10)
+    for module in (channel, sockets):
+        monkeypatch.setattr(module, "QUEUE_MESSAGES", 10)
     with closing(Client("tcp://no.such.host.invalid:5000")) as client:
         for _ in range(10):
             client.send(b"hello?")
@@ -242,7 +243,8 @@ async def test_connection_that_has_vanished() -> None:
 
 
 async def test_full_queue_of_a_client_whose_server_is_away(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
-    monkeypatch.setattr(channel, "QUEUE_MESSAGES", 10)
+    for module in (channel, sockets):
+        monkeypatch.setattr(module, "QUEUE_MESSAGES", 10)
     with closing(Client(f"tcp://127.0.0.1:{free_port}")) as client:
         for _ in range(10):
             client.send(b"hello?")
@@ -252,7 +254,8 @@ async def test_full_queue_of_a_client_whose_server_is_away(monkeypatch: pytest.M
 
 
 async def test_peer_that_reads_nothing_fills_its_own_queue_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "QUEUE_MESSAGES", 10)
+    for module in (channel, sockets):
+        monkeypatch.setattr(module, "QUEUE_MESSAGES", 10)
     with connected() as (server, busy), closing(Client(server.endpoint)) as idle:
         name = await meet(server, idle)
         with pytest.raises(Unreachable, match="does not take its messages"):

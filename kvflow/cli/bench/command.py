@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests in flight at once",
     )
     handover.add_argument("--requests", type=int, default=256, metavar="N", help="requests in each round")
+    handover.add_argument("--keys", action="store_true", help="let the control channel have keys")
     handover.set_defaults(load=_handover)
 
 
@@ -115,6 +116,7 @@ def _handover(arguments: argparse.Namespace) -> "Measure":
         in_flight=arguments.in_flight,
         rounds=arguments.rounds,
         requests=arguments.requests,
+        has_keys=arguments.keys,
         pool_bytes=arguments.pool_megabytes * 2**20,
     )
     return lambda on_row: measure_handovers(settings, on_row)

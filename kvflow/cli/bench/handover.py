@@ -24,6 +24,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
         rounds: Of each way.
         requests: Of the first number of tokens in a round; others move as many bytes, but at least two for each lane.
         pool_bytes: Of each side at least, so that caches do not keep the pages.
+        has_keys: The control channel has keys.
     """
 
     backend: str = "nixl"
@@ -33,6 +34,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 11
     requests: int = 256
     pool_bytes: int = 2**28
+    has_keys: bool = False
 
 
 async def measure_handovers(settings: HandoverSettings, on_row: Callable[[Row], None] = lambda _row: None) -> list[Row]:
@@ -48,7 +50,10 @@ async def measure_handovers(settings: HandoverSettings, on_row: Callable[[Row], 
     """
     rows: list[Row] = []
     tokens = max(settings.tokens) * max(settings.in_flight)
-    async with open_pair(settings.backend, settings.shape, num_bytes=settings.pool_bytes, tokens=tokens) as pair:
+    pool_bytes, has_keys = settings.pool_bytes, settings.has_keys
+    async with open_pair(
+        settings.backend, settings.shape, num_bytes=pool_bytes, tokens=tokens, has_keys=has_keys
+    ) as pair:
         async for row in _measure(pair, settings):
             rows.append(row)
             on_row(row)
@@ -129,4 +134,5 @@ def _threads(load: Load, rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def _group(settings: HandoverSettings, tokens: int) -> str:
-    return f"{settings.shape} over {settings.backend}, requests of {tokens} tokens"
+    keys = ", with keys" if settings.has_keys else ""
+    return f"{settings.shape} over {settings.backend}, requests of {tokens} tokens{keys}"

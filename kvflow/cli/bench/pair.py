@@ -3,13 +3,15 @@
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from msgspec import structs, to_builtins
 
 from kvflow.cli.bench.loads import SHAPES, WAYS, Load, PairOptions, Way
 from kvflow.cli.bench.rows import there_and_back
-from kvflow.cli.bench.sides import DECODE, PREFILL, WrongBytes, open_sides
+from kvflow.cli.bench.sides import DECODE, PREFILL, WrongBytes, make_all_keys, open_sides
 from kvflow.cli.processes import ChildProcess, Report
 
 __all__ = ["Pair", "Round", "Rounds", "open_pair", "rounds_in_turn"]
@@ -105,7 +107,9 @@ def _round(load: Load, prefill: Report, decode: Report) -> Round:
 
 
 @asynccontextmanager
-async def open_pair(backend: str, shape: str, *, num_bytes: int, tokens: int) -> AsyncIterator[Pair]:
+async def open_pair(
+    backend: str, shape: str, *, num_bytes: int, tokens: int, has_keys: bool = False
+) -> AsyncIterator[Pair]:
     """Start both processes and a registry, and end them on exit; errors as in `open_sides`.
 
     Args:
@@ -113,13 +117,18 @@ async def open_pair(backend: str, shape: str, *, num_bytes: int, tokens: int) ->
         shape: Of `SHAPES`.
         num_bytes: Of each pool at least.
         tokens: Likewise.
+        has_keys: The control channel has keys.
     """
     num_pages = max(num_bytes // SHAPES[shape].token_bytes, tokens) // SHAPES[shape].page_size
     options = PairOptions(backend=backend, shape=shape, num_pages=max(1, num_pages))
-    async with open_sides(options, MODULE, ANSWER_S) as sides:
-        pair = Pair(*sides)
-        await pair.connect()
-        yield pair
+    with TemporaryDirectory() as directory:
+        if has_keys:
+            make_all_keys(Path(directory))
+            options = structs.replace(options, keys=directory)
+        async with open_sides(options, MODULE, ANSWER_S) as sides:
+            pair = Pair(*sides)
+            await pair.connect()
+            yield pair
 
 
 async def rounds_in_turn(pair: Pair, load: Load, rounds: int) -> Rounds:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 import msgspec
@@ -9,14 +10,26 @@ from msgspec import structs
 
 import kvflow
 from kvflow.cli.processes import ANSWER_S, ChildProcess, open_tasks
+from kvflow.keys import make_keys
 
-__all__ = ["DECODE", "PREFILL", "SideName", "SideOptions", "WrongBytes", "open_sides"]
+__all__ = ["DECODE", "PREFILL", "SideName", "SideOptions", "WrongBytes", "make_all_keys", "open_sides"]
 
 SideName = Literal["prefill", "decode"]
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 """Names of the two instances."""
+
+REGISTRY: Final = "registry"
+
+
+def make_all_keys(directory: Path) -> None:
+    """Make keys of the registry and of both instances, who list each other."""
+    names = (REGISTRY, PREFILL, DECODE)
+    keys = {name: make_keys(directory / name) for name in names}
+    for name in names:
+        (directory / name / "peers").write_text("".join(f"{keys[one]} {one}\n" for one in (PREFILL, DECODE)))
+        (directory / name / "registry").write_text(keys[REGISTRY])
 
 
 class SideOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,11 +39,18 @@ class SideOptions(msgspec.Struct, frozen=True, kw_only=True):
         side: Which instance it is.
         registry: Address of the registry.
         backend: Transport between the processes.
+        keys: Directory that has the directory of keys of each side; no keys if None.
     """
 
     side: SideName = PREFILL
     registry: str = ""
     backend: str = "nixl"
+    keys: str | None = None
+
+    @property
+    def trust(self) -> kvflow.Trust | None:
+        """Keys of this side; None if there are none."""
+        return None if self.keys is None else kvflow.load_trust(f"{self.keys}/{self.side}")
 
 
 AnySideOptions = TypeVar("AnySideOptions", bound=SideOptions)
@@ -57,7 +77,8 @@ async def open_sides(
     Raises:
         ChildFailed: A process hangs, or ended with an error or with something on its standard error.
     """
-    async with kvflow.Registry() as registry, open_tasks() as tasks, AsyncExitStack() as stack:
+    trust = None if options.keys is None else kvflow.load_trust(f"{options.keys}/{REGISTRY}")
+    async with kvflow.Registry(trust=trust) as registry, open_tasks() as tasks, AsyncExitStack() as stack:
         prefill, decode = [
             await stack.enter_async_context(
                 ChildProcess(

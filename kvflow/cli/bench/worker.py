@@ -63,6 +63,7 @@ class PairWorker:
             "registry": self._options.registry,
             "backend": self._options.backend,
             "timeouts": kvflow.Timeouts(lease_s=LEASE_S),
+            "trust": self._options.trust,
         }
         if self._is_prefill:
             return kvflow.PrefillRank(kvflow.PrefillConfig(**common), self._pool.layout)

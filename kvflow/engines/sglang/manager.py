@@ -114,6 +114,7 @@ class KvflowKVManager(CommonKVManager):
             "timeouts": settings.timeouts_for(wait_s),
             "limits": settings.limits_for(self.metadata.num_bytes),
             "staging_bytes": settings.staging_bytes,
+            "trust": settings.trust(),
         }
 
     def _share(self, value: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from kvflow import ConfigError, Limits, Timeouts
+from kvflow import ConfigError, Limits, Timeouts, Trust, load_trust
 
 Made = TypeVar("Made")
 
@@ -26,6 +26,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         staging_bytes: As in `kvflow.RankConfig`.
         digest_every: As in `kvflow.DecodeConfig`.
         affinity: CPUs of kvflow's threads; by default those of the scheduler.
+        keys: Directory of keys, see `kvflow keys` and docs/security.md.
+        plain: Ask nobody for a key. Without it and without `keys`, only the loopback interface is used.
     """
 
     backend: str = "nixl"
@@ -36,6 +38,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staging_bytes: int | None = None
     digest_every: int = 0
     affinity: tuple[int, ...] | None = None
+    keys: str | None = None
+    plain: bool = False
 
     def timeouts_for(self, wait_s: float) -> Timeouts:
         """Give timeouts that leave it to SGLang how long a request waits for the other side.
@@ -54,6 +58,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         needed = max(Limits().metadata_bytes, metadata_bytes)
         return _make(Limits, {"metadata_bytes": needed, **self.limits}, "limits")
+
+    def trust(self) -> Trust | None:
+        """Give the keys to go by; None if nothing was said.
+
+        Raises:
+            ConfigError: They cannot be read, or plain transport is asked for as well.
+        """
+        if self.keys is not None and self.plain:
+            raise ConfigError("keys and plain transport exclude each other", setting=f"{VARIABLE}.plain")
+        if self.keys is not None:
+            return load_trust(self.keys)
+        return Trust.none() if self.plain else None
 
 
 def _make(kind: Callable[..., Made], values: Mapping[str, Any], setting: str) -> Made:

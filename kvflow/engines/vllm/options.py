@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvflow import ConfigError, Limits, Timeouts
+from kvflow import ConfigError, Limits, Timeouts, Trust, load_trust
 
 __all__ = ["Options", "read_options"]
 
@@ -30,6 +30,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         layerwise: Send each layer of a step as soon as it is computed, and not all of them after it.
         affinity: CPUs of kvflow's threads; by default those of the process that started the worker, which vLLM may have
             pinned to one.
+        keys: Directory of keys, see `kvflow keys` and docs/security.md.
+        plain: Ask nobody for a key. Without it and without `keys`, only the loopback interface is used.
     """
 
     host: str = "127.0.0.1"
@@ -44,6 +46,20 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest_every: int = 0
     layerwise: bool = False
     affinity: tuple[int, ...] | None = None
+    keys: str | None = None
+    plain: bool = False
+
+    def make_trust(self) -> Trust | None:
+        """Give the keys to go by; None if nothing was said.
+
+        Raises:
+            ConfigError: They cannot be read, or plain transport is asked for as well.
+        """
+        if self.keys is not None and self.plain:
+            raise ConfigError("keys and plain transport exclude each other", setting="plain")
+        if self.keys is not None:
+            return load_trust(self.keys)
+        return Trust.none() if self.plain else None
 
     def make_timeouts(self) -> Timeouts:
         """Give the timeouts.

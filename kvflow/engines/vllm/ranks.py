@@ -136,6 +136,7 @@ def _common_settings(options: Options, place: Place) -> dict[str, Any]:
         "timeouts": options.make_timeouts(),
         "limits": options.make_limits(),
         "staging_bytes": options.staging_bytes,
+        "trust": options.make_trust(),
     }
 
 

@@ -190,6 +190,11 @@ class DecodeCore:
             case ev.ConnectFailed():
                 self.peers.open_failed(event.peer)
                 return [CountAnomaly("connect_failed", event.peer)]
+            case ev.ConnectionRefused():
+                return self._connection_refused(event.peer, event.detail, now)
+            case ev.LookUpRefused():
+                self.instances.look_up_refused(event.instance, event.detail)
+                return []
             case ev.ConnectionLost():
                 return self._connection_lost(event.peer, now)
             case ev.ProbeFinished():
@@ -311,6 +316,13 @@ class DecodeCore:
 
     def _ask_whether_it_lives(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         return [*self.peers.probe(peer), *self.peers.ping(peer, now)]
+
+    def _connection_refused(self, peer: PeerId, detail: str, now: float) -> list[DecodeEffect]:
+        """Give a rank up that this one must not talk to, or that does not talk to this one, for their keys."""
+        counted = CountAnomaly("connection_refused", peer, detail=detail)
+        if peer not in self.peers:
+            return [counted, *self.instances.connection_refused(peer, detail, now)]
+        return [counted, *self._left(peer, self._failure(FailureReason.REFUSED, f"{peer.rank}: {detail}"), now)]
 
     def _process_ended(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Take the proof that the process of a rank has ended."""

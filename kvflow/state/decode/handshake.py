@@ -174,7 +174,9 @@ class Instances:
         self._stop_waiting(instance)
         if failure.reason is FailureReason.STALE_TICKET:  # nobody who is there holds pages for it
             return []
-        instance.declined[opened.room] = declined = Declined(opened.generation, failure, opened.issuer, {})
+        instance.declined[opened.room] = declined = Declined(
+            opened.generation, failure, opened.issuer, {}, opened.capability
+        )
         while len(instance.declined) > MAX_DECLINED:
             instance.declined.popitem(last=False)
         if self._is_ready(instance):
@@ -191,7 +193,7 @@ class Instances:
         if instance is None:
             return []
         effects = self._fail_outdated(instance, event, now)
-        instance.found = event
+        instance.found, instance.refusal = event, ""
         if not _is_complete(event.records):
             return effects
         name = event.records[0].peer.rank.instance
@@ -333,6 +335,20 @@ class Instances:
             return []
         instance = self._instance_of(peer)
         return self._refused(instance, f"{peer.rank} refused: {refuse.detail}", now)
+
+    def connection_refused(self, peer: PeerId, detail: str, now: float) -> list[DecodeEffect]:
+        """Note that a rank that was sent a Hello cannot be connected for its keys, or for own ones."""
+        if not self.is_handshaking(peer):
+            return []
+        instance = self._instance_of(peer)
+        record = next(record for record in instance.records if record.peer == peer)
+        return self._refused(instance, f"rank {peer.rank} at {record.endpoint}: {detail}", now)
+
+    def look_up_refused(self, ref: InstanceRef | None, detail: str) -> None:
+        """Note why a directory is not asked for an instance; the registry, for all names, if there is no reference."""
+        for instance in self._instances:
+            if instance.ref == ref or (ref is None and not isinstance(instance.ref, InstanceAt)):
+                instance.refusal = detail
 
     def back(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Grant what waits, if a rank that is heard again was all that was missing."""
@@ -540,7 +556,9 @@ class Instances:
         if declined.issuer is not None and declined.issuer not in instance.peers:  # who gave its ticket is gone
             instance.declined.pop(room, None)
             return []
-        message = Decline(room=room, generation=declined.generation, failure=declined.failure)
+        message = Decline(
+            room=room, generation=declined.generation, failure=declined.failure, capability=declined.capability
+        )
         unanswered = [peer for peer in instance.peers if peer not in declined.answered]
         return [
             effect
@@ -600,11 +618,10 @@ class Instances:
             return next(self._silent(instance), "a rank is about to be connected")
         if instance.found is None:
             ref = instance.ref
-            return (
-                f"nobody answers for an instance at {ref.address}"
-                if isinstance(ref, InstanceAt)
-                else "registry does not answer"
-            )
+            silence = "registry does not answer"
+            if isinstance(ref, InstanceAt):
+                silence = f"nobody answers for an instance at {ref.address}"
+            return f"{silence}: {instance.refusal}" if instance.refusal else silence
         ended = [str(record.peer.rank) for record in instance.found.records if self._peers.has_ended(record.peer)]
         if ended:
             return f"processes have ended whose records are still registered: {', '.join(ended)}"

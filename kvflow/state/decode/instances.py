@@ -40,12 +40,14 @@ class Declined(NamedTuple):
 
     Attributes:
         issuer: Of its ticket: no other incarnation is told.
+        capability: That it was asked for with.
     """
 
     generation: int
     failure: Failure
     issuer: PeerId | None
     answered: dict[PeerId, None]
+    capability: str = ""
 
 
 class Instance:
@@ -68,6 +70,7 @@ class Instance:
         num_declines: How often they were retransmitted since it was connected, or since all was answered.
         wanted_at: When it was asked for last.
         found: The directory's last answer since the handshake began.
+        refusal: Why a directory will not be asked, or does not answer; empty if nothing is known.
     """
 
     def __init__(self, number: int, ref: InstanceRef, name: str | None, now: float) -> None:
@@ -91,6 +94,7 @@ class Instance:
         self.wanted_at = now
         self.refused_at = 0.0
         self.found: InstanceFound | None = None
+        self.refusal = ""
 
     def __str__(self) -> str:
         if isinstance(self.ref, InstanceAt) and self.name is not None:

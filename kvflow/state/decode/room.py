@@ -164,6 +164,7 @@ class Room:
             generation=self.generation,
             num_decode_ranks=self.opened.num_decode_ranks,
             timeout_s=timeout_s,
+            capability=self.opened.capability,
         )
         return [SendMessage(peer, announce) for peer in self.told]
 
@@ -225,6 +226,7 @@ class Room:
             progress_s=self._context.progress_s,
             priority=self.opened.priority,
             digest=self.opened.digest,
+            capability=self.opened.capability,
         )
 
     def _cancel(self, failure: Failure) -> Cancel:

@@ -145,6 +145,14 @@ class PrefillCore:
         """Name the connections over which decode ranks may be reached, during their handshake and after it."""
         return list(self.peers.connections())
 
+    def peer_at(self, connection: bytes) -> PeerId | None:
+        """Say who has said hello over a connection; None if nobody has."""
+        return self.peers.claimant(connection)
+
+    def peers_by_connection(self) -> dict[bytes, PeerId]:
+        """Give the connections over which decode ranks may be reached, and whose they are."""
+        return self.peers.connections()
+
     @property
     def is_idle(self) -> bool:
         """No room is open and no page is held."""
@@ -211,7 +219,9 @@ class PrefillCore:
     def _handle(self, event: ev.PrefillEvent, now: float) -> list[PrefillEffect]:  # noqa: C901, PLR0912 - one arm an event
         match event:
             case ev.MessageArrived():
-                return self._message_arrived(event.connection, event.message, now)
+                return self._message_arrived(event, now)
+            case ev.PeerRevoked():
+                return self._revoked(event.peer, now)
             case ev.ChunkOffered():
                 return self.rooms.offer(event.room, event.chunk, event.footprint, now)
             case ev.PostEnded():
@@ -323,12 +333,16 @@ class PrefillCore:
 
     # Handshake -------------------------------------------------------------------------------------------------------
 
-    def _message_arrived(self, connection: bytes, message: AnyMessage, now: float) -> list[PrefillEffect]:
+    def _message_arrived(self, event: ev.MessageArrived, now: float) -> list[PrefillEffect]:
+        connection, message = event.connection, event.message
         if isinstance(message, Hello):
+            if event.denied:
+                return self._refuse_hello(connection, message, event.denied, "hello_denied")
             return self._hello(connection, message, now)
         peer = self.peers.at(connection)
         if peer is not None:
-            return self._message_received(peer, message, now)
+            denied = self._failure(FailureReason.REFUSED, event.denied) if event.denied else None
+            return self._message_received(peer, message, now, denied)
         if isinstance(message, Goodbye):
             is_known = self.peers.is_remembered(connection, message.peer)
             return self._said_goodbye(message.peer, message, now) if is_known else []
@@ -360,6 +374,8 @@ class PrefillCore:
         lowest, highest = hello.versions
         claimant = self.peers.claimant(connection)
         layout = self._settings.layout
+        if hello.peer == self.me:
+            return "hello in the name of this rank"
         if hello.to != self.me:
             return f"hello is for {hello.to}, this is {self.me}"
         if self._leaving.is_closing:
@@ -404,11 +420,13 @@ class PrefillCore:
         domain = self._settings.domain
         return [Reply(connection, Welcome(peer=self.me, attempt=hello.attempt, version=version, domain=domain))]
 
-    def _refuse_hello(self, connection: bytes, hello: Hello, detail: str) -> list[PrefillEffect]:
-        if hello.to == self.me:
+    def _refuse_hello(
+        self, connection: bytes, hello: Hello, detail: str, kind: str = "hello_refused"
+    ) -> list[PrefillEffect]:
+        if hello.to == self.me and kind == "hello_refused":  # else its sender is somebody else
             self.peers.refused(connection, hello.peer)
         refusal = Refuse(peer=self.me, to=hello.peer, detail=detail, attempt=hello.attempt)
-        return [CountAnomaly("hello_refused", hello.peer), Reply(connection, refusal)]
+        return [CountAnomaly(kind, hello.peer, detail=detail), Reply(connection, refusal)]
 
     # Two processes with one rank name --------------------------------------------------------------------------------
 
@@ -452,7 +470,9 @@ class PrefillCore:
 
     # Messages --------------------------------------------------------------------------------------------------------
 
-    def _message_received(self, peer: DecodePeer, message: AnyMessage, now: float) -> list[PrefillEffect]:
+    def _message_received(
+        self, peer: DecodePeer, message: AnyMessage, now: float, denied: Failure | None
+    ) -> list[PrefillEffect]:
         peer.liveness.heard(now)
         if not is_genuine(peer.id, message):
             return [CountAnomaly("message_in_the_name_of_another", peer.id)]
@@ -460,14 +480,14 @@ class PrefillCore:
             return self._said_goodbye(peer.id, message, now)
         if not peer.was_heard:
             self.peers.heard(peer, [*self.slots.peer_restarted(peer.id), *self.rooms.peer_restarted(peer.id)])
-        return self._obey(peer, message, now)
+        return self._obey(peer, message, now, denied)
 
-    def _obey(self, peer: DecodePeer, message: AnyMessage, now: float) -> list[PrefillEffect]:
+    def _obey(self, peer: DecodePeer, message: AnyMessage, now: float, denied: Failure | None) -> list[PrefillEffect]:
         match message:
             case Announce():
-                return self.rooms.announce(peer, message, now, leaving=self._leaving.failure)
+                return self.rooms.announce(peer, message, now, leaving=self._leaving.failure, denied=denied)
             case Grant():
-                return self.rooms.grant(peer, message, now, leaving=self._leaving.failure)
+                return self.rooms.grant(peer, message, now, leaving=self._leaving.failure, denied=denied)
             case Ack():
                 effects = self.rooms.acknowledged(peer, message, now)
                 self.slots.closed(ev.DeliveryId(message.room, peer.id, message.generation))
@@ -484,7 +504,7 @@ class PrefillCore:
                 self.slots.closed(ev.DeliveryId(message.room, peer.id, message.generation))
                 return effects
             case Decline():
-                return self.rooms.decline(peer, message, now)
+                return self.rooms.decline(peer, message, now, denied=denied)
             case _:
                 return [CountAnomaly(f"unexpected_{type(message).__name__.lower()}", peer.id)]
 
@@ -535,6 +555,21 @@ class PrefillCore:
         refusal = Refuse(peer=self.me, to=peer.id, detail=f"writes to you fail, connect again: {failure.detail}")
         effects = self.rooms.peer_lost(peer.id, failure, now)
         return [*effects, Reply(peer.connection, refusal), *self._left(peer.id, failure, now)]
+
+    def _revoked(self, peer: PeerId, now: float) -> list[PrefillEffect]:
+        """Disconnect a peer whose key is not listed any more, or end its handshake."""
+        self.peers.forget_handshake(peer)
+        known = self.peers.find(peer)
+        if known is None:
+            return []
+        failure = self._failure(FailureReason.REFUSED, f"key of {peer.rank} is not listed any more")
+        refusal = Refuse(peer=self.me, to=peer, detail=failure.detail)
+        return [
+            CountAnomaly("peer_revoked", peer),
+            *self.rooms.peer_lost(peer, failure, now),
+            Reply(known.connection, refusal),
+            *self._left(peer, failure, now),
+        ]
 
     def _left(self, peer: PeerId, failure: Failure, now: float) -> list[PrefillEffect]:
         """Note that a peer is not connected any more. What it waits for fails while it can still be told."""

@@ -171,13 +171,17 @@ class DecodePeers:
 
     def end(self, peer: PeerId, why: str) -> None:
         """Note that an incarnation is over: it must not connect again."""
+        self.forget_handshake(peer)
+        self._over[peer] = why
+        while len(self._over) > MAX_DISCONNECTED:
+            self._over.popitem(last=False)
+
+    def forget_handshake(self, peer: PeerId) -> None:
+        """Forget hellos of an incarnation that are not answered yet."""
         self._checking.pop(peer, None)
         other = self.other_incarnation(peer)
         if other is not None and other.newcomer is not None and other.newcomer[1].peer == peer:
             other.newcomer = None
-        self._over[peer] = why
-        while len(self._over) > MAX_DISCONNECTED:
-            self._over.popitem(last=False)
 
     def claimant(self, connection: bytes) -> PeerId | None:
         """Who said hello over a connection that is open: it is connected, or its hello is being checked."""

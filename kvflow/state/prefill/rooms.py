@@ -202,11 +202,17 @@ class Rooms:
     # What decode ranks want ------------------------------------------------------------------------------------------
 
     def grant(
-        self, peer: DecodePeer, grant: Grant, now: float, *, leaving: Failure | None = None
+        self,
+        peer: DecodePeer,
+        grant: Grant,
+        now: float,
+        *,
+        leaving: Failure | None = None,
+        denied: Failure | None = None,
     ) -> list[PrefillEffect]:
         """Serve a grant, keep it until the engine opens the room, or refuse it; answer a repeated one again.
 
-        No room will be opened any more if there is a reason for `leaving`.
+        No room will be opened any more if there is a reason for `leaving`. A new request is refused if it is `denied`.
         """
         delivery_id = DeliveryId(grant.room, peer.id, grant.generation)
         peer.used(grant.generation)
@@ -219,14 +225,22 @@ class Rooms:
         if asked is None and grant.generation in peer.closed:
             is_wanted = any(name in grant.ranges for name in peer.link.components)
             return self._answer_closed(peer, delivery_id, is_wanted=is_wanted)
+        if denied is not None and asked is None:
+            return self._deny(delivery_id, denied)
         return self._ask(delivery_id, grant, now, leaving)
 
     def announce(
-        self, peer: DecodePeer, announce: Announce, now: float, *, leaving: Failure | None = None
+        self,
+        peer: DecodePeer,
+        announce: Announce,
+        now: float,
+        *,
+        leaving: Failure | None = None,
+        denied: Failure | None = None,
     ) -> list[PrefillEffect]:
         """Wait for the grant of a decode rank as long as that lives, or refuse that; a repeated one says nothing new.
 
-        No room will be opened any more if there is a reason for `leaving`.
+        `leaving` and `denied` are as in `grant`.
         """
         delivery_id = DeliveryId(announce.room, peer.id, announce.generation)
         peer.used(announce.generation)
@@ -235,6 +249,8 @@ class Rooms:
             return []
         if announce.generation in peer.closed:
             return self._answer_closed(peer, delivery_id, is_wanted=True)
+        if denied is not None:
+            return self._deny(delivery_id, denied)
         until = now + announce.timeout_s + self._timeouts.lease_s  # what it grants last, or declines, may be on its way
         announcement = Announcement(announce.generation, announce.num_decode_ranks, until)
         return self._ask(delivery_id, announcement, now, leaving)
@@ -254,7 +270,9 @@ class Rooms:
         self._context.peers.close(delivery_id, cancel.failure)  # its grant may be on the way, and must find it over
         return [*effects, *self._context.drained(delivery_id, cancel.failure)]
 
-    def decline(self, peer: DecodePeer, decline: Decline, now: float) -> list[PrefillEffect]:
+    def decline(
+        self, peer: DecodePeer, decline: Decline, now: float, *, denied: Failure | None = None
+    ) -> list[PrefillEffect]:
         """End a room that a decode rank will not take, at once or when the engine opens it; once for each generation.
 
         By the time it is retransmitted, the number of the room may stand for another try.
@@ -262,7 +280,9 @@ class Rooms:
         delivery_id = DeliveryId(decline.room, peer.id, decline.generation)
         was_asked = isinstance(self._asked(delivery_id), Announcement) and self._withdraw(delivery_id)
         effects: list[PrefillEffect] = []
-        if was_asked or decline.generation not in peer.closed:
+        if denied is not None and not was_asked:
+            effects = [self._count_denied(delivery_id, denied)]
+        elif was_asked or decline.generation not in peer.closed:
             self._context.peers.close(delivery_id, decline.failure)
             effects = self._give_up(delivery_id, decline.failure, now, was_asked=was_asked)
         return [*effects, *self._context.drained(delivery_id, decline.failure)]
@@ -570,6 +590,12 @@ class Rooms:
             f"writes of {num_unfenced} ended transfers may still land at {peer.rank}, of {len(self.unfenced)} in all"
         )
         return self._error(FailureReason.CAPACITY, detail)
+
+    def _deny(self, delivery_id: DeliveryId, denied: Failure) -> list[PrefillEffect]:
+        return [self._count_denied(delivery_id, denied), *self._context.refuse(delivery_id, denied)]
+
+    def _count_denied(self, delivery_id: DeliveryId, denied: Failure) -> CountAnomaly:
+        return CountAnomaly("room_denied", delivery_id.peer, delivery_id.room, denied.detail)
 
     def _answer_closed(self, peer: DecodePeer, delivery_id: DeliveryId, *, is_wanted: bool) -> list[PrefillEffect]:
         """Answer what is late: it is never served, whatever its decode rank has missed.

@@ -15,8 +15,10 @@ import anyio
 
 from kvflow.config import check_address
 from kvflow.errors import ConfigError, Unreachable
+from kvflow.ports import OnRefused, ignore_refusal
 from kvflow.testing.simulation.loop import Process
 from kvflow.testing.simulation.story import tell_message
+from kvflow.trust import PLAIN, ClientKeys, Trust
 from kvflow.wire.codec import decode
 from kvflow.wire.messages import Hello, Welcome
 
@@ -111,6 +113,9 @@ class Dialer:
         else:
             self._network.transmit(self.session, 0, payload)
 
+    def renew(self, keys: ClientKeys) -> None:
+        """As the port says: there are no keys here."""
+
     def close(self) -> None:
         """As the port says."""
         if not self.is_closed:
@@ -155,6 +160,13 @@ class SimulatedListener:
         if self._network.is_queue_full():
             raise Unreachable("peer does not take its messages", connection=connection.hex())
         self._network.transmit(session, 1, payload)
+
+    def names_of(self, connection: bytes) -> tuple[str, ...]:
+        """As the port says: there are no keys here."""
+        return ("*",)
+
+    def renew(self, trust: Trust) -> None:
+        """As the port says: there are no keys here."""
 
     def close(self, *, keep_port: bool = False) -> None:
         """As the port says."""
@@ -478,7 +490,13 @@ class SimulatedChannel:
         self._process = process
 
     def listen(
-        self, bind: str, advertise: str | None, on_message: Callable[[bytes, Sequence[bytes]], None]
+        self,
+        bind: str,
+        advertise: str | None,
+        on_message: Callable[[bytes, Sequence[bytes]], None],
+        *,
+        trust: Trust = PLAIN,
+        on_refused: OnRefused = ignore_refusal,
     ) -> SimulatedListener:
         """As the port says."""
         return self._network.listen(self._process, bind, advertise, on_message)
@@ -488,6 +506,9 @@ class SimulatedChannel:
         endpoint: str,
         on_message: Callable[[Sequence[bytes]], None],
         on_lost: Callable[[], None],
+        *,
+        keys: ClientKeys | None = None,
+        on_refused: OnRefused = ignore_refusal,
     ) -> Dialer:
         """As the port says."""
         return self._network.connect(self._process, endpoint, on_message, on_lost)

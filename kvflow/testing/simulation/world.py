@@ -122,6 +122,7 @@ class World:
             now=process.now,
             run_in_thread=run_in_thread,
             random_bytes=rng.randbytes,
+            unix_time=process.now,
         )
 
     def backend(self, process: Process, mapped: Mapping[int, bytearray] | None = None) -> SimulatedBackend:

@@ -34,7 +34,7 @@ class Process:
     """
 
     def __init__(self, mode: str, settings: dict[str, Any], environment: dict[str, str]) -> None:
-        own = {"PYTHONPATH": str(ROOT), "KVFLOW_SGLANG": json.dumps(settings), **environment}
+        own = {"PYTHONPATH": str(ROOT), "KVFLOW_SGLANG": json.dumps({"plain": True, **settings}), **environment}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.engines.sglang.worker", mode],
             stdin=subprocess.PIPE,

@@ -1,0 +1,98 @@
+"""Capabilities: who may have a room, signed by whoever routes requests. Pure; the time comes from outside.
+
+A capability is text that names a room, the prefill instance that has it, the decode instance that may have it, and when
+that ends, followed by HMAC-SHA256 of all of it. Whoever has the key can make one: the router, and each prefill rank,
+which has the pages anyway.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kvflow.errors import ConfigError
+from kvflow.room import RoomId, as_room
+from kvflow.trust import is_named
+
+__all__ = ["KEY_BYTES", "MAX_CAPABILITY", "denial", "sign"]
+
+FORMAT: Final = 1
+KEY_BYTES: Final = 32
+MAC_BYTES: Final = 32
+CLOCK_SKEW_S: Final = 5.0
+"""By so much may the clock of who checks be ahead of that of who signs."""
+
+MAX_CAPABILITY: Final = 4_096
+"""Characters of one."""
+
+
+class _Fields(NamedTuple):
+    format: int
+    room: int | str
+    prefill: str
+    decode: str
+    expires_at: float
+
+
+def sign(key: bytes, room: RoomId, *, prefill: str, decode: str, expires_at: float) -> str:
+    """Make a capability.
+
+    Args:
+        key: 32 bytes, which prefill ranks have, too.
+        room: The router's id of the request.
+        prefill: Instance that computes it.
+        decode: Instance that may have it. With `*` at its end it stands for every name that begins with the rest.
+        expires_at: Seconds of Unix time. A transfer that has begun may last longer.
+
+    Raises:
+        ConfigError: The key or the room is none, or the names are too long.
+    """
+    if len(key) != KEY_BYTES:
+        raise ConfigError("key of capabilities must have 32 bytes", num_bytes=len(key))
+    if as_room(room) is None:
+        raise ConfigError("room must be an integer or a string", room=room)
+    payload = msgspec.msgpack.encode(_Fields(FORMAT, room, prefill, decode, float(expires_at)))
+    text = base64.urlsafe_b64encode(payload + _mac(key, payload)).decode()
+    if len(text) > MAX_CAPABILITY:
+        raise ConfigError("capability is too long", num_characters=len(text), most=MAX_CAPABILITY)
+    return text
+
+
+def denial(keys: Sequence[bytes], capability: str, room: RoomId, *, prefill: str, decode: str, now: float) -> str:
+    """Say why a capability does not give a room to a decode instance; empty if it does.
+
+    Args:
+        keys: Any of them may have made it.
+        capability: From a peer; not trusted.
+        room: That is asked for.
+        prefill: Instance that is asked.
+        decode: Instance that asks.
+        now: Seconds of Unix time.
+    """
+    if not capability:
+        return "a capability is needed"
+    try:
+        data = base64.urlsafe_b64decode(capability.encode("ascii"))
+        payload, mac = data[:-MAC_BYTES], data[-MAC_BYTES:]
+        if not any(hmac.compare_digest(_mac(key, payload), mac) for key in keys):
+            return "capability was made with another key"
+        fields = msgspec.msgpack.decode(payload, type=_Fields)
+    except (binascii.Error, UnicodeEncodeError, msgspec.DecodeError):
+        return "capability is malformed"
+    if fields.format != FORMAT:
+        return "capability is of another format"
+    if now > fields.expires_at + CLOCK_SKEW_S:
+        return "capability has expired"
+    if type(fields.room) is not type(room) or fields.room != room:
+        return "capability is for another room"
+    if fields.prefill != prefill or not is_named(fields.decode, decode):
+        return "capability is for other instances"
+    return ""
+
+
+def _mac(key: bytes, payload: bytes) -> bytes:
+    return hmac.digest(key, payload, hashlib.sha256)

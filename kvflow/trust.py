@@ -1,0 +1,213 @@
+"""Whom a process trusts: its own keys, and the public keys that instances may use. Pure; files are in `kvflow.keys`.
+
+Keys are those of CurveZMQ (Curve25519), written as 64 hexadecimal digits.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
+
+from kvflow.errors import ConfigError
+
+__all__ = [
+    "ANY",
+    "HEX_DIGITS",
+    "PLAIN",
+    "PRINCIPAL_DIGITS",
+    "ClientKeys",
+    "Trust",
+    "TrustedKey",
+    "is_key",
+    "is_named",
+    "short",
+]
+
+HEX_DIGITS: Final = 64
+ANY: Final = "*"
+PRINCIPAL_DIGITS: Final = 32
+NOBODY: Final = "0" * PRINCIPAL_DIGITS
+"""The principal of a key that speaks for no instance, such as that of the registry."""
+SHOWN: Final = 12
+
+
+def is_key(text: object) -> bool:
+    """Say whether something is a key: 32 bytes as lower-case hexadecimal digits."""
+    return isinstance(text, str) and len(text) == HEX_DIGITS and all(digit in "0123456789abcdef" for digit in text)
+
+
+def short(key: str) -> str:
+    """Give as much of a public key as a person needs to find it in a list."""
+    return key[:SHOWN]
+
+
+def is_named(pattern: str, instance: str) -> bool:
+    """Say whether an instance has this name; with `*` at its end, whether its name begins with the rest."""
+    if pattern.endswith(ANY):
+        return instance.startswith(pattern.removesuffix(ANY))
+    return instance == pattern
+
+
+@dataclass(frozen=True)
+class TrustedKey:
+    """A public key, and the instance that may use it.
+
+    Attributes:
+        key: 64 hexadecimal digits.
+        instance: Its name. With `*` at its end it stands for every name that begins with the rest, so that the
+            replicas of a deployment can share a key.
+
+    Raises:
+        ConfigError: One of them is malformed.
+    """
+
+    key: str
+    instance: str
+
+    def __post_init__(self) -> None:
+        if not is_key(self.key):
+            raise ConfigError("public key must be 64 hexadecimal digits", instance=self.instance, found=self.key)
+        if not self.instance:
+            raise ConfigError("key must be that of an instance", key=short(self.key))
+
+    def is_of(self, instance: str) -> bool:
+        """Say whether an instance may use it."""
+        return is_named(self.instance, instance)
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Own keys, and those of others, at one moment. `kvflow.load_trust` reads them from a directory.
+
+    Attributes:
+        public: Own public key; empty if there are no keys.
+        secret: Own secret key.
+        peers: Public keys of instances. During a rotation an instance has two, the old and the new one.
+        registry: Public keys of the registry.
+        capability_keys: Secrets with which capabilities are made; if there are any, a prefill rank gives a room only to
+            who has a capability for it. The first one makes, all of them check.
+        directory: Where they were read from; None if they were not.
+    """
+
+    public: str = ""
+    secret: str = field(default="", repr=False)
+    peers: tuple[TrustedKey, ...] = ()
+    registry: tuple[str, ...] = ()
+    capability_keys: tuple[bytes, ...] = field(default=(), repr=False)
+    directory: str | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.public) is not bool(self.secret):
+            raise ConfigError("a public key and its secret come together", setting="trust")
+        if self.public and not (is_key(self.public) and is_key(self.secret)):
+            raise ConfigError("keys must be 64 hexadecimal digits", setting="trust", public=self.public)
+        malformed = [key for key in self.registry if not is_key(key)]
+        if malformed:
+            raise ConfigError("keys of the registry must be 64 hexadecimal digits", found=malformed)
+
+    @classmethod
+    def none(cls) -> "Trust":
+        """Ask for plain transport: whoever reaches a port may read, write and end any transfer there."""
+        return cls()
+
+    @property
+    def is_plain(self) -> bool:
+        """There are no keys: nothing is encrypted, and nobody is asked who he is."""
+        return not self.public
+
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        return frozenset([*(one.key for one in self.peers), *self.registry])
+
+    def knows(self, key: str) -> bool:
+        """Say whether a public key is listed."""
+        return key in self._known
+
+    def keeps(self, before: "Trust") -> bool:
+        """Say whether nothing was taken from what was there before: the own key is the same, and all are listed."""
+        return self.secret == before.secret and before._known <= self._known
+
+    def principal(self, key: str) -> str:
+        """Give a name of fixed length for whom a key stands for: all keys of the same instances have the same one.
+
+        So a rank remains who it is when its key is rotated.
+        """
+        return self._principals.get(key, NOBODY)
+
+    def names_of(self, principal: str) -> tuple[str, ...]:
+        """Give the instances that a principal may speak for, with `*` as in `TrustedKey`; none if it is unknown."""
+        return self._names.get(principal, ())
+
+    @cached_property
+    def _principals(self) -> dict[str, str]:
+        names: dict[str, list[str]] = {}
+        for one in self.peers:
+            names.setdefault(one.key, []).append(one.instance)
+        return {key: _digest(sorted(set(found))) for key, found in names.items()}
+
+    @cached_property
+    def _names(self) -> dict[str, tuple[str, ...]]:
+        names: dict[str, dict[str, None]] = {}
+        for one in self.peers:
+            names.setdefault(self._principals[one.key], {})[one.instance] = None
+        return {principal: tuple(found) for principal, found in names.items()}
+
+    def keys_of(self, instance: str) -> tuple[str, ...]:
+        """Give the keys that an instance may use."""
+        return _distinct([one.key for one in self.peers if one.is_of(instance)])
+
+    def for_instance(self, instance: str) -> "ClientKeys | None":
+        """Give what a connection to a rank of an instance is made with; None for plain ones."""
+        return None if self.is_plain else ClientKeys(self, self.keys_of(instance))
+
+    def for_registry(self) -> "ClientKeys | None":
+        """Give what a connection to the registry is made with; without its keys, it may be any listed rank."""
+        return None if self.is_plain else ClientKeys(self, self.registry or self._all)
+
+    def for_address(self, instance: str | None) -> "ClientKeys | None":
+        """Give what a connection is made with to whoever answers lookups at an address.
+
+        What it answers need not be trusted: ranks prove who they are.
+
+        Args:
+            instance: Whose ranks are looked up there; None if that is not known.
+        """
+        if self.is_plain:
+            return None
+        own = self._all if instance is None else self.keys_of(instance)
+        return ClientKeys(self, _distinct([*own, *self.registry]))
+
+    @property
+    def _all(self) -> tuple[str, ...]:
+        return _distinct([one.key for one in self.peers])
+
+
+@dataclass(frozen=True)
+class ClientKeys:
+    """What a connection is made with.
+
+    Attributes:
+        trust: Has the own keys.
+        servers: Public keys of which the listener must have one; none is an answer, too: nobody may be there.
+    """
+
+    trust: Trust
+    servers: tuple[str, ...]
+
+    def after(self, server: str) -> str:
+        """Give the key to try after another one; the first if that is not among them."""
+        following = self.servers.index(server) + 1 if server in self.servers else 0
+        return self.servers[following % len(self.servers)]
+
+
+def _digest(names: Sequence[str]) -> str:
+    lines = "".join(f"{len(name)} {name}\n" for name in names)
+    return hashlib.blake2b(lines.encode(), digest_size=PRINCIPAL_DIGITS // 2).hexdigest()
+
+
+def _distinct(keys: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(keys))
+
+
+PLAIN: Final = Trust.none()

@@ -1,0 +1,212 @@
+"""Control sockets with keys: who gets in, who learns why not, and what changes while they are open."""
+
+from contextlib import closing
+from dataclasses import replace
+
+import anyio
+import pytest
+import zmq
+
+from kvflow.errors import ConfigError, Unreachable
+from kvflow.trust import ClientKeys, Trust, TrustedKey
+from tests.support.trusts import new_trust, trusting
+from tests.support.waiting import until
+from tests.wire.ends import LOCAL, Client, Server, meet
+
+pytestmark = pytest.mark.anyio
+
+
+class Ends:
+    """Keys of a listener and of one that it lists."""
+
+    def __init__(self) -> None:
+        server, client = new_trust(), new_trust()
+        self.server = trusting(server, client=client)
+        self.client = trusting(client, server=server)
+
+    @property
+    def keys(self) -> ClientKeys:
+        return ClientKeys(self.client, (self.server.public,))
+
+
+async def is_heard(server: Server, client: Client, within_s: float = 0.5) -> bool:
+    client.send(b"hello")
+    with anyio.move_on_after(within_s):
+        await server.receive()
+        return True
+    return False
+
+
+async def test_listed_key_gets_in_and_its_names_are_told() -> None:
+    ends = Ends()
+    with closing(Server(trust=ends.server)) as server, closing(Client(server.endpoint, ends.keys)) as client:
+        name = await meet(server, client)
+        assert server.listener.names_of(name) == ("client",)
+        assert (server.refused, client.refused) == ([], [])
+
+
+async def test_key_that_is_not_listed_is_refused_and_says_which() -> None:
+    ends = Ends()
+    stranger = ClientKeys(new_trust(), (ends.server.public,))
+    with closing(Server(trust=ends.server)) as server, closing(Client(server.endpoint, stranger)) as client:
+        assert not await is_heard(server, client)
+        assert client.refused[0] == f"key {stranger.trust.public[:12]} of this process is not listed there"
+        assert f"key {stranger.trust.public[:12]} is not listed" in server.refused
+
+
+async def test_refused_key_gets_in_once_it_is_listed() -> None:
+    ends = Ends()
+    with (
+        closing(Server(trust=replace(ends.server, peers=()))) as server,
+        closing(Client(server.endpoint, ends.keys)) as client,
+    ):
+        assert not await is_heard(server, client)
+        server.listener.renew(ends.server)
+        assert (await server.receive())[1] == [b"hello"]
+
+
+async def test_listener_with_another_key_is_not_talked_to() -> None:
+    ends = Ends()
+    wrong = ClientKeys(ends.client, (new_trust().public,))
+    with closing(Server(trust=ends.server)) as server, closing(Client(server.endpoint, wrong)) as client:
+        assert not await is_heard(server, client)
+        await until(lambda: client.refused)
+        assert client.refused[0].startswith("it has no key that is listed")
+        assert server.refused
+
+
+async def test_several_keys_are_tried_in_turn_and_nothing_is_lost() -> None:
+    ends = Ends()
+    keys = ClientKeys(ends.client, (new_trust().public, new_trust().public, ends.server.public))
+    with closing(Server(trust=ends.server)) as server, closing(Client(server.endpoint, keys)) as client:
+        await meet(server, client)
+        assert client.refused == []
+
+
+async def test_plain_client_is_not_heard() -> None:
+    with closing(Server(trust=Ends().server)) as server, closing(Client(server.endpoint)) as client:
+        assert not await is_heard(server, client)
+        assert client.refused[0] == "it wants a key, and this process has none"
+        await until(lambda: server.refused)
+
+
+async def test_client_with_keys_tells_a_plain_listener_nothing() -> None:
+    with closing(Server()) as server, closing(Client(server.endpoint, Ends().keys)) as client:
+        assert not await is_heard(server, client)
+        await until(lambda: client.refused)
+
+
+async def test_nobody_to_answer_is_listed() -> None:
+    ends = Ends()
+    with (
+        closing(Server(trust=ends.server)) as server,
+        closing(Client(server.endpoint, ClientKeys(ends.client, ()))) as client,
+    ):
+        assert not await is_heard(server, client)
+        assert client.refused[0] == "no key is listed for who is to answer there"
+        client.connection.renew(ends.keys)
+        assert await is_heard(server, client, 5.0)
+
+
+async def test_listener_without_its_handler_lets_nobody_in() -> None:
+    ends = Ends()
+    with closing(Server(trust=ends.server)) as server:
+        assert server.listener._doorman is not None
+        server.listener._doorman.close()
+        with closing(Client(server.endpoint, ends.keys)) as client:
+            assert not await is_heard(server, client, 1.0)
+
+
+async def test_key_that_is_listed_no_more_is_disconnected_and_others_are_heard_again() -> None:
+    ends, other = Ends(), new_trust()
+    trust = trusting(ends.server, client=ends.client, other=other)
+    with (
+        closing(Server(trust=trust)) as server,
+        closing(Client(server.endpoint, ends.keys)) as client,
+        closing(Client(server.endpoint, replace(ends.keys, trust=other))) as kept,
+    ):
+        await meet(server, client)
+        name = await meet(server, kept)
+        server.listener.renew(trusting(ends.server, other=other))
+        await until(lambda: client.num_lost and kept.num_lost)
+        assert not await is_heard(server, client)
+        assert f"key {ends.client.public[:12]} is not listed" in server.refused
+        assert client.refused
+        assert await meet(server, kept) == name
+
+
+async def test_longer_list_breaks_nothing() -> None:
+    ends = Ends()
+    with closing(Server(trust=ends.server)) as server, closing(Client(server.endpoint, ends.keys)) as client:
+        await meet(server, client)
+        server.listener.renew(trusting(ends.server, client=ends.client, other=new_trust()))
+        await meet(server, client)
+        assert client.num_lost == 0
+
+
+async def test_listener_changes_its_own_key() -> None:
+    ends, other = Ends(), new_trust()
+    both = ClientKeys(ends.client, (ends.server.public, other.public))
+    with closing(Server(trust=ends.server)) as server, closing(Client(server.endpoint, both)) as client:
+        name = await meet(server, client)
+        server.listener.renew(replace(ends.server, public=other.public, secret=other.secret))
+        await until(lambda: client.num_lost)
+        assert await meet(server, client) == name
+        with closing(Client(server.endpoint, ClientKeys(ends.client, (other.public,)))) as newcomer:
+            await meet(server, newcomer)
+
+
+async def test_client_changes_its_own_key() -> None:
+    ends, other = Ends(), new_trust()
+    peers = (TrustedKey(ends.client.public, "client"), TrustedKey(other.public, "client"))
+    with (
+        closing(Server(trust=replace(ends.server, peers=peers))) as server,
+        closing(Client(server.endpoint, ends.keys)) as client,
+    ):
+        name = await meet(server, client)
+        client.connection.renew(replace(ends.keys, trust=other))
+        assert await meet(server, client) == name, "it is who it was"
+        assert client.num_lost == 1
+
+
+async def test_routing_id_that_another_key_takes_over_is_another_connection() -> None:
+    ends, insider = Ends(), new_trust()
+    trust = trusting(ends.server, client=ends.client, insider=insider)
+    with closing(Server(trust=trust)) as server, closing(Client(server.endpoint, ends.keys)) as client:
+        name = await meet(server, client)
+        with closing(Client(server.endpoint, ClientKeys(insider, (ends.server.public,)))) as thief:
+            routing_id = client.connection._socket.getsockopt(zmq.ROUTING_ID)
+            thief.connection._socket.disconnect(server.endpoint)
+            thief.connection._socket.setsockopt(zmq.ROUTING_ID, routing_id)
+            thief.connection._socket.connect(server.endpoint)
+            thief.send(b"in another's name")
+            taken, _ = await server.receive()
+            assert server.listener.names_of(taken) == ("insider",)
+            assert taken != name
+
+
+async def test_contexts_are_used_again() -> None:
+    ends = Ends()
+    with closing(Server(trust=ends.server)) as first:
+        assert first.listener._doorman is not None
+        context = first.listener._doorman.context
+    with closing(Server(trust=ends.server)) as second, closing(Client(second.endpoint, ends.keys)) as client:
+        assert second.listener._doorman is not None
+        assert second.listener._doorman.context is context
+        await meet(second, client)
+
+
+async def test_misuse() -> None:
+    ends = Ends()
+    with closing(Server(trust=ends.server)) as server, closing(Server()) as plain:
+        for listener, trust in ((server.listener, Trust.none()), (plain.listener, ends.server)):
+            with pytest.raises(ConfigError, match="keeps to plain transport, or to keys"):
+                listener.renew(trust)
+        plain.listener.renew(Trust.none())
+        with pytest.raises(Unreachable):
+            server.send(b"nobody", b"")
+    server.listener.renew(ends.server)
+    with closing(Server(LOCAL)) as server, closing(Client(server.endpoint)) as client:
+        client.connection.renew(ends.keys)  # of one that was made without keys
+        await meet(server, client)
+    client.connection.renew(ends.keys)
