@@ -1,17 +1,22 @@
 """The two sides of the vLLM connector, driven step by step as vLLM drives them, over NIXL; without vLLM."""
 
+import json
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 
 from kvflow import ConfigError, Outcome, ticket_for_room
 from kvflow.blocking import BlockingReceiver, BlockingSender
-from kvflow.engines.vllm.dialect import digest_of, reply, take_reference
+from kvflow.engines.vllm.bootstrap import serve_query
+from kvflow.engines.vllm.dialect import Reference, digest_of, reply, take_reference
 from kvflow.engines.vllm.layout import describe_caches
 from kvflow.engines.vllm.metadata import StepOrders, WorkerReport
 from kvflow.engines.vllm.options import Options, read_options
@@ -19,6 +24,7 @@ from kvflow.engines.vllm.ranks import Place, open_ranks
 from kvflow.engines.vllm.scheduler import ConnectorScheduler
 from kvflow.engines.vllm.worker import ConnectorWorker, Results
 from kvflow.errors import KvflowError, LayoutError
+from tests.support.ports import unused_port
 
 BLOCK, BLOCKS, HEADS, LAYERS, CONTENT = 4, 32, 2, 3, 16
 PROMPT = 10
@@ -141,24 +147,30 @@ class Server:
         return [int(value) for value in cells[0, :, 0]]
 
 
+@contextmanager
+def servers(**options: Any) -> Iterator[tuple[Server, Server]]:
+    read = read_options({"timeouts": TIMEOUTS, **options})
+    with ExitStack() as stack:
+        made = []
+        for is_prefill in (True, False):
+            made.append(Server(read, is_prefill=is_prefill))
+            stack.callback(made[-1].worker.close)
+        yield made[0], made[1]
+
+
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Server, Server]]:
-    options = read_options({"timeouts": TIMEOUTS, **getattr(request, "param", {})})
-    with ExitStack() as stack:
-        servers = []
-        for is_prefill in (True, False):
-            servers.append(Server(options, is_prefill=is_prefill))
-            stack.callback(servers[-1].worker.close)
-        yield servers[0], servers[1]
+    with servers(**getattr(request, "param", {})) as made:
+        yield made
 
 
 def asked(request_id: str, params: Mapping[str, Any], num_tokens: int = PROMPT) -> Any:
     return SimpleNamespace(request_id=request_id, kv_transfer_params=params, prompt_token_ids=list(range(num_tokens)))
 
 
-def prefill(server: Server, *cuts: int) -> tuple[Any, dict[str, Any]]:
+def prefill(server: Server, *cuts: int, **params_of_router: str) -> tuple[Any, dict[str, Any]]:
     """Compute a request in chunks, and give the reply."""
-    request = asked("p", {"do_remote_decode": True})
+    request = asked("p", {"do_remote_decode": True, **params_of_router})
     server.scheduler.add(request)
     for start, stop in zip((0, *cuts), (*cuts, PROMPT), strict=True):
         server.step({"p": (start, stop - start, PREFILL)})
@@ -305,6 +317,7 @@ def test_blocks_are_held_until_nothing_can_be_written_to_them(
     target.step(finished=["d"])
     target.until(lambda: "d" in target.told.received)
     assert [target.pool.holders[block] for block in DECODE] == [1, 1, 1]
+    assert target.scheduler.awaits_proof  # so vLLM takes steps, although it has no request
     monkeypatch.undo()
     move = next(iter(target.worker._moves.values()))
     assert move.transfer is not None
@@ -312,6 +325,7 @@ def test_blocks_are_held_until_nothing_can_be_written_to_them(
     target.worker._take([SimpleNamespace(transfer=move.transfer)])  # type: ignore[list-item] # as the rank tells it
     target.step()
     assert not any(target.pool.holders)
+    assert not target.scheduler.awaits_proof
 
 
 def test_vllm_computes_it_after_all(pair: tuple[Server, Server]) -> None:
@@ -398,6 +412,28 @@ def test_unknown_timeouts_are_refused() -> None:
         read_options({"limits": {"unknown": 1}}).make_limits()
 
 
+def test_router_that_makes_the_rooms_and_knows_the_engine() -> None:
+    """The dialect of the MooncakeConnector."""
+    port = unused_port()
+    with servers(mooncake_port=port) as (source, target):
+        with urlopen(f"http://127.0.0.1:{port}/query", timeout=10) as answer:
+            engine_id = json.load(answer)["0"]["engine_id"]
+        with pytest.raises(HTTPError, match="404"):
+            urlopen(f"http://127.0.0.1:{port}/register", timeout=10)
+        prefill(source, transfer_id="xfer-1")
+        begin_decode(target, {"do_remote_prefill": True, "transfer_id": "xfer-1", "remote_engine_id": engine_id})
+        target.until(lambda: "d" in target.told.received)
+        assert not target.told.failed
+        assert target.tokens(DECODE)[:PROMPT] == list(range(1, PROMPT + 1))
+
+
+def test_query_port_in_use_is_refused() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="cannot be bound"), serve_query("127.0.0.1", port, "tcp://127.0.0.1:1"):
+            pass
+
+
 def test_server_of_both_roles_takes_over_and_hands_on() -> None:
     """A request goes to a server that hands another one on, over one transport."""
     options = read_options({"timeouts": TIMEOUTS})
@@ -407,7 +443,7 @@ def test_server_of_both_roles_takes_over_and_hands_on() -> None:
         sender = ranks.send("room", "request")
         ticket = ranks.ticket
         assert ticket is not None
-        receiver = ranks.announce(ticket_for_room(ticket, "room"), "request")
+        receiver = ranks.announce(Reference(ticket_for_room(ticket, "room"), None, None), "request")
         receiver.grant(tokens=(0, BLOCK), pages=caches.pages([[5]]))
         sender.finish((0, BLOCK), caches.pages([[4]]))
         assert receiver.wait(20.0) is Outcome.SUCCESS

@@ -120,6 +120,11 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.take_report(report)
 
     @override
+    def has_pending_push_work(self) -> bool:
+        awaits_proof: bool = self._scheduler.awaits_proof
+        return awaits_proof
+
+    @override
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvflow.engines.vllm.dialect import Reference
+
 __all__ = ["ChunkOrder", "GrantOrder", "StepOrders", "WorkerAddress", "WorkerReport"]
 
 
@@ -40,7 +42,7 @@ class StepOrders:
         opened: Requests to send, with their rooms.
         preempted: Requests whose pages are taken away.
         chunks: Tokens to send.
-        announced: Requests to receive, with their tickets.
+        announced: Requests to receive, and from where.
         declined: Such requests that vLLM computes here after all.
         granted: Tokens to receive.
     """
@@ -48,7 +50,7 @@ class StepOrders:
     opened: dict[str, str] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
     chunks: dict[str, ChunkOrder] = field(default_factory=dict)
-    announced: dict[str, Mapping[str, object]] = field(default_factory=dict)
+    announced: dict[str, Reference] = field(default_factory=dict)
     declined: list[str] = field(default_factory=list)
     granted: dict[str, GrantOrder] = field(default_factory=dict)
 

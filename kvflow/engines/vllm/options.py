@@ -9,8 +9,9 @@ from kvflow import ConfigError, Limits, Timeouts, Trust, load_trust
 
 __all__ = ["Options", "read_options"]
 
-VLLM_TIMEOUTS: Final = {"lease_s": 10.0, "handshake_s": 15.0, "open_s": 120.0, "transfer_s": 600.0}
-"""A worker that computes, or shares its cores, does not answer for seconds; queues of vLLM last for minutes."""
+VLLM_TIMEOUTS: Final = {"lease_s": 10.0, "handshake_s": 15.0, "open_s": 5.0, "transfer_s": 600.0}
+"""A worker that computes, or shares its cores, does not answer for seconds; queues of vLLM last for minutes. But
+prefill has opened a room before it gives its ticket away, so one that is not open is over."""
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,6 +20,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         host: Address under which decode servers reach this one.
         port: Of the first prefill worker; the others, and it if this is 0, take a free one.
+        mooncake_port: Where routers of the MooncakeConnector's dialect ask, as its `VLLM_MOONCAKE_BOOTSTRAP_PORT`. Set
+            `port`, too: they ask once, so a server that is started again must have the same one.
         registry: As in `kvflow.RankConfig`. None is needed: the reply of prefill says where it is.
         backend: Transport, as in `kvflow.RankConfig`.
         backend_options: Its options.
@@ -36,6 +39,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str = "127.0.0.1"
     port: int = 0
+    mooncake_port: int | None = None
     registry: str | None = None
     backend: str = "nixl"
     backend_options: dict[str, Any] = {}

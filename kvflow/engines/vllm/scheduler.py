@@ -5,6 +5,7 @@ builds the orders of its next step.
 """
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,6 +17,9 @@ from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, StepOrders, Wor
 __all__ = ["ConnectorScheduler"]
 
 LOGGER: Final = logging.getLogger("vllm.kvflow")
+
+PROOF_S: Final = 60.0
+"""How long vLLM goes on with its steps only to hear that blocks are safe; later it hears that with the next request."""
 
 
 @dataclass
@@ -56,6 +60,8 @@ class ConnectorScheduler:
         self._announced: dict[str, Reference] = {}
         self._orders = StepOrders()
         self._pool: Any = None
+        self._num_held = 0
+        self._held_at = 0.0
 
     def know_worker(self, ticket: Mapping[str, object]) -> None:
         """Learn where the first worker is."""
@@ -85,11 +91,11 @@ class ConnectorScheduler:
             return
         if reference is None:
             return
-        if reference.prompt != digest_of(prompt):
+        if reference.prompt not in (None, digest_of(prompt)):
             LOGGER.warning("kvflow: %s is computed here: its ticket is of another prompt", request_id)
             return
         self._announced[request_id] = reference
-        self._orders.announced[request_id] = reference.ticket
+        self._orders.announced[request_id] = reference
 
     def num_elsewhere(self, request: Any, num_computed: int) -> int:
         """Say how many tokens, beyond those that are here, can be received."""
@@ -158,6 +164,14 @@ class ConnectorScheduler:
         """
         self._pool.touch(self._of_pool(report.held))
         self._pool.free_blocks(self._of_pool(report.freed))
+        self._num_held += len(report.held) - len(report.freed)
+        if report.held:
+            self._held_at = time.monotonic()
+
+    @property
+    def awaits_proof(self) -> bool:
+        """Say whether vLLM must take steps even without a request, or it would not hear that held blocks are safe."""
+        return self._num_held > 0 and time.monotonic() < self._held_at + PROOF_S
 
     def _of_pool(self, blocks: Iterable[int]) -> list[Any]:
         return [self._pool.blocks[block] for block in blocks]

@@ -172,8 +172,8 @@ class ConnectorWorker:
         """Begin with what is new, before the model runs."""
         for request_id, room in orders.opened.items():
             self._sending[request_id] = self._begin(request_id, partial(self._ranks.send, room, request_id))
-        for request_id, ticket in orders.announced.items():
-            self._receiving[request_id] = self._begin(request_id, partial(self._ranks.announce, ticket, request_id))
+        for request_id, reference in orders.announced.items():
+            self._receiving[request_id] = self._begin(request_id, partial(self._ranks.announce, reference, request_id))
         for request_id in orders.declined:
             self._give_up(self._receiving[request_id])
         if self._layerwise:

@@ -30,17 +30,19 @@ class Deployment:
     Attributes:
         prefill: Computes prompts. Asked without `kv_transfer_params`, it answers like any server.
         decode: Continues them.
+        mooncake_port: Where prefill answers routers of the `mooncake` dialect.
         wrong_page: While this file exists, prefill sends a page that is not the request's.
     """
 
     def __init__(self, place: Path, *, extra_config: Mapping[str, Any], arguments: tuple[str, ...] = ()) -> None:
         self.wrong_page = place / "wrong_page"
+        self.mooncake_port = unused_port()
         probe = Probe(wrong_page=str(self.wrong_page)).environment()
         described = pair(
             model=str(prepare_smollm2()),
             served_name=MODEL,
             first_port=0,
-            extra_config=extra_config,
+            extra_config={"port": unused_port(), "mooncake_port": self.mooncake_port, **extra_config},
             arguments=arguments,
             is_cpu=True,
         )
