@@ -2,10 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvflow.engines.vllm.dialect import Reference
 
-__all__ = ["ChunkOrder", "GrantOrder", "StepOrders", "WorkerAddress", "WorkerReport"]
+__all__ = ["ChunkOrder", "GrantOrder", "GroupBlocks", "StepOrders", "WorkerAddress", "WorkerReport"]
+
+
+class GroupBlocks(NamedTuple):
+    """Blocks of one group of caches.
+
+    Attributes:
+        start: First token that they are wanted for.
+        blocks: In token order.
+    """
+
+    start: int
+    blocks: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -15,13 +28,13 @@ class ChunkOrder:
     Attributes:
         start: First token.
         stop: One past the last one.
-        blocks: Of each group of vLLM's caches, those that the tokens touch.
+        blocks: Of each group of vLLM's caches; None if nothing of it moves.
         is_last: No chunk follows.
     """
 
     start: int
     stop: int
-    blocks: Sequence[Sequence[int]]
+    blocks: Sequence[GroupBlocks | None]
     is_last: bool
 
 
@@ -31,7 +44,7 @@ class GrantOrder:
 
     start: int
     stop: int
-    blocks: Sequence[Sequence[int]]
+    blocks: Sequence[GroupBlocks | None]
 
 
 @dataclass

@@ -25,7 +25,7 @@ QUIET: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK
 
 
 class Deployment:
-    """Two servers of the small model.
+    """Two servers of one model, by default the small one.
 
     Attributes:
         prefill: Computes prompts. Asked without `kv_transfer_params`, it answers like any server.
@@ -34,15 +34,22 @@ class Deployment:
         wrong_page: While this file exists, prefill sends a page that is not the request's.
     """
 
-    def __init__(self, place: Path, *, extra_config: Mapping[str, Any], arguments: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        place: Path,
+        *,
+        model: Path | None = None,
+        extra_config: Mapping[str, Any] | None = None,
+        arguments: tuple[str, ...] = (),
+    ) -> None:
         self.wrong_page = place / "wrong_page"
         self.mooncake_port = unused_port()
         probe = Probe(wrong_page=str(self.wrong_page)).environment()
         described = pair(
-            model=str(prepare_smollm2()),
+            model=str(model or prepare_smollm2()),
             served_name=MODEL,
             first_port=0,
-            extra_config={"port": unused_port(), "mooncake_port": self.mooncake_port, **extra_config},
+            extra_config={"port": unused_port(), "mooncake_port": self.mooncake_port, **(extra_config or {})},
             arguments=arguments,
             is_cpu=True,
         )
