@@ -19,12 +19,13 @@ TOKENS = 12
 BLOCK = 32
 
 
-@pytest.fixture(scope="module")
-def windowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 worker", "2 workers"])
+def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """One decode worker takes over what one prefill worker has computed, or what two have that share the heads."""
     place: Path = tmp_path_factory.mktemp("windows")
     model = make_windowed_model(place / "model", prepare_smollm2())
     arguments = ("--block-size", str(BLOCK), "--max-num-batched-tokens", "192")
-    deployment = Deployment(place, model=model, arguments=arguments)
+    deployment = Deployment(place, model=model, arguments=arguments, prefill_workers=request.param)
     try:
         deployment.start()
         yield deployment
