@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import anyio
 
 from benchmarks.vllm_handover.client import ask, hand_over, prompt_of, prompts
+from benchmarks.vllm_handover.soak import soak
 from benchmarks.vllm_handover.timeline import FIRST_TOKEN, HANDOVER, SPANS, WITHIN_MOVE, read_events, spans
 from kvflow.cli.bench.rows import Measured, Row, compare, print_rows, there_and_back
 from kvflow.cli.options import check_positive, counts, names
@@ -27,13 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "prepare"]
 
 TOKENS: Final = 12
-WAYS: Final = ("kvflow", "NixlConnector")
+WAYS: Final = ("kvflow", "NixlConnector", "none")
 FIRST_PORT: Final = 8110
 SETTLE_S: Final = 3.0
+SPIN_S: Final = 1.5
+"""vLLM's workers spin for a second after each request, also on the CPUs of the other pair."""
+
 MOST_WORDS: Final = 1300
 WRONG: Final = 5
 MOST_FAILURES: Final = 10
-MEASURES: Final = ("times", "texts", "idle")
+MEASURES: Final = ("times", "texts", "idle", "soak")
 
 
 class BenchFailed(KvflowError):
@@ -43,12 +47,19 @@ class BenchFailed(KvflowError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--measures", type=names, default="times,texts,idle", metavar="NAME,...", help="what to do")
-    parser.add_argument("--ways", type=names, default=",".join(WAYS), metavar="NAME,...", help="connectors to compare")
+    parser.add_argument(
+        "--ways",
+        type=names,
+        default="kvflow,NixlConnector",
+        metavar="NAME,...",
+        help="connectors to compare; `none` when idle",
+    )
     parser.add_argument("--words", type=counts, default="4,60,250,750,1200", metavar="N,...", help="of the prompts")
     parser.add_argument(
         "--rounds", type=int, default=7, metavar="N", help="of each length and way, after one to warm up"
     )
     parser.add_argument("--texts", type=int, default=40, metavar="N", help="prompts to compare, of 5 to 1,500 tokens")
+    parser.add_argument("--requests", type=int, default=2000, metavar="N", help="of the soak, one tenth to warm up")
     parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long to look at idle servers")
     parser.add_argument("--logs", type=Path, metavar="DIRECTORY", help="where logs and traces go; by default a new one")
 
@@ -59,7 +70,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ConfigError: An option is unusable, or a package is missing.
     """
-    check_positive(arguments, "rounds", "texts", "seconds")
+    check_positive(arguments, "rounds", "texts", "seconds", "requests")
     for option, known in (("measures", MEASURES), ("ways", WAYS)):
         unknown = set(getattr(arguments, option)) - set(known)
         if unknown:
@@ -93,6 +104,8 @@ async def _measure(arguments: argparse.Namespace, on_row: Callable[[Row], None])
             await run.wrong_pages()
         if "idle" in arguments.measures:
             await run.idle(arguments.seconds)
+        if "soak" in arguments.measures:
+            await run.soak(arguments.requests)
     return rows
 
 
@@ -106,7 +119,8 @@ class _Run:
     """
 
     def __init__(self, pairs: "Sequence[Pair]", client: "aiohttp.ClientSession", add: Callable[[Row], None]) -> None:
-        self._pairs = {pair.way: pair for pair in pairs}
+        self._all = {pair.way: pair for pair in pairs}
+        self._pairs = {pair.way: pair for pair in pairs if pair.way != "none"}
         self._client = client
         self._add = add
         self._failures: dict[str, list[str]] = {way: [] for way in self._pairs}
@@ -153,6 +167,7 @@ class _Run:
 
     async def _timed(self, pair: "Pair", prompt: str) -> dict[str, float]:
         name = uuid.uuid4().hex
+        await anyio.sleep(SPIN_S)
         first, second = await hand_over(self._client, *pair.urls, prompt, TOKENS, name=name)
         if second is None or second.status != 200 or second.error:
             self._failures[pair.way].append(first.error or (second.error if second is not None else "no ticket"))
@@ -204,12 +219,17 @@ class _Run:
     async def idle(self, seconds: float) -> None:
         """Look at the CPU time of all processes while nothing is asked."""
         await anyio.sleep(SETTLE_S)
-        before: dict[str, float] = {way: pair.cpu_seconds() for way, pair in self._pairs.items()}
+        before = {way: pair.usage().cpu_s for way, pair in self._all.items()}
         await anyio.sleep(seconds)
         shares: dict[str, list[float]] = {
-            way: [100 * (pair.cpu_seconds() - before[way]) / seconds] for way, pair in self._pairs.items()
+            way: [100 * (pair.usage().cpu_s - before[way]) / seconds] for way, pair in self._all.items()
         }
         self._row("idle", f"both servers for {seconds:.0f} s", "CPU", "% of a core", shares)
+
+    async def soak(self, requests: int) -> None:
+        """Ask for long, and say what has grown."""
+        for what, unit, grown in await soak(self._pairs["kvflow"], self._client, requests):
+            self._row("soak", f"{requests} requests, 4 at a time, some of which leave", what, unit, {"kvflow": [grown]})
 
     def _row(  # noqa: PLR0913 - a row has many columns
         self,
@@ -223,7 +243,10 @@ class _Run:
         better: Literal["higher", "lower"] = "lower",
     ) -> None:
         measured = Measured(bench="vllm_handover", group=group, case=case, quantity=quantity, unit=unit, better=better)
-        self._add(compare(measured, values["kvflow"], values.get("NixlConnector", ()), facts=facts or {}))
+        others = {"none": values["none"]} if "none" in values else {}
+        self._add(
+            compare(measured, values["kvflow"], values.get("NixlConnector", ()), others=others, facts=facts or {})
+        )
 
 
 def _ms(found: Sequence[Mapping[str, float]], span: str) -> float:

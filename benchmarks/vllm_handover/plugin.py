@@ -82,9 +82,11 @@ def _send_wrong_pages(switch: Path) -> None:
         setattr(BlockingSender, name, change(getattr(BlockingSender, name)))
 
 
-def _with_a_wrong_one(pages: Any) -> Any:
-    first, *others = pages
-    return [max(0, int(first) - 1), *others]
+def _with_a_wrong_one(table: Any) -> Any:
+    if table is None:
+        return None
+    first, *others = table.pages
+    return table._replace(pages=[max(0, first - 1), *others])
 
 
 def _note_what_happens(path: Path) -> None:

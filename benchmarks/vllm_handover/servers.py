@@ -1,10 +1,10 @@
-"""The servers that take turns: a pair with kvflow's connector, and a pair with vLLM's own."""
+"""The servers that take turns: a pair with kvflow's connector, one with vLLM's own, and one without any."""
 
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -14,10 +14,10 @@ from kvflow.cli.demo.models import prepare_smollm2
 from kvflow.cli.serve.server import Server
 from kvflow.cli.serve.vllm import VllmServer, pair, vllm_server
 
-__all__ = ["WAYS", "Pair", "Way", "started"]
+__all__ = ["WAYS", "Pair", "Usage", "Way", "started"]
 
-Way = Literal["kvflow", "NixlConnector"]
-WAYS: Final[tuple[Way, Way]] = ("kvflow", "NixlConnector")
+Way = Literal["kvflow", "NixlConnector", "none"]
+WAYS: Final[tuple[Way, ...]] = ("kvflow", "NixlConnector", "none")
 
 NIXL_CONNECTOR: Final[dict[str, Any]] = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -51,6 +51,8 @@ class Pair:
         ]
 
     def _changed(self, one: VllmServer, trace: Path, side_port: int) -> VllmServer:
+        if self.way == "none":
+            return msgspec.structs.replace(one, name=f"{self.way}-{one.name}", role=None, environment=ENVIRONMENT)
         is_kvflow = self.way == "kvflow"
         wrong_page = str(self.wrong_page) if is_kvflow else ""
         probe = Probe(trace=str(trace), wrong_page=wrong_page, eases_nixl=not is_kvflow)
@@ -67,19 +69,39 @@ class Pair:
         prefill, decode = self.servers
         return prefill.url, decode.url
 
-    def cpu_seconds(self) -> float:
-        """CPU time of all processes of both servers."""
+    def usage(self) -> "Usage":
+        """Give what all processes of both servers take."""
         groups = {server.pid for server in self.servers}
-        return sum(_cpu_seconds(place, groups) for place in Path("/proc").glob("[0-9]*/stat"))
+        found = [usage for place in Path("/proc").glob("[0-9]*") if (usage := _usage(place, groups)) is not None]
+        return Usage(*(sum(values) for values in zip(*found, strict=True)))
 
 
-def _cpu_seconds(place: Path, groups: set[int]) -> float:
+class Usage(NamedTuple):
+    """What processes take.
+
+    Attributes:
+        cpu_s: CPU time until now.
+        resident: Bytes in memory; pages that several share count for each.
+        threads: Of all of them.
+        files: Descriptors that are open.
+    """
+
+    cpu_s: float
+    resident: float
+    threads: float
+    files: float
+
+
+def _usage(place: Path, groups: set[int]) -> Usage | None:
     try:
-        fields = place.read_text().rpartition(")")[2].split()
+        fields = (place / "stat").read_text().rpartition(")")[2].split()
+        if int(fields[2]) not in groups:
+            return None
+        files = len(list((place / "fd").iterdir()))
     except OSError:  # it has ended meanwhile
-        return 0.0
-    user, system = int(fields[11]), int(fields[12])
-    return (user + system) / os.sysconf("SC_CLK_TCK") if int(fields[2]) in groups else 0.0
+        return None
+    cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return Usage(cpu_s, int(fields[21]) * os.sysconf("SC_PAGESIZE"), int(fields[17]), files)
 
 
 @asynccontextmanager

@@ -1,24 +1,31 @@
 """The two sides of the vLLM connector, driven step by step as vLLM drives them, over NIXL; without vLLM."""
 
+import json
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 
 from kvflow import ConfigError, Outcome, ticket_for_room
 from kvflow.blocking import BlockingReceiver, BlockingSender
-from kvflow.engines.vllm.dialect import digest_of, reply, take_reference
+from kvflow.engines.vllm.bootstrap import serve_query
+from kvflow.engines.vllm.dialect import Reference, digest_of, reply, take_reference
+from kvflow.engines.vllm.groups import describe_groups
 from kvflow.engines.vllm.layout import describe_caches
-from kvflow.engines.vllm.metadata import StepOrders, WorkerReport
+from kvflow.engines.vllm.metadata import GroupBlocks, StepOrders, WorkerReport
 from kvflow.engines.vllm.options import Options, read_options
 from kvflow.engines.vllm.ranks import Place, open_ranks
 from kvflow.engines.vllm.scheduler import ConnectorScheduler
 from kvflow.engines.vllm.worker import ConnectorWorker, Results
 from kvflow.errors import KvflowError, LayoutError
+from tests.support.ports import unused_port
 
 BLOCK, BLOCKS, HEADS, LAYERS, CONTENT = 4, 32, 2, 3, 16
 PROMPT = 10
@@ -26,16 +33,16 @@ PREFILL, DECODE = [7, 3, 12], [20, 21, 22]
 TIMEOUTS = {"lease_s": 3.0, "grant_s": 30.0}
 
 
-def spec(kind: str = "FullAttentionSpec", **values: object) -> Any:
-    made = type(kind, (), {"block_size": BLOCK, "num_kv_heads": HEADS, **values})()
-    return SimpleNamespace(kv_cache_spec=made)
+def group(kind: str = "FullAttentionSpec", layers: Sequence[int] = range(LAYERS), **values: object) -> Any:
+    spec = type(kind, (), {"block_size": BLOCK, "num_kv_heads": HEADS, **values})()
+    return SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer{number}" for number in layers])
 
 
 def describe(tensors: Sequence[Any], *groups: Any, backend: str = "CPU_ATTN") -> Any:
     names = {f"layer{number}": number for number in range(len(tensors))}
     return describe_caches(
         dict(zip(names, tensors, strict=True)),
-        groups or [spec()],
+        describe_groups(groups or [group()]),
         backend=backend,
         layers=names,
         total_kv_heads=HEADS,
@@ -69,14 +76,15 @@ class Server:
         ended: Transfers that have ended.
     """
 
-    def __init__(self, options: Options, *, is_prefill: bool) -> None:
+    def __init__(self, options: Options, *groups: Any, is_prefill: bool) -> None:
         self.cells = np.zeros((LAYERS, BLOCKS, HEADS, BLOCK, CONTENT), np.uint8)
-        caches = describe(list(self.cells))
+        self.groups = describe_groups(groups or [group()])
+        caches = describe(list(self.cells), *groups)
         place = Place("server", 0, 1, is_prefill, not is_prefill, str)
         self.ranks = open_ranks(options, place, caches.layout)
         self.ended: list[BlockingSender | BlockingReceiver] = []
         self.worker = ConnectorWorker(caches, self.ranks, layerwise=options.layerwise, on_end=self.ended.append)
-        self.scheduler = ConnectorScheduler(BLOCK, is_prefill=is_prefill, is_decode=not is_prefill)
+        self.scheduler = ConnectorScheduler(self.groups, is_prefill=is_prefill, is_decode=not is_prefill)
         self.pool = Pool()
         self.scheduler.know_pool(self.pool)
         if self.ranks.ticket is not None:
@@ -85,7 +93,7 @@ class Server:
 
     def step(
         self,
-        computed: Mapping[str, tuple[int, int, Sequence[int]]] | None = None,
+        computed: Mapping[str, tuple[int, int, Sequence[Any]]] | None = None,
         *,
         finished: Sequence[str] = (),
         preempted: Sequence[str] = (),
@@ -93,29 +101,35 @@ class Server:
         """Take a step of vLLM.
 
         Args:
-            computed: For each request, the tokens that were there, how many are computed, and its blocks.
+            computed: For each request, the tokens that were there, how many are computed, and its blocks, of each group
+                if there are several.
             finished: Requests that are over.
             preempted: Requests whose blocks were taken.
         """
-        computed = computed or {}
+        computed = {it: (*has[:2], self._tables(has[2])) for it, has in (computed or {}).items()}
         output = SimpleNamespace(
             preempted_req_ids=set(preempted),
             scheduled_new_reqs=[SimpleNamespace(req_id=it, num_computed_tokens=has[0]) for it, has in computed.items()],
             scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
             num_scheduled_tokens={it: has[1] for it, has in computed.items()},
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda it: [list(computed[it][2])]),
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda it: computed[it][2]),
         )
         orders: StepOrders = self.scheduler.step(output)
         self.worker.preempt(orders)
         self.worker.begin(orders)
         for has in computed.values():
             for token in range(has[0], has[0] + has[1]):
-                self.cells[:, has[2][token // BLOCK], :, token % BLOCK] = token + 1
+                for kind, table in zip(self.groups, has[2], strict=True):
+                    layers = [int(name.removeprefix("layer")) for name in kind.layers]
+                    self.cells[layers, table[token // BLOCK], :, token % BLOCK] = token + 1
         for layer in range(LAYERS):
             self.worker.layer_saved(f"layer{layer}")
         self.worker.receive(orders)
         self.worker.saved(orders)
         self._take(self.worker.take_results(finished), self.worker.take_report())
+
+    def _tables(self, blocks: Sequence[Any]) -> list[list[int]]:
+        return [list(table) for table in (blocks if isinstance(blocks[0], list) else [blocks])]
 
     def _take(self, results: Results, report: WorkerReport | None) -> None:
         assert not self.told.sent & results.sent, "an id was told twice"
@@ -134,31 +148,37 @@ class Server:
             self.step()
             time.sleep(0.001)
 
-    def tokens(self, blocks: Sequence[int]) -> list[int]:
-        """Give what is in blocks, token by token, if every layer and head has the same."""
-        cells = self.cells[:, list(blocks)].swapaxes(2, 3).reshape(LAYERS, -1, HEADS * CONTENT)
+    def tokens(self, blocks: Sequence[int], layers: Sequence[int] = range(LAYERS)) -> list[int]:
+        """Give what is in blocks, token by token, if every one of the layers and head has the same."""
+        cells = self.cells[list(layers)][:, list(blocks)].swapaxes(2, 3).reshape(len(layers), -1, HEADS * CONTENT)
         assert all(len(set(cells[:, token].ravel())) == 1 for token in range(cells.shape[1]))
         return [int(value) for value in cells[0, :, 0]]
 
 
+@contextmanager
+def servers(*groups: Any, **options: Any) -> Iterator[tuple[Server, Server]]:
+    read = read_options({"timeouts": TIMEOUTS, **options})
+    with ExitStack() as stack:
+        made = []
+        for is_prefill in (True, False):
+            made.append(Server(read, *groups, is_prefill=is_prefill))
+            stack.callback(made[-1].worker.close)
+        yield made[0], made[1]
+
+
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Server, Server]]:
-    options = read_options({"timeouts": TIMEOUTS, **getattr(request, "param", {})})
-    with ExitStack() as stack:
-        servers = []
-        for is_prefill in (True, False):
-            servers.append(Server(options, is_prefill=is_prefill))
-            stack.callback(servers[-1].worker.close)
-        yield servers[0], servers[1]
+    with servers(**getattr(request, "param", {})) as made:
+        yield made
 
 
 def asked(request_id: str, params: Mapping[str, Any], num_tokens: int = PROMPT) -> Any:
     return SimpleNamespace(request_id=request_id, kv_transfer_params=params, prompt_token_ids=list(range(num_tokens)))
 
 
-def prefill(server: Server, *cuts: int) -> tuple[Any, dict[str, Any]]:
+def prefill(server: Server, *cuts: int, **params_of_router: str) -> tuple[Any, dict[str, Any]]:
     """Compute a request in chunks, and give the reply."""
-    request = asked("p", {"do_remote_decode": True})
+    request = asked("p", {"do_remote_decode": True, **params_of_router})
     server.scheduler.add(request)
     for start, stop in zip((0, *cuts), (*cuts, PROMPT), strict=True):
         server.step({"p": (start, stop - start, PREFILL)})
@@ -305,6 +325,7 @@ def test_blocks_are_held_until_nothing_can_be_written_to_them(
     target.step(finished=["d"])
     target.until(lambda: "d" in target.told.received)
     assert [target.pool.holders[block] for block in DECODE] == [1, 1, 1]
+    assert target.scheduler.awaits_proof  # so vLLM takes steps, although it has no request
     monkeypatch.undo()
     move = next(iter(target.worker._moves.values()))
     assert move.transfer is not None
@@ -312,6 +333,7 @@ def test_blocks_are_held_until_nothing_can_be_written_to_them(
     target.worker._take([SimpleNamespace(transfer=move.transfer)])  # type: ignore[list-item] # as the rank tells it
     target.step()
     assert not any(target.pool.holders)
+    assert not target.scheduler.awaits_proof
 
 
 def test_vllm_computes_it_after_all(pair: tuple[Server, Server]) -> None:
@@ -334,7 +356,7 @@ def test_vllm_computes_it_after_all(pair: tuple[Server, Server]) -> None:
 def test_reply_of_another_connector_is_computed_here(params: dict[str, Any]) -> None:
     with pytest.raises(KvflowError, match="not prefilled by a server with kvflow"):
         take_reference(params)
-    scheduler = ConnectorScheduler(BLOCK, is_prefill=False, is_decode=True)
+    scheduler = ConnectorScheduler(describe_groups([group()]), is_prefill=False, is_decode=True)
     request = asked("d", params)
     scheduler.add(request)
     assert scheduler.num_elsewhere(request, 0) == 0
@@ -343,25 +365,26 @@ def test_reply_of_another_connector_is_computed_here(params: dict[str, Any]) -> 
 @pytest.mark.parametrize("prompt", [range(PROMPT + 1), range(1, PROMPT + 1)])
 def test_other_prompt_is_computed_here(prompt: Sequence[int]) -> None:
     """A router that mixes requests up does not make a server answer another one's."""
-    scheduler = ConnectorScheduler(BLOCK, is_prefill=False, is_decode=True)
+    scheduler = ConnectorScheduler(describe_groups([group()]), is_prefill=False, is_decode=True)
     request = asked("d", {"do_remote_prefill": True, "kvflow_ticket": {}, "kvflow_prompt": digest_of(prompt)})
     scheduler.add(request)
     assert scheduler.num_elsewhere(request, 0) == 0
 
 
 @pytest.mark.parametrize(
-    ("group", "message"),
+    ("groups", "message"),
     [
-        ([spec(), spec()], "several groups"),
-        ([spec("MambaSpec")], "kind are not served"),
-        ([spec(num_head_slots=1)], "packed together"),
-        ([spec(tokens_per_state=4)], "compressed"),
+        ([group("MambaSpec")], "kind are not served"),
+        ([group(num_head_slots=1)], "packed together"),
+        ([group(tokens_per_state=4)], "compressed"),
+        ([group(num_kv_heads=HEADS + 1)], "as many heads as the model"),
+        ([SimpleNamespace(**vars(group()), enable_kv_transfer=False)], "does not let move"),
     ],
 )
-def test_unknown_caches_are_refused(group: list[Any], message: str) -> None:
+def test_unknown_caches_are_refused(groups: list[Any], message: str) -> None:
     tensors = list(np.zeros((LAYERS, BLOCKS, HEADS, BLOCK, CONTENT), np.uint8))
     with pytest.raises(ConfigError, match=message):
-        describe(tensors, *group)
+        describe(tensors, *groups)
 
 
 @pytest.mark.parametrize(("backend", "tokens_per_cell"), [("CPU_ATTN", BLOCK), ("FLASH_ATTN", 1)])
@@ -374,7 +397,7 @@ def test_cells_of_the_cpu_backend_are_opaque(backend: str, tokens_per_cell: int)
 
 def test_latents_are_the_same_on_every_worker() -> None:
     tensors = list(np.zeros((LAYERS, BLOCKS, 1, BLOCK, CONTENT), np.uint8))
-    layout = describe(tensors, spec("MLAAttentionSpec"), backend="MLA").layout
+    layout = describe(tensors, group("MLAAttentionSpec"), backend="MLA").layout
     assert layout.components[0].regions[0].heads == (0, 1)
 
 
@@ -398,6 +421,58 @@ def test_unknown_timeouts_are_refused() -> None:
         read_options({"limits": {"unknown": 1}}).make_limits()
 
 
+def test_router_that_makes_the_rooms_and_knows_the_engine() -> None:
+    """The dialect of the MooncakeConnector."""
+    port = unused_port()
+    with servers(mooncake_port=port) as (source, target):
+        with urlopen(f"http://127.0.0.1:{port}/query", timeout=10) as answer:
+            engine_id = json.load(answer)["0"]["engine_id"]
+        with pytest.raises(HTTPError, match="404"):
+            urlopen(f"http://127.0.0.1:{port}/register", timeout=10)
+        prefill(source, transfer_id="xfer-1")
+        begin_decode(target, {"do_remote_prefill": True, "transfer_id": "xfer-1", "remote_engine_id": engine_id})
+        target.until(lambda: "d" in target.told.received)
+        assert not target.told.failed
+        assert target.tokens(DECODE)[:PROMPT] == list(range(1, PROMPT + 1))
+
+
+def test_window_moves_as_far_as_the_last_token_sees() -> None:
+    """Layer 0 keeps all tokens; the others keep a window, whose blocks vLLM frees behind it."""
+    window = 5
+    groups = [group(layers=[0]), group("SlidingWindowSpec", [1, 2], sliding_window=window)]
+    full, sliding = [7, 3, 12], [9, 10, 11]
+    with servers(*groups) as (source, target):
+        request = asked("p", {"do_remote_decode": True})
+        source.scheduler.add(request)
+        source.step({"p": (0, 6, [full, sliding])})
+        source.step({"p": (6, PROMPT - 6, [full, sliding])})
+        _, params = source.scheduler.finished(request, is_complete=True)
+        assert [source.pool.holders[block] for block in sliding] == [0, 1, 1]  # token 5 is the first that token 9 sees
+        source.step(finished=["p"])
+        assert params is not None
+        request = asked("d", params)
+        target.scheduler.add(request)
+        target.step()
+        assert target.scheduler.num_elsewhere(request, 0) == PROMPT - 1
+        target.scheduler.allocated(request, [DECODE, [0, 24, 25]], PROMPT - 1)
+        target.step()
+        target.until(lambda: "d" in target.told.received)
+        source.until(lambda: "p" in source.told.sent)
+        source.scheduler.take_sent(source.told.sent)
+        assert not target.told.failed
+        assert not any(source.pool.holders)
+        assert target.tokens(DECODE, [0])[: PROMPT - 1] == list(range(1, PROMPT))
+        assert target.tokens([24, 25], [1, 2])[1 : PROMPT - BLOCK - 1] == list(range(BLOCK + 2, PROMPT))
+        assert not target.cells[1:, 0].any()
+
+
+def test_query_port_in_use_is_refused() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="cannot be bound"), serve_query("127.0.0.1", port, "tcp://127.0.0.1:1"):
+            pass
+
+
 def test_server_of_both_roles_takes_over_and_hands_on() -> None:
     """A request goes to a server that hands another one on, over one transport."""
     options = read_options({"timeouts": TIMEOUTS})
@@ -407,9 +482,9 @@ def test_server_of_both_roles_takes_over_and_hands_on() -> None:
         sender = ranks.send("room", "request")
         ticket = ranks.ticket
         assert ticket is not None
-        receiver = ranks.announce(ticket_for_room(ticket, "room"), "request")
-        receiver.grant(tokens=(0, BLOCK), pages=caches.pages([[5]]))
-        sender.finish((0, BLOCK), caches.pages([[4]]))
+        receiver = ranks.announce(Reference(ticket_for_room(ticket, "room"), None, None), "request")
+        receiver.grant(tokens=(0, BLOCK), pages=caches.pages([GroupBlocks(0, [5])], BLOCK))
+        sender.finish((0, BLOCK), caches.pages([GroupBlocks(0, [4])], BLOCK))
         assert receiver.wait(20.0) is Outcome.SUCCESS
         assert {update.transfer for update in ranks.completed()} == {sender, receiver}
     finally:

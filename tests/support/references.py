@@ -24,7 +24,7 @@ MARKED: Final = re.compile(r"(<!-- generated: (\w+) (\w+) -->\n).*?(<!-- end -->
 
 SETTINGS: Final = ("RankConfig", "PrefillConfig", "DecodeConfig", "Proofs", "Timeouts", "Limits")
 
-RANK: Final = ("start_drain", "is_drained", "drain", "quarantined", "release")
+RANK: Final = ("reload_trust", "start_drain", "is_drained", "drain", "quarantined", "release")
 
 WAITS: Final = ("wait", "until_safe")
 
@@ -67,7 +67,14 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.KVLayout": (),
         "kvflow.head_range": (),
     },
-    "registry": {"kvflow.Endpoint": ("parse",), "kvflow.Registry": (), "kvflow.ticket_for_room": ()},
+    "registry": {"kvflow.Endpoint": ("parse",), "kvflow.Registry": ("reload_trust",), "kvflow.ticket_for_room": ()},
+    "trust": {
+        "kvflow.Trust": ("none",),
+        "kvflow.TrustedKey": (),
+        "kvflow.load_trust": (),
+        "kvflow.make_capability": (),
+        "kvflow.load_capability_key": (),
+    },
     "observation": {
         "kvflow.RankStatistics": (),
         "kvflow.statistics.StagingStatistics": (),
@@ -84,7 +91,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.blocking.BlockingReceiver": ("grant", "result"),
         "kvflow.blocking.transfers.BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", *WAITS),
         "kvflow.blocking.LoopThread": (),
-        "kvflow.blocking.Registry": (),
+        "kvflow.blocking.Registry": ("reload_trust",),
     },
 }
 """Public names by chapter, each with the members that an engine uses. Settings and errors have tables of their own."""

@@ -20,6 +20,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvflow import ConfigError
+from kvflow.engines.vllm.groups import describe_groups
 from kvflow.engines.vllm.layout import describe_caches
 from kvflow.engines.vllm.metadata import StepOrders, WorkerAddress, WorkerReport
 from kvflow.engines.vllm.metrics import Metrics, Stats
@@ -57,15 +58,14 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         _refuse_unserved(vllm_config.parallel_config)
         self._options = read_options(transfer.kv_connector_extra_config)
+        self._groups = describe_groups(kv_cache_config.kv_cache_groups)
         self._stats = Stats()
         self._ranks: Ranks | None = None
         self._worker: Any = None
         self._scheduler: Any = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = ConnectorScheduler(
-                kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
-                is_prefill=transfer.is_kv_producer,
-                is_decode=transfer.is_kv_consumer,
+                self._groups, is_prefill=transfer.is_kv_producer, is_decode=transfer.is_kv_consumer
             )
 
     @classmethod
@@ -115,9 +115,15 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.take_sent(connector_output.finished_sending or ())
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._scheduler.take_report(report)
+
+    @override
+    def has_pending_push_work(self) -> bool:
+        awaits_proof: bool = self._scheduler.awaits_proof
+        return awaits_proof
 
     @override
     def request_finished_all_groups(
@@ -136,7 +142,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = config.parallel_config
         caches = describe_caches(
             kv_caches,
-            self._kv_cache_config.kv_cache_groups,
+            self._groups,
             backend=_attention_backend(config),
             layers={name: extract_layer_index(name) for name in kv_caches},
             total_kv_heads=config.model_config.get_total_num_kv_heads(),

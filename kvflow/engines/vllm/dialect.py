@@ -1,8 +1,9 @@
 """`kv_transfer_params`: what routers hand from prefill to decode. Pure.
 
-This is the dialect of vLLM's NixlConnector. A router asks prefill with `do_remote_decode`, and gives the
-`kv_transfer_params` of its reply to decode, unread. They are self-contained: the ticket in them says where the request
-was computed, and by which process.
+Both dialects ask prefill first, with `do_remote_decode`. In that of vLLM's NixlConnector a router gives the
+`kv_transfer_params` of prefill's reply to decode, unread. They are self-contained: the ticket in them says where the
+request was computed, and by which process. In that of the MooncakeConnector a router gives decode a `transfer_id` that
+it has made, and the id of prefill's engine, for which it has asked when it started (`kvflow.engines.vllm.bootstrap`).
 """
 
 import hashlib
@@ -16,18 +17,22 @@ __all__ = ["Reference", "digest_of", "is_for_decode", "reply", "room_of", "take_
 
 TICKET: Final = "kvflow_ticket"
 PROMPT: Final = "kvflow_prompt"
+TRANSFER: Final = "transfer_id"
+ENGINE: Final = "remote_engine_id"
 
 
 class Reference(NamedTuple):
     """What decode was told of a request.
 
     Attributes:
-        ticket: Of its room.
-        prompt: `digest_of` the prompt that prefill has computed.
+        prefill: The ticket of its room, or where prefill is.
+        room: None if the ticket has it.
+        prompt: `digest_of` the prompt that prefill has computed; None if the dialect does not say.
     """
 
-    ticket: Mapping[str, object]
-    prompt: str
+    prefill: Mapping[str, object] | Endpoint
+    room: str | None
+    prompt: str | None
 
 
 def digest_of(prompt: Sequence[int]) -> str:
@@ -42,7 +47,7 @@ def is_for_decode(params: Mapping[str, Any] | None) -> bool:
 
 def room_of(params: Mapping[str, Any], request_id: str) -> str:
     """Name the room of a request on prefill: as the router says, or by vLLM's own id."""
-    return str(params.get("transfer_id") or request_id)
+    return str(params.get(TRANSFER) or request_id)
 
 
 def take_reference(params: Mapping[str, Any] | None) -> Reference | None:
@@ -53,10 +58,12 @@ def take_reference(params: Mapping[str, Any] | None) -> Reference | None:
     """
     if not params or not params.get("do_remote_prefill"):
         return None
+    if TICKET not in params and TRANSFER in params:
+        return Reference(Endpoint.parse(str(params.get(ENGINE))), str(params[TRANSFER]), None)
     ticket, prompt = params.get(TICKET), params.get(PROMPT)
     if not isinstance(ticket, Mapping) or not isinstance(prompt, str):
         raise KvflowError("request was not prefilled by a server with kvflow", found=sorted(map(str, params)))
-    return Reference(ticket, prompt)
+    return Reference(ticket, None, prompt)
 
 
 def reply(ticket: Mapping[str, object], room: str, *, request_id: str, prompt: Sequence[int]) -> dict[str, Any]:

@@ -8,7 +8,11 @@ way of its own, so there a block of a head is one opaque cell.
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from kvflow import ConfigError, KVLayout, head_range, layout_from_tensors
+from kvflow import ConfigError, KVLayout, TokenPages, head_range
+from kvflow.engines.vllm.groups import Group
+from kvflow.engines.vllm.metadata import GroupBlocks
+from kvflow.geometry import Axes, Component
+from kvflow.geometry.tensors import layout_from_components, regions_from_tensors
 
 __all__ = ["Caches", "describe_caches"]
 
@@ -24,23 +28,26 @@ class Caches:
 
     Args:
         layout: Of the caches.
-        block_size: Tokens of a block.
+        groups: As vLLM has them.
         layers: Names of the layers, in order, with the global number of each.
     """
 
-    def __init__(self, layout: KVLayout, block_size: int, layers: Mapping[str, int]) -> None:
+    def __init__(self, layout: KVLayout, groups: Sequence[Group], layers: Mapping[str, int]) -> None:
         self.layout = layout
-        self.block_size = block_size
         self.layers = layers
+        self._components = [group.component for group in groups]
 
-    def pages(self, blocks: Sequence[Sequence[int]]) -> dict[str, list[int]]:
-        """Give the page tables of a chunk."""
-        return {"kv": list(blocks[0])}
+    def pages(self, blocks: Sequence[GroupBlocks | None], stop: int) -> dict[str, TokenPages | None]:
+        """Give the page tables of tokens up to one."""
+        return {
+            component: None if given is None else TokenPages((given.start, stop), given.blocks)
+            for component, given in zip(self._components, blocks, strict=True)
+        }
 
 
 def describe_caches(  # noqa: PLR0913 - what vLLM knows, by keyword
     caches: Mapping[str, Any],
-    groups: Sequence[Any],
+    groups: Sequence[Group],
     *,
     backend: str,
     layers: Mapping[str, int],
@@ -53,7 +60,7 @@ def describe_caches(  # noqa: PLR0913 - what vLLM knows, by keyword
 
     Args:
         caches: By name of the layer.
-        groups: vLLM's `KVCacheGroupSpec` of each group.
+        groups: As vLLM has them.
         backend: Name of the attention backend.
         layers: Global number of each layer, by name.
         total_kv_heads: Of the model.
@@ -65,42 +72,26 @@ def describe_caches(  # noqa: PLR0913 - what vLLM knows, by keyword
         ConfigError: They are of a kind that kvflow does not move; says which.
         LayoutError: A tensor is not as vLLM describes it.
     """
-    spec = _only_spec(groups)
-    is_latent = "mla" in type(spec).__name__.lower()
-    heads = (0, 1) if is_latent else head_range(total_kv_heads, tp_size, tp_rank)
-    is_opaque = backend in OPAQUE
-    ordered = dict(sorted(layers.items(), key=lambda item: item[1]))
-    tensors = [caches[name] for name in ordered]
-    if any(tensor.ndim != 4 for tensor in tensors):
-        shapes = [list(tensor.shape) for tensor in tensors]
+    if any(tensor.ndim != 4 for tensor in caches.values()):
+        shapes = [list(tensor.shape) for tensor in caches.values()]
         raise ConfigError("caches must have blocks, heads, tokens and content", found=shapes)
-    layout = layout_from_tensors(
-        {"kv": tensors},
-        axes=CELLS_TOGETHER if is_opaque else CELLS_APART,
-        heads=heads,
-        page_size=spec.block_size,
-        tokens_per_cell=spec.block_size if is_opaque else 1,
-        layers=list(ordered.values()),
-        fingerprint=fingerprint,
-    )
-    return Caches(layout, spec.block_size, ordered)
-
-
-def _only_spec(groups: Sequence[Any]) -> Any:
-    """Give the one kind of cache that there is.
-
-    Raises:
-        ConfigError: There are several, or it is none that is known.
-    """
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) != 1:
-        raise ConfigError("models with several groups of caches are not served yet", found=kinds)
-    spec = groups[0].kv_cache_spec
-    if kinds[0] not in ("FullAttentionSpec", "MLAAttentionSpec"):
-        raise ConfigError("caches of this kind are not served", found=kinds[0])
-    num_slots = getattr(spec, "num_head_slots", None)
-    if num_slots is not None and num_slots != spec.num_kv_heads:
-        raise ConfigError("heads packed together are not served", slots=num_slots, heads=spec.num_kv_heads)
-    if getattr(spec, "tokens_per_state", 1) != 1:
-        raise ConfigError("compressed tokens are not served", tokens_per_state=str(spec.tokens_per_state))
-    return spec
+    ordered = dict(sorted(layers.items(), key=lambda item: item[1]))
+    heads = head_range(total_kv_heads, tp_size, tp_rank)
+    components = []
+    for group in groups:
+        if not group.is_latent and group.heads != heads[1] - heads[0]:
+            raise ConfigError("layers must have as many heads as the model", found=group.heads, expected=heads)
+        names = [name for name in ordered if name in group.layers]
+        is_opaque = backend in OPAQUE
+        axes = Axes(
+            CELLS_TOGETHER if is_opaque else CELLS_APART,
+            (0, 1) if group.is_latent else heads,
+            group.block_size,
+            group.block_size if is_opaque else 1,
+        )
+        regions = regions_from_tensors(
+            "kv", [caches[name] for name in names], axes, layers=[layers[name] for name in names]
+        )
+        components.append(Component(group.component, regions))
+    layout = layout_from_components(components, fingerprint, tensors=caches.values())
+    return Caches(layout, groups, ordered)

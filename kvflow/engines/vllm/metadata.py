@@ -2,8 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-__all__ = ["ChunkOrder", "GrantOrder", "StepOrders", "WorkerAddress", "WorkerReport"]
+from kvflow.engines.vllm.dialect import Reference
+
+__all__ = ["ChunkOrder", "GrantOrder", "GroupBlocks", "StepOrders", "WorkerAddress", "WorkerReport"]
+
+
+class GroupBlocks(NamedTuple):
+    """Blocks of one group of caches.
+
+    Attributes:
+        start: First token that they are wanted for.
+        blocks: In token order.
+    """
+
+    start: int
+    blocks: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -13,13 +28,13 @@ class ChunkOrder:
     Attributes:
         start: First token.
         stop: One past the last one.
-        blocks: Of each group of vLLM's caches, those that the tokens touch.
+        blocks: Of each group of vLLM's caches; None if nothing of it moves.
         is_last: No chunk follows.
     """
 
     start: int
     stop: int
-    blocks: Sequence[Sequence[int]]
+    blocks: Sequence[GroupBlocks | None]
     is_last: bool
 
 
@@ -29,7 +44,7 @@ class GrantOrder:
 
     start: int
     stop: int
-    blocks: Sequence[Sequence[int]]
+    blocks: Sequence[GroupBlocks | None]
 
 
 @dataclass
@@ -40,7 +55,7 @@ class StepOrders:
         opened: Requests to send, with their rooms.
         preempted: Requests whose pages are taken away.
         chunks: Tokens to send.
-        announced: Requests to receive, with their tickets.
+        announced: Requests to receive, and from where.
         declined: Such requests that vLLM computes here after all.
         granted: Tokens to receive.
     """
@@ -48,7 +63,7 @@ class StepOrders:
     opened: dict[str, str] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
     chunks: dict[str, ChunkOrder] = field(default_factory=dict)
-    announced: dict[str, Mapping[str, object]] = field(default_factory=dict)
+    announced: dict[str, Reference] = field(default_factory=dict)
     declined: list[str] = field(default_factory=list)
     granted: dict[str, GrantOrder] = field(default_factory=dict)
 

@@ -5,12 +5,13 @@ from typing import Any, Final
 
 import msgspec
 
-from kvflow import ConfigError, Limits, Timeouts
+from kvflow import ConfigError, Limits, Timeouts, Trust, load_trust
 
 __all__ = ["Options", "read_options"]
 
-VLLM_TIMEOUTS: Final = {"lease_s": 10.0, "handshake_s": 15.0, "open_s": 120.0, "transfer_s": 600.0}
-"""A worker that computes, or shares its cores, does not answer for seconds; queues of vLLM last for minutes."""
+VLLM_TIMEOUTS: Final = {"lease_s": 10.0, "handshake_s": 15.0, "open_s": 5.0, "transfer_s": 600.0}
+"""A worker that computes, or shares its cores, does not answer for seconds; queues of vLLM last for minutes. But
+prefill has opened a room before it gives its ticket away, so one that is not open is over."""
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,6 +20,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         host: Address under which decode servers reach this one.
         port: Of the first prefill worker; the others, and it if this is 0, take a free one.
+        mooncake_port: Where routers of the MooncakeConnector's dialect ask, as its `VLLM_MOONCAKE_BOOTSTRAP_PORT`. Set
+            `port`, too: they ask once, so a server that is started again must have the same one.
         registry: As in `kvflow.RankConfig`. None is needed: the reply of prefill says where it is.
         backend: Transport, as in `kvflow.RankConfig`.
         backend_options: Its options.
@@ -30,10 +33,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         layerwise: Send each layer of a step as soon as it is computed, and not all of them after it.
         affinity: CPUs of kvflow's threads; by default those of the process that started the worker, which vLLM may have
             pinned to one.
+        keys: Directory of keys, see `kvflow keys` and docs/security.md.
+        plain: Ask nobody for a key. Without it and without `keys`, only the loopback interface is used.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
+    mooncake_port: int | None = None
     registry: str | None = None
     backend: str = "nixl"
     backend_options: dict[str, Any] = {}
@@ -44,6 +50,20 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest_every: int = 0
     layerwise: bool = False
     affinity: tuple[int, ...] | None = None
+    keys: str | None = None
+    plain: bool = False
+
+    def make_trust(self) -> Trust | None:
+        """Give the keys to go by; None if nothing was said.
+
+        Raises:
+            ConfigError: They cannot be read, or plain transport is asked for as well.
+        """
+        if self.keys is not None and self.plain:
+            raise ConfigError("keys and plain transport exclude each other", setting="plain")
+        if self.keys is not None:
+            return load_trust(self.keys)
+        return Trust.none() if self.plain else None
 
     def make_timeouts(self) -> Timeouts:
         """Give the timeouts.

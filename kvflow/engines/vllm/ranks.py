@@ -1,7 +1,7 @@
 """The ranks of one worker: one for prefill, one for decode, or both on one transport."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,8 @@ import kvflow
 import kvflow.blocking
 from kvflow import KVLayout, SharedBackend
 from kvflow.blocking import BlockingReceiver, BlockingSender, LoopThread, TransferUpdate
+from kvflow.engines.vllm.bootstrap import serve_query
+from kvflow.engines.vllm.dialect import Reference
 from kvflow.engines.vllm.options import Options
 
 __all__ = ["Place", "Ranks", "open_ranks"]
@@ -67,15 +69,15 @@ class Ranks:
             raise kvflow.LocalProtocolError("this server does not prefill", room=room)
         return self._prefill.send(room, label=label)
 
-    def announce(self, ticket: Mapping[str, object], label: str) -> BlockingReceiver:
+    def announce(self, reference: Reference, label: str) -> BlockingReceiver:
         """Begin to receive a room.
 
         Raises:
             KvflowError: That is not possible.
         """
         if self._decode is None:
-            raise kvflow.LocalProtocolError("this server does not decode", ticket=dict(ticket))
-        return self._decode.announce(prefill=ticket, label=label)
+            raise kvflow.LocalProtocolError("this server does not decode", prefill=reference.prefill)
+        return self._decode.announce(reference.room, prefill=reference.prefill, label=label)
 
     def completed(self) -> list[TransferUpdate[Any]]:
         """Say what has changed."""
@@ -108,6 +110,8 @@ def open_ranks(options: Options, place: Place, layout: KVLayout) -> Ranks:
             prefill = make(kvflow.blocking.PrefillRank, _prefill_config(options, place, options.registry, options.port))
         if place.is_prefill:
             first = place.share(None if prefill is None else prefill.endpoint)
+            if options.mooncake_port is not None and place.engine_rank == 0:
+                stack.enter_context(serve_query(options.host, options.mooncake_port, first))
             if prefill is None:
                 prefill = make(kvflow.blocking.PrefillRank, _prefill_config(options, place, options.registry or first))
         if place.is_decode:
@@ -136,6 +140,7 @@ def _common_settings(options: Options, place: Place) -> dict[str, Any]:
         "timeouts": options.make_timeouts(),
         "limits": options.make_limits(),
         "staging_bytes": options.staging_bytes,
+        "trust": options.make_trust(),
     }
 
 

@@ -5,17 +5,22 @@ builds the orders of its next step.
 """
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvflow import KvflowError
 from kvflow.engines.vllm.dialect import Reference, digest_of, is_for_decode, reply, room_of, take_reference
-from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, StepOrders, WorkerReport
+from kvflow.engines.vllm.groups import Group
+from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, GroupBlocks, StepOrders, WorkerReport
 
 __all__ = ["ConnectorScheduler"]
 
 LOGGER: Final = logging.getLogger("vllm.kvflow")
+
+PROOF_S: Final = 60.0
+"""How long vLLM goes on with its steps only to hear that blocks are safe; later it hears that with the next request."""
 
 
 @dataclass
@@ -42,13 +47,13 @@ class ConnectorScheduler:
     """Keeps account of requests.
 
     Args:
-        block_size: Tokens of a block.
+        groups: Of vLLM's caches, each with a block table of its own.
         is_prefill: It may be told to keep requests for other servers.
         is_decode: It may be told to take requests over from others.
     """
 
-    def __init__(self, block_size: int, *, is_prefill: bool, is_decode: bool) -> None:
-        self._block_size = block_size
+    def __init__(self, groups: Sequence[Group], *, is_prefill: bool, is_decode: bool) -> None:
+        self._groups = groups
         self._is_prefill = is_prefill
         self._is_decode = is_decode
         self._ticket: Mapping[str, object] = {}
@@ -56,6 +61,9 @@ class ConnectorScheduler:
         self._announced: dict[str, Reference] = {}
         self._orders = StepOrders()
         self._pool: Any = None
+        self._kept: dict[str, list[int]] = {}
+        self._num_held = 0
+        self._held_at = 0.0
 
     def know_worker(self, ticket: Mapping[str, object]) -> None:
         """Learn where the first worker is."""
@@ -85,17 +93,20 @@ class ConnectorScheduler:
             return
         if reference is None:
             return
-        if reference.prompt != digest_of(prompt):
+        if reference.prompt not in (None, digest_of(prompt)):
             LOGGER.warning("kvflow: %s is computed here: its ticket is of another prompt", request_id)
             return
         self._announced[request_id] = reference
-        self._orders.announced[request_id] = reference.ticket
+        self._orders.announced[request_id] = reference
 
     def num_elsewhere(self, request: Any, num_computed: int) -> int:
-        """Say how many tokens, beyond those that are here, can be received."""
+        """Say how many tokens, beyond those that are here, can be received.
+
+        vLLM computes the last one again in any case, so it is not received: a window has to reach back from there.
+        """
         if request.request_id not in self._announced:
             return 0
-        return max(len(request.prompt_token_ids) - num_computed, 0)
+        return max(len(request.prompt_token_ids) - 1 - num_computed, 0)
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_elsewhere: int) -> None:
         """Receive into blocks; vLLM may want nothing of what was computed elsewhere."""
@@ -105,15 +116,20 @@ class ConnectorScheduler:
         if not num_elsewhere:
             self._orders.declined.append(request.request_id)
             return
-        stop = len(request.prompt_token_ids)
+        stop = len(request.prompt_token_ids) - 1
         start = stop - num_elsewhere
-        self._orders.granted[request.request_id] = GrantOrder(start, stop, self._blocks_of(blocks, start, stop))
+        wanted = [
+            group.blocks_of(table, max(start, group.first_seen(stop)), stop)
+            for group, table in zip(self._groups, blocks, strict=True)
+        ]
+        self._orders.granted[request.request_id] = GrantOrder(start, stop, wanted)
 
     def step(self, output: Any) -> StepOrders:
         """Give the orders of a step: what was decided since the last one, and what it computes."""
         for request_id in output.preempted_req_ids or ():
             if request_id in self._sending:
                 self._sending[request_id].sent = 0  # its blocks come anew, and so do its tokens
+                self._let_go(request_id)
                 self._orders.preempted.append(request_id)
         if self._sending:
             self._order_chunks(output)
@@ -132,9 +148,39 @@ class ConnectorScheduler:
             if stop > start:
                 blocks = output.kv_connector_block_state.get_block_ids(request_id)
                 sending.sent = stop
-                self._orders.chunks[request_id] = ChunkOrder(
-                    start, stop, self._blocks_of(blocks, start, stop), is_last=sending.is_sent
-                )
+                order = ChunkOrder(start, stop, self._offered(blocks, start, stop, sending), is_last=sending.is_sent)
+                self._orders.chunks[request_id] = order
+                if order.is_last:
+                    self._keep(request_id, order)
+
+    def _offered(
+        self, tables: Sequence[Sequence[int]], start: int, stop: int, sending: _Sending
+    ) -> list[GroupBlocks | None]:
+        """Give the blocks of a chunk; a window only has those that are left when the last token is computed."""
+        last = len(sending.prompt) - 1
+        return [
+            group.blocks_of(table, start, stop)
+            if group.window is None
+            else group.blocks_of(table, group.first_seen(last), stop)
+            if sending.is_sent
+            else None
+            for group, table in zip(self._groups, tables, strict=True)
+        ]
+
+    def _keep(self, request_id: str, order: ChunkOrder) -> None:
+        """Keep the blocks of windows: at the end vLLM frees those that a token behind the last one would not see."""
+        windows = [
+            block
+            for group, given in zip(self._groups, order.blocks, strict=True)
+            if group.window is not None and given is not None
+            for block in given.blocks
+        ]
+        if windows:
+            self._kept[request_id] = windows
+            self._pool.touch(self._of_pool(windows))
+
+    def _let_go(self, request_id: str) -> None:
+        self._pool.free_blocks(self._of_pool(self._kept.pop(request_id, [])))
 
     def finished(self, request: Any, *, is_complete: bool) -> tuple[bool, dict[str, Any] | None]:
         """Take note that a request is over here.
@@ -151,6 +197,11 @@ class ConnectorScheduler:
             return True, None
         return True, reply(self._ticket, sending.room, request_id=request_id, prompt=sending.prompt)
 
+    def take_sent(self, request_ids: Iterable[str]) -> None:
+        """Take note of requests whose blocks nobody needs any more."""
+        for request_id in self._kept.keys() & set(request_ids):
+            self._let_go(request_id)
+
     def take_report(self, report: WorkerReport) -> None:
         """Keep blocks that somebody may still touch out of vLLM's pool, by a reference of our own, until it is proved.
 
@@ -158,10 +209,14 @@ class ConnectorScheduler:
         """
         self._pool.touch(self._of_pool(report.held))
         self._pool.free_blocks(self._of_pool(report.freed))
+        self._num_held += len(report.held) - len(report.freed)
+        if report.held:
+            self._held_at = time.monotonic()
+
+    @property
+    def awaits_proof(self) -> bool:
+        """Say whether vLLM must take steps even without a request, or it would not hear that held blocks are safe."""
+        return self._num_held > 0 and time.monotonic() < self._held_at + PROOF_S
 
     def _of_pool(self, blocks: Iterable[int]) -> list[Any]:
         return [self._pool.blocks[block] for block in blocks]
-
-    def _blocks_of(self, blocks: Sequence[Sequence[int]], start: int, stop: int) -> list[list[int]]:
-        size = self._block_size
-        return [list(group[start // size : -(-stop // size)]) for group in blocks]

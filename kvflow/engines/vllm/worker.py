@@ -21,7 +21,7 @@ import torch
 from kvflow import KvflowError, LayersReady, Memory, Outcome
 from kvflow.blocking import BlockingReceiver, BlockingSender, TransferUpdate
 from kvflow.engines.vllm.layout import Caches
-from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, StepOrders, WorkerReport
+from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, GroupBlocks, StepOrders, WorkerReport
 from kvflow.engines.vllm.ranks import Ranks
 
 __all__ = ["ConnectorWorker", "Results"]
@@ -100,10 +100,10 @@ class _Move:
         """Nobody can touch its blocks any more."""
         return self.transfer is None or self.transfer.memory is Memory.SAFE
 
-    def note(self, blocks: Iterable[Iterable[int]]) -> None:
+    def note(self, blocks: Iterable[GroupBlocks | None]) -> None:
         """Note that kvflow is given blocks."""
-        for group in blocks:
-            self.blocks.update(dict.fromkeys(group))
+        for given in blocks:
+            self.blocks.update(dict.fromkeys(given.blocks if given is not None else ()))
 
     def abort(self) -> None:
         """Give it up."""
@@ -172,8 +172,8 @@ class ConnectorWorker:
         """Begin with what is new, before the model runs."""
         for request_id, room in orders.opened.items():
             self._sending[request_id] = self._begin(request_id, partial(self._ranks.send, room, request_id))
-        for request_id, ticket in orders.announced.items():
-            self._receiving[request_id] = self._begin(request_id, partial(self._ranks.announce, ticket, request_id))
+        for request_id, reference in orders.announced.items():
+            self._receiving[request_id] = self._begin(request_id, partial(self._ranks.announce, reference, request_id))
         for request_id in orders.declined:
             self._give_up(self._receiving[request_id])
         if self._layerwise:
@@ -249,7 +249,7 @@ class ConnectorWorker:
         layers = [LayersReady(number + 1, gates[name]) for name, number in self._caches.layers.items()] if gates else ()
         offer = move.transfer.finish if order.is_last else move.transfer.chunk
         try:
-            offer((order.start, order.stop), self._caches.pages(order.blocks), ready=ready, layers=layers)
+            offer((order.start, order.stop), self._caches.pages(order.blocks, order.stop), ready=ready, layers=layers)
         except KvflowError as error:
             LOGGER.warning("kvflow: tokens of %s are not sent: %s", request_id, error)
             move.abort()
@@ -258,7 +258,7 @@ class ConnectorWorker:
         if not isinstance(move.transfer, BlockingReceiver):
             return
         try:
-            move.transfer.grant(tokens=(order.start, order.stop), pages=self._caches.pages(order.blocks))
+            move.transfer.grant(tokens=(order.start, order.stop), pages=self._caches.pages(order.blocks, order.stop))
         except KvflowError as error:
             LOGGER.warning("kvflow: %s is not received: %s", move.request_id, error)
             move.abort()

@@ -25,7 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Deployment"]:
     """Two servers, for all tests of the session; a test leaves them as they were."""
     place: Path = tmp_path_factory.mktemp("vllm")
-    deployment = Deployment(place, extra_config={})
+    deployment = Deployment(
+        place,
+        extra_config={"timeouts": {"grant_s": 10.0}},  # less than a test waits
+        arguments=("--max-num-batched-tokens", "512"),  # so that long prompts come in chunks
+    )
     try:
         deployment.start()
         yield deployment

@@ -1,5 +1,6 @@
 """A prefill and a decode server, and what tests ask of them."""
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from benchmarks.vllm_handover.client import MODEL, Answer, ask, metrics
 from benchmarks.vllm_handover.plugin import Probe
 from kvflow.cli.demo.models import prepare_smollm2
 from kvflow.cli.serve.server import Server
-from kvflow.cli.serve.vllm import pair, vllm_server
+from kvflow.cli.serve.vllm import CPU_ENVIRONMENT, VllmServer, pair, vllm_server
 from tests.support.ports import unused_port
 
 __all__ = ["BROUGHT", "KNOWN", "SETTLE_S", "Deployment", "leave_after", "settled"]
@@ -25,25 +26,36 @@ QUIET: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK
 
 
 class Deployment:
-    """Two servers of the small model.
+    """Two servers of one model, by default the small one.
 
     Attributes:
         prefill: Computes prompts. Asked without `kv_transfer_params`, it answers like any server.
         decode: Continues them.
+        mooncake_port: Where prefill answers routers of the `mooncake` dialect.
         wrong_page: While this file exists, prefill sends a page that is not the request's.
     """
 
-    def __init__(self, place: Path, *, extra_config: Mapping[str, Any], arguments: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        place: Path,
+        *,
+        model: Path | None = None,
+        extra_config: Mapping[str, Any] | None = None,
+        arguments: tuple[str, ...] = (),
+        prefill_workers: int = 1,
+    ) -> None:
         self.wrong_page = place / "wrong_page"
+        self.mooncake_port = unused_port()
         probe = Probe(wrong_page=str(self.wrong_page)).environment()
         described = pair(
-            model=str(prepare_smollm2()),
+            model=str(model or prepare_smollm2()),
             served_name=MODEL,
             first_port=0,
-            extra_config=extra_config,
+            extra_config={"port": unused_port(), "mooncake_port": self.mooncake_port, **(extra_config or {})},
             arguments=arguments,
             is_cpu=True,
         )
+        described = (_with_workers(described[0], prefill_workers), described[1])
         self.prefill, self.decode = (
             vllm_server(
                 msgspec.structs.replace(one, port=unused_port(), environment={**one.environment, **QUIET, **probe}),
@@ -90,6 +102,20 @@ class Deployment:
         assert answer.text == await self.text(client, prompt, tokens)
         after = await metrics(client, self.decode.url)
         assert after[BROUGHT] + after[KNOWN] - before[BROUGHT] - before[KNOWN] > 0
+
+
+def _with_workers(server: VllmServer, count: int) -> VllmServer:
+    """Let workers share the heads, each on a CPU of its own as far as there are enough."""
+    if count == 1:
+        return server
+    cpus = sorted(os.sched_getaffinity(0))
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cpus[number % len(cpus)]) for number in range(count))}
+    return msgspec.structs.replace(
+        server,
+        cpus=None,
+        arguments=(*server.arguments, "--tensor-parallel-size", str(count)),
+        environment={**server.environment, **CPU_ENVIRONMENT, **binding, "OMP_NUM_THREADS": "1"},
+    )
 
 
 IN_USE: Final = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")

@@ -19,10 +19,19 @@ CHECKS: Final = ("--worker-startup-check-interval", "1", "--health-check-interva
 
 
 @asynccontextmanager
-async def vllm_router(prefill: str, decode: str, logs: Path) -> AsyncIterator[str]:
-    """Run vLLM's own router, with servers that it is told; gives its URL."""
-    command = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
-    command += ["--prefill", prefill, "--decode", decode, "--prometheus-port", str(unused_port()), *CHECKS]
+async def vllm_router(prefill: str, decode: str, logs: Path, *, mooncake_port: int | None = None) -> AsyncIterator[str]:
+    """Run vLLM's own router, with servers that it is told; gives its URL.
+
+    Args:
+        prefill: URL of the prefill server.
+        decode: URL of the decode server.
+        logs: Where its files go.
+        mooncake_port: Speak the `mooncake` dialect, and ask there for the id of prefill's engine.
+    """
+    connector = "nixl" if mooncake_port is None else "mooncake"
+    command = ["--vllm-pd-disaggregation", "--kv-connector", connector, "--policy", "round_robin", "--prefill", prefill]
+    command += [] if mooncake_port is None else [str(mooncake_port)]
+    command += ["--decode", decode, "--prometheus-port", str(unused_port()), *CHECKS]
     async with _running("vllm-router", command, logs) as url:
         yield url
 

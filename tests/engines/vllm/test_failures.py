@@ -45,7 +45,7 @@ async def test_the_client_leaves_while_decode_answers(pair: Deployment, client: 
 async def test_the_client_leaves_while_pages_move(
     pair: Deployment, client: aiohttp.ClientSession, delay_s: float
 ) -> None:
-    """Late enough that decode knows of the request; a ticket that nobody brings is prefill's until its lease ends."""
+    """Late enough that decode knows of the request; what nobody asks for is kept for `grant_s`."""
     prompt = prompt_of(64, 1000)
     first = await ask(client, pair.prefill.url, prompt, 1, PREFILL_PARAMS)
     assert first.params is not None

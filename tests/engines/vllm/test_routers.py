@@ -14,10 +14,11 @@ from tests.support.ports import unused_port
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-@pytest.fixture
-async def static(pair: Deployment, tmp_path: Path) -> AsyncIterator[str]:
-    """The router of vLLM."""
-    async with vllm_router(pair.prefill.url, pair.decode.url, tmp_path) as url:
+@pytest.fixture(params=["nixl", "mooncake"])
+async def static(pair: Deployment, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    """The router of vLLM, in both dialects."""
+    port = pair.mooncake_port if request.param == "mooncake" else None
+    async with vllm_router(pair.prefill.url, pair.decode.url, tmp_path, mooncake_port=port) as url:
         yield url
 
 

@@ -1,0 +1,71 @@
+"""Groups of vLLM's caches: layers that share a block table. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvflow import ConfigError
+from kvflow.engines.vllm.metadata import GroupBlocks
+
+__all__ = ["Group", "describe_groups"]
+
+SERVED: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"})
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share a block table.
+
+    Attributes:
+        component: Name of the component that they are.
+        layers: Their names.
+        block_size: Tokens of a block.
+        heads: KV heads of a worker; one for latents.
+        is_latent: A token has one vector, which all heads share.
+        window: How many tokens one sees, itself among them; None if it sees all before it. vLLM gives blocks back that
+            no token sees any more, and has block 0 in their place.
+    """
+
+    component: str
+    layers: tuple[str, ...]
+    block_size: int
+    heads: int
+    is_latent: bool = False
+    window: int | None = None
+
+    def first_seen(self, token: int) -> int:
+        """Give the first token that another one sees."""
+        return 0 if self.window is None else max(token + 1 - self.window, 0)
+
+    def blocks_of(self, table: Sequence[int], start: int, stop: int) -> GroupBlocks:
+        """Give the blocks that tokens touch."""
+        return GroupBlocks(start, list(table[start // self.block_size : -(-stop // self.block_size)]))
+
+
+def describe_groups(groups: Sequence[Any]) -> tuple[Group, ...]:
+    """Describe vLLM's `KVCacheGroupSpec`s.
+
+    Raises:
+        ConfigError: One is of a kind that kvflow does not move; says which.
+    """
+    names = ["kv"] if len(groups) == 1 else [f"kv{number}" for number in range(len(groups))]
+    return tuple(_describe(name, group) for name, group in zip(names, groups, strict=True))
+
+
+def _describe(component: str, group: Any) -> Group:
+    spec = group.kv_cache_spec
+    kind = type(spec).__name__
+    if kind not in SERVED:
+        raise ConfigError("caches of this kind are not served", found=kind)
+    if not getattr(group, "enable_kv_transfer", True):
+        raise ConfigError("caches that vLLM does not let move are not served", found=kind)
+    num_slots = getattr(spec, "num_head_slots", None)
+    if num_slots is not None and num_slots != spec.num_kv_heads:
+        raise ConfigError("heads packed together are not served", slots=num_slots, heads=spec.num_kv_heads)
+    if getattr(spec, "tokens_per_state", 1) != 1:
+        raise ConfigError("compressed tokens are not served", tokens_per_state=str(spec.tokens_per_state))
+    is_latent = kind.startswith("MLA")
+    window = spec.sliding_window if kind == "SlidingWindowSpec" else None
+    return Group(
+        component, tuple(group.layer_names), spec.block_size, 1 if is_latent else spec.num_kv_heads, is_latent, window
+    )
