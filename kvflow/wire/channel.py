@@ -299,7 +299,7 @@ class ZmqListener:
             self._floods.accepted(value)
         elif event == DISCONNECTED:
             self._floods.gone(value)
-        elif event == HANDSHAKE_FAILED_PROTOCOL or value in PEER_HUNG_UP:
+        elif self._doorman is not None and (event == HANDSHAKE_FAILED_PROTOCOL or value in PEER_HUNG_UP):
             self._on_refused("key_refused", "handshake without a key, or for another one")
 
     def _tell_of_cut(self) -> None:

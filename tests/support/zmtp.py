@@ -1,6 +1,7 @@
 """ZMTP over a plain TCP socket, for what libzmq does not do: messages that never end, say."""
 
 import socket
+from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
 
@@ -30,7 +31,20 @@ class RawZmtp:
         host, port = endpoint.removeprefix("tcp://").split(":")
         self.line = socket.create_connection((host, int(port)), timeout=5.0)
         ready = b"\x05READY" + _property(b"Socket-Type", b"DEALER") + _property(b"Identity", b"")
-        self.line.sendall(GREETING + frame(ready, COMMAND))
+        with suppress(OSError):  # a listener with keys hangs up
+            self.line.sendall(GREETING)
+            self._read(len(GREETING))
+            self.line.sendall(frame(ready, COMMAND))
+            self._read(self._read(2)[1])  # else what follows would come in the middle of its handshake
+
+    def _read(self, num_bytes: int) -> bytes:
+        data = b""
+        while len(data) < num_bytes:
+            part = self.line.recv(num_bytes - len(data))
+            if not part:
+                raise ConnectionResetError
+            data += part
+        return data
 
     def send(self, data: bytes) -> bool:
         """Send bytes; say whether the connection still stood."""
