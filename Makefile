@@ -5,7 +5,7 @@
 # make test-sglang   the adapter of SGLang, driven by SGLang's own code; installs it into .cache; no GPU; five minutes
 # make test-vllm   real vLLM servers on this machine's CPUs, real routers; installs them into .cache, 4 GB; ten minutes
 # make test-transformers   the adapter of transformers alone, which is part of make test
-# make fuzz    20,000 drawn pairs of layouts against the slow oracle; about ten minutes
+# make fuzz    20,000 drawn pairs of layouts against the slow oracle, a million malformed messages to live ranks; half an hour
 # make docs    write the generated parts of docs/ anew
 # make simulate   100,000 seeds of whole instances in virtual time; about an hour on two cores
 # make mutants     50 small changes of the pure cores, one at a time: do the tests notice? ten minutes
@@ -41,6 +41,7 @@ test-pythons:
 
 fuzz: install
 	$(BIN)/pytest --hypothesis-profile=fuzz --hypothesis-show-statistics tests/geometry/test_any_layout.py
+	KVFLOW_FUZZ_MESSAGES=500000 $(BIN)/pytest tests/attack/test_fuzz.py
 
 docs: install
 	$(BIN)/python -m tests.support.state_diagrams

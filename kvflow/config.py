@@ -61,6 +61,10 @@ MAX_METADATA_BYTES: Final = 32 * 2**20
 
 MAX_INSTANCE_CHARACTERS: Final = 256
 
+MAX_LEASE_S: Final = 600.0
+"""Nobody is taken for alive for longer than this after he was last heard."""
+
+
 PINGS_PER_LEASE = 3
 
 NUM_PRIORITIES = 8
@@ -344,6 +348,8 @@ class Timeouts:
     def __post_init__(self) -> None:
         for item in fields(self):
             check_duration(f"timeouts.{item.name}", getattr(self, item.name))
+        if self.lease_s > MAX_LEASE_S:
+            raise ConfigError("lease is too long", setting="timeouts.lease_s", value=self.lease_s, most=MAX_LEASE_S)
 
     @property
     def ping_s(self) -> float:
@@ -362,7 +368,10 @@ class Limits:
 
     Attributes:
         transfers: Rooms open at once on a rank.
+        peers: Decode ranks that a prefill rank is connected to. One instance has at most as many as are left for all
+            others; so it is with the next two.
         pending_grants: Grants and announcements kept for rooms that the prefill engine has not opened yet.
+        pending_grant_bytes: Bytes of the page tables of such grants.
         queued_chunks: Pieces of granted chunks that wait for one peer, for their data, turn or credit; beyond it
             `chunk()` waits for rooms that go to that peer, and for no others. A chunk comes in with all of its pieces,
             or not at all.
@@ -384,7 +393,9 @@ class Limits:
     """
 
     transfers: int = 16_384
+    peers: int = 8_192
     pending_grants: int = 16_384
+    pending_grant_bytes: int = 256 * 2**20
     queued_chunks: int = 1_024
     bytes_per_post: int = 64 * 2**20
     bytes_per_layer_piece: int = 4 * 2**20

@@ -10,14 +10,29 @@ from typing import Protocol, TypeVar
 
 from kvflow.trust import PLAIN, ClientKeys, Trust
 
-__all__ = ["Connection", "ControlChannel", "Listener", "OnRefused", "Ports", "RunInThread", "ignore_refusal"]
+__all__ = [
+    "Connection",
+    "ControlChannel",
+    "Listener",
+    "OnKindRefused",
+    "OnRefused",
+    "Ports",
+    "RunInThread",
+    "ignore_kind_refused",
+    "ignore_refusal",
+]
 
 Result = TypeVar("Result")
 
 OnRefused = Callable[[str], None]
+OnKindRefused = Callable[[str, str], None]
 
 
 def ignore_refusal(_detail: str) -> None:
+    """Do nothing about a refusal."""
+
+
+def ignore_kind_refused(_kind: str, _detail: str) -> None:
     """Do nothing about a refusal."""
 
 
@@ -92,7 +107,7 @@ class ControlChannel(Protocol):
         on_message: Callable[[bytes, Sequence[bytes]], None],
         *,
         trust: Trust = PLAIN,
-        on_refused: OnRefused = ignore_refusal,
+        on_refused: OnKindRefused = ignore_kind_refused,
     ) -> Listener:
         """Bind a socket.
 
@@ -102,7 +117,8 @@ class ControlChannel(Protocol):
             on_message: Takes the name of the connection and the frames of a message; ours have one. Two ends that
                 may speak for different instances have different names.
             trust: Who may connect; everybody if it is plain.
-            on_refused: Told of each attempt to connect, or message, that is refused, and why.
+            on_refused: Told of each attempt to connect that is refused, and of each connection that is broken because
+                it sends too much: what kind of refusal it is, and why.
 
         Raises:
             ConfigError: The address is malformed or cannot be bound.

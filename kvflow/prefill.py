@@ -315,8 +315,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         """Give what the registry, or the rank that answers for this instance, must have one of."""
         return trust.for_registry() if trust.registry else trust.for_instance(self.config.instance)
 
-    def _refused(self, detail: str) -> None:
-        self._anomalies.count("key_refused", stage=Stage.BOOTSTRAP.value, detail=detail)
+    def _refused(self, kind: str, detail: str) -> None:
+        self._anomalies.count(kind, stage=Stage.BOOTSTRAP.value, detail=detail)
 
     def _close_listener(self) -> None:
         """Close the control socket. A refused port is the proof that nothing can land any more, so it must be true."""
@@ -330,8 +330,10 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             message = decode_frames(frames)
         except RemoteProtocolError as error:
             self._anomalies.count(
-                "message_rejected", stage=Stage.BOOTSTRAP.value, connection=connection.hex(), detail=str(error)
+                "message_rejected", self._core.peer_at(connection), stage=Stage.BOOTSTRAP.value, detail=str(error)
             )
+            return
+        if self._gate.is_too_much(connection, message):
             return
         if self._directory is None or not isinstance(message, DirectoryMessage):
             self.dispatch(ev.MessageArrived(connection, message, self._gate.denial(connection, message)))
@@ -339,7 +341,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         try:
             self._directory.take(connection, message)
         except RemoteProtocolError as error:
-            self._anomalies.count("registration_rejected", connection=connection.hex(), detail=str(error))
+            self._anomalies.count("registration_rejected", detail=str(error))
 
     def _send(self, connection: bytes, message: Message) -> None:
         """Send; what cannot be sent is lost: it is retransmitted if it matters, or the lease ends."""

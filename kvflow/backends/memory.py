@@ -190,8 +190,11 @@ class MemoryBackend(Backend):
         theirs = PeerMetadata.unpack(metadata, backend=self.name)
         if theirs.agent != peer.encode():
             raise BackendError("peer's metadata belongs to another agent", peer=peer, agent=theirs.agent)
-        if self._fabric.find(peer) is None:
+        target = self._fabric.find(peer)
+        if target is None:
             raise BackendError("peer is not in this process", peer=peer)
+        if not target.has_registered(theirs.memory):  # nobody else would look where it copies
+            raise BackendError("peer names memory that it has not registered", peer=peer)
         self._peers[peer] = theirs
 
     @override
@@ -227,6 +230,10 @@ class MemoryBackend(Backend):
         self._writes.clear()
         delivery.put([PostEnded(post_id, "stopped by closing the endpoint") for post_id in stopped])
         delivery.close()
+
+    def has_registered(self, memory: RegisteredMemory) -> bool:
+        """Say whether all of some memory is registered here."""
+        return self._memory is not None and self._memory.has(memory)
 
     def deliver(self, notice: bytes) -> None:
         """Take a notice from another endpoint. Callable from any thread."""

@@ -77,6 +77,15 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         """Say where one of the ranges is."""
         return item.location or Location(self.memory_kind, self.device_id)
 
+    def has(self, other: "RegisteredMemory") -> bool:
+        """Say whether all of some other memory is registered here, in the same places."""
+        claimed = [(item.address, item.length, other.location_of(item).device_id) for item in other.ranges]
+        try:
+            self.check(np.array(claimed, np.uint64).reshape(-1, 3), side="claimed")
+        except BackendError:
+            return False
+        return True
+
     def find(self, memory: MemoryRange) -> Location | None:
         """Say where some memory is; None if it is empty, or not inside one of the ranges."""
         for item in self.ranges:

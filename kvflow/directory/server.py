@@ -107,11 +107,11 @@ class Registry:
         self._trust = trust
         self._log.info("trust_reloaded", public=short(self._trust.public), peers=len(self._trust.peers))
 
-    def _refused(self, detail: str) -> None:
-        self._anomalies.count("key_refused", detail=detail)
+    def _refused(self, kind: str, detail: str) -> None:
+        self._anomalies.count(kind, detail=detail)
 
     def _on_message(self, connection: bytes, frames: Sequence[bytes]) -> None:
         try:
             self._directory.take(connection, decode_frames(frames))
         except RemoteProtocolError as error:
-            self._anomalies.count("message_rejected", connection=connection.hex(), detail=str(error))
+            self._anomalies.count("message_rejected", detail=str(error))

@@ -83,6 +83,7 @@ class DirectoryService:
             case Register(record=record, lease_s=lease_s):
                 self._check_key(connection, record.peer)
                 self._check_belongs(connection, record)
+                self._check_place(connection, record.peer)
                 # What a killed process had sent may be read after the first message of its successor. Nothing but its
                 # connection, which is gone, tells it from the message of a living one, so the answer goes first.
                 if self._send(self.table.answer_to(record, connection)):
@@ -139,6 +140,17 @@ class DirectoryService:
             self._send(Answer(connection, Refuse(peer=own.peer, to=record.peer, detail=detail)))
             raise RemoteProtocolError("rank of another instance registers", rank=str(rank), num_ranks=record.num_ranks)
 
+    def _check_place(self, connection: bytes, peer: PeerId) -> None:
+        """Refuse a rank of an instance that has used up its share of the table.
+
+        Raises:
+            RemoteProtocolError: It has; its sender was told.
+        """
+        if not self.table.has_place(peer):
+            answerer = self._own.peer if self._own is not None else REGISTRY
+            self._send(Answer(connection, Refuse(peer=answerer, to=peer, detail="too many ranks are registered")))
+            raise RemoteProtocolError("too many ranks are registered", rank=str(peer.rank))
+
     def _expire(self) -> None:
         self._send_all(self.table.expire(self._now()))
 
@@ -152,7 +164,7 @@ class DirectoryService:
         try:
             self._send_bytes(answer.connection, encode(message))
         except Unreachable as error:
-            self._anomalies.count("answer_undeliverable", connection=answer.connection.hex(), detail=str(error))
+            self._anomalies.count("answer_undeliverable", detail=str(error))
             return False
         if isinstance(message, RegistrationConflict) and message.refused:
             self._anomalies.count(

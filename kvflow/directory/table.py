@@ -11,10 +11,17 @@ yet, which is why registering once is not enough.
 
 from dataclasses import dataclass, field
 
+from kvflow.state.shares import Shares
 from kvflow.state.timers import Timers
-from kvflow.wire.messages import Message, PeerId, RankRecord, Records, Registered, RegistrationConflict
+from kvflow.wire.messages import MAX_RANKS_TOLD, Message, PeerId, RankRecord, Records, Registered, RegistrationConflict
 
 __all__ = ["Answer", "RegistryTable", "is_complete"]
+
+MAX_RANKS = 65_536
+"""Ranks in a table. One instance has at most as many as an answer can name, and as are left for all others."""
+
+MAX_WAITING = 65_536
+"""Lookups that wait. One connection has at most as many as are left for all others; more are answered at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,16 @@ class RegistryTable:
         self.num_ranks = 0
         self.num_waiting = 0
         self._instances: dict[str, _Instance] = {}
+        self._ranks = Shares(MAX_RANKS)
+        self._waits = Shares(MAX_WAITING)
+
+    def has_place(self, peer: PeerId) -> bool:
+        """Say whether a rank has a place, or can be given one."""
+        instance = self._instances.get(peer.rank.instance)
+        if instance is not None and peer.rank.engine_rank in instance.places:
+            return True
+        num_places = 0 if instance is None else len(instance.places)
+        return num_places < MAX_RANKS_TOLD and self._ranks.has_place(peer.rank.instance, 1)
 
     def answer_to(self, record: RankRecord, connection: bytes) -> Answer:
         """Say what a rank that registers is to be told. Nothing is noted yet: `register` it if it could be told."""
@@ -119,6 +136,7 @@ class RegistryTable:
         if place is None:
             instance.places[peer.rank.engine_rank] = _Place(claim)
             self.num_ranks += 1
+            self._ranks.add(peer.rank.instance, 1)
         else:
             self._claim(place, claim)
             if place.refused is not None and place.refused is not claim:
@@ -135,6 +153,7 @@ class RegistryTable:
         rank = record.peer.rank
         self._instances.setdefault(rank.instance, _Instance()).places[rank.engine_rank] = _Place(_Claim(record, b""))
         self.num_ranks += 1
+        self._ranks.add(rank.instance, 1)
 
     def let_go(self, peer: PeerId) -> None:
         """Forget the rank that was held, if there is one."""
@@ -144,8 +163,14 @@ class RegistryTable:
 
     def lookup(self, instance: str, timeout_s: float, connection: bytes, now: float, number: int = 0) -> list[Answer]:
         """Answer now if the instance is complete, else when it is, or when the time is up."""
-        entry = self._instances.setdefault(instance, _Instance())
-        self.num_waiting += connection not in entry.waiting
+        entry = self._instances.get(instance) or _Instance()
+        taker = connection.hex()
+        if connection not in entry.waiting:
+            if not self._waits.has_place(taker, 1):
+                return [Answer(connection, Records(instance=instance, records=_records(entry), number=number))]
+            self._waits.add(taker, 1)
+            self.num_waiting += 1
+        self._instances[instance] = entry
         entry.waiting[connection] = max(number, entry.waiting.get(connection, 0))
         self.timers.set_once(_Wait(instance, connection), now + timeout_s)  # a repeated question waits no longer
         records = _complete_records(entry)
@@ -197,6 +222,7 @@ class RegistryTable:
             self._drop_lease(place.replaced)
             del instance.places[peer.rank.engine_rank]
             self.num_ranks -= 1
+            self._ranks.add(peer.rank.instance, -1)
             self._tidy(peer.rank.instance)
 
     def _tidy(self, instance: str) -> None:
@@ -215,6 +241,7 @@ class RegistryTable:
         self.timers.clear(_Wait(instance, connection))
         number = entry.waiting.pop(connection)
         self.num_waiting -= 1
+        self._waits.add(connection.hex(), -1)
         self._tidy(instance)
         return Answer(connection, Records(instance=instance, records=records, number=number))
 

@@ -12,7 +12,7 @@ All addresses are unsigned 64-bit. Device addresses with bit 63 set are valid (I
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -36,6 +36,18 @@ ADDRESS_LIMIT = 2**64
 
 MAX_SLOTS = 2**31
 """Bound for the pages of a pool: indices are uint32 on the wire, and int32 in NIXL."""
+
+MAX_COMPONENTS = 16
+
+MAX_REGIONS = 4_096
+"""Of one component, and of a layout; also its allocations. A model of 1,000 layers with K, V and their scales has so
+many. They are checked one by one when they come from a peer, in 25 ms, which is what they are bounded for."""
+
+MAX_NAME = 256
+MAX_FINGERPRINT = 1_024
+
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+"""Of a component, tensor, type, or transport. Counts characters."""
 
 MemoryKind = str
 """Where memory is: "DRAM" (host) or "VRAM" (device), as transports call it."""
@@ -108,7 +120,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         LayoutError: A size is not positive, cells overlap, or an address exceeds 64 bits.
     """
 
-    tensor: str
+    tensor: Name
     layer: int
     address: int
     slots: int
@@ -118,7 +130,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     heads: tuple[int, int]
     head_stride: int
     head_bytes: int
-    dtype: str
+    dtype: Name
     optional: bool = False
     tokens_per_cell: int = 1
 
@@ -207,9 +219,9 @@ class Component(msgspec.Struct, frozen=True, dict=True):
         LayoutError: There is no region, two regions have one key, or regions differ in slots or page size.
     """
 
-    name: str
-    regions: tuple[Region, ...]
-    kind: str = "paged"
+    name: Name
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_REGIONS)]
+    kind: Name = "paged"
     shard: TokenShard = WHOLE
 
     def __post_init__(self) -> None:
@@ -291,15 +303,16 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
             or a component lies in several locations.
     """
 
-    components: tuple[Component, ...]
-    fingerprint: str
-    allocations: tuple[MemoryRange, ...] = ()
+    components: Annotated[tuple[Component, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
+    fingerprint: Annotated[str, msgspec.Meta(max_length=MAX_FINGERPRINT)]
+    allocations: Annotated[tuple[MemoryRange, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
     memory_kind: MemoryKind = "DRAM"
     device_id: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.fingerprint, str):
             raise LayoutError("fingerprint must be text", field="fingerprint", fingerprint=self.fingerprint)
+        self._check_bounds()
         names = [component.name for component in self.components]
         if not names or len(set(names)) != len(names):
             raise LayoutError("layout needs components with distinct names", components=names)
@@ -311,6 +324,22 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         if not self.allocations:
             msgspec.structs.force_setattr(self, "allocations", merge_ranges(self._extents()))
         self._check_allocations()
+
+    def _check_bounds(self) -> None:
+        """Refuse at home what no peer would take."""
+        num_regions = sum(len(component.regions) for component in self.components)
+        for field, found, most in (
+            ("components", len(self.components), MAX_COMPONENTS),
+            ("regions", num_regions, MAX_REGIONS),
+            ("allocations", len(self.allocations), MAX_REGIONS),
+            ("fingerprint", len(self.fingerprint), MAX_FINGERPRINT),
+        ):
+            if found > most:
+                raise LayoutError("layout is too large to be told to peers", field=field, found=found, most=most)
+        for component in self.components:
+            names = {component.name, *(name for region in component.regions for name in (region.tensor, region.dtype))}
+            if max(map(len, names)) > MAX_NAME:
+                raise LayoutError("name is too long", component=component.name[:MAX_NAME], most=MAX_NAME)
 
     @property
     def location(self) -> Location:

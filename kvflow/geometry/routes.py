@@ -6,11 +6,12 @@ does not depend on either side's layout; `binding` combines it with both.
 
 import itertools
 from collections.abc import Iterable, Mapping
+from typing import Annotated
 
 import msgspec
 
 from kvflow.errors import RouteError
-from kvflow.geometry.layout import HeldRegion, KVLayout, RegionKey
+from kvflow.geometry.layout import HeldRegion, KVLayout, Name, RegionKey
 from kvflow.geometry.ranges import (
     ALL_LAYERS,
     LayerRange,
@@ -22,13 +23,19 @@ from kvflow.geometry.ranges import (
 __all__ = ["RegionSlice", "Route", "check_cells_match", "compile_routes", "slices_in_order"]
 
 
+MAX_SLICES = 16_384
+"""Of a route. A region has several if its heads come from several ranks in turn."""
+
+Index = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class RegionSlice(msgspec.Struct, frozen=True, array_like=True):
     """Heads `[heads[0], heads[1])` of one region."""
 
-    component: str
-    tensor: str
-    layer: int
-    heads: tuple[int, int]
+    component: Name
+    tensor: Name
+    layer: Index
+    heads: tuple[Index, Index]
 
     @property
     def key(self) -> RegionKey:
@@ -62,8 +69,8 @@ class Route(msgspec.Struct, frozen=True):
         slices: Disjoint region slices.
     """
 
-    engine_rank: int
-    slices: tuple[RegionSlice, ...]
+    engine_rank: Index
+    slices: Annotated[tuple[RegionSlice, ...], msgspec.Meta(max_length=MAX_SLICES)]
 
 
 def compile_routes(prefill: Mapping[int, KVLayout], decode: KVLayout, *, decode_rank: int) -> tuple[Route, ...]:

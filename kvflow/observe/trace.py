@@ -248,8 +248,12 @@ MAX_SOURCES = 1_024
 """Pairs of kind and peer whose last line is remembered; peers that appear without end must not fill the memory."""
 
 
+MAX_LINES = 16
+"""Lines of one kind in an interval, of all peers together: names cost whoever makes them up nothing."""
+
+
 class AnomalyLog:
-    """Counts what was ignored, and logs each kind at a bounded rate for each peer.
+    """Counts what was ignored, and logs each kind at a bounded rate for each peer, and for all of them.
 
     Args:
         log: Where to log.
@@ -263,6 +267,7 @@ class AnomalyLog:
         self._clock = clock
         self._interval_s = interval_s
         self._logged_at: dict[tuple[str, PeerId | None], float] = {}
+        self._lines: dict[str, tuple[float, int]] = {}
 
     def count(self, kind: str, peer: PeerId | None = None, **values: object) -> None:
         """Count it, and log it unless its kind was logged for this peer just now."""
@@ -270,6 +275,12 @@ class AnomalyLog:
         now = self._clock()
         if now - self._logged_at.get((kind, peer), -math.inf) < self._interval_s:
             return
+        since, num_lines = self._lines.get(kind, (now, 0))
+        if now - since >= self._interval_s:
+            since, num_lines = now, 0
+        if num_lines >= MAX_LINES:
+            return
+        self._lines[kind] = since, num_lines + 1
         if len(self._logged_at) >= MAX_SOURCES:
             self._logged_at.clear()
         self._logged_at[kind, peer] = now

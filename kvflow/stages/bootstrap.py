@@ -24,7 +24,7 @@ from kvflow.geometry.routes import compile_routes
 from kvflow.packing.staging import LocalStaging
 from kvflow.ports import Connection
 from kvflow.stages.agents import PeerAgents
-from kvflow.stages.context import StageContext
+from kvflow.stages.context import StageContext, agent_name
 from kvflow.stages.planning import PreparedRoute
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
@@ -93,6 +93,7 @@ class HelloChecks:
                 else:
                     link = self.bind(hello)
                 if link.route.copy_groups:
+                    self._check_agent(hello)
                     agent = self._agents.add(hello.peer, hello.agent, hello.backend_metadata)
                     await self._connect(agent, hello.backend_metadata)
             except (KvflowError, MemoryError) as error:
@@ -101,6 +102,15 @@ class HelloChecks:
                 checked = ev.HelloChecked(connection, hello, link)
             self._context.times.add(Stage.BOOTSTRAP, self._context.now() - began)
         self._context.dispatch(checked)
+
+    def _check_agent(self, hello: Hello) -> None:
+        """Refuse who says that it has this rank's own agent: what it is sent would be written to the own pools.
+
+        Raises:
+            RemoteProtocolError: It says so, and the agent is not shared.
+        """
+        if hello.agent == agent_name(self._context.me) and self._backend.shared_agent is None:
+            raise RemoteProtocolError("hello with the transport agent of this rank", peer=str(hello.peer))
 
     def bind(self, hello: Hello) -> ev.PeerRoute:
         """Work out how this rank sends what a decode rank wants. May be called in any thread.

@@ -28,9 +28,11 @@ import zmq
 
 from kvflow.config import check_address, check_bind, join_address, split_address
 from kvflow.errors import ConfigError, Unreachable
-from kvflow.ports import OnRefused, ignore_refusal
+from kvflow.ports import OnKindRefused, OnRefused, ignore_kind_refused, ignore_refusal
 from kvflow.trust import ANY, PLAIN, PRINCIPAL_DIGITS, ClientKeys, Trust, short
+from kvflow.wire.codec import MAX_REQUEST_BYTES
 from kvflow.wire.curve import Doorman, be_client, be_server
+from kvflow.wire.floods import Floods
 from kvflow.wire.hosts import host_towards
 from kvflow.wire.sockets import (
     LINGER_MS,
@@ -54,7 +56,8 @@ HANDSHAKE_FAILED_PROTOCOL: Final = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 HANDSHAKE_FAILED_NO_DETAIL: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 HANDSHAKE_FAILED: Final = HANDSHAKE_FAILED_AUTH | HANDSHAKE_FAILED_PROTOCOL | HANDSHAKE_FAILED_NO_DETAIL
 DISCONNECTED: Final = int(zmq.EVENT_DISCONNECTED)
-LISTENER_EVENTS: Final = HANDSHAKE_FAILED_PROTOCOL | HANDSHAKE_FAILED_NO_DETAIL
+ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
+LISTENER_EVENTS: Final = HANDSHAKE_FAILED_PROTOCOL | HANDSHAKE_FAILED_NO_DETAIL | ACCEPTED | DISCONNECTED
 CONNECTION_EVENTS: Final = HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED | DISCONNECTED
 
 PEER_HUNG_UP: Final = (errno.EPIPE, errno.ECONNRESET)
@@ -62,6 +65,12 @@ PEER_HUNG_UP: Final = (errno.EPIPE, errno.ECONNRESET)
 
 TRIES_OF_A_KEY: Final = 2
 MAX_KEYS_SHOWN: Final = 4
+
+MAX_PARTS: Final = 2
+"""Parts of a message to a listener: the routing id, and the message."""
+
+PARTS_DROPPED_AT_ONCE: Final = 256
+"""Parts of a message with too many that are dropped before the event loop gets its turn."""
 
 
 class ZmqControl:
@@ -74,7 +83,7 @@ class ZmqControl:
         on_message: Callable[[bytes, Sequence[bytes]], None],
         *,
         trust: Trust = PLAIN,
-        on_refused: OnRefused = ignore_refusal,
+        on_refused: OnKindRefused = ignore_kind_refused,
     ) -> "ZmqListener":
         """Bind a socket.
 
@@ -145,7 +154,7 @@ class ZmqListener:
         advertise: str | None,
         on_message: Callable[[bytes, Sequence[bytes]], None],
         trust: Trust,
-        on_refused: OnRefused,
+        on_refused: OnKindRefused,
     ) -> None:
         check_bind(bind, advertise)
         try:
@@ -160,10 +169,11 @@ class ZmqListener:
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._doorman: Doorman | None = None
-        self._events: Inbox | None = None
+        self._is_dropping = False
+        self._floods = Floods(port, 2 * MAX_REQUEST_BYTES, self._tell_of_cut)
         try:
             if not trust.is_plain:
-                self._doorman = Doorman(trust, on_refused)
+                self._doorman = Doorman(trust, partial(on_refused, "key_refused"))
             self._open()
         except zmq.ZMQError as error:
             if self._doorman is not None:
@@ -185,23 +195,24 @@ class ZmqListener:
             stack.callback(self._socket.close, 0)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
             if self._doorman is not None:
                 be_server(self._socket, self._trust)
-                self._events = Inbox(sockets.make_monitor(self._socket, LISTENER_EVENTS, context), self._take_event)
-                stack.callback(self._events.close, 0)
-                stack.callback(self._socket.monitor, None, 0)
+            self._events = Inbox(sockets.make_monitor(self._socket, LISTENER_EVENTS, context), self._take_event)
+            stack.callback(self._events.close, 0)
+            stack.callback(self._socket.monitor, None, 0)
             self._socket.setsockopt(zmq.USE_FD, self._fd)
             self._socket.bind(self._address)
             stack.pop_all()
         ports.add(self._fd)
-        receive = None if self._doorman is None else self._receive
-        self._inbox = Inbox(self._socket, lambda frames: self._on_message(frames[0], frames[1:]), receive=receive)
+        self._is_dropping = False
+        self._inbox = Inbox(self._socket, lambda frames: self._on_message(frames[0], frames[1:]), receive=self._receive)
 
     def _close_socket(self) -> None:
         ports.remove(self._fd)  # which libzmq closes
-        if self._events is not None:
-            self._socket.monitor(None, 0)
-            self._events.close(0)
+        self._floods.close()
+        self._socket.monitor(None, 0)
+        self._events.close(0)
         self._inbox.close()
 
     def send(self, connection: bytes, payload: bytes) -> None:
@@ -212,7 +223,7 @@ class ZmqListener:
         """
         routing_id = connection if self._doorman is None else connection[PRINCIPAL_DIGITS:]
         try:
-            send(self._socket, [routing_id, payload], connection=routing_id.hex())
+            send(self._socket, [routing_id, payload])
         finally:
             self._inbox.look()
 
@@ -245,7 +256,7 @@ class ZmqListener:
             self._open()
         except zmq.ZMQError as error:
             os.close(self._fd)
-            self._on_refused(f"everybody, for want of a socket: {error}")
+            self._on_refused("key_refused", f"everybody, for want of a socket: {error}")
             self._loop.call_later(RECONNECT_MAX_MS / 1e3, self._open_anew)
 
     def _receive(self) -> Frames:
@@ -254,14 +265,45 @@ class ZmqListener:
         Raises:
             zmq.Again: There is none.
         """
-        routing_id, *frames = self._socket.recv_multipart(NOBLOCK, copy=False)
-        principal = self._trust.principal(str(routing_id.get("User-Id")))
-        return [principal.encode() + routing_id.bytes, *(frame.bytes for frame in frames)]
+        if self._is_dropping:
+            self._drop_parts()
+        frames = [self._socket.recv(NOBLOCK, copy=False)]
+        while frames[-1].more:
+            frames.append(self._socket.recv(NOBLOCK, copy=False))
+            if len(frames) > MAX_PARTS:
+                self._floods.cut(int(frames[0].get(zmq.SRCFD)))
+                self._is_dropping = frames[-1].more
+                break
+        if self._floods.has_suspects:
+            self._floods.heard(int(frames[0].get(zmq.SRCFD)))
+        routing_id, *others = [frame.bytes for frame in frames]
+        if self._doorman is not None:
+            routing_id = self._trust.principal(str(frames[0].get("User-Id"))).encode() + routing_id
+        return [routing_id, *others]
+
+    def _drop_parts(self) -> None:
+        """Drop some of the parts that are left of a message with too many.
+
+        Raises:
+            zmq.Again: There are more.
+        """
+        for _ in range(PARTS_DROPPED_AT_ONCE):
+            if not self._socket.recv(NOBLOCK, copy=False).more:
+                self._is_dropping = False
+                return
+        raise zmq.Again
 
     def _take_event(self, frames: Frames) -> None:
-        event, value = struct.unpack("=HI", frames[0])
-        if event == HANDSHAKE_FAILED_PROTOCOL or value in PEER_HUNG_UP:
-            self._on_refused("handshake without a key, or for another one")
+        event, value = struct.unpack("=Hi", frames[0])
+        if event == ACCEPTED:
+            self._floods.accepted(value)
+        elif event == DISCONNECTED:
+            self._floods.gone(value)
+        elif self._doorman is not None and (event == HANDSHAKE_FAILED_PROTOCOL or value in PEER_HUNG_UP):
+            self._on_refused("key_refused", "handshake without a key, or for another one")
+
+    def _tell_of_cut(self) -> None:
+        self._on_refused("connection_cut", f"it sent too many parts, or {2 * MAX_REQUEST_BYTES} bytes of no message")
 
     def close(self, *, keep_port: bool = False) -> None:
         """Close it.

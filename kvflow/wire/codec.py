@@ -8,16 +8,30 @@ import msgspec
 from kvflow.errors import KvflowError, RemoteProtocolError
 from kvflow.wire.messages import AnyMessage, Message
 
-__all__ = ["MAX_MESSAGE_BYTES", "decode", "decode_frames", "encode"]
+__all__ = ["MAX_MESSAGE_BYTES", "MAX_REQUEST_BYTES", "decode", "decode_frames", "encode"]
 
 MAGIC: Final = b"KVF"
 FRAME_FORMAT: Final = 1
 """Version of "four bytes, then MessagePack"; what the messages mean is negotiated in the Hello."""
 HEADER: Final = MAGIC + bytes([FRAME_FORMAT])
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
-"""A grant of one million pages is 4 MiB and the record of a rank with 10,000 regions about 1 MiB; the bound only
-keeps a hostile peer from filling the memory."""
+"""What a rank or registry that was asked may answer: the metadata of a transfer may be large. The bound only keeps a
+hostile one from filling the memory."""
 
+MAX_REQUEST_BYTES: Final = 8 * 2**20
+"""What anybody may send to a listener: a grant of one million pages is 4 MiB."""
+
+MAX_RECORD_BYTES: Final = 2 * 2**20
+"""What a Hello or Register may take. Its regions are checked one by one, so that these bytes can stop the event loop
+for 0.1 s; those of a model of 126 layers take 1 ms. Most of a large one is the transport's metadata, which costs
+nothing to read."""
+
+
+class _Tagged(msgspec.Struct):
+    type: str
+
+
+_tags: msgspec.msgpack.Decoder[_Tagged] = msgspec.msgpack.Decoder(_Tagged)
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -40,7 +54,10 @@ def decode(data: bytes) -> AnyMessage:
     if data[:4] != HEADER:
         raise RemoteProtocolError("message of another frame format", format=data[3:4], spoken=FRAME_FORMAT)
     try:
-        return _decoder.decode(memoryview(data)[4:])
+        body = memoryview(data)[4:]
+        if len(data) > MAX_RECORD_BYTES and _tags.decode(body).type in ("hello", "register"):
+            raise RemoteProtocolError("hello or record is too long", num_bytes=len(data), limit=MAX_RECORD_BYTES)
+        return _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, KvflowError, RecursionError) as error:
         raise RemoteProtocolError("message is malformed", detail=str(error), num_bytes=len(data)) from error
 

@@ -8,7 +8,8 @@ Version history:
        the transport that ranks share. Versions 1 and 2 were never deployed and are not spoken any more. Lookup and
        Records have numbers, and a Lookup may leave the name of the instance to whoever answers; a rank that answers for
        its instance refuses to register others by Refuse. Rooms may be strings. Announce is new.
-       Announce, Grant and Decline may have a capability.
+       Announce, Grant and Decline may have a capability. Every text, number and collection has a bound; a lease is
+       ten minutes at most.
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.
@@ -19,10 +20,17 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from kvflow.capability import MAX_CAPABILITY
-from kvflow.config import MAX_SLOTS_PER_PEER, NUM_PRIORITIES, check_endpoint
+from kvflow.config import (
+    MAX_INSTANCE_CHARACTERS,
+    MAX_LEASE_S,
+    MAX_METADATA_BYTES,
+    MAX_SLOTS_PER_PEER,
+    NUM_PRIORITIES,
+    check_endpoint,
+)
 from kvflow.errors import ConfigError, FailureReason, RemoteProtocolError, Stage
-from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.ranges import ALL_LAYERS, LayerRange
+from kvflow.geometry.layout import MAX_COMPONENTS, KVLayout, Name
+from kvflow.geometry.ranges import ALL_LAYERS, MAX_TOKENS, LayerRange
 from kvflow.geometry.routes import Route
 from kvflow.room import MAX_ROOM, MAX_ROOM_BYTES
 
@@ -71,7 +79,24 @@ OLDEST_VERSION = 3
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 """A duration. Clocks differ between hosts, so no point in time ever travels."""
 
+Lease = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_S)]
+
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+Number = Annotated[int, msgspec.Meta(ge=0)]
+"""MessagePack itself ends at 2**64."""
+
+Position = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+
+InstanceName = Annotated[str, msgspec.Meta(max_length=MAX_INSTANCE_CHARACTERS)]
+
+MAX_RANKS_TOLD = 4_096
+"""Ranks of one instance that an answer to a Lookup names at most."""
+
+MAX_METADATA_OF_TRANSPORT = 2**20
+
+MAX_DETAIL = 1_024
+"""Characters of a reason that are kept; the rest is cut, on both sides."""
 
 MAX_DOMAIN_BYTES = 256
 
@@ -95,8 +120,8 @@ WireRoom = (
 class RankId(NamedTuple):
     """A worker process of a serving instance; stays the same when the process restarts."""
 
-    instance: str
-    engine_rank: int
+    instance: InstanceName
+    engine_rank: Count
 
     def __str__(self) -> str:
         return f"{self.instance}/{self.engine_rank}"
@@ -106,7 +131,7 @@ class PeerId(NamedTuple):
     """One incarnation of a rank: `incarnation` is random and new at each start."""
 
     rank: RankId
-    incarnation: int
+    incarnation: Number
 
     def __str__(self) -> str:
         return f"{self.rank}@{self.incarnation:016x}"
@@ -124,8 +149,12 @@ class Failure(msgspec.Struct, frozen=True):
 
     reason: FailureReason
     stage: Stage
-    rank: str
+    rank: Annotated[str, msgspec.Meta(max_length=2 * MAX_INSTANCE_CHARACTERS)]
     detail: str
+
+    def __post_init__(self) -> None:
+        if len(self.detail) > MAX_DETAIL:
+            msgspec.structs.force_setattr(self, "detail", self.detail[:MAX_DETAIL])
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -146,8 +175,8 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     peer: PeerId
     num_ranks: Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
-    endpoint: str
-    backend: str
+    endpoint: Annotated[str, msgspec.Meta(max_length=512)]
+    backend: Name
     layout: KVLayout
 
     def __post_init__(self) -> None:
@@ -166,7 +195,7 @@ class Register(Message, frozen=True, tag="register"):
     """Rank -> registry: I am here; forget me unless I repeat this within `lease_s`."""
 
     record: RankRecord
-    lease_s: Seconds
+    lease_s: Lease
 
 
 class Registered(Message, frozen=True, tag="registered"):
@@ -187,7 +216,7 @@ class RegistrationConflict(Message, frozen=True, tag="registration_conflict"):
 
     peer: PeerId
     other: PeerId
-    other_endpoint: str
+    other_endpoint: Annotated[str, msgspec.Meta(max_length=512)]
     refused: bool
 
 
@@ -206,7 +235,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
         number: The answer repeats the highest that was asked with, so that it shows which question it is later than.
     """
 
-    instance: str | None
+    instance: InstanceName | None
     timeout_s: Seconds
     number: LookupNumber = 0
 
@@ -219,8 +248,8 @@ class Records(Message, frozen=True, tag="records"):
         number: Of the Lookup.
     """
 
-    instance: str | None
-    records: tuple[RankRecord, ...]
+    instance: InstanceName | None
+    records: Annotated[tuple[RankRecord, ...], msgspec.Meta(max_length=MAX_RANKS_TOLD)]
     number: LookupNumber = 0
 
 
@@ -260,10 +289,10 @@ class Hello(Message, frozen=True, tag="hello"):
     peer: PeerId
     to: PeerId
     attempt: Count
-    versions: tuple[int, int]
-    lease_s: Seconds
-    backend: str
-    backend_metadata: bytes
+    versions: tuple[Count, Count]
+    lease_s: Lease
+    backend: Name
+    backend_metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_OF_TRANSPORT)]
     layout: KVLayout
     route: Route
     staging: StagingWindow | None = None
@@ -279,7 +308,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
     peer: PeerId
     attempt: Count
-    version: int
+    version: Count
     domain: Annotated[bytes, msgspec.Meta(max_length=MAX_DOMAIN_BYTES)] = b""
 
 
@@ -298,6 +327,10 @@ class Refuse(Message, frozen=True, tag="refuse"):
     detail: str
     attempt: Count | None = None
 
+    def __post_init__(self) -> None:
+        if len(self.detail) > MAX_DETAIL:
+            msgspec.structs.force_setattr(self, "detail", self.detail[:MAX_DETAIL])
+
 
 class Announce(Message, frozen=True, tag="announce"):
     """Decode -> prefill: I will grant pages for this room as soon as I have some; keep yours until then.
@@ -312,7 +345,7 @@ class Announce(Message, frozen=True, tag="announce"):
     """
 
     room: WireRoom
-    generation: int
+    generation: Number
     num_decode_ranks: Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
     timeout_s: Seconds
     capability: Capability = ""
@@ -335,10 +368,10 @@ class Grant(Message, frozen=True, tag="grant"):
     """
 
     room: WireRoom
-    generation: int
-    token: int
-    ranges: dict[str, tuple[int, int]]
-    pages: dict[str, bytes]
+    generation: Number
+    token: Number
+    ranges: Annotated[dict[Name, tuple[Position, Position]], msgspec.Meta(max_length=MAX_COMPONENTS)]
+    pages: Annotated[dict[Name, bytes], msgspec.Meta(max_length=MAX_COMPONENTS)]
     num_decode_ranks: Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
     timeout_s: Seconds
     progress_s: Seconds
@@ -357,7 +390,7 @@ class Decline(Message, frozen=True, tag="decline"):
     """
 
     room: WireRoom
-    generation: int
+    generation: Number
     failure: Failure
     capability: Capability = ""
 
@@ -391,15 +424,15 @@ class Notice(Message, frozen=True, tag="notice"):
     """
 
     room: WireRoom
-    generation: int
-    token: int
+    generation: Number
+    token: Number
     engine_rank: Count
     seq: Count
-    ranges: dict[str, tuple[int, int]]
-    num_bytes: int
+    ranges: Annotated[dict[Name, tuple[Position, Position]], msgspec.Meta(max_length=MAX_COMPONENTS)]
+    num_bytes: Number
     last: bool = False
-    metadata: bytes = b""
-    digests: dict[str, int] = {}
+    metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)] = b""
+    digests: Annotated[dict[Name, Number], msgspec.Meta(max_length=MAX_COMPONENTS)] = {}
     layers: tuple[Count, Count | None] | None = None
     staged: Staged | None = None
 
@@ -413,7 +446,7 @@ class SlotReleased(Message, frozen=True, tag="slot_released"):
     """Decode -> prefill: the staging slot of this notice is not read any more, and never will be for it."""
 
     room: WireRoom
-    generation: int
+    generation: Number
     engine_rank: Count
     seq: Count
 
@@ -422,7 +455,7 @@ class SlotQuery(Message, frozen=True, tag="slot_query"):
     """Prefill -> decode: repeat SlotReleased for this notice, if it is true; it may have been lost."""
 
     room: WireRoom
-    generation: int
+    generation: Number
     engine_rank: Count
     seq: Count
 
@@ -431,14 +464,14 @@ class Ack(Message, frozen=True, tag="ack"):
     """Decode -> prefill: every byte of this generation has arrived; only now do both sides call it a success."""
 
     room: WireRoom
-    generation: int
+    generation: Number
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
     """Decode -> prefill: stop, and say Drained when nothing of this generation can be written any more."""
 
     room: WireRoom
-    generation: int
+    generation: Number
     failure: Failure
 
 
@@ -450,8 +483,8 @@ class Drained(Message, frozen=True, tag="drained"):
     """
 
     room: WireRoom
-    generation: int
-    engine_rank: int
+    generation: Number
+    engine_rank: Count
     failure: Failure | None = None
 
 
@@ -462,8 +495,8 @@ class Failed(Message, frozen=True, tag="failed"):
     """
 
     room: WireRoom
-    generation: int
-    engine_rank: int
+    generation: Number
+    engine_rank: Count
     failure: Failure
     drained: bool
 

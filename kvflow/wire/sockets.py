@@ -14,6 +14,7 @@ from kvflow.wire.codec import MAX_MESSAGE_BYTES
 __all__ = [
     "LINGER_MS",
     "NOBLOCK",
+    "POLLIN",
     "QUEUE_MESSAGES",
     "RECONNECT_MAX_MS",
     "Context",

@@ -11,7 +11,7 @@ from kvflow.trust import ClientKeys
 from kvflow.wire.channel import ZmqControl
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.messages import AnyMessage, Message
-from tests.support.instances import Deployment, deploy
+from tests.support.instances import DEFAULT_LIMITS, Deployment, deploy
 from tests.support.trusts import trusts
 from tests.support.waiting import until
 
@@ -25,11 +25,14 @@ class Guarded(Deployment):
 
 
 @asynccontextmanager
-async def guarded(*others: str, backend: str = "memory") -> AsyncIterator[Guarded]:
+async def guarded(
+    *others: str, backend: str = "memory", limits: kvflow.Limits = DEFAULT_LIMITS
+) -> AsyncIterator[Guarded]:
     """A registry, a prefill and a decode rank with keys, and keys for other instances that all of them list."""
     registry, keys = trusts("prefill", "decode", *others)
     async with deploy(
         backend,
+        limits=limits,
         sending={"trust": keys["prefill"]},
         receiving={"trust": keys["decode"]},
         registry_trust=registry,

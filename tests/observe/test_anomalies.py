@@ -5,7 +5,7 @@ import pytest
 from kvflow.errors import Stage
 from kvflow.observe.logs import get_logger
 from kvflow.observe.times import Duration, StageTimes
-from kvflow.observe.trace import MAX_SOURCES, MAX_TEXT, AnomalyLog
+from kvflow.observe.trace import MAX_LINES, MAX_SOURCES, MAX_TEXT, AnomalyLog
 from kvflow.wire.messages import PeerId, RankId
 from tests.observe.lines import printed
 
@@ -45,6 +45,18 @@ def test_flood_costs_one_line_an_interval() -> None:
             log.count("late")
     assert len(lines.texts()) == 5
     assert log.counts == {"late": 1_000}
+
+
+def test_peers_that_are_made_up_cost_no_more_lines_than_others() -> None:
+    clock = FakeClock()
+    with printed() as lines:
+        log = AnomalyLog(get_logger(), clock, interval_s=1.0)
+        for number in range(5_000):
+            log.count("hello_refused", DECODE._replace(incarnation=number))
+        log.count("odd")
+        clock.now += 1.0
+        log.count("hello_refused", DECODE)
+    assert len(lines.texts()) == MAX_LINES + 2
 
 
 def test_line_says_who_and_what() -> None:

@@ -11,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from kvflow.backends.memory import MemoryBackend
+from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.errors import RemoteProtocolError
 from kvflow.geometry import compile_routes
 from kvflow.geometry.routes import Route
@@ -34,6 +35,7 @@ from kvflow.wire.messages import (
 from tests.support.cores import ABORTED, grant
 from tests.support.failures import catch, undisturbed
 from tests.support.instances import Deployment, deploy, make_pool
+from tests.support.pools import PagedShape, Pool
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -269,3 +271,23 @@ async def test_a_window_at_an_address_that_cannot_be_is_no_message(deployment: D
     hello = await a_hello(deployment, staging=StagingWindow(address, 2**20, 4))
     with pytest.raises(RemoteProtocolError, match="malformed"):
         decode(encode(hello))
+
+
+async def test_a_hello_with_the_agent_of_its_reader_is_refused(deployment: Deployment) -> None:
+    """What it grants would be written to the pools of the prefill rank itself."""
+    prefill = deployment.prefill[0]
+    hello = await a_hello(deployment, agent=str(prefill.me), backend_metadata=prefill._backend.metadata())
+    answer = await ask(prefill.endpoint, hello)
+    assert isinstance(answer, Refuse)
+    assert "agent of this rank" in answer.detail
+
+
+async def test_a_hello_that_names_memory_which_its_sender_has_not_registered_is_refused(
+    deployment: Deployment,
+) -> None:
+    victim = Pool(PagedShape(8, 4, (0, 2), 8, 2), 1).layout
+    async with unknown_peer_metadata():
+        claimed = PeerMetadata("memory", str(UNKNOWN).encode(), RegisteredMemory.of(victim)).pack()
+        answer = await ask(deployment.prefill[0].endpoint, await a_hello(deployment, backend_metadata=claimed))
+    assert isinstance(answer, Refuse)
+    assert "memory that it has not registered" in answer.detail

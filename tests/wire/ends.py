@@ -19,7 +19,8 @@ class Server:
     def __init__(self, bind: str = LOCAL, advertise: str | None = None, *, trust: Trust = PLAIN) -> None:
         self.received: list[tuple[bytes, list[bytes]]] = []
         self.refused: list[str] = []
-        self.listener = ZmqControl().listen(bind, advertise, self._take, trust=trust, on_refused=self.refused.append)
+        self.kinds: list[str] = []
+        self.listener = ZmqControl().listen(bind, advertise, self._take, trust=trust, on_refused=self._refuse)
         self.endpoint = self.listener.endpoint
         self.send = self.listener.send
         self.close = self.listener.close
@@ -27,6 +28,10 @@ class Server:
     async def receive(self) -> tuple[bytes, list[bytes]]:
         await until(lambda: self.received)
         return self.received.pop(0)
+
+    def _refuse(self, kind: str, detail: str) -> None:
+        self.kinds.append(kind)
+        self.refused.append(detail)
 
     def _take(self, name: bytes, frames: Sequence[bytes]) -> None:
         self.received.append((name, list(frames)))

@@ -15,15 +15,17 @@ __all__ = ["MESSAGES", "any_message", "layouts"]
 ids: Final = st.integers(0, 2**64 - 1) | st.sampled_from([0, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
 """Rooms, generations, tokens, incarnations: whatever fits MessagePack."""
 
-signed: Final = ids | st.integers(-(2**63), -1)
 counts: Final = st.integers(0, 2**32 - 1)
 positive_counts: Final = st.integers(1, 2**32 - 1)
 seconds: Final = st.floats(0, 86_400, exclude_min=True) | st.integers(1, 86_400).map(float)
+leases: Final = st.floats(0, 600, exclude_min=True)
 names: Final = st.text(max_size=12)
 blobs: Final = st.binary(max_size=40)
-token_ranges: Final = st.tuples(signed, signed)
+positions: Final = st.integers(0, 2**40)
+token_ranges: Final = st.tuples(positions, positions)
+indices: Final = st.integers(0, 2**63 - 1)
 
-ranks: Final = st.builds(wm.RankId, names, signed)
+ranks: Final = st.builds(wm.RankId, names, counts)
 peers: Final = st.builds(wm.PeerId, ranks, ids)
 failures: Final = st.builds(wm.Failure, st.sampled_from(FailureReason), st.sampled_from(Stage), names, names)
 
@@ -74,8 +76,8 @@ def layouts(draw: st.DrawFn) -> KVLayout:
     return replace(layout, allocations=tuple(replace(one, location=location) for one in layout.allocations))
 
 
-slices: Final = st.builds(RegionSlice, names, names, signed, st.tuples(signed, signed))
-routes: Final = st.builds(Route, signed, st.lists(slices, max_size=3).map(tuple))
+slices: Final = st.builds(RegionSlice, names, names, indices, st.tuples(indices, indices))
+routes: Final = st.builds(Route, indices, st.lists(slices, max_size=3).map(tuple))
 
 
 endpoints: Final = st.builds(
@@ -104,10 +106,10 @@ windows: Final = st.builds(
     num_slots=st.integers(1, 4_096),
 )
 rooms: Final = st.integers(0, 2**63 - 1) | st.text(min_size=1, max_size=256)
-transfer_ids: Final = {"room": rooms, "generation": signed}
+transfer_ids: Final = {"room": rooms, "generation": ids}
 
 MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
-    wm.Register: st.builds(wm.Register, record=records, lease_s=seconds),
+    wm.Register: st.builds(wm.Register, record=records, lease_s=leases),
     wm.Registered: st.builds(wm.Registered, peer=peers),
     wm.RegistrationConflict: st.builds(
         wm.RegistrationConflict, peer=peers, other=peers, other_endpoint=names, refused=st.booleans()
@@ -122,8 +124,8 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         peer=peers,
         to=peers,
         attempt=counts,
-        versions=st.tuples(signed, signed),
-        lease_s=seconds,
+        versions=st.tuples(counts, counts),
+        lease_s=leases,
         backend=names,
         backend_metadata=blobs,
         layout=layouts(),
@@ -131,11 +133,11 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         staging=st.none() | windows,
         agent=st.none() | names.filter(bool),
     ),
-    wm.Welcome: st.builds(wm.Welcome, peer=peers, attempt=counts, version=signed),
+    wm.Welcome: st.builds(wm.Welcome, peer=peers, attempt=counts, version=counts),
     wm.Refuse: st.builds(wm.Refuse, peer=peers, to=st.none() | peers, detail=names, attempt=st.none() | counts),
     wm.Grant: st.builds(
         wm.Grant,
-        token=signed,
+        token=ids,
         ranges=st.dictionaries(names, token_ranges, max_size=3),
         pages=st.dictionaries(names, blobs, max_size=3),
         num_decode_ranks=positive_counts,
@@ -154,11 +156,11 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
     wm.Decline: st.builds(wm.Decline, failure=failures, **transfer_ids),
     wm.Notice: st.builds(
         wm.Notice,
-        token=signed,
+        token=ids,
         engine_rank=counts,
         seq=counts,
         ranges=st.dictionaries(names, token_ranges, max_size=3),
-        num_bytes=signed,
+        num_bytes=ids,
         last=st.booleans(),
         metadata=blobs,
         digests=st.dictionaries(names, counts, max_size=3),
@@ -167,11 +169,11 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         **transfer_ids,
     ),
     wm.Cancel: st.builds(wm.Cancel, failure=failures, **transfer_ids),
-    wm.Drained: st.builds(wm.Drained, engine_rank=signed, failure=st.none() | failures, **transfer_ids),
+    wm.Drained: st.builds(wm.Drained, engine_rank=counts, failure=st.none() | failures, **transfer_ids),
     wm.Ack: st.builds(wm.Ack, **transfer_ids),
     wm.SlotQuery: st.builds(wm.SlotQuery, engine_rank=counts, seq=counts, **transfer_ids),
     wm.SlotReleased: st.builds(wm.SlotReleased, engine_rank=counts, seq=counts, **transfer_ids),
-    wm.Failed: st.builds(wm.Failed, engine_rank=signed, failure=failures, drained=st.booleans(), **transfer_ids),
+    wm.Failed: st.builds(wm.Failed, engine_rank=counts, failure=failures, drained=st.booleans(), **transfer_ids),
     wm.Ping: st.builds(wm.Ping, peer=peers),
     wm.Pong: st.builds(wm.Pong, peer=peers),
     wm.Goodbye: st.builds(wm.Goodbye, peer=peers, failure=st.none() | failures, fenced=st.booleans()),

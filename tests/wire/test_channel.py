@@ -229,7 +229,7 @@ async def test_port_that_does_not_exist(kind: type[Server | Client], port: int) 
 async def test_connection_that_never_was() -> None:
     with closing(Server(LOCAL)) as server, pytest.raises(Unreachable, match="not connected") as caught:
         server.send(b"nobody", b"hello?")
-    assert caught.value.values == {"connection": b"nobody".hex()}
+    assert caught.value.values == {}  # routing ids are not for logs
 
 
 async def test_connection_that_has_vanished() -> None:
@@ -237,7 +237,7 @@ async def test_connection_that_has_vanished() -> None:
         name = await meet(server, client)
         client.close()
         error = await refused(lambda: server.send(name, b"still there?"))
-        assert error.values == {"connection": name.hex()}
+        assert error.values == {}
         with closing(Client(server.endpoint)) as other:
             await meet(server, other)
 
@@ -264,7 +264,7 @@ async def test_peer_that_reads_nothing_fills_its_own_queue_only(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("frames", [[b"one", b"two"], [b"", b"two"], [b"x"] * 50], ids=len)
-async def test_several_frames_arrive_as_they_are_and_are_refused(frames: list[bytes]) -> None:
+async def test_the_first_two_of_several_frames_arrive_as_they_are_and_are_refused(frames: list[bytes]) -> None:
     with (
         closing(Server(LOCAL)) as server,
         zmq.asyncio.Context.instance().socket(zmq.DEALER, socket_class=zmq.asyncio.Socket) as raw,
@@ -272,7 +272,7 @@ async def test_several_frames_arrive_as_they_are_and_are_refused(frames: list[by
         raw.connect(server.endpoint)
         await raw.send_multipart(frames)
         _, received = await server.receive()
-        assert received == frames
+        assert received == frames[:2]
         with pytest.raises(RemoteProtocolError, match="one frame"):
             decode_frames(received)
 

@@ -9,11 +9,25 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from kvflow.errors import RemoteProtocolError
+from kvflow.errors import FailureReason, LayoutError, RemoteProtocolError, Stage
+from kvflow.geometry.layout import KVLayout
 from kvflow.wire import codec
 from kvflow.wire.codec import HEADER, MAX_MESSAGE_BYTES, decode, decode_frames, encode
-from kvflow.wire.messages import AnyMessage, Grant, Lookup, Message, PeerId, Ping, RankId, RankRecord, Register
+from kvflow.wire.messages import (
+    AnyMessage,
+    Failure,
+    Grant,
+    Lookup,
+    Message,
+    PeerId,
+    Ping,
+    RankId,
+    RankRecord,
+    Refuse,
+    Register,
+)
 from tests.support.pools import PagedShape, Pool
 from tests.wire.strategies import MESSAGES, any_message
 
@@ -289,3 +303,65 @@ def test_one_hostile_value_anywhere(message: Message, position: int, value: byte
     data = encode(message)
     start = position % len(data)
     accepted(data[:start] + value + data[start + len(value) :])
+
+
+def put(inside: Any, path: tuple[str | int, ...], value: object) -> Any:
+    """The same with one value deep inside replaced."""
+    if not path:
+        return value
+    if isinstance(inside, list):
+        return [put(one, path[1:], value) if number == path[0] else one for number, one in enumerate(inside)]
+    return inside | {path[0]: put(inside.get(path[0]), path[1:], value)}
+
+
+LONG: Final = "x" * 2_000
+LAYOUT_PATH: Final = ("record", "layout")
+COMPONENT_PATH: Final = (*LAYOUT_PATH, "components", 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "path", "value"),
+    [
+        (GRANT, ("pages",), {str(number): b"" for number in range(17)}),
+        (GRANT, ("ranges",), {"kv": (0, 2**40 + 1)}),
+        (GRANT, ("ranges",), {"kv": (-1, 4)}),
+        (GRANT, ("generation",), -1),
+        (REGISTER, ("lease_s",), 601.0),
+        (REGISTER, ("record", "backend"), LONG),
+        (REGISTER, ("record", "endpoint"), LONG),
+        (REGISTER, ("record", "peer", 0, 0), LONG),
+        (REGISTER, (*LAYOUT_PATH, "fingerprint"), LONG),
+        (REGISTER, (*LAYOUT_PATH, "components"), [{}] * 17),
+        (REGISTER, (*COMPONENT_PATH, "regions"), [[]] * 4_097),
+        (REGISTER, (*COMPONENT_PATH, "regions", 0, 0), LONG),
+    ],
+)
+def test_texts_numbers_and_collections_have_bounds(
+    message: Message, path: tuple[str | int, ...], value: object
+) -> None:
+    where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+    detail = str(refused(raw(put(fields(message), path, value))))
+    assert "Expected" in detail
+    assert f"${where}".replace("[0]", "[...]") in detail.replace("[0]", "[...]")
+
+
+def test_a_hello_or_record_of_many_bytes_is_refused_before_it_is_read() -> None:
+    assert "too long" in str(refused(raw(fields(REGISTER) | {"colour": bytes(codec.MAX_RECORD_BYTES)})))
+    assert decode(raw(fields(GRANT) | {"colour": bytes(codec.MAX_RECORD_BYTES)})) == GRANT
+
+
+def test_long_reasons_are_cut() -> None:
+    failure = Failure(FailureReason.ABORTED, Stage.ENQUEUE, "decode/0", LONG)
+    assert failure.detail == LONG[:1_024]
+    refuse = decode(raw(fields(Refuse(peer=PEER, to=None, detail="")) | {"detail": LONG}))
+    assert isinstance(refuse, Refuse)
+    assert refuse.detail == LONG[:1_024]
+
+
+def test_a_layout_that_no_peer_would_take_is_refused_at_home() -> None:
+    (component,) = LAYOUT.components
+    regions = tuple(replace(component.regions[0], layer=layer) for layer in range(4_097))
+    with pytest.raises(LayoutError, match="too large"):
+        KVLayout((replace(component, regions=regions),), "model")
+    with pytest.raises(LayoutError, match="name is too long"):
+        KVLayout((replace(component, name=LONG),), "model")

@@ -86,7 +86,7 @@ class PrefillCore:
         self.me = me
         self.timers: Timers[Hashable] = Timers()
         self.quarantine = Quarantine(settings.limits)
-        self.peers = DecodePeers(self.timers)
+        self.peers = DecodePeers(self.timers, settings.limits.peers)
         self.slots = RemoteSlots(self.peers, settings.timeouts, self.timers, self._look_again)
         self.local_slots = SlotPool(settings.staging.num_slots if settings.staging else 0)
         self.queue = PieceQueue(settings.limits, settings.timeouts.ageing_s, self.local_slots, self.slots)
@@ -366,6 +366,8 @@ class PrefillCore:
         if self.peers.wants_other_cells(hello):
             detail = f"{hello.peer.rank} wants other cells than before"
             effects = self._left(hello.peer, self._failure(FailureReason.PEER_LOST, detail), now)
+        if not self.peers.has_place(hello.peer):
+            return self._refuse_hello(connection, hello, f"too many decode ranks of {hello.peer.rank.instance}")
         self.peers.begin_check(connection, hello)
         return [*effects, CheckHello(connection, hello)]
 

@@ -8,6 +8,7 @@ from kvflow.state.closed import ClosedGenerations
 from kvflow.state.effects import PrefillEffect, Reply
 from kvflow.state.events import DeliveryId, PeerRoute
 from kvflow.state.peers import Peer
+from kvflow.state.shares import Shares
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Failure, Hello, Message, PeerId, RankId
 
@@ -111,13 +112,21 @@ class DecodePeer:
 
 
 class DecodePeers:
-    """Every decode rank that is connected, by incarnation and by connection."""
+    """Every decode rank that is connected, by incarnation, rank and connection.
 
-    def __init__(self, timers: Timers[Hashable]) -> None:
+    Args:
+        timers: Where their leases are noted.
+        most: How many there may be, those included of which a hello is being checked.
+    """
+
+    def __init__(self, timers: Timers[Hashable], most: int) -> None:
         self._timers = timers
+        self._shares = Shares(most)
         self._peers: dict[PeerId, DecodePeer] = {}
+        self._by_rank: dict[RankId, PeerId] = {}
         self._by_connection: dict[bytes, PeerId] = {}
         self._checking: dict[PeerId, tuple[int, bytes]] = {}
+        self._checking_at: dict[bytes, PeerId] = {}
         self._disconnected: OrderedDict[RankId, _Disconnected] = OrderedDict()
         self._over: OrderedDict[PeerId, str] = OrderedDict()
 
@@ -145,8 +154,13 @@ class DecodePeers:
 
     def other_incarnation(self, peer: PeerId) -> DecodePeer | None:
         """Find the connected incarnation of the same rank, if that is another one; there is never more than one."""
-        others = (known for other, known in self._peers.items() if other.rank == peer.rank and other != peer)
-        return next(others, None)
+        other = self._by_rank.get(peer.rank)
+        return None if other is None or other == peer else self._peers[other]
+
+    def has_place(self, peer: PeerId) -> bool:
+        """Say whether a decode rank is known, or can be taken on: its instance has not used up its share."""
+        is_known = peer in self._peers or peer in self._checking
+        return is_known or self._shares.has_place(peer.rank.instance, 1)
 
     def send(self, peer: PeerId, message: Message) -> list[PrefillEffect]:
         """Send to a decode rank; what is for one that is not connected is lost, and retransmitted if it matters."""
@@ -178,7 +192,7 @@ class DecodePeers:
 
     def forget_handshake(self, peer: PeerId) -> None:
         """Forget hellos of an incarnation that are not answered yet."""
-        self._checking.pop(peer, None)
+        self._stop_checking(peer)
         other = self.other_incarnation(peer)
         if other is not None and other.newcomer is not None and other.newcomer[1].peer == peer:
             other.newcomer = None
@@ -188,7 +202,7 @@ class DecodePeers:
         connected = self._by_connection.get(connection)
         if connected is not None:
             return connected
-        return next((peer for peer, (_, over) in self._checking.items() if over == connection), None)
+        return self._checking_at.get(connection)
 
     def is_remembered(self, connection: bytes, peer: PeerId) -> bool:
         """Say whether a decode rank that is not connected over it has said hello over a connection.
@@ -232,14 +246,25 @@ class DecodePeers:
 
     def begin_check(self, connection: bytes, hello: Hello) -> None:
         """Note that a hello is being checked."""
+        self._stop_checking(hello.peer)
+        if hello.peer not in self._peers:
+            self._shares.add(hello.peer.rank.instance, 1)
         self._checking[hello.peer] = (hello.attempt, connection)
+        self._checking_at[connection] = hello.peer
 
     def end_check(self, connection: bytes, hello: Hello) -> bool:
         """Note that a hello was checked; False if another one has taken its place, or its sender was dropped."""
         if self._checking.get(hello.peer) != (hello.attempt, connection):
             return False
-        del self._checking[hello.peer]
+        self._stop_checking(hello.peer)
         return True
+
+    def _stop_checking(self, peer: PeerId) -> None:
+        checking = self._checking.pop(peer, None)
+        if checking is not None:
+            self._checking_at.pop(checking[1], None)
+            if peer not in self._peers:
+                self._shares.add(peer.rank.instance, -1)
 
     def wants_other_cells(self, hello: Hello) -> bool:
         """Say whether a connected decode rank asks for something else than before."""
@@ -257,15 +282,22 @@ class DecodePeers:
             before = self._disconnected.get(hello.peer.rank)
             if before is not None and before.peer != hello.peer:
                 before = None
-            known = self._peers[hello.peer] = DecodePeer(hello.peer, self._timers, before)
+            known = self._add(DecodePeer(hello.peer, self._timers, before))
         self._by_connection.pop(known.connection, None)
         known.connection, known.attempt, known.link = connection, hello.attempt, link
         self._by_connection[connection] = hello.peer
         known.liveness.connected(hello.lease_s, now)
 
+    def _add(self, known: DecodePeer) -> DecodePeer:
+        self._peers[known.id] = known
+        self._by_rank[known.id.rank] = known.id
+        if known.id not in self._checking:
+            self._shares.add(known.id.rank.instance, 1)
+        return known
+
     def adopt(self, other: DecodePeer, now: float) -> DecodePeer:
         """Take on a decode rank as another core knows it, without its past."""
-        known = self._peers[other.id] = DecodePeer(other.id, self._timers, None)
+        known = self._add(DecodePeer(other.id, self._timers, None))
         known.connection, known.attempt, known.link = other.connection, other.attempt, other.link
         self._by_connection[known.connection] = known.id
         known.liveness.connected(other.liveness.lease_s, now)
@@ -291,10 +323,13 @@ class DecodePeers:
 
         A hello of it that is being checked counts no more: the transport, connected for it, is disconnected afterwards.
         """
-        known = self._peers.pop(peer, None)
+        known = self._peers.get(peer)
         if known is None:
             return False
-        self._checking.pop(peer, None)
+        self._stop_checking(peer)
+        del self._peers[peer]
+        del self._by_rank[peer.rank]
+        self._shares.add(peer.rank.instance, -1)
         known.liveness.left()
         self._by_connection.pop(known.connection, None)
         former = self._disconnected.get(peer.rank)

@@ -123,7 +123,7 @@ class Rooms:
         self._limits = context.settings.limits
         self._timers = timers
         self._quarantine = quarantine
-        self.waiting = WaitingRooms(timers)
+        self.waiting = WaitingRooms(timers, self._limits)
         self._failed: dict[RoomId, _FailedRoom] = {}
         self._declined: dict[RoomId, dict[RankId, Failure]] = {}
 
@@ -544,8 +544,8 @@ class Rooms:
         if failed is not None and peer.rank not in failed.told:
             failed.told[peer.rank] = None
             return self._context.refuse(delivery_id, failed.failure)
-        if kept is None and len(self.waiting) >= self._limits.pending_grants:
-            detail = f"{self._limits.pending_grants} grants wait for their rooms"
+        if kept is None and not self.waiting.has_place(peer, asked):
+            detail = f"too many grants wait for their rooms: {len(self.waiting)} of {self._limits.pending_grants}"
             return self._context.refuse(delivery_id, self._error(FailureReason.CAPACITY, detail))
         if kept is not None:
             self._void(delivery_id, kept)

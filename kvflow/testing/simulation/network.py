@@ -15,7 +15,7 @@ import anyio
 
 from kvflow.config import check_address
 from kvflow.errors import ConfigError, Unreachable
-from kvflow.ports import OnRefused, ignore_refusal
+from kvflow.ports import OnKindRefused, OnRefused, ignore_kind_refused, ignore_refusal
 from kvflow.testing.simulation.loop import Process
 from kvflow.testing.simulation.story import tell_message
 from kvflow.trust import PLAIN, ClientKeys, Trust
@@ -496,7 +496,7 @@ class SimulatedChannel:
         on_message: Callable[[bytes, Sequence[bytes]], None],
         *,
         trust: Trust = PLAIN,
-        on_refused: OnRefused = ignore_refusal,
+        on_refused: OnKindRefused = ignore_kind_refused,
     ) -> SimulatedListener:
         """As the port says."""
         return self._network.listen(self._process, bind, advertise, on_message)

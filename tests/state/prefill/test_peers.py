@@ -31,7 +31,7 @@ STEPS = st.lists(
 
 def nobody() -> tuple[DecodePeers, Timers[Hashable]]:
     timers: Timers[Hashable] = Timers()
-    return DecodePeers(timers), timers
+    return DecodePeers(timers, 2**20), timers
 
 
 def admit(known: DecodePeers, who: PeerId, number: int = 0) -> None:

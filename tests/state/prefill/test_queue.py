@@ -155,7 +155,7 @@ def test_peer_without_room_does_not_hold_up_others() -> None:
 def slots_of(num_slots: int) -> RemoteSlots:
     """Staging slots at every peer."""
     timers: Timers[object] = Timers()
-    slots = RemoteSlots(DecodePeers(timers), Timeouts(), timers, lambda _: None)
+    slots = RemoteSlots(DecodePeers(timers, 100), Timeouts(), timers, lambda _: None)
     for to in PEERS:
         slots.connected(to, StagingWindow(4096, 64, num_slots), 0.0)
     return slots

@@ -371,6 +371,31 @@ def test_rooms_and_waiting_grants_are_bounded() -> None:
     assert failed.failure.reason is FailureReason.CAPACITY
 
 
+@pytest.mark.parametrize("limits", [Limits(pending_grants=8), Limits(pending_grant_bytes=8 * 4)])
+def test_grants_of_one_instance_leave_room_for_those_of_others(limits: Limits) -> None:
+    core = PrefillDriver(limits=limits)
+    greedy, honest = peer("greedy"), peer("honest")
+    core.connect(greedy)
+    core.connect(honest)
+    for room in range(100):
+        core.hear(greedy, grant(room=room))
+    assert core.core.num_waiting_grants == 4
+    assert core.hear(honest, grant(room=200)) == []
+    (failed,) = failed_in(core.hear(greedy, grant(room=201)))
+    assert failed.failure.reason is FailureReason.CAPACITY
+
+
+def test_decode_ranks_of_one_instance_leave_room_for_those_of_others() -> None:
+    core = PrefillDriver(limits=Limits(peers=8))
+    for rank in range(4):
+        core.connect(peer("greedy", rank))
+    refused = core.hear(peer("greedy", 4), core.hello(peer("greedy", 4)))
+    assert "too many decode ranks of greedy" in str(refused)
+    core.connect(peer("honest"))
+    core.connect(peer("greedy", 0))
+    assert core.core.num_peers == 5
+
+
 def test_silent_decode_rank_is_lost_after_its_lease(granted: PrefillDriver) -> None:
     granted(chunk(0, 8, last=True))
     granted.sleep(2.0)

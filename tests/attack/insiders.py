@@ -1,0 +1,69 @@
+"""What attackers say to a prefill rank, and honest transfers that go on meanwhile."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+
+from kvflow.geometry.routes import Route
+from kvflow.trust import ClientKeys
+from kvflow.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Hello, PeerId, RankId
+from tests.attack.guarded import Attacker, Guarded, works
+from tests.support.instances import Deployment, make_pool
+from tests.support.waiting import until
+
+__all__ = ["UnderWay", "hello_to", "insider", "under_way"]
+
+
+class UnderWay:
+    """Transfers that were handed over and checked, one after another."""
+
+    count = 0
+
+    async def go_on(self) -> None:
+        """Wait until some more have gone through."""
+        enough = self.count + 3
+        await until(lambda: self.count >= enough)
+
+
+@asynccontextmanager
+async def under_way(deployment: Deployment) -> AsyncIterator[UnderWay]:
+    """Hand rooms over all the time; at the end, at least one more goes through. Each is checked."""
+    done = UnderWay()
+    is_over = False
+
+    async def hand_over() -> None:
+        while not is_over:
+            await works(deployment, 10_000 + done.count % 50_000)
+            done.count += 1
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(hand_over)
+        try:
+            yield done
+        finally:
+            is_over = True
+    await works(deployment, 9_999)
+
+
+def insider(deployment: Guarded, name: str = "other") -> Attacker:
+    """Somebody with a right key of another instance."""
+    keys = ClientKeys(deployment.keys[name], (deployment.keys["prefill"].public,))
+    return Attacker(deployment.prefill[0].endpoint, keys)
+
+
+def hello_to(deployment: Deployment, rank: int = 0, *, instance: str = "other", **changes: Any) -> Hello:
+    """The hello of a decode rank that wants nothing."""
+    fields: dict[str, Any] = {
+        "peer": PeerId(RankId(instance, rank), 99),
+        "to": deployment.prefill[0].me,
+        "attempt": 0,
+        "versions": (OLDEST_VERSION, PROTOCOL_VERSION),
+        "lease_s": 5.0,
+        "backend": "memory",
+        "backend_metadata": b"",
+        "layout": make_pool().layout,
+        "route": Route(engine_rank=0, slices=()),
+    }
+    return Hello(**(fields | changes))

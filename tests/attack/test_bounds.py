@@ -1,0 +1,164 @@
+"""Peers that take or send more than their share, against live ranks with transfers under way."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing, suppress
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import pytest
+
+import kvflow
+from kvflow.errors import FailureReason
+from kvflow.geometry.layout import Region
+from kvflow.stages.gate import HELLOS_AT_ONCE
+from kvflow.trust import ClientKeys
+from kvflow.wire.codec import HEADER, MAX_REQUEST_BYTES
+from kvflow.wire.messages import Failed, RankRecord, Register, Unregister, Welcome
+from tests.attack.guarded import Attacker, guarded, works
+from tests.attack.insiders import hello_to, insider, under_way
+from tests.support.cores import grant
+from tests.support.instances import decode_config, deploy, make_pool
+from tests.support.waiting import until
+from tests.support.zmtp import MORE, RawZmtp, frame
+
+pytestmark = pytest.mark.anyio
+
+REGION = Region("k", 0, 2**40, 4, 1_024, 16, 64, (0, 1), 64, 64, "bfloat16")
+
+
+def frame_of_regions(num_regions: int) -> bytes:
+    """A hello without a valid field, which took seconds to refuse."""
+    layout = {"components": [{"name": "kv", "regions": [REGION] * num_regions}]}
+    return HEADER + msgspec.msgpack.encode({"type": "hello", "layout": layout})
+
+
+@pytest.mark.parametrize("num_regions", [20_000, 400_000])
+async def test_one_large_frame_stops_nobody(num_regions: int) -> None:
+    data = frame_of_regions(num_regions)
+    async with deploy() as deployment, under_way(deployment) as honest:
+        for endpoint in (deployment.prefill[0].endpoint, deployment.registry.endpoint):
+            with RawZmtp(endpoint) as raw:
+                await anyio.to_thread.run_sync(raw.send, frame(data))
+                await honest.go_on()
+        lag = deployment.prefill[0].statistics().loop_lag
+        assert lag.max_s < 1.0
+        if len(data) < MAX_REQUEST_BYTES:
+            assert deployment.prefill[0].statistics().anomalies["message_rejected"]
+
+
+async def test_a_message_without_end_stops_nobody() -> None:
+    part = frame(bytes(65_536), MORE) * 16
+    async with deploy() as deployment, under_way(deployment) as honest:
+        prefill = deployment.prefill[0]
+        with RawZmtp(prefill.endpoint) as raw:
+            while await anyio.to_thread.run_sync(raw.send, part):
+                pass
+        await until(lambda: prefill.statistics().anomalies.get("connection_cut"))
+        await honest.go_on()
+
+
+async def test_a_message_without_end_is_not_even_begun_without_a_key() -> None:
+    async with guarded() as deployment, under_way(deployment):
+        with RawZmtp(deployment.prefill[0].endpoint) as raw:
+            sent = 0
+            while await anyio.to_thread.run_sync(raw.send, frame(bytes(65_536), MORE)):
+                sent += 65_536
+                assert sent < 2**26
+        await until(lambda: deployment.prefill[0].statistics().anomalies.get("key_refused"))
+
+
+async def test_an_insider_who_says_hello_without_end_starves_only_itself() -> None:
+    async with guarded("other") as deployment, under_way(deployment) as honest:
+        prefill = deployment.prefill[0]
+        with closing(insider(deployment)) as attacker:
+            for number in range(3 * HELLOS_AT_ONCE):
+                with suppress(kvflow.Unreachable):
+                    attacker.say(hello_to(deployment, number))
+                if number % 64 == 0:
+                    await anyio.lowlevel.checkpoint()
+            await until(lambda: prefill.statistics().anomalies.get("hello_over_budget"))
+            await honest.go_on()
+            assert prefill.statistics().peers < 2 * HELLOS_AT_ONCE
+
+
+async def test_an_insider_who_grants_without_end_starves_only_itself() -> None:
+    async with guarded("other", limits=kvflow.Limits(pending_grants=64)) as deployment, under_way(deployment):
+        prefill = deployment.prefill[0]
+        with closing(insider(deployment)) as attacker:
+            attacker.say(hello_to(deployment))
+            assert await attacker.answer(Welcome, 5.0) is not None
+            for room in range(500):
+                attacker.say(grant(room=room + 5_000, generation=room + 1))
+            failed = await attacker.answer(Failed, 5.0)
+            assert isinstance(failed, Failed)
+            assert failed.failure.reason is FailureReason.CAPACITY
+            assert prefill.statistics().waiting_grants <= 33
+            await works(deployment, 77)
+
+
+async def test_an_insider_makes_no_instance_incomplete() -> None:
+    """It registers one more rank of the prefill instance, and would unregister the one there is."""
+    async with guarded("other") as deployment, under_way(deployment):
+        prefill, registry = deployment.prefill[0], deployment.registry
+        forged = RankRecord(
+            peer=prefill.me._replace(rank=prefill.me.rank._replace(engine_rank=1)),
+            num_ranks=2,
+            endpoint=prefill.endpoint,
+            backend="memory",
+            layout=make_pool().layout,
+        )
+        keys = deployment.keys["other"].for_registry()
+        with closing(Attacker(registry.endpoint, keys)) as attacker:
+            attacker.say(Register(record=forged, lease_s=600.0))
+            attacker.say(Unregister(peer=prefill.me))
+            await until(lambda: registry._anomalies.counts.get("message_rejected", 0) == 2)
+        config = decode_config(registry.endpoint, trust=deployment.keys["decode"])
+        async with kvflow.DecodeRank(config, make_pool().layout):
+            await works(deployment, 78)
+
+
+@asynccontextmanager
+async def sniffer(endpoint: str) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """A wire that keeps what was said to a listener."""
+    host, port = endpoint.removeprefix("tcp://").split(":")
+    said: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await asyncio.open_connection(host, int(port))
+
+        async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter, kept: list[bytes] | None) -> None:
+            with suppress(OSError):
+                while data := await source.read(65_536):
+                    if kept is not None:
+                        kept.append(data)
+                    target.write(data)
+                    await target.drain()
+            target.close()
+
+        await asyncio.gather(copy(reader, up_writer, said), copy(up_reader, writer, None))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", said
+    server.close()
+
+
+async def test_what_was_sniffed_is_of_no_use() -> None:
+    async with guarded("other") as deployment, under_way(deployment):
+        prefill = deployment.prefill[0]
+        await works(deployment)
+        async with sniffer(prefill.endpoint) as (endpoint, said):
+            keys = ClientKeys(deployment.keys["other"], (deployment.keys["prefill"].public,))
+            with closing(Attacker(endpoint, keys)) as attacker:
+                attacker.say(hello_to(deployment, instance="other"))
+                assert await attacker.answer(Welcome, 5.0) is not None
+        assert prefill.statistics().peers == 2
+        assert b"other" not in b"".join(said)
+        before = prefill.statistics().anomalies.get("key_refused", 0)
+        host, port = prefill.endpoint.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port))) as raw:
+            raw.sendall(b"".join(said))
+            await until(lambda: prefill.statistics().anomalies.get("key_refused", 0) > before)
+        assert prefill.statistics().peers == 2

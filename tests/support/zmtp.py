@@ -1,0 +1,63 @@
+"""ZMTP over a plain TCP socket, for what libzmq does not do: messages that never end, say."""
+
+import socket
+from contextlib import suppress
+from types import TracebackType
+from typing import Final, Self
+
+__all__ = ["MORE", "RawZmtp", "frame"]
+
+MORE: Final = 1
+LONG: Final = 2
+COMMAND: Final = 4
+GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\x00") + bytes(32)
+
+
+def frame(body: bytes, flags: int = 0) -> bytes:
+    """A frame; its length comes before it."""
+    if len(body) > 255:
+        return bytes([flags | LONG]) + len(body).to_bytes(8, "big") + body
+    return bytes([flags, len(body)]) + body
+
+
+def _property(name: bytes, value: bytes) -> bytes:
+    return bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
+
+
+class RawZmtp:
+    """A connection without keys that has greeted, as that of a DEALER."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, port = endpoint.removeprefix("tcp://").split(":")
+        self.line = socket.create_connection((host, int(port)), timeout=5.0)
+        ready = b"\x05READY" + _property(b"Socket-Type", b"DEALER") + _property(b"Identity", b"")
+        with suppress(OSError):  # a listener with keys hangs up
+            self.line.sendall(GREETING)
+            self._read(len(GREETING))
+            self.line.sendall(frame(ready, COMMAND))
+            self._read(self._read(2)[1])  # else what follows would come in the middle of its handshake
+
+    def _read(self, num_bytes: int) -> bytes:
+        data = b""
+        while len(data) < num_bytes:
+            part = self.line.recv(num_bytes - len(data))
+            if not part:
+                raise ConnectionResetError
+            data += part
+        return data
+
+    def send(self, data: bytes) -> bool:
+        """Send bytes; say whether the connection still stood."""
+        try:
+            self.line.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.line.close()
