@@ -24,6 +24,7 @@ from kvflow.engines.sglang.buffers import Shard
 from kvflow.engines.sglang.memory import PoolMap, describe_pools
 from kvflow.engines.sglang.metadata import MetadataRows
 from kvflow.engines.sglang.settings import read_settings
+from kvflow.engines.trust import chosen_trust
 from kvflow.geometry import Location
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class KvflowKVManager(CommonKVManager):
             "timeouts": settings.timeouts_for(wait_s),
             "limits": settings.limits_for(self.metadata.num_bytes),
             "staging_bytes": settings.staging_bytes,
-            "trust": settings.trust(),
+            "trust": chosen_trust(settings.keys, plain=settings.plain),
         }
 
     def _share(self, value: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from kvflow import ConfigError, Limits, Timeouts, Trust, load_trust
+from kvflow import ConfigError, Limits, Timeouts
 
 Made = TypeVar("Made")
 
@@ -58,18 +58,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         needed = max(Limits().metadata_bytes, metadata_bytes)
         return _make(Limits, {"metadata_bytes": needed, **self.limits}, "limits")
-
-    def trust(self) -> Trust | None:
-        """Give the keys to go by; None if nothing was said.
-
-        Raises:
-            ConfigError: They cannot be read, or plain transport is asked for as well.
-        """
-        if self.keys is not None and self.plain:
-            raise ConfigError("keys and plain transport exclude each other", setting=f"{VARIABLE}.plain")
-        if self.keys is not None:
-            return load_trust(self.keys)
-        return Trust.none() if self.plain else None
 
 
 def _make(kind: Callable[..., Made], values: Mapping[str, Any], setting: str) -> Made:

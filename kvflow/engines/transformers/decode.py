@@ -2,16 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 import kvflow
-import kvflow.blocking
 from kvflow import KvflowError, LocalProtocolError, Outcome, PlanError
-from kvflow.blocking import BlockingReceiver, LoopThread
-from kvflow.engines.transformers.engine import Engine
+from kvflow.blocking import BlockingReceiver, DecodeRank, LoopThread
+from kvflow.engines.transformers.engine import End, Engine
 from kvflow.engines.transformers.memory import CacheMap
 from kvflow.engines.transformers.metadata import read_first_token
 
@@ -40,7 +38,7 @@ class _Arriving:
     prefix: int = 0
 
 
-class DecodeManager:
+class DecodeManager(End[DecodeRank]):
     """A manager that takes requests over. Use it as a context manager, around `start` and `stop` of the manager.
 
     The manager delivers their outputs as those of its own requests, which run beside them. `manager.cancel_request`
@@ -60,23 +58,10 @@ class DecodeManager:
     def __init__(
         self, manager: Any, config: kvflow.DecodeConfig, *, fingerprint: str, loop: LoopThread | None = None
     ) -> None:
-        self.engine = Engine(manager)
-        self._map = CacheMap(self.engine.cache, fingerprint)
-        self.rank = kvflow.blocking.DecodeRank(config, self._map.layout, loop=loop)
+        engine = Engine(manager)
+        self._map = CacheMap(engine.cache, fingerprint)
+        super().__init__(engine, DecodeRank(config, self._map.layout, loop=loop))
         self._arriving: dict[str, _Arriving] = {}
-
-    def __enter__(self) -> Self:
-        self.rank.open()
-        self.engine.join(self, self.rank)
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.rank.close()
-        with self.engine.paused():
-            self.step()
-            self.engine.leave()
 
     def add_request(  # noqa: PLR0913 - each one is a choice of the engine, by name
         self,

@@ -9,13 +9,15 @@ transformers has no hooks for that, so this module replaces five of its function
 - the event that wakes an idle loop rings for news of transfers, too.
 """
 
+import abc
 import importlib.metadata
 import os
 import select
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Final, Protocol
+from types import TracebackType
+from typing import Any, Final, Generic, Self, TypeVar
 
 from typing_extensions import override
 
@@ -24,25 +26,10 @@ from kvflow.blocking import BlockingReceiver, BlockingSender, DecodeRank, Prefil
 
 __all__ = ["End", "Engine"]
 
+AnyRank = TypeVar("AnyRank", bound=PrefillRank | DecodeRank)
+
 VERSION: Final = "5.23."
 """Of transformers, whose private names are used here."""
-
-
-class End(Protocol):
-    """What takes part; all is called on the thread of the generation loop, or while it is paused."""
-
-    def step(self) -> None:
-        """Do what is to be done between two batches."""
-
-    def lose(self, request_id: str) -> bool:
-        """Take note that a request loses its blocks, and say whether it was one of the end's.
-
-        It holds them then, if somebody may still read or write them.
-        """
-
-    @property
-    def is_busy(self) -> bool:
-        """Transfers are under way."""
 
 
 class Engine:
@@ -70,7 +57,7 @@ class Engine:
 
     # Taking part
 
-    def join(self, end: End, rank: PrefillRank | DecodeRank) -> None:
+    def join(self, end: "End[Any]", rank: PrefillRank | DecodeRank) -> None:
         """Let an end take part in the generation loop."""
         prepare, schedule = self.processor.prepare_next_batch, self.scheduler.schedule_batch
         has_pending, wake_up = self.processor.has_pending_requests, WakeUp(rank)
@@ -197,6 +184,48 @@ class Engine:
 
 HELD: Final = "__kvflow_held__"
 """The request whose blocks are given back; no other one is called that."""
+
+
+class End(abc.ABC, Generic[AnyRank]):
+    """What takes part; its methods are called on the thread of the generation loop, or while it is paused.
+
+    Args:
+        engine: Of the manager.
+        rank: Is opened and closed with it.
+    """
+
+    def __init__(self, engine: Engine, rank: AnyRank) -> None:
+        self.engine = engine
+        self.rank: AnyRank = rank
+
+    def __enter__(self) -> Self:
+        self.rank.open()
+        self.engine.join(self, self.rank)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.rank.close()
+        with self.engine.paused():
+            self.step()
+            self.engine.leave()
+
+    @abc.abstractmethod
+    def step(self) -> None:
+        """Do what is to be done between two batches."""
+
+    @abc.abstractmethod
+    def lose(self, request_id: str) -> bool:
+        """Take note that a request loses its blocks, and say whether it was one of the end's.
+
+        It holds them then, if somebody may still read or write them.
+        """
+
+    @property
+    @abc.abstractmethod
+    def is_busy(self) -> bool:
+        """Transfers are under way."""
 
 
 class WakeUp(threading.Event):

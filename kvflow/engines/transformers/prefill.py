@@ -1,16 +1,14 @@
 """The prefill end: computes prompts, and sends their cache while later chunks of them are computed."""
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 import kvflow
-import kvflow.blocking
 from kvflow import KvflowError, LocalProtocolError, Outcome
-from kvflow.blocking import BlockingSender, LoopThread
-from kvflow.engines.transformers.engine import Engine
+from kvflow.blocking import BlockingSender, LoopThread, PrefillRank
+from kvflow.engines.transformers.engine import End, Engine
 from kvflow.engines.transformers.memory import CacheMap
 from kvflow.engines.transformers.metadata import FirstToken
 
@@ -29,7 +27,7 @@ class Sent(NamedTuple):
     sender: BlockingSender
 
 
-class PrefillManager:
+class PrefillManager(End[PrefillRank]):
     """A manager that hands its requests over. Use it as a context manager, around `start` and `stop` of the manager.
 
     The prompt and one token are computed; the manager delivers that token as the output of the request. Other
@@ -49,24 +47,11 @@ class PrefillManager:
     def __init__(
         self, manager: Any, config: kvflow.PrefillConfig, *, fingerprint: str, loop: LoopThread | None = None
     ) -> None:
-        self.engine = Engine(manager)
-        self._map = CacheMap(self.engine.cache, fingerprint)
-        self.rank = kvflow.blocking.PrefillRank(config, self._map.layout, loop=loop)
+        engine = Engine(manager)
+        self._map = CacheMap(engine.cache, fingerprint)
+        super().__init__(engine, PrefillRank(config, self._map.layout, loop=loop))
         self._senders: dict[str, BlockingSender] = {}
         self._offered: dict[str, int] = {}
-
-    def __enter__(self) -> Self:
-        self.rank.open()
-        self.engine.join(self, self.rank)
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.rank.close()
-        with self.engine.paused():
-            self.step()
-            self.engine.leave()
 
     def add_request(self, input_ids: Sequence[int], room: str, **settings: Any) -> Sent:
         """Compute a prompt and hand it over. Callable from any thread; does not wait.

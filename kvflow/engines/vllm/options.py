@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvflow import ConfigError, Limits, Timeouts, Trust, load_trust
+from kvflow import ConfigError, Limits, Timeouts
 
 __all__ = ["Options", "read_options"]
 
@@ -52,18 +52,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     affinity: tuple[int, ...] | None = None
     keys: str | None = None
     plain: bool = False
-
-    def make_trust(self) -> Trust | None:
-        """Give the keys to go by; None if nothing was said.
-
-        Raises:
-            ConfigError: They cannot be read, or plain transport is asked for as well.
-        """
-        if self.keys is not None and self.plain:
-            raise ConfigError("keys and plain transport exclude each other", setting="plain")
-        if self.keys is not None:
-            return load_trust(self.keys)
-        return Trust.none() if self.plain else None
 
     def make_timeouts(self) -> Timeouts:
         """Give the timeouts.

@@ -10,6 +10,7 @@ import kvflow
 import kvflow.blocking
 from kvflow import KVLayout, SharedBackend
 from kvflow.blocking import BlockingReceiver, BlockingSender, LoopThread, TransferUpdate
+from kvflow.engines.trust import chosen_trust
 from kvflow.engines.vllm.bootstrap import serve_query
 from kvflow.engines.vllm.dialect import Reference
 from kvflow.engines.vllm.options import Options
@@ -140,7 +141,7 @@ def _common_settings(options: Options, place: Place) -> dict[str, Any]:
         "timeouts": options.make_timeouts(),
         "limits": options.make_limits(),
         "staging_bytes": options.staging_bytes,
-        "trust": options.make_trust(),
+        "trust": chosen_trust(options.keys, plain=options.plain),
     }
 
 
