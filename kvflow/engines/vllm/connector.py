@@ -27,6 +27,7 @@ from kvflow.engines.vllm.metrics import Metrics, Stats
 from kvflow.engines.vllm.options import Options, read_options
 from kvflow.engines.vllm.ranks import Place, Ranks, open_ranks
 from kvflow.engines.vllm.scheduler import ConnectorScheduler
+from kvflow.engines.vllm.waiting import sleep_between_steps
 from kvflow.engines.vllm.worker import ConnectorWorker
 
 __all__ = ["KvflowConnector"]
@@ -160,6 +161,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._ranks = open_ranks(self._options, place, caches.layout)
         self._worker = ConnectorWorker(caches, self._ranks, layerwise=self._options.layerwise, on_end=self._stats.note)
+        sleep_between_steps(lambda: self._worker.is_moving)
 
     @override
     def get_handshake_metadata(self) -> WorkerAddress | None:
