@@ -407,6 +407,13 @@ def test_latents_are_the_same_on_every_worker() -> None:
     assert layout.components[0].regions[0].heads == (0, 1)
 
 
+def test_backend_that_answers_wrongly_is_refused() -> None:
+    with pytest.raises(ConfigError, match="CPU_MLA"):
+        describe(
+            list(np.zeros((LAYERS, BLOCKS, 1, BLOCK, CONTENT), np.uint8)), group("MLAAttentionSpec"), backend="CPU_MLA"
+        )
+
+
 def test_tensor_of_another_shape_is_refused() -> None:
     with pytest.raises(ConfigError, match="blocks, heads, tokens and content"):
         describe([np.zeros((2, BLOCKS, BLOCK, HEADS, CONTENT), np.uint8)])

@@ -19,6 +19,11 @@ __all__ = ["Caches", "describe_caches"]
 OPAQUE: Final = frozenset({"CPU_ATTN"})
 """Attention backends that do not keep tokens apart within a block and head."""
 
+REFUSED: Final = {
+    "CPU_MLA": "vLLM 0.32 answers wrongly with it once the cache of a prompt was loaded, by any connector"
+}
+"""Attention backends that are not served, and why."""
+
 CELLS_APART: Final = "page head token dim"
 CELLS_TOGETHER: Final = "page head dim dim"
 
@@ -74,6 +79,8 @@ def describe_caches(  # noqa: PLR0913 - what vLLM knows, by keyword
         ConfigError: They are of a kind that kvflow does not move; says which.
         LayoutError: A tensor is not as vLLM describes it.
     """
+    if backend in REFUSED:
+        raise ConfigError("this attention backend is not served", backend=backend, reason=REFUSED[backend])
     if any(tensor.ndim != 4 for tensor in caches.values()):
         shapes = [list(tensor.shape) for tensor in caches.values()]
         raise ConfigError("caches must have blocks, heads, tokens and content", found=shapes)
