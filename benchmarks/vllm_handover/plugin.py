@@ -27,7 +27,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         trace: File of what has happened, one JSON object a line; nothing is noted without.
-        wrong_page: While this file exists, kvflow's senders send another page in place of a request's first.
+        wrong_page: While this file exists, kvflow's senders send another page in place of a request's first; of the
+            component alone that it names, if it names one.
         eases_nixl: NixlConnector gets the conditions that it needs on few CPUs: NIXL's progress thread naps 1 ms
             instead of spinning, and a worker does not move to the last CPU.
     """
@@ -73,7 +74,8 @@ def _send_wrong_pages(switch: Path) -> None:
         @functools.wraps(call)
         def changed(sender: BlockingSender, tokens: Any, pages: Mapping[str, Any], **options: Any) -> None:
             if switch.exists():
-                pages = {name: _with_a_wrong_one(table) for name, table in pages.items()}
+                only = switch.read_text()
+                pages = {it: _with_a_wrong_one(has) if only in ("", it) else has for it, has in pages.items()}
             call(sender, tokens, pages, **options)
 
         return changed

@@ -12,8 +12,9 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
+import torch
 
-from kvflow import ConfigError, Outcome, ticket_for_room
+from kvflow import ConfigError, Outcome, TokenPages, ticket_for_room
 from kvflow.blocking import BlockingReceiver, BlockingSender
 from kvflow.engines.vllm.bootstrap import serve_query
 from kvflow.engines.vllm.dialect import Reference, digest_of, reply, take_reference
@@ -68,6 +69,17 @@ class Pool:
             self.holders[block] -= 1
 
 
+def scheduled(computed: Mapping[str, tuple[int, int, Sequence[Any]]], preempted: Sequence[str] = ()) -> Any:
+    """Make what vLLM's scheduler says of a step; see `Server.step`."""
+    return SimpleNamespace(
+        preempted_req_ids=set(preempted),
+        scheduled_new_reqs=[SimpleNamespace(req_id=it, num_computed_tokens=has[0]) for it, has in computed.items()],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={it: has[1] for it, has in computed.items()},
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda it: computed[it][2]),
+    )
+
+
 class Server:
     """A scheduler and a worker, and the step of vLLM between them.
 
@@ -107,14 +119,7 @@ class Server:
             preempted: Requests whose blocks were taken.
         """
         computed = {it: (*has[:2], self._tables(has[2])) for it, has in (computed or {}).items()}
-        output = SimpleNamespace(
-            preempted_req_ids=set(preempted),
-            scheduled_new_reqs=[SimpleNamespace(req_id=it, num_computed_tokens=has[0]) for it, has in computed.items()],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-            num_scheduled_tokens={it: has[1] for it, has in computed.items()},
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda it: computed[it][2]),
-        )
-        orders: StepOrders = self.scheduler.step(output)
+        orders: StepOrders = self.scheduler.step(scheduled(computed, preempted))
         self.worker.preempt(orders)
         self.worker.begin(orders)
         for has in computed.values():
@@ -375,7 +380,7 @@ def test_other_prompt_is_computed_here(prompt: Sequence[int]) -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([group("MambaSpec")], "kind are not served"),
+        ([group("ChunkedLocalAttentionSpec")], "kind are not served"),
         ([group(num_head_slots=1)], "packed together"),
         ([group(tokens_per_state=4)], "compressed"),
         ([group(num_kv_heads=HEADS + 1)], "as many heads as the model"),
@@ -400,6 +405,13 @@ def test_latents_are_the_same_on_every_worker() -> None:
     tensors = list(np.zeros((LAYERS, BLOCKS, 1, BLOCK, CONTENT), np.uint8))
     layout = describe(tensors, group("MLAAttentionSpec"), backend="MLA").layout
     assert layout.components[0].regions[0].heads == (0, 1)
+
+
+def test_backend_that_answers_wrongly_is_refused() -> None:
+    with pytest.raises(ConfigError, match="CPU_MLA"):
+        describe(
+            list(np.zeros((LAYERS, BLOCKS, 1, BLOCK, CONTENT), np.uint8)), group("MLAAttentionSpec"), backend="CPU_MLA"
+        )
 
 
 def test_tensor_of_another_shape_is_refused() -> None:
@@ -511,3 +523,89 @@ def test_worker_answers_for_those_after_it() -> None:
         tickets = [ranks.ticket or {} for ranks in found]
         assert [ticket["engine_rank"] for ticket in tickets] == [0, 1]
         assert tickets[0]["address"] == tickets[1]["address"] == shared[0]
+
+
+def mamba(**values: object) -> Any:
+    """Layers 1 and 2: 3 inputs of 8 + 2 + 2 channels, and 4 heads of 2 x 3."""
+    spec = {
+        "mamba_type": SimpleNamespace(name="MAMBA2"),
+        "mamba_cache_mode": "none",
+        "num_speculative_blocks": 0,
+        "tp_replicated": False,
+        "shapes": ((3, 12), (4, 2, 3)),
+        "dtypes": (torch.float32, torch.float32),
+        **values,
+    }
+    return group("MambaSpec", [1, 2], **spec)
+
+
+@pytest.mark.parametrize("channels_first", [False, True])
+def test_parts_of_a_convolution_are_shared_one_by_one(*, channels_first: bool) -> None:
+    """The second of two workers has the second half of the channels of each kind, and of the heads."""
+    shapes = ((12, 3) if channels_first else (3, 12), (4, 2, 3))
+    groups = describe_groups([group(layers=[0]), mamba(shapes=shapes)], channels_first=channels_first)
+    caches = {"layer0": torch.zeros(BLOCKS, HEADS, BLOCK, CONTENT, dtype=torch.uint8)}
+    pages = torch.arange(BLOCKS * 60, dtype=torch.float32).view(BLOCKS, 60)
+    for name in ("layer1", "layer2"):
+        caches[name] = pages.view(torch.uint8).view(BLOCKS, 1, 1, 240)
+    described = describe_caches(
+        caches,
+        groups,
+        backend="CPU_ATTN",
+        layers={name: int(name[-1]) for name in caches},
+        total_kv_heads=2 * HEADS,
+        tp_size=2,
+        tp_rank=1,
+        fingerprint="model",
+    )
+    state = described.layout.components[1]
+    assert (state.kind, state.tokens_per_slot) == ("slot", 3)
+    regions = [region for region in state.regions if region.layer == 2]
+    assert {region.tensor: region.heads for region in regions} == {
+        "conv.0": (8, 16),
+        "conv.1": (2, 4),
+        "conv.2": (2, 4),
+        "state": (4, 8),
+    }
+    offsets = {region.tensor: (region.address - pages.data_ptr()) // 4 for region in regions}
+    per_channel = 3 if channels_first else 1
+    assert offsets == {"conv.0": 0, "conv.1": 8 * per_channel, "conv.2": 10 * per_channel, "state": 36}
+    table = described.pages([None, GroupBlocks(0, [7])], PROMPT)
+    assert table == {"kv0": None, "kv1": TokenPages((0, 3), [7])}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mamba_type": SimpleNamespace(name="SHORT_CONV")}, "of this kind"),
+        ({"mamba_cache_mode": "align"}, "--no-enable-prefix-caching"),
+        ({"num_speculative_blocks": 1}, "like these"),
+        ({"shapes": ((3, 8), (4, 2, 3))}, "too few channels"),
+    ],
+)
+def test_other_states_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        describe_groups([mamba(**values)])
+
+
+@pytest.mark.parametrize("num_tokens", [1, PROMPT])
+def test_state_is_sent_as_it_is_before_the_last_token(num_tokens: int, pair: tuple[Server, Server]) -> None:
+    """Decode computes the last token again, which would otherwise go into the state twice."""
+    prompt = list(range(num_tokens))
+    scheduler = ConnectorScheduler(describe_groups([group(layers=[0]), mamba()]), is_prefill=True, is_decode=False)
+    ticket, pool = pair[0].ranks.ticket, Pool()
+    assert ticket is not None
+    scheduler.know_worker(ticket)
+    scheduler.know_pool(pool)
+    request = asked("p", {"do_remote_decode": True}, num_tokens)
+    request._all_token_ids, request.num_prompt_tokens = list(prompt), num_tokens
+    scheduler.add(request)
+    computed = max(num_tokens - 1, 1)
+    assert request.num_prompt_tokens == len(request.prompt_token_ids) == len(request._all_token_ids) == computed
+    orders = scheduler.step(scheduled({"p": (0, computed, [PREFILL, [9]])}))
+    assert orders.chunks["p"].is_last
+    assert orders.chunks["p"].blocks[1] == GroupBlocks(0, [9])
+    assert pool.holders[9] == 1
+    _, params = scheduler.finished(request, is_complete=True)
+    assert params is not None
+    assert params["kvflow_prompt"] == digest_of(prompt)

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
@@ -27,6 +28,7 @@ from kvflow.engines.vllm.metrics import Metrics, Stats
 from kvflow.engines.vllm.options import Options, read_options
 from kvflow.engines.vllm.ranks import Place, Ranks, open_ranks
 from kvflow.engines.vllm.scheduler import ConnectorScheduler
+from kvflow.engines.vllm.waiting import sleep_between_steps
 from kvflow.engines.vllm.worker import ConnectorWorker
 
 __all__ = ["KvflowConnector"]
@@ -58,7 +60,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         _refuse_unserved(vllm_config.parallel_config)
         self._options = read_options(transfer.kv_connector_extra_config)
-        self._groups = describe_groups(kv_cache_config.kv_cache_groups)
+        self._groups = describe_groups(kv_cache_config.kv_cache_groups, channels_first=is_conv_state_dim_first())
         self._stats = Stats()
         self._ranks: Ranks | None = None
         self._worker: Any = None
@@ -160,6 +162,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._ranks = open_ranks(self._options, place, caches.layout)
         self._worker = ConnectorWorker(caches, self._ranks, layerwise=self._options.layerwise, on_end=self._stats.note)
+        sleep_between_steps(lambda: self._worker.is_moving)
 
     @override
     def get_handshake_metadata(self) -> WorkerAddress | None:
@@ -253,9 +256,10 @@ def _share(value: str | None) -> str:
 def _attention_backend(config: Any) -> str:
     from vllm.config import get_layers_from_vllm_config  # noqa: PLC0415 - in a worker, once the model is loaded
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: PLC0415
+    from vllm.model_executor.layers.mamba.abstract import MambaBase  # noqa: PLC0415
 
     layers = get_layers_from_vllm_config(config, AttentionLayerBase)
-    names = {layer.get_attn_backend().get_name() for layer in layers.values()}
+    names = {layer.get_attn_backend().get_name() for layer in layers.values() if not isinstance(layer, MambaBase)}
     if len(names) != 1:
         raise ConfigError("models with several attention backends are not served", found=sorted(names))
     return str(names.pop())

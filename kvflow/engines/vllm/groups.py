@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from kvflow import ConfigError
 from kvflow.engines.vllm.metadata import GroupBlocks
+from kvflow.engines.vllm.states import RecurrentState, describe_state
 
 __all__ = ["Group", "describe_groups"]
 
@@ -24,6 +25,7 @@ class Group:
         is_latent: A token has one vector, which all heads share.
         window: How many tokens one sees, itself among them; None if it sees all before it. vLLM gives blocks back that
             no token sees any more, and has block 0 in their place.
+        state: What recurrent layers keep; None for attention. A request has one block of it, for all of its tokens.
     """
 
     component: str
@@ -32,6 +34,12 @@ class Group:
     heads: int
     is_latent: bool = False
     window: int | None = None
+    state: RecurrentState | None = None
+
+    @property
+    def keeps_all(self) -> bool:
+        """Nothing of a token is overwritten or given back before its request ends."""
+        return self.window is None and self.state is None
 
     def first_seen(self, token: int) -> int:
         """Give the first token that another one sees."""
@@ -39,22 +47,32 @@ class Group:
 
     def blocks_of(self, table: Sequence[int], start: int, stop: int) -> GroupBlocks:
         """Give the blocks that tokens touch."""
+        if self.state is not None:
+            return GroupBlocks(0, list(table[:1]))
         return GroupBlocks(start, list(table[start // self.block_size : -(-stop // self.block_size)]))
 
 
-def describe_groups(groups: Sequence[Any]) -> tuple[Group, ...]:
+def describe_groups(groups: Sequence[Any], *, channels_first: bool = False) -> tuple[Group, ...]:
     """Describe vLLM's `KVCacheGroupSpec`s.
+
+    Args:
+        groups: Of its caches.
+        channels_first: Its layout of convolution states is "DS".
 
     Raises:
         ConfigError: One is of a kind that kvflow does not move; says which.
     """
     names = ["kv"] if len(groups) == 1 else [f"kv{number}" for number in range(len(groups))]
-    return tuple(_describe(name, group) for name, group in zip(names, groups, strict=True))
+    return tuple(_describe(name, group, channels_first) for name, group in zip(names, groups, strict=True))
 
 
-def _describe(component: str, group: Any) -> Group:
+def _describe(component: str, group: Any, channels_first: bool) -> Group:
     spec = group.kv_cache_spec
     kind = type(spec).__name__
+    layers = tuple(group.layer_names)
+    if kind == "MambaSpec":
+        state = describe_state(spec, channels_first=channels_first)
+        return Group(component, layers, spec.block_size, heads=1, state=state)
     if kind not in SERVED:
         raise ConfigError("caches of this kind are not served", found=kind)
     if not getattr(group, "enable_kv_transfer", True):
@@ -66,6 +84,4 @@ def _describe(component: str, group: Any) -> Group:
         raise ConfigError("compressed tokens are not served", tokens_per_state=str(spec.tokens_per_state))
     is_latent = kind.startswith("MLA")
     window = spec.sliding_window if kind == "SlidingWindowSpec" else None
-    return Group(
-        component, tuple(group.layer_names), spec.block_size, 1 if is_latent else spec.num_kv_heads, is_latent, window
-    )
+    return Group(component, layers, spec.block_size, 1 if is_latent else spec.num_kv_heads, is_latent, window)

@@ -19,6 +19,11 @@ __all__ = ["Caches", "describe_caches"]
 OPAQUE: Final = frozenset({"CPU_ATTN"})
 """Attention backends that do not keep tokens apart within a block and head."""
 
+REFUSED: Final = {
+    "CPU_MLA": "vLLM 0.32 answers wrongly with it once the cache of a prompt was loaded, by any connector"
+}
+"""Attention backends that are not served, and why."""
+
 CELLS_APART: Final = "page head token dim"
 CELLS_TOGETHER: Final = "page head dim dim"
 
@@ -35,13 +40,15 @@ class Caches:
     def __init__(self, layout: KVLayout, groups: Sequence[Group], layers: Mapping[str, int]) -> None:
         self.layout = layout
         self.layers = layers
-        self._components = [group.component for group in groups]
+        self._groups = groups
 
     def pages(self, blocks: Sequence[GroupBlocks | None], stop: int) -> dict[str, TokenPages | None]:
         """Give the page tables of tokens up to one."""
         return {
-            component: None if given is None else TokenPages((given.start, stop), given.blocks)
-            for component, given in zip(self._components, blocks, strict=True)
+            group.component: None
+            if given is None
+            else TokenPages((given.start, stop if group.state is None else group.state.rows), given.blocks)
+            for group, given in zip(self._groups, blocks, strict=True)
         }
 
 
@@ -72,6 +79,8 @@ def describe_caches(  # noqa: PLR0913 - what vLLM knows, by keyword
         ConfigError: They are of a kind that kvflow does not move; says which.
         LayoutError: A tensor is not as vLLM describes it.
     """
+    if backend in REFUSED:
+        raise ConfigError("this attention backend is not served", backend=backend, reason=REFUSED[backend])
     if any(tensor.ndim != 4 for tensor in caches.values()):
         shapes = [list(tensor.shape) for tensor in caches.values()]
         raise ConfigError("caches must have blocks, heads, tokens and content", found=shapes)
@@ -79,9 +88,14 @@ def describe_caches(  # noqa: PLR0913 - what vLLM knows, by keyword
     heads = head_range(total_kv_heads, tp_size, tp_rank)
     components = []
     for group in groups:
+        names = [name for name in ordered if name in group.layers]
+        tensors, numbers = [caches[name] for name in names], [layers[name] for name in names]
+        if group.state is not None:
+            regions = group.state.regions(tensors, numbers, tp_rank=tp_rank)
+            components.append(Component(group.component, regions, kind="slot"))
+            continue
         if not group.is_latent and group.heads != heads[1] - heads[0]:
             raise ConfigError("layers must have as many heads as the model", found=group.heads, expected=heads)
-        names = [name for name in ordered if name in group.layers]
         is_opaque = backend in OPAQUE
         axes = Axes(
             CELLS_TOGETHER if is_opaque else CELLS_APART,
@@ -89,9 +103,6 @@ def describe_caches(  # noqa: PLR0913 - what vLLM knows, by keyword
             group.block_size,
             group.block_size if is_opaque else 1,
         )
-        regions = regions_from_tensors(
-            "kv", [caches[name] for name in names], axes, layers=[layers[name] for name in names]
-        )
-        components.append(Component(group.component, regions))
+        components.append(Component(group.component, regions_from_tensors("kv", tensors, axes, layers=numbers)))
     layout = layout_from_components(components, fingerprint, tensors=caches.values())
     return Caches(layout, groups, ordered)

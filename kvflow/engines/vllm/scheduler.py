@@ -30,17 +30,19 @@ class _Sending:
     Attributes:
         room: Where it is sent.
         prompt: Its tokens.
+        stop: How many of them are computed here.
         sent: Tokens that the workers were told to send.
     """
 
     room: str
     prompt: Sequence[int]
+    stop: int
     sent: int = 0
 
     @property
     def is_sent(self) -> bool:
         """Nothing is left to send."""
-        return self.sent == len(self.prompt)
+        return self.sent == self.stop
 
 
 class ConnectorScheduler:
@@ -79,10 +81,21 @@ class ConnectorScheduler:
         prompt = request.prompt_token_ids or ()
         if self._is_prefill and is_for_decode(params):
             room = room_of(params, request_id)
-            self._sending[request_id] = _Sending(room, prompt)
+            prompt = tuple(prompt)
+            self._leave_last_token(request)
+            self._sending[request_id] = _Sending(room, prompt, len(request.prompt_token_ids or ()))
             self._orders.opened[request_id] = room
         elif self._is_decode:
             self._announce(request_id, params, prompt)
+
+    def _leave_last_token(self, request: Any) -> None:
+        """Compute all but the last token of a prompt: decode computes that one again, and needs the state before it."""
+        has_state = any(group.state is not None for group in self._groups)
+        if has_state and len(request.prompt_token_ids or ()) > 1:
+            del request.prompt_token_ids[-1:]
+            del request._all_token_ids[-1:]
+            request.num_prompt_tokens -= 1
+            request.max_tokens = 1
 
     def _announce(self, request_id: str, params: Mapping[str, Any] | None, prompt: Sequence[int]) -> None:
         """Tell prefill that its request will be taken over; one that cannot be is computed here."""
@@ -144,7 +157,7 @@ class ConnectorScheduler:
             sending = self._sending.get(request_id)
             if sending is None or sending.is_sent:
                 continue
-            start, stop = sending.sent, min(computed[request_id] + count, len(sending.prompt))
+            start, stop = sending.sent, min(computed[request_id] + count, sending.stop)
             if stop > start:
                 blocks = output.kv_connector_block_state.get_block_ids(request_id)
                 sending.sent = stop
@@ -156,11 +169,11 @@ class ConnectorScheduler:
     def _offered(
         self, tables: Sequence[Sequence[int]], start: int, stop: int, sending: _Sending
     ) -> list[GroupBlocks | None]:
-        """Give the blocks of a chunk; a window only has those that are left when the last token is computed."""
-        last = len(sending.prompt) - 1
+        """Give the blocks of a chunk; of windows and states only what is left when the last token is computed."""
+        last = sending.stop - 1
         return [
             group.blocks_of(table, start, stop)
-            if group.window is None
+            if group.keeps_all
             else group.blocks_of(table, group.first_seen(last), stop)
             if sending.is_sent
             else None
@@ -169,15 +182,15 @@ class ConnectorScheduler:
 
     def _keep(self, request_id: str, order: ChunkOrder) -> None:
         """Keep the blocks of windows: at the end vLLM frees those that a token behind the last one would not see."""
-        windows = [
+        blocks = [
             block
             for group, given in zip(self._groups, order.blocks, strict=True)
-            if group.window is not None and given is not None
+            if not group.keeps_all and given is not None
             for block in given.blocks
         ]
-        if windows:
-            self._kept[request_id] = windows
-            self._pool.touch(self._of_pool(windows))
+        if blocks:
+            self._kept[request_id] = blocks
+            self._pool.touch(self._of_pool(blocks))
 
     def _let_go(self, request_id: str) -> None:
         self._pool.free_blocks(self._of_pool(self._kept.pop(request_id, [])))

@@ -139,6 +139,11 @@ class ConnectorWorker:
         self._gates: list[dict[str, Gate]] = []
         self._results, self._report = Results(), WorkerReport()
 
+    @property
+    def is_moving(self) -> bool:
+        """There are requests that move, or blocks that are not safe."""
+        return bool(self._moves)
+
     def close(self) -> None:
         """Close the ranks."""
         self._open_gates(None)

@@ -1,12 +1,23 @@
-"""A small model whose layers have caches of several kinds."""
+"""Small models whose layers have caches of several kinds."""
 
 from pathlib import Path
 from typing import Final
 
 import torch
-from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import (
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
-__all__ = ["WINDOW", "make_windowed_model"]
+from benchmarks.vllm_handover.client import prompt_of
+from kvflow.cli.demo.models import prepare_smollm2
+
+__all__ = ["WINDOW", "make_gated_delta_model", "make_mamba_model", "make_windowed_model", "prompt_of_tokens"]
 
 WINDOW: Final = 100
 
@@ -41,3 +52,72 @@ def make_windowed_model(place: Path, tokenizer: Path) -> Path:
     Gemma3ForCausalLM(config).save_pretrained(place)
     words.save_pretrained(place)
     return place
+
+
+def make_mamba_model(place: Path, tokenizer: Path) -> Path:
+    """Make a model with random weights in which Mamba-2 and attention take turns."""
+    torch.manual_seed(0)
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    config = GraniteMoeHybridConfig(
+        vocab_size=len(words),
+        hidden_size=128,
+        intermediate_size=128,
+        shared_intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["mamba", "attention"] * 2,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        mamba_expand=2,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        max_position_embeddings=2048,
+        initializer_range=0.3,
+        bos_token_id=words.bos_token_id,
+        eos_token_id=words.eos_token_id,
+        pad_token_id=0,
+    )
+    GraniteMoeHybridForCausalLM(config).save_pretrained(place)
+    words.save_pretrained(place)
+    return place
+
+
+def make_gated_delta_model(place: Path, tokenizer: Path) -> Path:
+    """Make a model with random weights in which gated delta nets and attention take turns; in bf16, as vLLM asks."""
+    torch.manual_seed(0)
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    config = Qwen3NextConfig(
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        max_position_embeddings=2048,
+        initializer_range=0.1,
+        bos_token_id=words.bos_token_id,
+        eos_token_id=words.eos_token_id,
+    )
+    Qwen3NextForCausalLM(config).to(torch.bfloat16).save_pretrained(place)
+    words.save_pretrained(place)
+    return place
+
+
+def prompt_of_tokens(count: int) -> str:
+    """Give a prompt of so many tokens."""
+    words = AutoTokenizer.from_pretrained(prepare_smollm2())
+    prompts = (prompt_of(seed, count - fewer) for seed in range(50) for fewer in range(count // 10))
+    return next(prompt for prompt in prompts if len(words(prompt)["input_ids"]) == count)

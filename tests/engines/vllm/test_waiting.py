@@ -1,0 +1,63 @@
+"""A worker of vLLM that waits for its next step, on vLLM's own queue."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
+
+from kvflow.engines.vllm.waiting import sleep_between_steps
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MessageQueue, MessageQueue]]:
+    """Both ends of a queue."""
+    monkeypatch.setattr(SpinCondition, "wait", SpinCondition.wait)  # to be as it was afterwards
+    writer = MessageQueue(1, 1)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    with ThreadPoolExecutor() as executor:
+        ready = executor.submit(writer.wait_until_ready)
+        reader.wait_until_ready()
+        ready.result()
+    yield writer, reader
+    reader.shutdown()
+    writer.shutdown()
+
+
+@pytest.mark.parametrize("is_moving", [False, True])
+def test_it_sleeps_only_while_requests_move(
+    *, is_moving: bool, steps: tuple[MessageQueue, MessageQueue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = steps
+    turns: list[None] = []
+    monkeypatch.setattr(shm_broadcast, "sched_yield", lambda: turns.append(None))
+    asked: list[None] = []
+
+    def asks() -> bool:
+        asked.append(None)
+        return is_moving
+
+    sleep_between_steps(asks)
+    with ThreadPoolExecutor() as executor:
+        step = executor.submit(reader.dequeue, timeout=30)
+        while len(asked) < 3 and not step.done():
+            pass
+        writer.enqueue("a step")
+        assert step.result() == "a step"
+    assert bool(turns) is not is_moving
+
+
+def test_it_hears_the_next_step_once_nothing_moves(steps: tuple[MessageQueue, MessageQueue]) -> None:
+    writer, reader = steps
+    answers = iter([True, True, False])
+    sleep_between_steps(lambda: next(answers, False))
+    with ThreadPoolExecutor() as executor:
+        step = executor.submit(reader.dequeue, timeout=30)
+        writer.enqueue("a step")
+        assert step.result() == "a step"
