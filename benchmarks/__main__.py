@@ -9,6 +9,7 @@ from kvflow.cli.main import run_quietly
 NAMES: Final = {
     "embedded": "handovers between engines, and what calls cost their scheduler",
     "vllm_handover": "vLLM servers with kvflow's connector and with vLLM's own: handovers, first tokens, equal texts",
+    "sglang_transfer": "kvflow behind SGLang's interfaces, and SGLang's own NIXL backend: requests, CPU, calls",
     "hetero": "sides that keep the cache differently: direct, packed, and what is chosen",
     "scale": "cost and memory of a transfer among many, and with many peers",
     "keys": "small requests and connections with keys and without",

@@ -20,7 +20,7 @@ from kvflow.cli.bench.sides import open_sides
 from kvflow.cli.options import add_backend_option, cases_of, check_backend, check_positive, names
 from kvflow.cli.processes import ChildProcess
 
-__all__ = ["add_arguments", "prepare"]
+__all__ = ["Player", "add_arguments", "installed", "open_player", "prepare", "times"]
 
 WARM_UP: Final = 8
 ANSWER_S: Final = 180.0
@@ -71,12 +71,12 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         ways += ["bare"] if backend in BARE_BACKENDS else []
         ways += ["sglang"] if arguments.sglang is not None else []
     if "sglang" in ways:
-        common = msgspec.structs.replace(common, sglang=_installed(arguments.sglang, backend))
+        common = msgspec.structs.replace(common, sglang=installed(arguments.sglang, backend))
     plan = Plan(common, ways, engines, arguments.requests, arguments.rounds, arguments.gap)
     return lambda: print_rows(plan.measure, is_json=arguments.json)
 
 
-def _installed(directory: Path, backend: str) -> str:
+def installed(directory: Path, backend: str = "nixl") -> str:
     """Make sure that SGLang can be compared with.
 
     Raises:
@@ -112,7 +112,7 @@ class Plan(msgspec.Struct, frozen=True):
         """Measure each engine with the same processes; errors as in `open_sides`."""
         rows: list[Row] = []
         async with AsyncExitStack() as stack:
-            players = {way: await stack.enter_async_context(_open(self.options, way)) for way in self.ways}
+            players = {way: await stack.enter_async_context(open_player(self.options, way)) for way in self.ways}
             for engine in self.engines:
                 for row in await self._rows(engine, players):
                     rows.append(row)
@@ -167,6 +167,14 @@ class Player:
                 await side.tell("play", load=msgspec.to_builtins(load))
             return await prefill.expect("played", load.first_room), await decode.expect("played", load.first_room)
 
+    async def rest(self, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Do nothing for a while; gives what prefill and decode used meanwhile."""
+        prefill, decode = self._sides
+        with self.awake():
+            for side in (decode, prefill):
+                await side.tell("rest", seconds=seconds)
+            return await prefill.expect("rested"), await decode.expect("rested")
+
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Let its processes run."""
@@ -184,7 +192,8 @@ class Player:
 
 
 @asynccontextmanager
-async def _open(options: EmbeddedOptions, way: Way) -> AsyncIterator[Player]:
+async def open_player(options: EmbeddedOptions, way: Way) -> AsyncIterator[Player]:
+    """Start both processes of a way, and end them."""
     options = msgspec.structs.replace(options, way=way, port=_free_port())
     async with open_sides(options, MODULE, ANSWER_S) as sides:
         if way != "kvflow":
@@ -208,14 +217,15 @@ def _free_port() -> int:
 
 
 def _handover_rows(plan: Plan, engine: str, played: dict[Way, list[Played]]) -> Iterator[Row]:
-    seen = {way: [_times(sent["began_ns"], got["ended_ns"]) for sent, got in rounds] for way, rounds in played.items()}
+    seen = {way: [times(sent["began_ns"], got["ended_ns"]) for sent, got in rounds] for way, rounds in played.items()}
     yield _row(plan.measured(plan.cold(engine), "from finish() to the decode engine's thread seeing it", "ms"), seen)
-    free = {way: [_times(sent["began_ns"], sent["freed_ns"]) for sent, _ in rounds] for way, rounds in played.items()}
+    free = {way: [times(sent["began_ns"], sent["freed_ns"]) for sent, _ in rounds] for way, rounds in played.items()}
     quantity = "from finish() to the prefill engine's thread seeing its pages free"
     yield _row(plan.measured(plan.cold(engine), quantity, "ms"), free)
 
 
-def _times(began_ns: list[int], ended_ns: list[int]) -> list[float]:
+def times(began_ns: list[int], ended_ns: list[int]) -> list[float]:
+    """Give the milliseconds from one event to another, of each request."""
     return [(stop - start) / 1e6 for start, stop in zip(began_ns, ended_ns, strict=True)]
 
 

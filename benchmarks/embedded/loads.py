@@ -7,7 +7,7 @@ import msgspec
 
 from kvflow.cli.bench.sides import SideOptions
 
-__all__ = ["ENGINES", "LANES", "WAYS", "EmbeddedOptions", "Load", "Way"]
+__all__ = ["ENGINES", "LANES", "EmbeddedOptions", "Load", "Way"]
 
 ENGINES: Final = {
     "sleeps": "the other thread sleeps",
@@ -17,10 +17,8 @@ ENGINES: Final = {
 
 LANES: Final = 16
 
-Way = Literal["kvflow", "bare", "sglang"]
-"""Who moves the bytes."""
-
-WAYS: Final[tuple[Way, ...]] = ("kvflow", "bare", "sglang")
+Way = Literal["kvflow", "bare", "sglang", "adapter"]
+"""Who moves the bytes; `adapter` is kvflow behind SGLang's interfaces, `sglang` its own NIXL backend."""
 
 
 class EmbeddedOptions(SideOptions, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""SGLang's own sender and receiver over NIXL, called as its schedulers call them."""
+"""Senders and receivers of SGLang, its own over NIXL or kvflow's, called as its schedulers call them."""
 
 import importlib
 import logging
@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -50,7 +51,6 @@ def open_manager(options: EmbeddedOptions, pool: PagePool) -> Manager:
     install(Path(options.sglang))
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)
-    conn = importlib.import_module("sglang.srt.disaggregation.nixl.conn")
     utils = importlib.import_module("sglang.srt.disaggregation.utils")
     base = importlib.import_module("sglang.srt.disaggregation.base.conn")
     context = importlib.import_module("sglang.srt.runtime_context")
@@ -61,18 +61,38 @@ def open_manager(options: EmbeddedOptions, pool: PagePool) -> Manager:
         .override_server_args(host=HOST, disaggregation_bootstrap_port=options.port, **settings)
         .install()
     )
-    ranks = dict.fromkeys(("attn_dcp_rank", "attn_tp_rank", "attn_dp_rank", "attn_cp_rank", "tp_rank", "pp_rank"), 0)
-    context.get_parallel().override_permanently(**ranks, pp_group=None)
+    names = ("attn_dcp_rank", "attn_tp_rank", "attn_dp_rank", "attn_cp_rank", "tp_rank", "pp_rank")
+    sizes = dict.fromkeys(("tp_size", "moe_tp_size", "attn_tp_size", "pp_size"), 1)
+    context.get_parallel().override_permanently(**dict.fromkeys(names, 0), **sizes, pp_group=None)
     metadata = utils.MetadataBuffers(
         LANES, hidden_size=4096, hidden_states_dtype=torch.bfloat16, max_sampling_mask_tokens=0
     )
+    classes = _classes(options, utils, pool)
     if is_prefill:
-        conn.NixlKVBootstrapServer(HOST, options.port)
+        classes(utils.KVClassType.BOOTSTRAP_SERVER)(HOST, options.port)
         time.sleep(BOOTSTRAP_S)
     mode = utils.DisaggregationMode.PREFILL if is_prefill else utils.DisaggregationMode.DECODE
-    native = conn.NixlKVManager(_arguments(base.KVArgs(), pool, metadata), mode, arguments, False)
-    make = conn.NixlKVSender if is_prefill else conn.NixlKVReceiver
+    native = classes(utils.KVClassType.MANAGER)(_arguments(base.KVArgs(), pool, metadata), mode, arguments, False)
+    make = classes(utils.KVClassType.SENDER if is_prefill else utils.KVClassType.RECEIVER)
     return Manager(native, metadata, f"{HOST}:{options.port}", base.KVPoll, make)
+
+
+def _classes(options: EmbeddedOptions, utils: Any, pool: PagePool) -> Callable[[Any], Any]:
+    """Give what finds the classes of a backend."""
+    if options.way == "sglang":
+        return lambda kind: utils.get_kv_class(utils.TransferBackend.NIXL, kind)
+    plugin = importlib.import_module("kvflow.engines.sglang.plugin")
+    manager = importlib.import_module("kvflow.engines.sglang.manager")
+    plugin.activate()
+    config = SimpleNamespace(
+        get_total_num_kv_heads=lambda: pool.shape.num_heads,
+        num_hidden_layers=pool.shape.layers,
+        hidden_size=4096,
+        hf_config=SimpleNamespace(architectures=["Benchmark"]),
+    )
+    vars(manager)["process_model_config"] = lambda: config  # SGLang reads a model's directory
+    backend = utils.TransferBackend(plugin.NAME)
+    return lambda kind: plugin._kv_class(utils.get_kv_class, backend, kind)
 
 
 def _arguments(found: Any, pool: PagePool, metadata: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,13 +45,19 @@ class Side:
         (self.pool.fill if self.is_prefill else self.pool.wipe)()
 
     def play(self, end: Any, timeline: Timeline | None = None) -> None:
-        """Play loads as told, until told to leave."""
+        """Play loads, or rest, as told, until told to leave."""
         self.line.report("ready")
         play = play_prefill if self.is_prefill else play_decode
         while (order := self.line.receive())["do"] != "leave":
+            began_s, used_s = time.monotonic(), time.process_time()
+            if order["do"] == "rest":
+                time.sleep(order["seconds"])
+                self.line.report("rested", cpu_s=time.process_time() - used_s, wall_s=time.monotonic() - began_s)
+                continue
             load = msgspec.convert(order["load"], Load)
             with other_work(load.engine) as steps:
                 played = play(end, load)
+            played |= {"cpu_s": time.process_time() - used_s, "wall_s": time.monotonic() - began_s}
             marks = timeline.take() if timeline is not None else []
             self.line.report("played", room=load.first_room, steps=steps[0], marks=marks, **played)
 
@@ -72,7 +79,7 @@ class Side:
         endpoint.close()
 
     def serve_sglang(self) -> None:
-        """Play with SGLang."""
+        """Play with SGLang's interfaces."""
         from benchmarks.embedded.sglang_ends import SglangDecode, SglangPrefill, open_manager  # noqa: PLC0415 - optional
 
         with _silence():
@@ -99,7 +106,8 @@ def _silence() -> Iterator[None]:
 def serve(options: EmbeddedOptions, line: Line) -> None:
     """Do as told until told to leave."""
     side = Side(options, line)
-    {"kvflow": side.serve_kvflow, "bare": side.serve_bare, "sglang": side.serve_sglang}[options.way]()
+    ways = {"kvflow": side.serve_kvflow, "bare": side.serve_bare}
+    ways.get(options.way, side.serve_sglang)()
 
 
 def main() -> int:

@@ -83,6 +83,7 @@ class KvflowKVSender(End, CommonKVSender):
     """One request on prefill."""
 
     transfer: BlockingSender | None = None
+    _is_offered = False
 
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
@@ -111,12 +112,18 @@ class KvflowKVSender(End, CommonKVSender):
     @override
     def poll(self) -> Any:
         self.kv_mgr.advance()
-        return super().poll()
+        return self._while_read(super().poll())
 
     @override
     def poll_pp_consensus(self) -> Any:
         self.kv_mgr.advance()
-        return super().poll_pp_consensus()
+        return self._while_read(super().poll_pp_consensus())
+
+    def _while_read(self, status: Any) -> Any:
+        """Hold a failure back while pages are read: SGLang frees them at once, and decode may succeed all the same."""
+        if status == KVPoll.Failed and self._is_offered and not self.is_safe:
+            return KVPoll.Transferring
+        return status
 
     def offer(self, first_page: int, kv_indices: Any, *, ready: Any) -> None:
         """Send pages that are not the last ones.
@@ -141,10 +148,17 @@ class KvflowKVSender(End, CommonKVSender):
         tokens = pools.tokens(self._prefix, first_page, len(kv_indices))
         pages = pools.pages(kv_indices) | pools.state_pages(tokens[1], states)
         if self.transfer is not None:
+            self._is_offered = True
             self.transfer.finish(tokens, pages, metadata=self.kv_mgr.metadata.read(metadata_row), ready=ready)
 
     @override
     def abort(self) -> None:
+        """Give the request up, unless all of it is on its way: then it ends by itself, and its pages stay until then.
+
+        Ranks would not end together otherwise, and the first failure has SGLang free the pages of all.
+        """
+        if self._is_offered:
+            return
         super().abort()
         self._give_up()
 

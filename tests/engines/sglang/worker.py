@@ -19,7 +19,7 @@ shim.install()
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
 from kvflow.engines.sglang import plugin  # noqa: E402
-from tests.engines.sglang import schedulers, sides  # noqa: E402
+from tests.engines.sglang import schedulers, sides, soak  # noqa: E402
 
 __all__: list[str] = []
 
@@ -67,6 +67,10 @@ class Worker:
     def transfer(self, **arguments: Any) -> Any:
         """Send or receive a request."""
         return self.side.transfer(**arguments)
+
+    def soak(self, **arguments: Any) -> Any:
+        """Send or receive many requests."""
+        return soak.soak(self.side, **arguments)
 
 
 def main() -> None:

@@ -1,0 +1,157 @@
+"""Many requests, some at once, a third of which one side or both give up at some moment.
+
+Every page has what its room says, and other content as soon as SGLang may use it for another request: prefill then
+overwrites what it sent, and decode marks what it received or gave up and looks for later writes.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from sglang.srt.disaggregation.base.conn import KVPoll
+
+from tests.engines.sglang.models import Held
+from tests.engines.sglang.sides import FIRST_TOKEN, Side
+
+__all__ = ["soak"]
+
+LANES: Final = 4
+PAGES_EACH: Final = 4
+MARK: Final = -1.0
+"""In pages that belong to nobody."""
+
+STUCK_S: Final = 30.0
+ABORTED: Final = 0.35
+LATEST: Final = 40
+"""Polls after which a request is given up at the latest."""
+
+
+class Chance(NamedTuple):
+    """What happens to a room; both sides draw the same.
+
+    Attributes:
+        asks_at: Poll in which decode asks for the pages.
+        aborts_at: Polls in which prefill and decode give up; None if they do not.
+    """
+
+    asks_at: int
+    aborts_at: dict[str, int | None]
+
+
+def draw(room: int) -> Chance:
+    random = np.random.default_rng(room)
+    who = random.choice(["", "prefill", "decode", "prefill decode"], p=[1 - ABORTED, 0.15, 0.15, ABORTED - 0.3])
+    at = {side: int(random.integers(LATEST)) for side in ("prefill", "decode")}
+    return Chance(int(random.integers(10)), {side: at[side] if side in who else None for side in at})
+
+
+class Request:
+    """One request of a side, on all of its ranks.
+
+    Args:
+        side: Its ranks.
+        room: Its room.
+        lane: Which pages are its own.
+    """
+
+    def __init__(self, side: Side, room: int, lane: int) -> None:
+        self.side, self.room, self.lane = side, room, lane
+        self.chance = draw(room)
+        pages = np.arange(PAGES_EACH, dtype=np.int32) + lane * PAGES_EACH + 1
+        self.held = Held(np.random.default_rng(room).permutation(pages), pages, 0)
+        self.polls, self.is_offered = 0, False
+        self.late = side.mode == "decode" and any((found != MARK).any() for _, found in self._cells())
+        if side.mode == "prefill":
+            self._fill()
+        self.ends = [side.end(number, room) for number in range(len(side.ranks))]
+        self.deadline = time.monotonic() + STUCK_S
+
+    def _cells(self) -> Iterator[tuple[int, Any]]:
+        """Give each of its pages in each tensor, and what is to be in there."""
+        size = self.side.model.page
+        for pool in self.side.pools:
+            for number, buffer in enumerate([*pool.k_buffer, *pool.v_buffer]):
+                for place, page in enumerate(self.held.pages.tolist()):
+                    yield (self.room + 3 * number + 7 * place) % 251, buffer[page * size : (page + 1) * size]
+
+    def _fill(self) -> None:
+        for value, cells in self._cells():
+            cells.fill_(value)
+
+    def _mark(self) -> None:
+        for _, cells in self._cells():
+            cells.fill_(MARK)
+
+    def step(self) -> str:
+        """Take a step of a scheduler; says how the request has ended, if it has."""
+        statuses = [end.poll() for end in self.ends]
+        if KVPoll.Failed in statuses or self.polls == self.chance.aborts_at[self.side.mode]:
+            for end in self.ends:
+                end.abort()
+            statuses = [end.poll() for end in self.ends]
+        elif not self.is_offered and self._is_time(statuses):
+            self.is_offered = True
+            self._offer()
+        self.polls += 1
+        if not all(status in (KVPoll.Failed, KVPoll.Success) for status in statuses) or not self._is_safe():
+            return "stuck" if time.monotonic() > self.deadline else ""
+        return self._end(has_succeeded=KVPoll.Failed not in statuses)
+
+    def _is_time(self, statuses: list[Any]) -> bool:
+        if self.side.mode == "prefill":
+            return min(statuses) >= KVPoll.WaitingForInput
+        return self.polls >= self.chance.asks_at
+
+    def _offer(self) -> None:
+        for number, end in enumerate(self.ends):
+            if self.side.mode == "prefill":
+                self.side.offer(number, end, self.held, 0, 2)
+            else:
+                end.send_metadata(self.held.pages, self.lane, None, decode_prefix_len=0)
+
+    def _is_safe(self) -> bool:
+        return self.side.mode == "prefill" or all(end.is_abort_release_safe() for end in self.ends)
+
+    def _end(self, *, has_succeeded: bool) -> str:
+        is_right = True
+        if has_succeeded and self.side.mode == "decode":
+            is_right = all(bool((cells == value).all()) for value, cells in self._cells())
+            row = self.side.metadata[0]
+            found = (int(row.bootstrap_room[self.lane, 0]), int(row.output_ids[self.lane, 0]))
+            is_right = is_right and found == (self.room, FIRST_TOKEN)
+        self._mark()
+        for end in self.ends:
+            end.clear()
+        if not is_right:
+            return "wrong"
+        return "received" if has_succeeded else "failed"
+
+
+def soak(side: Side, first_room: int, count: int) -> dict[str, int]:
+    """Send or receive rooms, and count how they end; then what this process has open."""
+    torch.set_num_threads(1)
+    if side.mode == "decode":
+        for number, manager in enumerate(side.managers):
+            assert manager.try_ensure_parallel_info(side.address), number
+        for pool in side.pools:
+            for buffer in [*pool.k_buffer, *pool.v_buffer]:
+                buffer.fill_(MARK)
+    found = dict.fromkeys(("received", "failed", "wrong", "late", "stuck"), 0)
+    rooms, lanes = deque(range(first_room, first_room + count)), dict[int, Request]()
+    while rooms or lanes:
+        for lane in range(LANES):
+            if lane not in lanes:
+                if not rooms:
+                    continue
+                lanes[lane] = Request(side, rooms.popleft(), lane)
+                found["late"] += lanes[lane].late
+            if how := lanes[lane].step():
+                found[how] += 1
+                del lanes[lane]
+        time.sleep(2e-4)
+    files, threads = (len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task"))
+    return found | {"files": files, "threads": threads}
