@@ -103,7 +103,7 @@ class Request:
 
     def _is_time(self, statuses: list[Any]) -> bool:
         if self.side.mode == "prefill":
-            return min(statuses) >= KVPoll.WaitingForInput
+            return bool(min(statuses) >= KVPoll.WaitingForInput)
         return self.polls >= self.chance.asks_at
 
     def _offer(self) -> None:
