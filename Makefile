@@ -3,7 +3,7 @@
 # make test-all   the slow tests too, each property with five times the examples, and test-pythons; within 25 minutes
 # make test-pythons   the tests that need neither torch nor a transport library, on each supported Python that is found
 # make test-sglang   the adapter of SGLang, driven by SGLang's own code; installs it into .cache; no GPU; five minutes
-# make test-vllm   real vLLM servers on this machine's CPUs, real routers; installs them into .cache, 4 GB; ten minutes
+# make test-vllm   real vLLM servers on this machine's CPUs, real routers; installs them into .cache, 4 GB; a quarter of an hour
 # make test-transformers   the adapter of transformers alone, which is part of make test
 # make fuzz    20,000 drawn pairs of layouts against the slow oracle, a million malformed messages to live ranks; half an hour
 # make docs    write the generated parts of docs/ anew

@@ -12,5 +12,27 @@ tools="cyclonedx-bom==7.5.0 pip-audit==2.10.1"
 mkdir -p "$target"
 "$cache/bin/cyclonedx-py" environment --pyproject pyproject.toml --output-file "$target/sbom.cdx.json" "$environment/bin/python"
 echo "SBOM: $target/sbom.cdx.json"
-# What a registry does not know, such as this package itself, is listed as skipped.
-"$cache/bin/pip-audit" --progress-spinner off --path "$environment"/lib/python3*/site-packages
+
+report="$target/vulnerabilities.json"
+rm -f "$report"
+found=0
+"$cache/bin/pip-audit" --progress-spinner off --format json --output "$report" \
+    --path "$environment"/lib/python3*/site-packages 2> "$target/pip-audit.log" || found=$?
+if [ ! -s "$report" ]; then
+    tail -n 1 "$target/pip-audit.log" >&2
+    echo "vulnerabilities: the registry could not be asked" >&2
+    exit 0
+fi
+"$cache/bin/python" - "$report" << 'END'
+import json
+import sys
+
+with open(sys.argv[1], encoding="utf-8") as file:
+    packages = json.load(file)["dependencies"]
+unknown = sum("skip_reason" in package for package in packages)
+print(f"vulnerabilities: {len(packages) - unknown} packages looked up, {unknown} unknown to the registry")
+for package in packages:
+    for known in package.get("vulns", ()):
+        print(f"  {package['name']} {package['version']}: {known['id']}, mended in {', '.join(known['fix_versions'])}")
+END
+exit $found
