@@ -27,7 +27,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         trace: File of what has happened, one JSON object a line; nothing is noted without.
-        wrong_page: While this file exists, kvflow's senders send another page in place of a request's first; of the
+        wrong_page: While this file exists, kvflow's senders send another page in place of a chunk's last; of the
             component alone that it names, if it names one.
         eases_nixl: NixlConnector gets the conditions that it needs on few CPUs: NIXL's progress thread naps 1 ms
             instead of spinning, and a worker does not move to the last CPU.
@@ -87,8 +87,8 @@ def _send_wrong_pages(switch: Path) -> None:
 def _with_a_wrong_one(table: Any) -> Any:
     if table is None:
         return None
-    first, *others = table.pages
-    return table._replace(pages=[max(0, first - 1), *others])
+    *others, last = table.pages  # what comes next depends on it most
+    return table._replace(pages=[*others, max(0, last - 1)])
 
 
 def _note_what_happens(path: Path) -> None:

@@ -6,6 +6,7 @@ milliseconds. Without work vLLM's worker sleeps on a socket instead, which wakes
 do so while requests move, too.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ def sleep_between_steps(is_moving: Callable[[], bool]) -> None:
     """
 
     def wait(self: Any, timeout_ms: int | None = None) -> None:
-        if not is_moving():
+        if not is_moving() or time.monotonic() > self.last_read + self.busy_loop_s:  # then it sleeps by itself
             _spin_or_sleep(self, timeout_ms)
             return
         spin_s, self.busy_loop_s = self.busy_loop_s, -1
