@@ -1,7 +1,7 @@
 """Small models whose layers have caches of several kinds."""
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from transformers import (
@@ -23,16 +23,17 @@ WINDOW: Final = 100
 
 
 def make_windowed_model(place: Path, tokenizer: Path) -> Path:
-    """Make a model with random weights: two layers in three see a window only, so vLLM has three groups of caches.
+    """Make a model of which two layers in three see a window only, so vLLM has three groups of caches.
 
     Args:
         place: Where to put it.
         tokenizer: Directory of the tokenizer to use.
     """
-    torch.manual_seed(0)
-    words = AutoTokenizer.from_pretrained(tokenizer)
-    config = Gemma3TextConfig(
-        vocab_size=len(words),
+    return _make(
+        place,
+        tokenizer,
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=6,
@@ -40,26 +41,21 @@ def make_windowed_model(place: Path, tokenizer: Path) -> Path:
         num_key_value_heads=2,
         head_dim=32,
         query_pre_attn_scalar=32,
-        max_position_embeddings=2048,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         initializer_range=0.3,  # so that what a token sees decides about the next one
         tie_word_embeddings=False,
-        bos_token_id=words.bos_token_id,
-        eos_token_id=words.eos_token_id,
         pad_token_id=0,
     )
-    Gemma3ForCausalLM(config).save_pretrained(place)
-    words.save_pretrained(place)
-    return place
 
 
 def make_mamba_model(place: Path, tokenizer: Path) -> Path:
-    """Make a model with random weights in which Mamba-2 and attention take turns."""
-    torch.manual_seed(0)
-    words = AutoTokenizer.from_pretrained(tokenizer)
-    config = GraniteMoeHybridConfig(
-        vocab_size=len(words),
+    """Make a model in which Mamba-2 and attention take turns; arguments as above."""
+    return _make(
+        place,
+        tokenizer,
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
         hidden_size=128,
         intermediate_size=128,
         shared_intermediate_size=128,
@@ -74,23 +70,19 @@ def make_mamba_model(place: Path, tokenizer: Path) -> Path:
         mamba_expand=2,
         num_local_experts=0,
         num_experts_per_tok=0,
-        max_position_embeddings=2048,
         initializer_range=0.3,
-        bos_token_id=words.bos_token_id,
-        eos_token_id=words.eos_token_id,
         pad_token_id=0,
     )
-    GraniteMoeHybridForCausalLM(config).save_pretrained(place)
-    words.save_pretrained(place)
-    return place
 
 
 def make_gated_delta_model(place: Path, tokenizer: Path) -> Path:
-    """Make a model with random weights in which gated delta nets and attention take turns; in bf16, as vLLM asks."""
-    torch.manual_seed(0)
-    words = AutoTokenizer.from_pretrained(tokenizer)
-    config = Qwen3NextConfig(
-        vocab_size=len(words),
+    """Make a model in which gated delta nets and attention take turns; in bf16, as vLLM asks."""
+    return _make(
+        place,
+        tokenizer,
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        dtype=torch.bfloat16,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=4,
@@ -106,12 +98,24 @@ def make_gated_delta_model(place: Path, tokenizer: Path) -> Path:
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
-        max_position_embeddings=2048,
         initializer_range=0.1,
+    )
+
+
+def _make(
+    place: Path, tokenizer: Path, model: Any, config: Any, *, dtype: torch.dtype = torch.float32, **sizes: Any
+) -> Path:
+    """Make a model with random weights, the same each time."""
+    torch.manual_seed(0)
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    described = config(
+        vocab_size=len(words),
+        max_position_embeddings=2048,
         bos_token_id=words.bos_token_id,
         eos_token_id=words.eos_token_id,
+        **sizes,
     )
-    Qwen3NextForCausalLM(config).to(torch.bfloat16).save_pretrained(place)
+    model(described).to(dtype).save_pretrained(place)
     words.save_pretrained(place)
     return place
 

@@ -77,7 +77,7 @@ async def test_texts_are_those_of_one_server(mixed: Deployment, client: aiohttp.
 
 @models("gated delta nets")
 async def test_states_in_half_precision(mixed: Deployment, client: aiohttp.ClientSession) -> None:
-    """VLLM's texts depend on how it cuts a prompt, in bf16; so take prompts that it cuts before the last token."""
+    """In bf16, texts depend on how vLLM cuts a prompt; so take prompts that it cuts before the last token."""
     await compare(mixed, client, [prompt_of_tokens(count * STEP + 1) for count in (1, 2, 3)])
 
 
@@ -88,7 +88,7 @@ async def test_decode_has_a_prefix(mixed: Deployment, client: aiohttp.ClientSess
 
 
 @models(*MODELS)
-@pytest.mark.parametrize("component", ["", "kv0"], ids=["of all groups", "of the first group"])
+@pytest.mark.parametrize("component", ["", "kv0"], ids=["all groups", "first group"])
 async def test_a_wrong_page_gives_another_text(
     mixed: Deployment, client: aiohttp.ClientSession, component: str
 ) -> None:
