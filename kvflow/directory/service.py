@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Final
 
+from msgspec import structs
+
 from kvflow.aio.alarm import Alarm
 from kvflow.directory.table import Answer, RegistryTable
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.observe.trace import AnomalyLog
-from kvflow.wire.codec import encode
+from kvflow.wire.codec import MAX_MESSAGE_BYTES, encode
 from kvflow.wire.messages import (
     AnyMessage,
     Lookup,
@@ -161,8 +163,12 @@ class DirectoryService:
     def _send(self, answer: Answer) -> bool:
         """Send an answer, and say whether its connection is there and takes it."""
         message: Message = answer.message
+        data = encode(message)
+        if isinstance(message, Records) and len(data) > MAX_MESSAGE_BYTES:
+            self._anomalies.count("answer_too_long", instance=str(message.instance), num_bytes=len(data))
+            data = encode(structs.replace(message, records=()))
         try:
-            self._send_bytes(answer.connection, encode(message))
+            self._send_bytes(answer.connection, data)
         except Unreachable as error:
             self._anomalies.count("answer_undeliverable", detail=str(error))
             return False

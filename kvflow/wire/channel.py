@@ -30,13 +30,11 @@ from kvflow.config import check_address, check_bind, join_address, split_address
 from kvflow.errors import ConfigError, Unreachable
 from kvflow.ports import OnKindRefused, OnRefused, ignore_kind_refused, ignore_refusal
 from kvflow.trust import ANY, PLAIN, PRINCIPAL_DIGITS, ClientKeys, Trust, short
-from kvflow.wire.codec import MAX_REQUEST_BYTES
 from kvflow.wire.curve import Doorman, be_client, be_server
-from kvflow.wire.floods import Floods
 from kvflow.wire.hosts import host_towards
+from kvflow.wire.intake import Intake
 from kvflow.wire.sockets import (
     LINGER_MS,
-    NOBLOCK,
     QUEUE_MESSAGES,
     RECONNECT_MAX_MS,
     Frames,
@@ -57,20 +55,15 @@ HANDSHAKE_FAILED_NO_DETAIL: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 HANDSHAKE_FAILED: Final = HANDSHAKE_FAILED_AUTH | HANDSHAKE_FAILED_PROTOCOL | HANDSHAKE_FAILED_NO_DETAIL
 DISCONNECTED: Final = int(zmq.EVENT_DISCONNECTED)
 ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
+CONNECTED: Final = int(zmq.EVENT_CONNECTED)
 LISTENER_EVENTS: Final = HANDSHAKE_FAILED_PROTOCOL | HANDSHAKE_FAILED_NO_DETAIL | ACCEPTED | DISCONNECTED
-CONNECTION_EVENTS: Final = HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED | DISCONNECTED
+CONNECTION_EVENTS: Final = CONNECTED | HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED | DISCONNECTED
 
 PEER_HUNG_UP: Final = (errno.EPIPE, errno.ECONNRESET)
 """Why a handshake has failed of which libzmq says no more: not for want of time."""
 
 TRIES_OF_A_KEY: Final = 2
 MAX_KEYS_SHOWN: Final = 4
-
-MAX_PARTS: Final = 2
-"""Parts of a message to a listener: the routing id, and the message."""
-
-PARTS_DROPPED_AT_ONCE: Final = 256
-"""Parts of a message with too many that are dropped before the event loop gets its turn."""
 
 
 class ZmqControl:
@@ -169,8 +162,7 @@ class ZmqListener:
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._doorman: Doorman | None = None
-        self._is_dropping = False
-        self._floods = Floods(port, 2 * MAX_REQUEST_BYTES, self._tell_of_cut)
+        self._port = port
         try:
             if not trust.is_plain:
                 self._doorman = Doorman(trust, partial(on_refused, "key_refused"))
@@ -195,7 +187,6 @@ class ZmqListener:
             stack.callback(self._socket.close, 0)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
             if self._doorman is not None:
                 be_server(self._socket, self._trust)
             self._events = Inbox(sockets.make_monitor(self._socket, LISTENER_EVENTS, context), self._take_event)
@@ -205,12 +196,13 @@ class ZmqListener:
             self._socket.bind(self._address)
             stack.pop_all()
         ports.add(self._fd)
-        self._is_dropping = False
+        is_encrypted = self._doorman is not None
+        self._intake = Intake(self._socket, self._port, self._tell_of_cut, is_encrypted=is_encrypted)
         self._inbox = Inbox(self._socket, lambda frames: self._on_message(frames[0], frames[1:]), receive=self._receive)
 
     def _close_socket(self) -> None:
         ports.remove(self._fd)  # which libzmq closes
-        self._floods.close()
+        self._intake.close()
         self._socket.monitor(None, 0)
         self._events.close(0)
         self._inbox.close()
@@ -265,45 +257,23 @@ class ZmqListener:
         Raises:
             zmq.Again: There is none.
         """
-        if self._is_dropping:
-            self._drop_parts()
-        frames = [self._socket.recv(NOBLOCK, copy=False)]
-        while frames[-1].more:
-            frames.append(self._socket.recv(NOBLOCK, copy=False))
-            if len(frames) > MAX_PARTS:
-                self._floods.cut(int(frames[0].get(zmq.SRCFD)))
-                self._is_dropping = frames[-1].more
-                break
-        if self._floods.has_suspects:
-            self._floods.heard(int(frames[0].get(zmq.SRCFD)))
+        frames = self._intake.receive()
         routing_id, *others = [frame.bytes for frame in frames]
         if self._doorman is not None:
             routing_id = self._trust.principal(str(frames[0].get("User-Id"))).encode() + routing_id
         return [routing_id, *others]
 
-    def _drop_parts(self) -> None:
-        """Drop some of the parts that are left of a message with too many.
-
-        Raises:
-            zmq.Again: There are more.
-        """
-        for _ in range(PARTS_DROPPED_AT_ONCE):
-            if not self._socket.recv(NOBLOCK, copy=False).more:
-                self._is_dropping = False
-                return
-        raise zmq.Again
-
     def _take_event(self, frames: Frames) -> None:
         event, value = struct.unpack("=Hi", frames[0])
         if event == ACCEPTED:
-            self._floods.accepted(value)
+            self._intake.watch(value)
         elif event == DISCONNECTED:
-            self._floods.gone(value)
+            self._intake.forget(value)
         elif self._doorman is not None and (event == HANDSHAKE_FAILED_PROTOCOL or value in PEER_HUNG_UP):
             self._on_refused("key_refused", "handshake without a key, or for another one")
 
-    def _tell_of_cut(self) -> None:
-        self._on_refused("connection_cut", f"it sent too many parts, or {2 * MAX_REQUEST_BYTES} bytes of no message")
+    def _tell_of_cut(self, num_bytes: int | None) -> None:
+        self._on_refused("connection_cut", _why_cut(num_bytes))
 
     def close(self, *, keep_port: bool = False) -> None:
         """Close it.
@@ -390,7 +360,9 @@ class ZmqConnection:
             raise Unreachable("no socket could be made", endpoint=endpoint, detail=str(error)) from error
         # An unguessable name of our own keeps the connection's identity over a break of the network.
         self._socket.setsockopt(zmq.ROUTING_ID, b"k" + secrets.token_bytes(16))
-        self._inbox = Inbox(self._socket, on_message, self._tell_if_lost)
+        _, port = split_address("endpoint", endpoint)
+        self._intake = Intake(self._socket, port, self._tell_of_cut, is_encrypted=keys is not None)
+        self._inbox = Inbox(self._socket, on_message, self._tell_if_lost, self._receive)
         self._events = Inbox(monitor, self._take_event)
         try:
             self._begin()
@@ -431,16 +403,26 @@ class ZmqConnection:
         if self._timer is not None:
             self._timer.cancel()
         self._socket.monitor(None, 0)
+        self._intake.close()
         self._events.close(0)
         self._inbox.close()
 
+    def _receive(self) -> Frames:
+        return [frame.bytes for frame in self._intake.receive()]
+
+    def _tell_of_cut(self, num_bytes: int | None) -> None:
+        self._on_refused(f"its connection was cut: {_why_cut(num_bytes)}")
+
     def _take_event(self, frames: Frames) -> None:
-        event, value = struct.unpack("=HI", frames[0])
-        if event == HANDSHAKE_SUCCEEDED:
+        event, value = struct.unpack("=Hi", frames[0])
+        if event == CONNECTED:
+            self._intake.watch(value)
+        elif event == HANDSHAKE_SUCCEEDED:
             self._is_made = True
             self._num_misfits = 0
             self._send_early()
         elif event == DISCONNECTED:
+            self._intake.forget(value)
             self._note_break()
         elif event == HANDSHAKE_FAILED_AUTH:
             own = "" if self._keys is None else short(self._keys.trust.public)
@@ -567,6 +549,10 @@ class ZmqConnection:
         early, self._early = self._early or [], None
         for payload in early:
             self.send(payload)
+
+
+def _why_cut(num_bytes: int | None) -> str:
+    return "it sent a message of several parts" if num_bytes is None else f"{num_bytes} bytes of it waited to be taken"
 
 
 def _is_number(host: str) -> bool:

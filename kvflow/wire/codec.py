@@ -8,18 +8,14 @@ import msgspec
 from kvflow.errors import KvflowError, RemoteProtocolError
 from kvflow.wire.messages import AnyMessage, Message
 
-__all__ = ["MAX_MESSAGE_BYTES", "MAX_REQUEST_BYTES", "decode", "decode_frames", "encode"]
+__all__ = ["MAX_MESSAGE_BYTES", "decode", "decode_frames", "encode"]
 
 MAGIC: Final = b"KVF"
 FRAME_FORMAT: Final = 1
 """Version of "four bytes, then MessagePack"; what the messages mean is negotiated in the Hello."""
 HEADER: Final = MAGIC + bytes([FRAME_FORMAT])
-MAX_MESSAGE_BYTES: Final = 64 * 2**20
-"""What a rank or registry that was asked may answer: the metadata of a transfer may be large. The bound only keeps a
-hostile one from filling the memory."""
-
-MAX_REQUEST_BYTES: Final = 8 * 2**20
-"""What anybody may send to a listener: a grant of one million pages is 4 MiB."""
+MAX_MESSAGE_BYTES: Final = 8 * 2**20
+"""A grant of one million pages is 4 MiB; the records of 512 ranks with 126 layers each are 7 MiB."""
 
 MAX_RECORD_BYTES: Final = 2 * 2**20
 """What a Hello or Register may take. Its regions are checked one by one, so that these bytes can stop the event loop

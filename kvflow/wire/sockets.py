@@ -28,7 +28,8 @@ __all__ = [
 ]
 
 QUEUE_MESSAGES: Final = 10_000
-"""Messages queued for one peer; at three messages for a transfer, thousands of transfers."""
+"""Messages queued for one peer; at three messages for a transfer, thousands of transfers. What was received is queued
+without a bound, see `kvflow.wire.intake`."""
 
 MESSAGES_AT_ONCE: Final = 16
 """Messages taken before the event loop gets its turn."""
@@ -95,7 +96,7 @@ class Sockets:
         for option, value in (
             (zmq.LINGER, LINGER_MS),
             (zmq.SNDHWM, QUEUE_MESSAGES),
-            (zmq.RCVHWM, QUEUE_MESSAGES),
+            (zmq.RCVHWM, 0),
             (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
             (zmq.IPV6, 1),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),

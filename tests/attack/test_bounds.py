@@ -15,7 +15,7 @@ from kvflow.errors import FailureReason
 from kvflow.geometry.layout import Region
 from kvflow.stages.gate import HELLOS_AT_ONCE
 from kvflow.trust import ClientKeys
-from kvflow.wire.codec import HEADER, MAX_REQUEST_BYTES
+from kvflow.wire.codec import HEADER, MAX_MESSAGE_BYTES
 from kvflow.wire.messages import Failed, RankRecord, Register, Unregister, Welcome
 from tests.attack.guarded import Attacker, guarded, works
 from tests.attack.insiders import hello_to, insider, under_way
@@ -45,7 +45,7 @@ async def test_one_large_frame_stops_nobody(num_regions: int) -> None:
                 await honest.go_on()
         lag = deployment.prefill[0].statistics().loop_lag
         assert lag.max_s < 1.0
-        if len(data) < MAX_REQUEST_BYTES:
+        if len(data) < MAX_MESSAGE_BYTES:
             assert deployment.prefill[0].statistics().anomalies["message_rejected"]
 
 

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmana
 import anyio.lowlevel
 import pytest
 
-from kvflow.directory import Registry, RegistryClient, client
+from kvflow.directory import Registry, RegistryClient, client, service
 from kvflow.errors import ConfigError, LocalProtocolError, Unreachable
 from kvflow.observe.logs import get_logger
 from kvflow.system import system_ports
@@ -332,6 +332,17 @@ async def test_garbage_does_not_stop_the_client(data: bytes) -> None:
         server.send(name, encode(Unregister(peer=record().peer)))
         server.send(name, encode(Records(instance="prefill", records=(record(),))))
         assert await seeker.next() == ("prefill", (record(),))
+
+
+async def test_records_that_are_too_long_for_an_answer_are_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not sent: the connection of who asks would break at them, again and again."""
+    monkeypatch.setattr(service, "MAX_MESSAGE_BYTES", 100)
+    async with Registry() as registry:
+        with client_of(registry.endpoint, record()), closing(Client(registry.endpoint)) as asker:
+            await until(lambda: registry._directory.num_ranks)
+            answer = await ask(asker, Lookup(instance="prefill", timeout_s=9.0, number=5))
+        assert answer == Records(instance="prefill", records=(), number=5)
+        assert registry._anomalies.counts["answer_too_long"] == 1
 
 
 async def test_asker_that_has_left_holds_up_nobody() -> None:

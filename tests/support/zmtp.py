@@ -1,6 +1,7 @@
 """ZMTP over a plain TCP socket, for what libzmq does not do: messages that never end, say."""
 
 import socket
+import struct
 from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
@@ -25,12 +26,24 @@ def _property(name: bytes, value: bytes) -> bytes:
 
 
 class RawZmtp:
-    """A connection without keys that has greeted, as that of a DEALER."""
+    """A connection without keys that has greeted, as that of a DEALER, or of a ROUTER if it was accepted."""
 
     def __init__(self, endpoint: str) -> None:
         host, port = endpoint.removeprefix("tcp://").split(":")
         self.line = socket.create_connection((host, int(port)), timeout=5.0)
-        ready = b"\x05READY" + _property(b"Socket-Type", b"DEALER") + _property(b"Identity", b"")
+        self._greet(b"DEALER")
+
+    @classmethod
+    def accepted(cls, listener: socket.socket) -> Self:
+        """Take the next connection of a listener."""
+        self = cls.__new__(cls)
+        self.line, _ = listener.accept()
+        self.line.settimeout(5.0)
+        self._greet(b"ROUTER")
+        return self
+
+    def _greet(self, kind: bytes) -> None:
+        ready = b"\x05READY" + _property(b"Socket-Type", kind) + _property(b"Identity", b"")
         with suppress(OSError):  # a listener with keys hangs up
             self.line.sendall(GREETING)
             self._read(len(GREETING))
@@ -53,6 +66,11 @@ class RawZmtp:
         except OSError:
             return False
         return True
+
+    def reset(self) -> None:
+        """Break the connection, as a process that is killed does while bytes wait to be read by it."""
+        self.line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.line.close()
 
     def __enter__(self) -> Self:
         return self

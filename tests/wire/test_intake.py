@@ -1,0 +1,211 @@
+"""Peers that send too much at once lose their connection, and nobody else does; on real sockets."""
+
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, closing, suppress
+from typing import Final
+
+import anyio
+import pytest
+import zmq
+
+from kvflow.trust import PLAIN, ClientKeys, Trust
+from kvflow.wire import intake
+from kvflow.wire.codec import MAX_MESSAGE_BYTES
+from kvflow.wire.intake import CONNECTION_CHECK_S, MAX_WAITING_BYTES, MAX_WAITING_IN_ALL_BYTES, Intake
+from kvflow.wire.sockets import HEARTBEAT_MS, SILENCE_MS
+from tests.support.trusts import new_trust, trusting
+from tests.support.waiting import until
+from tests.support.zmtp import MORE, RawZmtp, frame
+from tests.wire.ends import Client, Server
+
+pytestmark = pytest.mark.anyio
+
+
+async def flood(endpoint: str, data: bytes) -> int:
+    """Send the same again and again until the connection is broken; give the number of bytes."""
+    sent = 0
+    with RawZmtp(endpoint) as raw:
+        while await anyio.to_thread.run_sync(raw.send, data):
+            sent += len(data)
+            assert sent < 2**30
+    return sent
+
+
+async def still_served(server: Server) -> None:
+    client = Client(server.endpoint)
+    client.send(b"honest")
+    assert (await server.receive())[1] == [b"honest"]
+    client.close()
+
+
+@pytest.mark.parametrize("part", [bytes(65_536), b""], ids=["large", "empty"])
+async def test_a_message_that_never_ends_costs_its_sender_the_connection(part: bytes) -> None:
+    server = Server()
+    await flood(server.endpoint, frame(part, MORE) * (2**20 // (len(part) + 2)))
+    await until(lambda: server.kinds == ["connection_cut"])
+    assert server.received == []
+    await still_served(server)
+    server.close()
+
+
+async def test_a_message_of_many_parts_is_cut_short_and_so_is_its_connection() -> None:
+    server = Server()
+    with RawZmtp(server.endpoint) as raw:
+        raw.send(frame(b"x", MORE) * 10_000 + frame(b"end"))
+        _, parts = await server.receive()
+        assert parts == [b"x", b"x"]
+        await until(lambda: server.kinds)
+        await still_served(server)
+    server.close()
+
+
+async def test_a_frame_that_is_too_large_costs_its_sender_the_connection() -> None:
+    server = Server()
+    with RawZmtp(server.endpoint) as raw:
+        raw.send(frame(bytes(MAX_MESSAGE_BYTES + 1))[:100])
+        assert await anyio.to_thread.run_sync(hung_up, raw)
+    await still_served(server)
+    server.close()
+
+
+def hung_up(raw: RawZmtp) -> bool:
+    while raw.line.recv(4096):
+        pass
+    return True
+
+
+async def test_who_sends_much_in_messages_that_end_keeps_the_connection() -> None:
+    server = Server()
+    client = Client(server.endpoint)
+    for number in range(60):
+        client.send(bytes([number]) * 2**20)
+        await server.receive()
+        await anyio.sleep(0.01)
+    client.send(b"end")
+    assert (await server.receive())[1] == [b"end"]
+    assert (client.num_lost, server.kinds) == (0, [])
+    client.close()
+    server.close()
+
+
+def trusts() -> tuple[Trust, Trust]:
+    server, client = new_trust(), new_trust()
+    return trusting(server, client=client), trusting(client, server=server)
+
+
+@pytest.mark.parametrize("with_keys", [False, True], ids=["plain", "keys"])
+async def test_what_was_taken_waits_no_longer(with_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, whatever the size: one byte too many for each of these messages would be more than is allowed."""
+    server_trust, client_trust = trusts() if with_keys else (PLAIN, PLAIN)
+    keys = ClientKeys(client_trust, (server_trust.public,)) if with_keys else None
+    with closing(Server(trust=server_trust)) as server, closing(Client(server.endpoint, keys)) as client:
+        client.send(b"first")
+        name, _ = await server.receive()
+        for size in (1, 220, 221, 222, 223, 255, 256, 10_000) * 500:
+            client.send(bytes(size))
+            server.send(name, bytes(size))
+        await until(lambda: len(server.received) == len(client.received) == 4_000)
+        monkeypatch.setattr(intake, "MAX_WAITING_IN_ALL_BYTES", 2_000)
+        await anyio.sleep(2 * CONNECTION_CHECK_S)
+        assert (client.num_lost, server.kinds, client.refused) == (0, [], [])
+
+
+def take_nothing(_: Intake) -> list[zmq.Frame]:
+    raise zmq.Again
+
+
+def send_mib(raw: RawZmtp, count: int) -> None:
+    for _ in range(16 * count):
+        raw.send(frame(bytes(65_536)))
+
+
+async def test_who_sends_more_than_is_taken_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Intake, "receive", take_nothing)
+    with closing(Server()) as server, RawZmtp(server.endpoint) as fast, RawZmtp(server.endpoint) as slow:
+        await anyio.to_thread.run_sync(send_mib, slow, 12)
+        await anyio.to_thread.run_sync(send_mib, fast, 20)
+        await until(lambda: server.kinds)
+        assert int(server.refused[0].split()[0]) > MAX_WAITING_BYTES
+        assert await anyio.to_thread.run_sync(hung_up, fast)
+        await anyio.to_thread.run_sync(send_mib, slow, 1)
+        assert server.kinds == ["connection_cut"]
+
+
+async def test_of_many_who_send_those_that_send_most_lose_their_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Intake, "receive", take_nothing)
+    with closing(Server()) as server, ExitStack() as stack:
+        raws = [stack.enter_context(RawZmtp(server.endpoint)) for _ in range(9)]
+        sizes = (4, 5, 6, 7, 8, 9, 10, 13, 15)
+        for raw, size in zip(raws, sizes, strict=True):
+            await anyio.to_thread.run_sync(send_mib, raw, size)
+        await until(lambda: server.kinds)
+        assert server.kinds == ["connection_cut"]  # of 77 MiB, 62 are left
+        assert await anyio.to_thread.run_sync(hung_up, raws[-1])
+
+
+async def test_what_waits_of_a_broken_connection_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Server()) as server, RawZmtp(server.endpoint) as raw:
+        with monkeypatch.context() as patched:
+            patched.setattr(Intake, "receive", take_nothing)
+            await anyio.to_thread.run_sync(send_mib, raw, 20)
+            await until(lambda: server.kinds)
+        await still_served(server)
+
+
+async def test_a_listener_that_sends_more_than_is_taken_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Intake, "receive", take_nothing)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        closing(Client(f"tcp://127.0.0.1:{listener.getsockname()[1]}")) as client,
+        await anyio.to_thread.run_sync(RawZmtp.accepted, listener) as raw,
+    ):
+        await anyio.to_thread.run_sync(send_mib, raw, 70)
+        while not client.refused:
+            raw.send(frame(b"still here"))
+            await anyio.sleep(SILENCE_MS / 4e3)
+        assert int(client.refused[0].split()[4]) > MAX_WAITING_IN_ALL_BYTES
+
+
+BUSY: Final = """
+import asyncio, sys
+from kvflow.wire.channel import ZmqControl
+
+async def main():
+    control = ZmqControl()
+    if sys.argv[1] == "listens":
+        end = control.listen("tcp://127.0.0.1:0", None, lambda name, frames: taken.append(name))
+        print(end.endpoint, flush=True)
+    else:
+        end = control.connect(sys.argv[1], taken.append, lambda: None)
+    sys.stdin.readline()  # the event loop stands still
+    while len(taken) < 20_000:
+        await asyncio.sleep(0.01)
+
+taken = []
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("way", ["accepted", "made"])
+def test_a_connection_that_breaks_while_much_waits_ends_no_process(way: str) -> None:
+    """As libzmq 4.3.5 does if a queue has a bound; it notices at the next heartbeat."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = "listens" if way == "accepted" else f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with subprocess.Popen(
+            [sys.executable, "-c", BUSY, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            raw = RawZmtp(process.stdout.readline().strip()) if way == "accepted" else RawZmtp.accepted(listener)
+            assert raw.send(frame(b"x" * 100) * 20_000)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(HEARTBEAT_MS / 1e3)
+            raw.reset()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(3 * HEARTBEAT_MS / 1e3)
+            with suppress(BrokenPipeError):
+                process.stdin.write("go on\n")
+                process.stdin.flush()
+            assert process.wait(30) == 0
