@@ -13,6 +13,7 @@ NAMES: Final = {
     "hetero": "sides that keep the cache differently: direct, packed, and what is chosen",
     "scale": "cost and memory of a transfer among many, and with many peers",
     "keys": "small requests and connections with keys and without",
+    "attack": "what attacks on the control port leave of the work",
     "idle": "CPU of connected ranks with nothing to do",
     "failures": "processes that die, freeze or give up in the middle of a transfer",
     "plan": "time and memory of planning, and of compiling routes",

@@ -15,10 +15,9 @@ from kvflow.cli.bench.rows import Measured, Row, compare, print_rows, there_and_
 from kvflow.cli.options import add_backend_option, check_backend, check_positive
 from kvflow.keys import make_keys
 
-__all__ = ["add_arguments", "measure_keys", "prepare"]
+__all__ = ["add_arguments", "make_trusts", "measure_keys", "prepare"]
 
 IN_FLIGHT: Final = 16
-NAMES: Final = ("registry", "prefill-0", "decode-0")
 
 Way = Literal["with keys", "plain"]
 WAYS: Final[tuple[Way, Way]] = ("with keys", "plain")
@@ -94,7 +93,8 @@ async def measure_keys(backend: str, rounds: int, requests: int, on_row: Callabl
 
 @asynccontextmanager
 async def _open(backend: str, way: Way) -> AsyncIterator[tuple[Pair, Rooms]]:
-    trusts = _trusts() if way == "with keys" else {}
+    with TemporaryDirectory() as place:
+        trusts = make_trusts(Path(place), "prefill-0", "decode-0") if way == "with keys" else {}
     async with deploy(backend=backend, trusts=trusts) as pairs:
         rooms = Rooms(pairs)
         await rooms.fill(IN_FLIGHT)
@@ -102,15 +102,14 @@ async def _open(backend: str, way: Way) -> AsyncIterator[tuple[Pair, Rooms]]:
         yield pairs[0], rooms
 
 
-def _trusts() -> dict[str, kvflow.Trust]:
-    """Make keys for all, who list each other."""
-    with TemporaryDirectory() as name:
-        directories = {one: Path(name) / one for one in NAMES}
-        keys = {one: make_keys(path) for one, path in directories.items()}
-        for path in directories.values():
-            (path / "peers").write_text("".join(f"{keys[one]} {one}*\n" for one in NAMES[1:]))
-            (path / "registry").write_text(keys["registry"])
-        return {one: kvflow.load_trust(path) for one, path in directories.items()}
+def make_trusts(place: Path, *instances: str) -> dict[str, kvflow.Trust]:
+    """Make keys for instances and a registry, who list each other, each in a directory of its name."""
+    directories = {name: place / name for name in ("registry", *instances)}
+    keys = {name: make_keys(path) for name, path in directories.items()}
+    for path in directories.values():
+        (path / "peers").write_text("".join(f"{keys[name]} {name}*\n" for name in instances))
+        (path / "registry").write_text(keys["registry"])
+    return {name: kvflow.load_trust(path) for name, path in directories.items()}
 
 
 async def _play(pair: Pair, rooms: Rooms, requests: int) -> _Round:

@@ -115,10 +115,11 @@ class ControlChannel(Protocol):
             bind: "tcp://host:port"; port 0 takes a free one.
             advertise: Host to give to others, if not the one bound.
             on_message: Takes the name of the connection and the frames of a message; ours have one. Two ends that
-                may speak for different instances have different names.
+                may speak for different instances have different names. If it raises RemoteProtocolError, that
+                connection is broken, and its key is not let in for a second.
             trust: Who may connect; everybody if it is plain.
-            on_refused: Told of each attempt to connect that is refused, and of each connection that is broken because
-                it sends too much: what kind of refusal it is, and why.
+            on_refused: Told of each attempt to connect that is refused, and of each connection that is broken here:
+                what kind of refusal it is, and why.
 
         Raises:
             ConfigError: The address is malformed or cannot be bound.

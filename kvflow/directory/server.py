@@ -13,6 +13,7 @@ from kvflow.keys import renewed_trust
 from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Listener, Ports
+from kvflow.state.budgets import Refusals
 from kvflow.system import system_ports
 from kvflow.trust import PLAIN, Trust, is_named, short
 from kvflow.wire.codec import decode_frames
@@ -58,6 +59,7 @@ class Registry:
         self._ports = ports or system_ports()
         self._log = get_logger(stage="registry")
         self._listener: Listener | None = None
+        self._refusals = Refusals()
 
     async def __aenter__(self) -> Self:
         if self._listener is not None:
@@ -115,3 +117,5 @@ class Registry:
             self._directory.take(connection, decode_frames(frames))
         except RemoteProtocolError as error:
             self._anomalies.count("message_rejected", detail=str(error))
+            if self._listener is not None:
+                self._refusals.add(self._listener.names_of(connection), self._ports.now())

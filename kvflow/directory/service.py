@@ -9,7 +9,7 @@ from kvflow.aio.alarm import Alarm
 from kvflow.directory.table import Answer, RegistryTable
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.observe.trace import AnomalyLog
-from kvflow.wire.codec import MAX_MESSAGE_BYTES, encode
+from kvflow.wire.codec import MAX_REQUEST_BYTES, encode
 from kvflow.wire.messages import (
     AnyMessage,
     Lookup,
@@ -164,7 +164,7 @@ class DirectoryService:
         """Send an answer, and say whether its connection is there and takes it."""
         message: Message = answer.message
         data = encode(message)
-        if isinstance(message, Records) and len(data) > MAX_MESSAGE_BYTES:
+        if isinstance(message, Records) and len(data) > MAX_REQUEST_BYTES:
             self._anomalies.count("answer_too_long", instance=str(message.instance), num_bytes=len(data))
             data = encode(structs.replace(message, records=()))
         try:

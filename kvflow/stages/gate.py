@@ -6,6 +6,7 @@ from typing import Final
 from kvflow.capability import denial
 from kvflow.stages.context import StageContext
 from kvflow.state import events as ev
+from kvflow.state.budgets import Budgets, Refusals
 from kvflow.trust import Trust, is_named
 from kvflow.wire.messages import Announce, AnyMessage, Decline, Grant, Hello, PeerId
 
@@ -17,24 +18,6 @@ ranks repeat what is not answered."""
 
 HELLOS_AT_ONCE: Final = 1_024
 """Such hellos that may come together, as when a whole instance starts."""
-
-MAX_BUDGETS: Final = 4_096
-
-
-class _Budget:
-    """Hellos that may still come: so many, and more as time passes."""
-
-    def __init__(self, now: float) -> None:
-        self._left = float(HELLOS_AT_ONCE)
-        self._at = now
-
-    def take(self, now: float) -> bool:
-        self._left = min(HELLOS_AT_ONCE, self._left + (now - self._at) * HELLOS_PER_S)
-        self._at = now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
 
 
 class Gate:
@@ -63,22 +46,25 @@ class Gate:
         self._context = context
         self._names_of = names_of
         self._peer_at = peer_at
-        self._budgets: dict[tuple[str, ...], _Budget] = {}
+        self._hellos = Budgets[tuple[str, ...]](HELLOS_AT_ONCE, HELLOS_PER_S)
+        self._refusals = Refusals()
 
     def is_too_much(self, connection: bytes, message: AnyMessage) -> bool:
         """Say whether a message is one hello more than its sender may say now; it is counted and not answered."""
         if not isinstance(message, Hello):
             return False
-        names, now = self._names_of(connection), self._context.now()
-        budget = self._budgets.get(names)
-        if budget is None:
-            if len(self._budgets) >= MAX_BUDGETS:
-                self._budgets.clear()
-            budget = self._budgets[names] = _Budget(now)
-        if budget.take(now):
+        if self._hellos.take(self._names_of(connection), self._context.now()):
             return False
         self._context.anomalies.count("hello_over_budget", message.peer)
         return True
+
+    def count_refusal(self, connection: bytes) -> None:
+        """Note that a message is refused.
+
+        Raises:
+            RemoteProtocolError: It is one too many of its sender, whose connection is to be broken.
+        """
+        self._refusals.add(self._names_of(connection), self._context.now())
 
     def denial(self, connection: bytes, message: AnyMessage) -> str:
         """Say why a message must not be obeyed; empty if it may be."""

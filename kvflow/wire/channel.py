@@ -27,12 +27,13 @@ import anyio
 import zmq
 
 from kvflow.config import check_address, check_bind, join_address, split_address
-from kvflow.errors import ConfigError, Unreachable
+from kvflow.errors import ConfigError, RemoteProtocolError, Unreachable
 from kvflow.ports import OnKindRefused, OnRefused, ignore_kind_refused, ignore_refusal
 from kvflow.trust import ANY, PLAIN, PRINCIPAL_DIGITS, ClientKeys, Trust, short
+from kvflow.wire.codec import MAX_REQUEST_BYTES
 from kvflow.wire.curve import Doorman, be_client, be_server
 from kvflow.wire.hosts import host_towards
-from kvflow.wire.intake import Intake
+from kvflow.wire.intake import SRCFD, Intake
 from kvflow.wire.sockets import (
     LINGER_MS,
     QUEUE_MESSAGES,
@@ -187,6 +188,7 @@ class ZmqListener:
             stack.callback(self._socket.close, 0)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
             if self._doorman is not None:
                 be_server(self._socket, self._trust)
             self._events = Inbox(sockets.make_monitor(self._socket, LISTENER_EVENTS, context), self._take_event)
@@ -198,7 +200,7 @@ class ZmqListener:
         ports.add(self._fd)
         is_encrypted = self._doorman is not None
         self._intake = Intake(self._socket, self._port, self._tell_of_cut, is_encrypted=is_encrypted)
-        self._inbox = Inbox(self._socket, lambda frames: self._on_message(frames[0], frames[1:]), receive=self._receive)
+        self._inbox = Inbox(self._socket, self._deliver, receive=self._receive)
 
     def _close_socket(self) -> None:
         ports.remove(self._fd)  # which libzmq closes
@@ -258,10 +260,20 @@ class ZmqListener:
             zmq.Again: There is none.
         """
         frames = self._intake.receive()
+        self._sender = frames[0]
         routing_id, *others = [frame.bytes for frame in frames]
         if self._doorman is not None:
             routing_id = self._trust.principal(str(frames[0].get("User-Id"))).encode() + routing_id
         return [routing_id, *others]
+
+    def _deliver(self, frames: Frames) -> None:
+        sender = self._sender
+        try:
+            self._on_message(frames[0], frames[1:])
+        except RemoteProtocolError as error:
+            if self._doorman is not None:
+                self._doorman.keep_out(str(sender.get("User-Id")))
+            self._intake.cut(int(sender.get(SRCFD)), str(error))
 
     def _take_event(self, frames: Frames) -> None:
         event, value = struct.unpack("=Hi", frames[0])
@@ -272,8 +284,8 @@ class ZmqListener:
         elif self._doorman is not None and (event == HANDSHAKE_FAILED_PROTOCOL or value in PEER_HUNG_UP):
             self._on_refused("key_refused", "handshake without a key, or for another one")
 
-    def _tell_of_cut(self, num_bytes: int | None) -> None:
-        self._on_refused("connection_cut", _why_cut(num_bytes))
+    def _tell_of_cut(self, why: str) -> None:
+        self._on_refused("connection_cut", why)
 
     def close(self, *, keep_port: bool = False) -> None:
         """Close it.
@@ -410,8 +422,8 @@ class ZmqConnection:
     def _receive(self) -> Frames:
         return [frame.bytes for frame in self._intake.receive()]
 
-    def _tell_of_cut(self, num_bytes: int | None) -> None:
-        self._on_refused(f"its connection was cut: {_why_cut(num_bytes)}")
+    def _tell_of_cut(self, why: str) -> None:
+        self._on_refused(f"its connection was cut: {why}")
 
     def _take_event(self, frames: Frames) -> None:
         event, value = struct.unpack("=Hi", frames[0])
@@ -549,10 +561,6 @@ class ZmqConnection:
         early, self._early = self._early or [], None
         for payload in early:
             self.send(payload)
-
-
-def _why_cut(num_bytes: int | None) -> str:
-    return "it sent a message of several parts" if num_bytes is None else f"{num_bytes} bytes of it waited to be taken"
 
 
 def _is_number(host: str) -> bool:

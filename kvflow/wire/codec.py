@@ -8,14 +8,18 @@ import msgspec
 from kvflow.errors import KvflowError, RemoteProtocolError
 from kvflow.wire.messages import AnyMessage, Message
 
-__all__ = ["MAX_MESSAGE_BYTES", "decode", "decode_frames", "encode"]
+__all__ = ["MAX_MESSAGE_BYTES", "MAX_REQUEST_BYTES", "decode", "decode_frames", "encode"]
 
 MAGIC: Final = b"KVF"
 FRAME_FORMAT: Final = 1
 """Version of "four bytes, then MessagePack"; what the messages mean is negotiated in the Hello."""
 HEADER: Final = MAGIC + bytes([FRAME_FORMAT])
-MAX_MESSAGE_BYTES: Final = 8 * 2**20
-"""A grant of one million pages is 4 MiB; the records of 512 ranks with 126 layers each are 7 MiB."""
+MAX_MESSAGE_BYTES: Final = 64 * 2**20
+"""What a rank that was asked may answer: the metadata of a transfer may be large, and costs nothing to read."""
+
+MAX_REQUEST_BYTES: Final = 8 * 2**20
+"""What anybody may send to a listener, and any other answer: a grant of one million pages is 4 MiB, the records of 512
+ranks with 126 layers each are 7 MiB."""
 
 MAX_RECORD_BYTES: Final = 2 * 2**20
 """What a Hello or Register may take. Its regions are checked one by one, so that these bytes can stop the event loop
@@ -51,11 +55,22 @@ def decode(data: bytes) -> AnyMessage:
         raise RemoteProtocolError("message of another frame format", format=data[3:4], spoken=FRAME_FORMAT)
     try:
         body = memoryview(data)[4:]
-        if len(data) > MAX_RECORD_BYTES and _tags.decode(body).type in ("hello", "register"):
-            raise RemoteProtocolError("hello or record is too long", num_bytes=len(data), limit=MAX_RECORD_BYTES)
+        if len(data) > MAX_RECORD_BYTES:
+            _check_length(len(data), _tags.decode(body).type)
         return _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, KvflowError, RecursionError) as error:
         raise RemoteProtocolError("message is malformed", detail=str(error), num_bytes=len(data)) from error
+
+
+def _check_length(num_bytes: int, kind: str) -> None:
+    """Refuse a message that is too long for its kind, without reading it.
+
+    Raises:
+        RemoteProtocolError: It is.
+    """
+    limit = {"hello": MAX_RECORD_BYTES, "register": MAX_RECORD_BYTES, "notice": MAX_MESSAGE_BYTES}
+    if num_bytes > limit.get(kind, MAX_REQUEST_BYTES):
+        raise RemoteProtocolError("message is too long for its kind", kind=kind, num_bytes=num_bytes)
 
 
 def decode_frames(frames: Sequence[bytes]) -> AnyMessage:

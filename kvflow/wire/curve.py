@@ -5,6 +5,7 @@ listener has a context of its own, and its handler runs on the event loop. If th
 A context is never ended, since that waits; the next listener takes it.
 """
 
+import asyncio
 import os
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -25,6 +26,8 @@ DOMAIN: Final = b"kvflow"
 LISTENER_HANDSHAKE_MS: Final = 5_000
 """How long a handshake may take as the listener sees it. It is longer than for who connects, who thus knows a listener
 that refuses from one that is busy."""
+
+KEPT_OUT_S: Final = 1.0
 
 
 def new_keys() -> tuple[str, str]:
@@ -105,6 +108,8 @@ class Doorman:
         self.context = _contexts.take()
         self._on_refused = on_refused
         self._is_closed = False
+        self._loop = asyncio.get_running_loop()
+        self._kept_out: dict[str, float] = {}
         self._socket = sockets.make(zmq.REP, self.context)
         try:
             self._socket.bind(ZAP_ADDRESS)
@@ -112,6 +117,10 @@ class Doorman:
             self._socket.close(0)
             raise
         self._inbox = Inbox(self._socket, self._answer)
+
+    def keep_out(self, key: str) -> None:
+        """Refuse a key for a second."""
+        self._kept_out[key] = self._loop.time() + KEPT_OUT_S
 
     def close(self) -> None:
         """Let nobody in any more. May be called twice."""
@@ -125,7 +134,10 @@ class Doorman:
     def _answer(self, request: Frames) -> None:
         number = request[1] if len(request) > 1 else b""
         key = self._key(request)
-        if self.trust.knows(key):
+        if self._kept_out.get(key, 0.0) > self._loop.time():
+            status = [b"400", b"", b""]
+            self._on_refused(f"key {short(key)} is kept out for a second")
+        elif self.trust.knows(key):
             status = [b"200", b"", key.encode()]
         else:
             status = [b"400", b"", b""]

@@ -15,16 +15,19 @@ from typing import Final, Literal
 
 import zmq
 
-from kvflow.wire.codec import MAX_MESSAGE_BYTES
+from kvflow.wire.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from kvflow.wire.sockets import NOBLOCK, ZmqSocket
 
-__all__ = ["MAX_WAITING_BYTES", "MAX_WAITING_IN_ALL_BYTES", "Intake"]
+__all__ = ["MAX_ANSWERS_BYTES", "MAX_WAITING_BYTES", "MAX_WAITING_IN_ALL_BYTES", "SRCFD", "Intake"]
 
-MAX_WAITING_BYTES: Final = 2 * MAX_MESSAGE_BYTES
+MAX_WAITING_BYTES: Final = 2 * MAX_REQUEST_BYTES
 """Of one connection to a listener."""
 
-MAX_WAITING_IN_ALL_BYTES: Final = 8 * MAX_MESSAGE_BYTES
-"""Of all connections to a listener, and of one that this process has made."""
+MAX_WAITING_IN_ALL_BYTES: Final = 8 * MAX_REQUEST_BYTES
+"""Of all connections to a listener."""
+
+MAX_ANSWERS_BYTES: Final = 2 * MAX_MESSAGE_BYTES
+"""Of a connection that this process has made."""
 
 LISTENER_CHECK_S: Final = 0.25
 CONNECTION_CHECK_S: Final = 1.0
@@ -58,19 +61,18 @@ class Intake:
         zmq_socket: A DEALER with one connection, or a ROUTER.
         port: Of the listener. Descriptors of other connections are not touched: libzmq may have closed one by now.
         is_encrypted: Whether there are keys.
-        on_cut: Told how many bytes have waited of a connection that is broken; None if it has sent too many parts.
+        on_cut: Told of each connection that is broken, and why.
     """
 
-    def __init__(
-        self, zmq_socket: ZmqSocket, port: int, on_cut: Callable[[int | None], None], *, is_encrypted: bool
-    ) -> None:
+    def __init__(self, zmq_socket: ZmqSocket, port: int, on_cut: Callable[[str], None], *, is_encrypted: bool) -> None:
         self._socket = zmq_socket
         self._port = port
         self._on_cut = on_cut
         is_listener = int(zmq_socket.getsockopt(zmq.TYPE)) == zmq.ROUTER
         self._num_ids = int(is_listener)
         self._end_with_port: Literal["getsockname", "getpeername"] = "getsockname" if is_listener else "getpeername"
-        self._max_bytes = MAX_WAITING_BYTES if is_listener else MAX_WAITING_IN_ALL_BYTES
+        self._max_bytes = MAX_WAITING_BYTES if is_listener else MAX_ANSWERS_BYTES
+        self._max_in_all = MAX_WAITING_IN_ALL_BYTES if is_listener else MAX_ANSWERS_BYTES
         self._check_s = LISTENER_CHECK_S if is_listener else CONNECTION_CHECK_S
         self._bytes_around = CURVE_BYTES if is_encrypted else 0
         self._loop = asyncio.get_running_loop()
@@ -109,7 +111,7 @@ class Intake:
             frames.append(self._socket.recv(NOBLOCK, copy=False))
             if len(frames) > self._num_ids + 1:
                 self._is_in_rest = frames[-1].more
-                self._cut(fd, None)
+                self.cut(fd, "it sent a message of several parts")
                 break
         if is_broken:
             return []
@@ -129,6 +131,16 @@ class Intake:
         self._taken.pop(fd, None)
         self._suspects.discard(fd)
 
+    def cut(self, fd: int, why: str) -> None:
+        """Break a connection, and drop what waits of it."""
+        own = self._open(fd)
+        if own is not None:
+            with own, suppress(OSError):  # its other end may be gone by now
+                own.shutdown(socket.SHUT_RDWR)
+            self.forget(fd)
+            self._broken.add(fd)
+            self._on_cut(why)
+
     def close(self) -> None:
         """Watch nothing any more."""
         if self._timer is not None:
@@ -147,12 +159,12 @@ class Intake:
         in_all = sum(waiting.values())
         suspects = set()
         for fd in sorted(waiting, key=waiting.__getitem__, reverse=True):
-            if waiting[fd] <= self._max_bytes and in_all <= MAX_WAITING_IN_ALL_BYTES:
+            if waiting[fd] <= self._max_bytes and in_all <= self._max_in_all:
                 break
             suspects.add(fd)
             in_all -= waiting[fd]
         for fd in suspects & self._suspects:
-            self._cut(fd, waiting[fd])
+            self.cut(fd, f"{waiting[fd]} bytes of it waited to be taken")
         self._suspects = suspects & self._taken.keys()
         self._timer = self._loop.call_later(self._check_s, self._check) if self._taken else None
 
@@ -168,16 +180,6 @@ class Intake:
         received: int = struct.unpack_from("=Q", info, BYTES_RECEIVED)[0]
         self._taken[fd] = min(self._taken[fd] + COMMAND_BYTES, received)
         return received - self._taken[fd]
-
-    def _cut(self, fd: int, num_bytes: int | None) -> None:
-        """Break a connection; libzmq forgets what has come of its message."""
-        own = self._open(fd)
-        if own is not None:
-            with own, suppress(OSError):  # its other end may be gone by now
-                own.shutdown(socket.SHUT_RDWR)
-            self.forget(fd)
-            self._broken.add(fd)
-            self._on_cut(num_bytes)
 
     def _open(self, fd: int) -> socket.socket | None:
         """Open a connection by its descriptor once more; None if it is none of the socket any more."""

@@ -65,13 +65,13 @@ class Attacker:
     def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
         self.heard: list[AnyMessage] = []
         self.refused: list[str] = []
-        self._connection = ZmqControl().connect(
+        self.connection = ZmqControl().connect(
             endpoint, self._take, lambda: None, keys=keys, on_refused=self.refused.append
         )
-        self.close = self._connection.close
+        self.close = self.connection.close
 
     def say(self, message: Message) -> None:
-        self._connection.send(encode(message))
+        self.connection.send(encode(message))
 
     async def answer(self, kind: type[Message], within_s: float = 1.0) -> AnyMessage | None:
         with anyio.move_on_after(within_s):

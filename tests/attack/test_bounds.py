@@ -14,8 +14,9 @@ import kvflow
 from kvflow.errors import FailureReason
 from kvflow.geometry.layout import Region
 from kvflow.stages.gate import HELLOS_AT_ONCE
+from kvflow.state.budgets import REFUSALS_AT_ONCE
 from kvflow.trust import ClientKeys
-from kvflow.wire.codec import HEADER, MAX_MESSAGE_BYTES
+from kvflow.wire.codec import HEADER, MAX_REQUEST_BYTES, encode
 from kvflow.wire.messages import Failed, RankRecord, Register, Unregister, Welcome
 from tests.attack.guarded import Attacker, guarded, works
 from tests.attack.insiders import hello_to, insider, under_way
@@ -45,7 +46,7 @@ async def test_one_large_frame_stops_nobody(num_regions: int) -> None:
                 await honest.go_on()
         lag = deployment.prefill[0].statistics().loop_lag
         assert lag.max_s < 1.0
-        if len(data) < MAX_MESSAGE_BYTES:
+        if len(data) < MAX_REQUEST_BYTES:
             assert deployment.prefill[0].statistics().anomalies["message_rejected"]
 
 
@@ -97,6 +98,34 @@ async def test_an_insider_who_grants_without_end_starves_only_itself() -> None:
             assert failed.failure.reason is FailureReason.CAPACITY
             assert prefill.statistics().waiting_grants <= 33
             await works(deployment, 77)
+
+
+@pytest.mark.parametrize("message", [HEADER + b"nonsense", encode(grant(room=7))], ids=["malformed", "no hello before"])
+async def test_an_insider_whose_messages_are_refused_is_cut_off_for_a_second(message: bytes) -> None:
+    async with guarded("other") as deployment, under_way(deployment) as honest:
+        prefill = deployment.prefill[0]
+        with closing(insider(deployment)) as attacker:
+            for number in range(2 * REFUSALS_AT_ONCE):
+                with suppress(kvflow.Unreachable):
+                    attacker.connection.send(message)
+                if number % 64 == 0:
+                    await anyio.lowlevel.checkpoint()
+            await until(lambda: prefill.statistics().anomalies.get("connection_cut"))
+            await honest.go_on()
+            await until(lambda: attacker.refused)
+            attacker.say(hello_to(deployment))
+            assert await attacker.answer(Welcome, 10.0) is not None
+        assert prefill.statistics().anomalies["connection_cut"] == 1
+
+
+async def test_an_insider_whose_messages_the_registry_refuses_is_cut_off() -> None:
+    async with guarded("other") as deployment, under_way(deployment):
+        registry = deployment.registry
+        with closing(Attacker(registry.endpoint, deployment.keys["other"].for_registry())) as attacker:
+            for _ in range(2 * REFUSALS_AT_ONCE):
+                attacker.say(Unregister(peer=deployment.prefill[0].me))
+            await until(lambda: registry._anomalies.counts.get("connection_cut"))
+            await until(lambda: attacker.refused)
 
 
 async def test_an_insider_makes_no_instance_incomplete() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import memory, path, shape
 from benchmarks.__main__ import NAMES, main
+from benchmarks.attack import KINDS
 from benchmarks.embedded.timeline import STEPS
 from benchmarks.hetero import CASES
 from kvflow.cli.bench.rows import Measured, Tail, compare, rows_as_json
@@ -57,6 +58,14 @@ def test_benchmarks_are_listed(words: list[str], code: int, capsys: pytest.Captu
     assert left.value.code == code
     shown = capsys.readouterr()
     assert "usage: python -m benchmarks" in shown.out + shown.err
+
+
+def test_attack_has_a_row_for_each_kind(run: Run) -> None:
+    rows = run("attack", "--backend=memory", "--rounds=1", "--requests=20")
+    assert [row["case"] for row in rows] == list(KINDS)
+    facts = {row["case"]: row["facts"] for row in rows}
+    assert facts["wrong key"]["key_refused"] > 0
+    assert facts["insider, malformed"]["message_rejected"] > 0
 
 
 @pytest.mark.parametrize("case", ["tp4-tp2", "hnd-nhd"])

@@ -223,6 +223,16 @@ def test_real_bound_is_on_the_whole_message() -> None:
     assert refused(data).message == "message is too long"
 
 
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("hello", 2), ("register", 2), ("grant", 8), ("records", 8), ("nonsense", 8), ("notice", 64)]
+)
+def test_only_notices_may_be_longer_than_what_can_be_read_quickly(kind: str, limit: int) -> None:
+    longest = raw({"type": kind, "padding": bytes(limit * 2**20 - 100)})
+    assert "too long" not in str(refused(longest))
+    too_long = raw({"type": kind, "padding": bytes(limit * 2**20)})
+    assert "too long" in str(refused(too_long))
+
+
 Edit = Callable[[dict[str, Any]], object]
 """Makes a layout contradict itself; regions are lists: tensor, layer, address, slots, strides ..., head_bytes."""
 

@@ -11,9 +11,8 @@ import pytest
 import zmq
 
 from kvflow.trust import PLAIN, ClientKeys, Trust
-from kvflow.wire import intake
-from kvflow.wire.codec import MAX_MESSAGE_BYTES
-from kvflow.wire.intake import CONNECTION_CHECK_S, MAX_WAITING_BYTES, MAX_WAITING_IN_ALL_BYTES, Intake
+from kvflow.wire.codec import MAX_REQUEST_BYTES
+from kvflow.wire.intake import CONNECTION_CHECK_S, MAX_ANSWERS_BYTES, MAX_WAITING_BYTES, Intake
 from kvflow.wire.sockets import HEARTBEAT_MS, SILENCE_MS
 from tests.support.trusts import new_trust, trusting
 from tests.support.waiting import until
@@ -64,7 +63,7 @@ async def test_a_message_of_many_parts_is_cut_short_and_so_is_its_connection() -
 async def test_a_frame_that_is_too_large_costs_its_sender_the_connection() -> None:
     server = Server()
     with RawZmtp(server.endpoint) as raw:
-        raw.send(frame(bytes(MAX_MESSAGE_BYTES + 1))[:100])
+        raw.send(frame(bytes(MAX_REQUEST_BYTES + 1))[:100])
         assert await anyio.to_thread.run_sync(hung_up, raw)
     await still_served(server)
     server.close()
@@ -96,7 +95,7 @@ def trusts() -> tuple[Trust, Trust]:
 
 
 @pytest.mark.parametrize("with_keys", [False, True], ids=["plain", "keys"])
-async def test_what_was_taken_waits_no_longer(with_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_taken_waits_no_longer(with_keys: bool) -> None:
     """To the byte, whatever the size: one byte too many for each of these messages would be more than is allowed."""
     server_trust, client_trust = trusts() if with_keys else (PLAIN, PLAIN)
     keys = ClientKeys(client_trust, (server_trust.public,)) if with_keys else None
@@ -107,7 +106,8 @@ async def test_what_was_taken_waits_no_longer(with_keys: bool, monkeypatch: pyte
             client.send(bytes(size))
             server.send(name, bytes(size))
         await until(lambda: len(server.received) == len(client.received) == 4_000)
-        monkeypatch.setattr(intake, "MAX_WAITING_IN_ALL_BYTES", 2_000)
+        for own in (server.listener._intake, client.connection._intake):
+            own._max_bytes = own._max_in_all = 2_000
         await anyio.sleep(2 * CONNECTION_CHECK_S)
         assert (client.num_lost, server.kinds, client.refused) == (0, [], [])
 
@@ -161,11 +161,11 @@ async def test_a_listener_that_sends_more_than_is_taken_loses_the_connection(mon
         closing(Client(f"tcp://127.0.0.1:{listener.getsockname()[1]}")) as client,
         await anyio.to_thread.run_sync(RawZmtp.accepted, listener) as raw,
     ):
-        await anyio.to_thread.run_sync(send_mib, raw, 70)
+        await anyio.to_thread.run_sync(send_mib, raw, 140)
         while not client.refused:
             raw.send(frame(b"still here"))
             await anyio.sleep(SILENCE_MS / 4e3)
-        assert int(client.refused[0].split()[4]) > MAX_WAITING_IN_ALL_BYTES
+        assert int(client.refused[0].split()[4]) > MAX_ANSWERS_BYTES
 
 
 BUSY: Final = """

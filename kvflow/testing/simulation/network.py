@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import anyio
 
 from kvflow.config import check_address
-from kvflow.errors import ConfigError, Unreachable
+from kvflow.errors import ConfigError, RemoteProtocolError, Unreachable
 from kvflow.ports import OnKindRefused, OnRefused, ignore_kind_refused, ignore_refusal
 from kvflow.testing.simulation.loop import Process
 from kvflow.testing.simulation.story import tell_message
@@ -176,8 +176,12 @@ class SimulatedListener:
 
     def deliver(self, name: bytes, payload: bytes) -> None:
         """Take a message in, in the process."""
-        if not self.is_closed:
+        if self.is_closed:
+            return
+        try:
             self.on_message(name, [payload])
+        except RemoteProtocolError:
+            self._network.break_session(self.sessions[name])
 
 
 class Network:
