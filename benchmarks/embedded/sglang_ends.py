@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -78,12 +79,13 @@ def open_manager(options: EmbeddedOptions, pool: PagePool) -> Manager:
 
 
 def _classes(options: EmbeddedOptions, utils: Any, pool: PagePool) -> Callable[[Any], Any]:
-    """Give what finds the classes of a backend."""
+    """Give what finds the classes of a backend, as SGLang does."""
     if options.way == "sglang":
-        return lambda kind: utils.get_kv_class(utils.TransferBackend.NIXL, kind)
+        return partial(utils.get_kv_class, utils.TransferBackend.NIXL)
     plugin = importlib.import_module("kvflow.engines.sglang.plugin")
     manager = importlib.import_module("kvflow.engines.sglang.manager")
     plugin.activate()
+    importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry.apply_hooks()
     config = SimpleNamespace(
         get_total_num_kv_heads=lambda: pool.shape.num_heads,
         num_hidden_layers=pool.shape.layers,
@@ -91,8 +93,7 @@ def _classes(options: EmbeddedOptions, utils: Any, pool: PagePool) -> Callable[[
         hf_config=SimpleNamespace(architectures=["Benchmark"]),
     )
     vars(manager)["process_model_config"] = lambda: config  # SGLang reads a model's directory
-    backend = utils.TransferBackend(plugin.NAME)
-    return lambda kind: plugin._kv_class(utils.get_kv_class, backend, kind)
+    return partial(utils.get_kv_class, utils.TransferBackend(plugin.NAME))
 
 
 def _arguments(found: Any, pool: PagePool, metadata: Any) -> Any:
