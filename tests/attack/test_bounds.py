@@ -22,6 +22,8 @@ from tests.attack.guarded import Attacker, guarded, works
 from tests.attack.insiders import hello_to, insider, under_way
 from tests.support.cores import grant
 from tests.support.instances import decode_config, deploy, make_pool
+from tests.support.memory import resident_mib
+from tests.support.pools import PagedShape, Pool
 from tests.support.waiting import until
 from tests.support.zmtp import MORE, RawZmtp, frame
 
@@ -98,6 +100,23 @@ async def test_an_insider_who_grants_without_end_starves_only_itself() -> None:
             assert failed.failure.reason is FailureReason.CAPACITY
             assert prefill.statistics().waiting_grants <= 33
             await works(deployment, 77)
+
+
+@pytest.mark.slow
+async def test_nothing_is_kept_of_peers_that_are_forgotten() -> None:
+    """Each has a large layout and a name of its own, and its lease ends."""
+    large = Pool(PagedShape(16, 4, (0, 4), 8, num_layers=1_000), 0).layout
+    async with guarded("other") as deployment, under_way(deployment) as honest:
+        prefill = deployment.prefill[0]
+        for number in range(300):
+            with closing(insider(deployment)) as attacker:
+                attacker.say(hello_to(deployment, number, layout=large, lease_s=0.2))
+                assert isinstance(await attacker.answer(Welcome, 10.0), Welcome)
+            await honest.go_on()
+            if number == 100:
+                resident = resident_mib()
+        await until(lambda: prefill.statistics().peers == 1)
+        assert resident_mib() < resident + 32
 
 
 @pytest.mark.parametrize("message", [HEADER + b"nonsense", encode(grant(room=7))], ids=["malformed", "no hello before"])

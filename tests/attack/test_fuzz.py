@@ -7,7 +7,6 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -23,6 +22,7 @@ from tests.attack.fuzz import Fuzz, corpus_of
 from tests.attack.guarded import Guarded, guarded, works
 from tests.attack.insiders import hello_to, under_way
 from tests.support.instances import Deployment, deploy
+from tests.support.memory import resident_mib
 
 NUM_MESSAGES = int(os.environ.get("KVFLOW_FUZZ_MESSAGES", "6000"))
 NUM_LINES = 4
@@ -35,11 +35,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60 + NUM_MESSAGES // 100)]
 def heard_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever says so much that is refused is cut off, and would not be heard."""
     monkeypatch.setattr(budgets, "REFUSALS_AT_ONCE", 2 * NUM_MESSAGES)
-
-
-def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 @asynccontextmanager

@@ -1,0 +1,11 @@
+"""How much memory this process has."""
+
+import os
+from pathlib import Path
+
+__all__ = ["resident_mib"]
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
