@@ -40,7 +40,8 @@ from kvflow.transfer import Transfer, check_room
 from kvflow.trust import ClientKeys, Trust
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.hosts import host_of
-from kvflow.wire.messages import MAX_DOMAIN_BYTES, Failure, Goodbye, Grant, Hello, Message, RankRecord
+from kvflow.wire.messages import MAX_DOMAIN_BYTES, Failure, Goodbye, Grant, Message, RankRecord
+from kvflow.wire.refusals import Refusals
 from kvflow.wire.ticket import Ticket
 
 __all__ = ["PrefillRank", "RoomSender"]
@@ -243,6 +244,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._listener = self._ports.control.listen(
             self.config.bind, self.config.advertise, self._on_message, trust=self._trust, on_refused=self._refused
         )
+        self._refusals = Refusals(self._listener.names_of, self._ports.now)
         self._gate = Gate(self._context, self._trust, self._listener.names_of, self._core.peer_at)
         self._resources.callback(self._close_listener)
         record = RankRecord(
@@ -332,20 +334,18 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._anomalies.count(
                 "message_rejected", self._core.peer_at(connection), stage=Stage.BOOTSTRAP.value, detail=str(error)
             )
-            self._gate.count_refusal(connection)
+            self._refusals.add(connection)
             return
         if self._gate.is_too_much(connection, message):
             return
         if self._directory is None or not isinstance(message, DirectoryMessage):
-            if self._core.peer_at(connection) is None and not isinstance(message, Hello):
-                self._gate.count_refusal(connection)
             self.dispatch(ev.MessageArrived(connection, message, self._gate.denial(connection, message)))
             return
         try:
             self._directory.take(connection, message)
         except RemoteProtocolError as error:
             self._anomalies.count("registration_rejected", detail=str(error))
-            self._gate.count_refusal(connection)
+            self._refusals.add(connection)
 
     def _send(self, connection: bytes, message: Message) -> None:
         """Send; what cannot be sent is lost: it is retransmitted if it matters, or the lease ends."""

@@ -13,10 +13,10 @@ from kvflow.keys import renewed_trust
 from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Listener, Ports
-from kvflow.state.budgets import Refusals
 from kvflow.system import system_ports
 from kvflow.trust import PLAIN, Trust, is_named, short
 from kvflow.wire.codec import decode_frames
+from kvflow.wire.refusals import Refusals
 
 __all__ = ["Registry"]
 
@@ -59,7 +59,6 @@ class Registry:
         self._ports = ports or system_ports()
         self._log = get_logger(stage="registry")
         self._listener: Listener | None = None
-        self._refusals = Refusals()
 
     async def __aenter__(self) -> Self:
         if self._listener is not None:
@@ -68,6 +67,7 @@ class Registry:
         listener = self._listener = self._ports.control.listen(
             self._bind, self._advertise, self._on_message, trust=self._trust, on_refused=self._refused
         )
+        self._refusals = Refusals(listener.names_of, self._ports.now)
         self._directory = DirectoryService(
             listener.send,
             self._ports.now,
@@ -117,5 +117,4 @@ class Registry:
             self._directory.take(connection, decode_frames(frames))
         except RemoteProtocolError as error:
             self._anomalies.count("message_rejected", detail=str(error))
-            if self._listener is not None:
-                self._refusals.add(self._listener.names_of(connection), self._ports.now())
+            self._refusals.add(connection)

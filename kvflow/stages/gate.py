@@ -6,7 +6,7 @@ from typing import Final
 from kvflow.capability import denial
 from kvflow.stages.context import StageContext
 from kvflow.state import events as ev
-from kvflow.state.budgets import Budgets, Refusals
+from kvflow.state.budgets import Budgets
 from kvflow.trust import Trust, is_named
 from kvflow.wire.messages import Announce, AnyMessage, Decline, Grant, Hello, PeerId
 
@@ -18,6 +18,10 @@ ranks repeat what is not answered."""
 
 HELLOS_AT_ONCE: Final = 1_024
 """Such hellos that may come together, as when a whole instance starts."""
+
+
+MESSAGES_OF_STRANGERS: Final = 1_024
+"""Messages in a second over a connection without a hello: some may have been meant for a process before this one."""
 
 
 class Gate:
@@ -47,24 +51,22 @@ class Gate:
         self._names_of = names_of
         self._peer_at = peer_at
         self._hellos = Budgets[tuple[str, ...]](HELLOS_AT_ONCE, HELLOS_PER_S)
-        self._refusals = Refusals()
+        self._strangers = Budgets[bytes](MESSAGES_OF_STRANGERS, MESSAGES_OF_STRANGERS)
 
     def is_too_much(self, connection: bytes, message: AnyMessage) -> bool:
-        """Say whether a message is one hello more than its sender may say now; it is counted and not answered."""
+        """Say whether a message is one more than its sender may say now; it is counted and not answered."""
         if not isinstance(message, Hello):
-            return False
+            return self._peer_at(connection) is None and self._is_too_much_of_a_stranger(connection)
         if self._hellos.take(self._names_of(connection), self._context.now()):
             return False
         self._context.anomalies.count("hello_over_budget", message.peer)
         return True
 
-    def count_refusal(self, connection: bytes) -> None:
-        """Note that a message is refused.
-
-        Raises:
-            RemoteProtocolError: It is one too many of its sender, whose connection is to be broken.
-        """
-        self._refusals.add(self._names_of(connection), self._context.now())
+    def _is_too_much_of_a_stranger(self, connection: bytes) -> bool:
+        if self._strangers.take(connection, self._context.now()):
+            return False
+        self._context.anomalies.count("stranger_over_budget")
+        return True
 
     def denial(self, connection: bytes, message: AnyMessage) -> str:
         """Say why a message must not be obeyed; empty if it may be."""

@@ -14,10 +14,10 @@ import kvflow
 from kvflow.errors import FailureReason
 from kvflow.geometry.layout import Region
 from kvflow.stages.gate import HELLOS_AT_ONCE
-from kvflow.state.budgets import REFUSALS_AT_ONCE
 from kvflow.trust import ClientKeys
 from kvflow.wire.codec import HEADER, MAX_REQUEST_BYTES, encode
 from kvflow.wire.messages import Failed, RankRecord, Register, Unregister, Welcome
+from kvflow.wire.refusals import REFUSALS_AT_ONCE
 from tests.attack.guarded import Attacker, guarded, works
 from tests.attack.insiders import hello_to, insider, under_way
 from tests.support.cores import grant
@@ -119,16 +119,16 @@ async def test_nothing_is_kept_of_peers_that_are_forgotten() -> None:
         assert resident_mib() < resident + 32
 
 
-@pytest.mark.parametrize("message", [HEADER + b"nonsense", encode(grant(room=7))], ids=["malformed", "no hello before"])
-async def test_an_insider_whose_messages_are_refused_is_cut_off_for_a_second(message: bytes) -> None:
+def say_often(attacker: Attacker, message: bytes) -> None:
+    for _ in range(2 * REFUSALS_AT_ONCE):
+        attacker.connection.send(message)
+
+
+async def test_an_insider_whose_messages_are_malformed_is_cut_off_for_a_second() -> None:
     async with guarded("other") as deployment, under_way(deployment) as honest:
         prefill = deployment.prefill[0]
         with closing(insider(deployment)) as attacker:
-            for number in range(2 * REFUSALS_AT_ONCE):
-                with suppress(kvflow.Unreachable):
-                    attacker.connection.send(message)
-                if number % 64 == 0:
-                    await anyio.lowlevel.checkpoint()
+            say_often(attacker, HEADER + b"nonsense")
             await until(lambda: prefill.statistics().anomalies.get("connection_cut"))
             await honest.go_on()
             await until(lambda: attacker.refused)
@@ -137,12 +137,21 @@ async def test_an_insider_whose_messages_are_refused_is_cut_off_for_a_second(mes
         assert prefill.statistics().anomalies["connection_cut"] == 1
 
 
+async def test_an_insider_who_speaks_without_a_hello_is_soon_not_answered() -> None:
+    async with guarded("other") as deployment, under_way(deployment) as honest:
+        with closing(insider(deployment)) as attacker:
+            say_often(attacker, encode(grant(room=7)))
+            await until(lambda: deployment.prefill[0].statistics().anomalies.get("stranger_over_budget"))
+            await honest.go_on()
+            attacker.say(hello_to(deployment))
+            assert await attacker.answer(Welcome, 10.0) is not None
+
+
 async def test_an_insider_whose_messages_the_registry_refuses_is_cut_off() -> None:
     async with guarded("other") as deployment, under_way(deployment):
         registry = deployment.registry
         with closing(Attacker(registry.endpoint, deployment.keys["other"].for_registry())) as attacker:
-            for _ in range(2 * REFUSALS_AT_ONCE):
-                attacker.say(Unregister(peer=deployment.prefill[0].me))
+            say_often(attacker, encode(Unregister(peer=deployment.prefill[0].me)))
             await until(lambda: registry._anomalies.counts.get("connection_cut"))
             await until(lambda: attacker.refused)
 

@@ -14,8 +14,8 @@ import anyio.lowlevel
 import pytest
 import zmq
 
-from kvflow.state import budgets
 from kvflow.trust import ClientKeys
+from kvflow.wire import refusals
 from kvflow.wire.curve import be_client
 from kvflow.wire.sockets import NOBLOCK, POLLIN, Context, ZmqSocket
 from tests.attack.fuzz import Fuzz, corpus_of
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60 + NUM_MESSAGES // 100)]
 @pytest.fixture(autouse=True)
 def heard_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever says so much that is refused is cut off, and would not be heard."""
-    monkeypatch.setattr(budgets, "REFUSALS_AT_ONCE", 2 * NUM_MESSAGES)
+    monkeypatch.setattr(refusals, "REFUSALS_AT_ONCE", 2 * NUM_MESSAGES)
 
 
 @asynccontextmanager
