@@ -5,6 +5,7 @@ Queues are made by their own constructors, which make the manager. What they ask
 
 import itertools
 import tempfile
+import threading
 import time
 from array import array
 from collections.abc import Callable
@@ -17,9 +18,14 @@ import sglang.srt.disaggregation.decode as decode_module
 import sglang.srt.disaggregation.prefill as prefill_module
 import sglang.srt.runtime_context as runtime
 import torch
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
-from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator, TransferBackend
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager, KVTransferError
+from sglang.srt.disaggregation.utils import (
+    FAKE_BOOTSTRAP_HOST,
+    MetadataBuffers,
+    ReqToMetadataIdxAllocator,
+    TransferBackend,
+)
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -32,6 +38,21 @@ __all__ = ["SCHEDULERS", "DecodeScheduler", "PrefillScheduler"]
 
 ROWS: Final = 8
 LONGEST: Final = 512
+
+
+class Forward:
+    """Stands for a `torch.cuda.Event` of a forward pass, which ends when the test says so."""
+
+    def __init__(self) -> None:
+        self._is_over = threading.Event()
+
+    def end(self) -> None:
+        """Be done."""
+        self._is_over.set()
+
+    def synchronize(self) -> None:
+        """Wait for its end."""
+        self._is_over.wait(20)
 
 
 class Group(sides.Group):
@@ -104,16 +125,17 @@ class Scheduler:
         for request in requests:
             self.told.append((request.rid, getattr(request.finished_reason, "message", "")))
 
-    def request(self, room: int, tokens: int) -> Any:
+    def request(self, room: int, tokens: int, host: str = "127.0.0.1", port: int = 0) -> Any:
         """Make a request as the tokenizer does."""
         made = Req(
             f"request {next(self._numbers)}",
             "",
             array("q", range(tokens)),
             SamplingParams(max_new_tokens=8),
-            bootstrap_host="127.0.0.1",
-            bootstrap_port=self.port,
+            bootstrap_host=host,
+            bootstrap_port=port or self.port,
             bootstrap_room=room,
+            vocab_size=1000,
         )
         made.time_stats = MagicMock()
         self.requests[room] = made
@@ -156,12 +178,37 @@ class Scheduler:
         rid = self.requests.pop(room).rid
         self.told = [entry for entry in self.told if entry[0] != rid]
 
+    def end(self, room: int) -> Any:
+        """Give the sender or receiver of a request."""
+        raise NotImplementedError
+
+    def poll(self, room: int) -> int:
+        """Ask how a request stands, as the queues do."""
+        return int(self.end(room).poll())
+
+    def lose(self, room: int) -> None:
+        """Forget the status of a request, as if it had been cleared."""
+        self.manager.request_status.pop(room)
+
+    def failure(self, room: int) -> tuple[str, bool]:
+        """Say why a request has failed, and whether another rank knows more."""
+        try:
+            self.end(room).failure_exception()
+        except KVTransferError as error:
+            return error.failure_reason, error.is_from_another_rank
+        return "", False
+
     def is_free(self) -> bool:
         """Every page and every row of metadata is free again."""
         return (self.allocator.available_size(), self.rows.available_size()) == (self.free, ROWS)
 
+    def has_forgotten(self) -> bool:
+        """The manager knows nothing of requests."""
+        return not self.leftovers()
+
     def leftovers(self) -> dict[str, int]:
-        """Count what the manager still knows of requests."""
+        """Count what the manager still knows of requests, once it has taken what has changed, as with any poll."""
+        self.manager.advance()
         names = ["request_status", "failure_records", "_ends", "_held", "transfer_infos", "prefill_response_tracker"]
         names += ["req_to_decode_prefix_len", "required_prefill_response_num_table"]
         return {name: len(getattr(self.manager, name)) for name in names if getattr(self.manager, name, None)}
@@ -224,9 +271,63 @@ class PrefillScheduler(Scheduler):
         found: torch.Tensor = self.mixed.req_to_token_pool.req_to_token
         return found
 
-    def add(self, room: int, tokens: int) -> None:
-        """Let a request arrive."""
-        self.queue.add(self.request(room, tokens), self.model.heads)
+    def end(self, room: int) -> Any:
+        return self.requests[room].disagg_kv_sender
+
+    def add(self, room: int, tokens: int, *, fake: bool = False) -> None:
+        """Let a request arrive: one of the health check, if it is a fake."""
+        host = {"host": FAKE_BOOTSTRAP_HOST} if fake else {}
+        self.queue.add(self.request(room, tokens, **host), self.model.heads)
+
+    def park(self, room: int, tokens: int) -> None:
+        """Compute a request before decode has said where it wants it."""
+        request = self.requests[room]
+        self.queue.queue.remove(request)
+        assert self.queue.ensure_metadata_buffer(request)
+        self.compute(room, tokens)
+        request.extend_end = tokens
+        self.mixed.disagg_prefill_inflight_queue.append(request)
+
+    def stop_server(self) -> None:
+        """Let the bootstrap server go, and the ranks live on."""
+        self._server.close()
+
+    def start_server(self) -> None:
+        """Have another one, at the same port, and say again who is there."""
+        self._server = CommonKVBootstrapServer("127.0.0.1", self.port)
+        time.sleep(0.3)
+        CommonKVManager.register_to_bootstrap(self.manager)
+
+    def spoil(self, room: int, tokens: int) -> None:
+        """Let the pages of a request have what belongs to another."""
+        for tensor, index, data in self.cells(room, tokens):
+            tensor[index] = torch.ones_like(data)
+
+    def restore(self, room: int, tokens: int) -> None:
+        """Let the pages of a request have what belongs there."""
+        for tensor, index, data in self.cells(room, tokens):
+            tensor[index] = data
+
+    def send_early(self, room: int, end: int) -> None:
+        """Send a prefix that the forward pass of another request may still be writing."""
+        self.forward = Forward()
+        self.requests[room].disagg_kv_sender._early_send_wait_event = self.forward
+        self.mixed.send_kv_chunk(self.requests[room], last_chunk=False, end_idx=end)
+
+    def end_forward(self) -> None:
+        """Let that forward pass be done."""
+        self.forward.end()
+
+    def retire(self, room: int) -> bool:
+        """Do what SGLang does with the result of a forward pass of a request that was aborted meanwhile."""
+        self.requests[room].to_finish = FINISH_ABORT()
+        retired: bool = self.mixed._retire_aborted_prefill_result(self.requests[room])
+        return retired
+
+    def metric(self, room: int) -> tuple[float, int]:
+        """Give seconds and bytes of a transfer, as SGLang reports them."""
+        found = self.requests[room].disagg_kv_sender.get_transfer_metric()
+        return found.transfer_latency_s, found.transfer_total_bytes
 
     def compute(self, room: int, tokens: int) -> None:
         """Be a model: fill the cache of a whole request."""
@@ -234,8 +335,7 @@ class PrefillScheduler(Scheduler):
         (request.kv.req_pool_idx,) = self.mixed.req_to_token_pool.alloc([request])
         pages = self.allocator.alloc(-(-tokens // self.model.page) * self.model.page)
         self.table()[request.kv.req_pool_idx, :tokens] = pages[:tokens].to(torch.int32)
-        for tensor, index, data in self.cells(room, tokens):
-            tensor[index] = data
+        self.restore(room, tokens)
         request.output_ids.append(sides.FIRST_TOKEN)
 
     def send(self, room: int, end: int, *, last: bool) -> None:
@@ -325,9 +425,14 @@ class DecodeScheduler(Scheduler):
         found: torch.Tensor = self.queue.req_to_token_pool.req_to_token
         return found
 
-    def add(self, room: int, tokens: int) -> None:
-        """Let a request arrive."""
-        self.queue.add(self.request(room, tokens))
+    def end(self, room: int) -> Any:
+        waiting = [*self.queue.queue, *self.transfers.queue]
+        return next(one.kv_receiver for one in waiting if one.req.bootstrap_room == room)
+
+    def add(self, room: int, tokens: int, port: int = 0, *, fake: bool = False) -> None:
+        """Let a request arrive: one of the health check, if it is a fake; a port is that of another prefill server."""
+        host = {"host": FAKE_BOOTSTRAP_HOST} if fake else {}
+        self.queue.add(self.request(room, tokens, port=port, **host))
 
     def is_asked_for(self, room: int) -> bool:
         """Prefill has been told where to write."""
@@ -337,6 +442,10 @@ class DecodeScheduler(Scheduler):
         """SGLang goes on with a request."""
         request = self.requests[room]
         return request in self.arrived and list(request.output_ids) == [sides.FIRST_TOKEN]
+
+    def is_done(self, room: int) -> bool:
+        """SGLang goes on with a request, whatever it has got."""
+        return self.requests[room] in self.arrived
 
     def is_over(self, room: int) -> bool:
         """SGLang has given the pages of a request back."""

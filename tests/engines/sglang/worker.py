@@ -68,6 +68,10 @@ class Worker:
         """Send or receive a request."""
         return self.side.transfer(**arguments)
 
+    def give_up(self, **arguments: Any) -> Any:
+        """Begin a request, and let decode abort it."""
+        return self.side.give_up(**arguments)
+
     def soak(self, **arguments: Any) -> Any:
         """Send or receive many requests."""
         return soak.soak(self.side, **arguments)
