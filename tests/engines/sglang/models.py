@@ -13,7 +13,7 @@ import sglang.srt.mem_cache.memory_pool as pools
 import torch
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-__all__ = ["MODELS", "Held", "Model", "Rank"]
+__all__ = ["MODELS", "Held", "Model", "Rank", "share"]
 
 PAGES: Final = 20
 UNTOUCHED: Final = 0xEE

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Deployment", "Process", "deployment"]
+__all__ = ["Deployment", "Process", "deployment", "free_port"]
 
 ROOT: Final = Path(__file__).parents[3]
 

@@ -31,8 +31,9 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import distributed
 
+from kvflow.backends.nixl import library
 from tests.engines.sglang import sides
-from tests.engines.sglang.models import PAGES, UNTOUCHED, Model, Rank, content, same
+from tests.engines.sglang.models import PAGES, UNTOUCHED, Model, Rank, content, same, share
 
 __all__ = ["SCHEDULERS", "DecodeScheduler", "PrefillScheduler"]
 
@@ -56,35 +57,48 @@ class Forward:
 
 
 class Group(sides.Group):
-    """A group of one rank, for collectives."""
+    """A group of ranks, each in a process of its own, for collectives.
 
-    def __init__(self) -> None:
-        super().__init__("alone", 0)
+    Args:
+        size: Ranks.
+        rank: This one.
+        store: File where they find each other; one rank needs none.
+    """
+
+    def __init__(self, size: int, rank: int, store: str) -> None:
+        super().__init__("of processes", rank)
         if not distributed.is_initialized():
-            place = Path(tempfile.mkdtemp()) / "store"
-            distributed.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
+            place = store or Path(tempfile.mkdtemp()) / "store"
+            distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=size)
         self.cpu_group = distributed.group.WORLD
         self.is_last_rank = True
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Give what the first rank says."""
+        said = [value]
+        distributed.broadcast_object_list(said, src=src)
+        return said[0]
 
 
 class Scheduler:
     """What both roles have in common.
 
     Args:
-        mode: "prefill" or "decode".
         port: Of the bootstrap server.
+        rank: Of the group, which are processes.
+        store: See `Group`.
     """
 
     mode = ""
     manager: Any
 
-    def __init__(self, port: int) -> None:
-        self.port, self.model = port, Model()
+    def __init__(self, port: int, rank: Rank, store: str = "") -> None:
+        self.port, self.model, self.rank = port, Model(), rank
         self.server_args = sides.prepare(self.mode, port, self.model)
-        sides.set_rank(Rank(1, 0))
-        self.group = Group()
+        sides.set_rank(rank)
+        self.group = Group(rank.tp_size, rank.tp_rank, store)
         runtime.get_parallel().override_permanently(attn_tp_group=self.group, pp_group=self.group, dp_rank=0)
-        self.pool = self.model.pool(Rank(1, 0))
+        self.pool = self.model.pool(rank)
         self.allocator = PagedTokenToKVPoolAllocator(
             self.model.page * PAGES, self.model.page, torch.bfloat16, "cpu", self.pool, need_sort=False
         )
@@ -148,7 +162,7 @@ class Scheduler:
         for layer in range(self.model.layers):
             for buffers, seed in ((self.pool.k_buffer, 2 * layer), (self.pool.v_buffer, 2 * layer + 1)):
                 data = content(seed + 1_000 * room, tokens, self.model.heads, self.model.dim)
-                pairs.append((buffers[layer], found, data))
+                pairs.append((buffers[layer], found, data[:, share(self.model.heads, self.rank)]))
         return pairs
 
     def table(self) -> torch.Tensor:
@@ -218,14 +232,42 @@ class Scheduler:
         self.manager.teardown()
 
 
+class SlowLink:
+    """Has NIXL begin writes when it is told to, and say until then that they are on their way.
+
+    Attributes:
+        is_slow: Nothing begins.
+    """
+
+    def __init__(self) -> None:
+        self.is_slow = False
+        self._waiting: dict[int, Any] = {}
+        agent: Any = library.load().nixl_agent
+        transfer, check = agent.transfer, agent.check_xfer_state
+
+        def begin(this: Any, handle: Any) -> Any:
+            if not self.is_slow:
+                return transfer(this, handle)
+            self._waiting[id(handle)] = handle
+            return "PROC"
+
+        def look(this: Any, handle: Any) -> Any:
+            if id(handle) not in self._waiting:
+                return check(this, handle)
+            return "PROC" if self.is_slow else transfer(this, self._waiting.pop(id(handle)))
+
+        agent.transfer, agent.check_xfer_state = begin, look
+
+
 class PrefillScheduler(Scheduler):
     """Prefill: bootstrap queue, chunks, inflight queue."""
 
     mode = "prefill"
+    link: SlowLink | None = None
 
-    def __init__(self, port: int) -> None:
-        super().__init__(port)
-        self._server = CommonKVBootstrapServer("127.0.0.1", port)
+    def __init__(self, port: int, rank: Rank, store: str = "") -> None:
+        super().__init__(port, rank, store)
+        self._server = CommonKVBootstrapServer("127.0.0.1", port) if rank.tp_rank == 0 else None
         time.sleep(0.3)
 
         class Mixed(prefill_module.SchedulerDisaggregationPrefillMixin):
@@ -290,7 +332,8 @@ class PrefillScheduler(Scheduler):
 
     def stop_server(self) -> None:
         """Let the bootstrap server go, and the ranks live on."""
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
 
     def start_server(self) -> None:
         """Have another one, at the same port, and say again who is there."""
@@ -323,6 +366,10 @@ class PrefillScheduler(Scheduler):
         self.requests[room].to_finish = FINISH_ABORT()
         retired: bool = self.mixed._retire_aborted_prefill_result(self.requests[room])
         return retired
+
+    def break_off(self, room: int) -> None:
+        """Let the transfer of this rank fail, as it would with its network."""
+        self.requests[room].disagg_kv_sender.transfer.abort()
 
     def metric(self, room: int) -> tuple[float, int]:
         """Give seconds and bytes of a transfer, as SGLang reports them."""
@@ -358,13 +405,23 @@ class PrefillScheduler(Scheduler):
         """Abort a request."""
         self.requests[room].disagg_kv_sender.abort()
 
+    def slow_down(self) -> None:
+        """Let the transport read pages later than it was told to: when it is sped up."""
+        self.link = self.link or SlowLink()
+        self.link.is_slow = True
+
+    def speed_up(self) -> None:
+        """Let it read them now."""
+        assert self.link is not None
+        self.link.is_slow = False
+
     def step(self) -> None:
         self.bootstrapped += self.queue.pop_bootstrapped()
         self.mixed.process_disagg_prefill_inflight_queue()
 
     def close(self) -> None:
         super().close()
-        self._server.close()
+        self.stop_server()
 
 
 class DecodeScheduler(Scheduler):
@@ -372,8 +429,8 @@ class DecodeScheduler(Scheduler):
 
     mode = "decode"
 
-    def __init__(self, port: int) -> None:
-        super().__init__(port)
+    def __init__(self, port: int, rank: Rank, store: str = "") -> None:
+        super().__init__(port, rank, store)
         for tensor in (*self.pool.k_buffer, *self.pool.v_buffer):
             tensor.view(torch.uint8).fill_(UNTOUCHED)
         scheduler = SimpleNamespace(
