@@ -18,6 +18,7 @@ __all__ = ["NAME", "activate"]
 NAME: Final = "kvflow"
 DEFER: Final = "sglang.srt.disaggregation.decode.DecodeTransferQueue._defer_release"
 AGREE: Final = "sglang.srt.disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group"
+AGREE_STAGES: Final = "sglang.srt.disaggregation.utils.poll_and_all_reduce_prefill_pp"
 
 
 def activate() -> None:
@@ -46,7 +47,7 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
     from kvflow.engines.sglang.manager import KvflowKVManager  # noqa: PLC0415
 
     if class_type == kinds.MANAGER:
-        _hold_pages_until_safe()
+        _hook_queues()
     return {
         kinds.MANAGER: KvflowKVManager,
         kinds.SENDER: KvflowKVSender,
@@ -56,10 +57,11 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 
 
 @functools.cache
-def _hold_pages_until_safe() -> None:
-    """Keep SGLang's queues from freeing pages that may still be written to, on decode, or read, on prefill."""
+def _hook_queues() -> None:
+    """Keep SGLang's queues from freeing pages that may still be written to or read, and have every stage polled."""
     HookRegistry.register(DEFER, _forget_deadline, HookType.AFTER)
     HookRegistry.register(AGREE, _await_readers, HookType.AROUND)
+    HookRegistry.register(AGREE_STAGES, _take_changes, HookType.BEFORE)
     HookRegistry.apply_hooks()
 
 
@@ -85,3 +87,12 @@ def _await_readers(original: Any, pollers: Any, attn_cp_cpu_group: Any, attn_tp_
         if is_read:
             polls[place] = KVPoll.Transferring
     return polls
+
+
+def _take_changes(pollers: Any, *_: Any) -> None:
+    """Take what has changed on this stage: SGLang polls on the first one, and sees there what the others have noted."""
+    from kvflow.engines.sglang.manager import KvflowKVManager  # noqa: PLC0415
+
+    for manager in {poller.kv_mgr for poller in pollers}:
+        if isinstance(manager, KvflowKVManager):
+            manager.advance()

@@ -18,6 +18,7 @@ import sglang.srt.disaggregation.decode as decode_module
 import sglang.srt.disaggregation.prefill as prefill_module
 import sglang.srt.runtime_context as runtime
 import torch
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager, KVTransferError
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
@@ -26,6 +27,7 @@ from sglang.srt.disaggregation.utils import (
     TransferBackend,
 )
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -57,27 +59,57 @@ class Forward:
 
 
 class Group(sides.Group):
-    """A group of ranks, each in a process of its own, for collectives.
+    """A group of ranks, each in a process of its own: its collectives, and objects from one to the next.
 
     Args:
-        size: Ranks.
         rank: This one.
-        store: File where they find each other; one rank needs none.
+        cpu_group: Of torch.
     """
 
-    def __init__(self, size: int, rank: int, store: str) -> None:
+    def __init__(self, rank: int, cpu_group: Any) -> None:
         super().__init__("of processes", rank)
-        if not distributed.is_initialized():
-            place = store or Path(tempfile.mkdtemp()) / "store"
-            distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=size)
-        self.cpu_group = distributed.group.WORLD
-        self.is_last_rank = True
+        self.cpu_group = cpu_group
+        self.is_last_rank = rank == distributed.get_world_size(cpu_group) - 1
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         """Give what the first rank says."""
         said = [value]
-        distributed.broadcast_object_list(said, src=src)
+        if distributed.get_world_size(self.cpu_group) > 1:
+            distributed.broadcast_object_list(said, src=src)
         return said[0]
+
+    def send_object(self, value: Any, dst: int, **_: Any) -> list[Any]:
+        """Send something to another rank; nothing is left to wait for."""
+        distributed.send_object_list([value], dst=dst)
+        return []
+
+    def recv_object(self, src: int, **_: Any) -> Any:
+        """Wait for what another rank sends."""
+        said = [None]
+        distributed.recv_object_list(said, src=src)
+        return said[0]
+
+    def agree(self, values: list[str]) -> list[str]:
+        """Give what all ranks have in their lists."""
+        lists: list[list[str]] = [[] for _ in range(distributed.get_world_size(self.cpu_group))]
+        distributed.all_gather_object(lists, values, group=self.cpu_group)
+        return [value for value in values if all(value in one for one in lists)]
+
+
+def make_groups(rank: Rank, store: str) -> tuple[Group, Group]:
+    """Make the groups of the ranks that share the heads and of the pipeline stages, one of which is this rank alone.
+
+    Args:
+        rank: This one.
+        store: File where ranks find each other; one rank needs none.
+    """
+    size, number = rank.tp_size * rank.pp_size, rank.tp_rank + rank.pp_rank
+    if not distributed.is_initialized():
+        place = store or Path(tempfile.mkdtemp()) / "store"
+        distributed.init_process_group("gloo", init_method=f"file://{place}", rank=number, world_size=size)
+    alone = Group(0, [distributed.new_group([one]) for one in range(size)][number])
+    everybody = Group(number, distributed.group.WORLD)
+    return (everybody, alone) if rank.tp_size > 1 else (alone, everybody)
 
 
 class Scheduler:
@@ -85,8 +117,8 @@ class Scheduler:
 
     Args:
         port: Of the bootstrap server.
-        rank: Of the group, which are processes.
-        store: See `Group`.
+        rank: Which one; others are processes, too.
+        store: See `make_groups`.
     """
 
     mode = ""
@@ -96,8 +128,8 @@ class Scheduler:
         self.port, self.model, self.rank = port, Model(), rank
         self.server_args = sides.prepare(self.mode, port, self.model)
         sides.set_rank(rank)
-        self.group = Group(rank.tp_size, rank.tp_rank, store)
-        runtime.get_parallel().override_permanently(attn_tp_group=self.group, pp_group=self.group, dp_rank=0)
+        self.group, self.stages = make_groups(rank, store)
+        runtime.get_parallel().override_permanently(attn_tp_group=self.group, pp_group=self.stages, dp_rank=0)
         self.pool = self.model.pool(rank)
         self.allocator = PagedTokenToKVPoolAllocator(
             self.model.page * PAGES, self.model.page, torch.bfloat16, "cpu", self.pool, need_sort=False
@@ -159,8 +191,8 @@ class Scheduler:
         """Give what is in the pool of a request, and what should be."""
         found = self.table()[self.requests[room].kv.req_pool_idx, :tokens].long()
         pairs = []
-        for layer in range(self.model.layers):
-            for buffers, seed in ((self.pool.k_buffer, 2 * layer), (self.pool.v_buffer, 2 * layer + 1)):
+        for layer, number in enumerate(self.model.span(self.rank)):
+            for buffers, seed in ((self.pool.k_buffer, 2 * number), (self.pool.v_buffer, 2 * number + 1)):
                 data = content(seed + 1_000 * room, tokens, self.model.heads, self.model.dim)
                 pairs.append((buffers[layer], found, data[:, share(self.model.heads, self.rank)]))
         return pairs
@@ -267,18 +299,19 @@ class PrefillScheduler(Scheduler):
 
     def __init__(self, port: int, rank: Rank, store: str = "") -> None:
         super().__init__(port, rank, store)
-        self._server = CommonKVBootstrapServer("127.0.0.1", port) if rank.tp_rank == 0 else None
+        self._server = CommonKVBootstrapServer("127.0.0.1", port) if rank.tp_rank == rank.pp_rank == 0 else None
         time.sleep(0.3)
 
-        class Mixed(prefill_module.SchedulerDisaggregationPrefillMixin):
+        class Mixed(prefill_module.SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):
             """SGLang's own methods."""
 
         mixed: Any = Mixed()
         self.released: list[str] = []
         vars(mixed).update(
             self.scheduler,
-            attn_cp_cpu_group=self.group.cpu_group,
+            attn_cp_cpu_group=(self.stages if rank.tp_size > 1 else self.group).cpu_group,
             attn_tp_cpu_group=self.group.cpu_group,
+            pp_group=self.stages,
             enable_staging=False,
             enable_overlap=False,
             disagg_metadata_buffers=self.metadata,
@@ -417,7 +450,11 @@ class PrefillScheduler(Scheduler):
 
     def step(self) -> None:
         self.bootstrapped += self.queue.pop_bootstrapped()
-        self.mixed.process_disagg_prefill_inflight_queue()
+        agreed = None
+        if self.rank.pp_size > 1:  # SGLang passes them round the stages, which is the same in the end
+            ended = self.mixed.get_rids(self.mixed.disagg_prefill_inflight_queue, True, [KVPoll.Success, KVPoll.Failed])
+            agreed = self.stages.agree(ended)
+        self.mixed.process_disagg_prefill_inflight_queue(agreed)
 
     def close(self) -> None:
         super().close()

@@ -1,7 +1,7 @@
-"""Two prefill ranks that share the heads, each in a process, with SGLang's own consensus between them."""
+"""Two prefill ranks, each in a process: they share the heads or are pipeline stages, and agree as SGLang's do."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,9 +25,10 @@ class Instances:
     Args:
         stack: Ends the processes.
         place: An empty directory.
+        ranks: Both, as in `models.Rank`.
     """
 
-    def __init__(self, stack: ExitStack, place: Path) -> None:
+    def __init__(self, stack: ExitStack, place: Path, ranks: Sequence[Sequence[int]]) -> None:
         self.prefill = [Process("prefill", SETTINGS, {}) for _ in range(2)]
         self.decode = Process("decode", SETTINGS, {})
         self._threads = stack.enter_context(ThreadPoolExecutor(2))
@@ -35,8 +36,8 @@ class Instances:
             stack.callback(process.kill)
         port, store = free_port(), str(place / "store")
         starting = [
-            self._threads.submit(one.tell, "start", port=port, tp_size=2, tp_rank=rank, store=store)
-            for rank, one in enumerate(self.prefill)
+            self._threads.submit(one.tell, "start", port=port, rank=rank, store=store)
+            for rank, one in zip(ranks, self.prefill, strict=True)
         ]
         for one in starting:
             one.result()
@@ -65,11 +66,16 @@ class Instances:
 
 
 @pytest.fixture
-def instances(tmp_path: Path) -> Iterator[Instances]:
+def instances(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Instances]:
     with ExitStack() as stack:
-        yield Instances(stack, tmp_path)
+        yield Instances(stack, tmp_path, request.param)
 
 
+HEADS, STAGES = [(2, 0), (2, 1)], [(1, 0, 2, 0), (1, 0, 2, 1)]
+either = pytest.mark.parametrize("instances", [HEADS, STAGES], indirect=True, ids=["heads", "stages"])
+
+
+@either
 def test_request_of_two_ranks(instances: Instances) -> None:
     instances.begin()
     instances.both("ask", what="send", room=ROOM, end=40, last=False)
@@ -80,6 +86,7 @@ def test_request_of_two_ranks(instances: Instances) -> None:
     assert instances.both("ask", what="was_told", room=ROOM) == ["", ""]
 
 
+@either
 def test_pages_of_all_ranks_stay_while_one_rank_reads_its_own(instances: Instances) -> None:
     """SGLang's consensus is that of the first failure, after which every rank gives its pages to other requests."""
     first, second = instances.prefill

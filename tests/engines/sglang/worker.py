@@ -47,10 +47,10 @@ class Worker:
             self.side.close()
             self.side = None
 
-    def start(self, port: int, tp_size: int = 1, tp_rank: int = 0, store: str = "") -> None:
+    def start(self, port: int, rank: tuple[int, ...] = (1, 0), store: str = "") -> None:
         """Make a scheduler, in place of what was before."""
         self.close()
-        self.side = schedulers.SCHEDULERS[self.mode](port, models.Rank(tp_size, tp_rank), store)
+        self.side = schedulers.SCHEDULERS[self.mode](port, models.Rank(*rank), store)
 
     def ask(self, what: str, **arguments: Any) -> Any:
         """Call the scheduler."""
