@@ -14,11 +14,12 @@ from types import SimpleNamespace
 from typing import Any, Final
 from unittest.mock import MagicMock
 
+import numpy as np
 import sglang.srt.disaggregation.decode as decode_module
 import sglang.srt.disaggregation.prefill as prefill_module
 import sglang.srt.runtime_context as runtime
 import torch
-from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager, KVTransferError
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
@@ -231,6 +232,10 @@ class Scheduler:
     def poll(self, room: int) -> int:
         """Ask how a request stands, as the queues do."""
         return int(self.end(room).poll())
+
+    def clear(self, room: int) -> None:
+        """Let a request go, as the queues do at its end."""
+        self.end(room).clear()
 
     def lose(self, room: int) -> None:
         """Forget the status of a request, as if it had been cleared."""
@@ -536,6 +541,19 @@ class DecodeScheduler(Scheduler):
         """SGLang goes on with a request."""
         request = self.requests[room]
         return request in self.arrived and list(request.output_ids) == [sides.FIRST_TOKEN]
+
+    def ask_for_host(self, room: int) -> str:
+        """Ask for pages in host memory, and say what comes of it."""
+        try:
+            self.end(room).send_metadata(np.array([1]), 0, destination=KVTransferDestination.HOST)
+        except NotImplementedError as error:
+            return str(error)
+        return ""
+
+    def is_safe(self, room: int) -> bool:
+        """Nothing can be written to the pages of a request."""
+        safe: bool = self.manager.is_abort_release_safe(room, 1)
+        return safe
 
     def is_done(self, room: int) -> bool:
         """SGLang goes on with a request, whatever it has got."""

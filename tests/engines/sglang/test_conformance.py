@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engines.sglang.processes import Deployment, deployment
-from tests.engines.sglang.steps import TOKENS, begin, check_arrived, check_failed, check_nothing_is_left, send
+from tests.engines.sglang.steps import TOKENS, announce, begin, check_arrived, check_failed, check_nothing_is_left, send
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(200)]
 
@@ -163,6 +163,40 @@ def test_aborts_beyond_the_first_change_nothing(pair: Deployment) -> None:
     send(pair, room, TOKENS, last=True)
     assert pair.prefill.tell("until", what="is_over", room=room)
     check_nothing_is_left(pair)
+
+
+def test_failure_of_another_rank_overrides_success(pair: Deployment) -> None:
+    room = begin(pair)
+    send(pair, room, TOKENS, last=True)
+    assert poll_until(pair, room, SUCCESS)
+    reason, is_from_another_rank = pair.decode.tell("ask", what="failure", room=room)
+    assert (is_from_another_rank, "another rank" in reason) == (True, True)
+    assert pair.decode.tell("ask", what="poll", room=room) == FAILED
+    assert pair.decode.tell("ask", what="is_safe", room=room)
+
+
+def poll_until(pair: Deployment, room: int, status: int) -> bool:
+    """Poll one end on decode; a step of the queue would end the request."""
+    return any(pair.decode.tell("ask", what="poll", room=room) == status for _ in range(20_000))
+
+
+def test_request_that_is_let_go_unfinished_has_failed(pair: Deployment) -> None:
+    room = begin(pair)
+    send(pair, room, 40)
+    for _ in range(2):
+        pair.decode.tell("ask", what="clear", room=room)
+    assert pair.decode.tell("ask", what="poll", room=room) == FAILED
+    check_failed(pair, room, "another rank")
+    send(pair, room, TOKENS, last=True)
+    assert pair.prefill.tell("until", what="is_over", room=room)
+    check_nothing_is_left(pair)
+
+
+def test_pages_in_host_memory_are_refused(pair: Deployment) -> None:
+    room = pair.room()
+    announce(pair, room)
+    assert pair.decode.tell("until", what="is_asked_for", room=room)
+    assert "pool" in pair.decode.tell("ask", what="ask_for_host", room=room)
 
 
 def test_every_decode_rank_gets_its_pages_back(processes: Deployment) -> None:
