@@ -3,6 +3,7 @@
 Queues are made by their own constructors, which make the manager. What they ask of the rest of a scheduler is a stub.
 """
 
+import functools
 import itertools
 import tempfile
 import threading
@@ -296,11 +297,16 @@ class SlowLink:
         agent.transfer, agent.check_xfer_state = begin, look
 
 
+@functools.cache
+def slow_link() -> SlowLink:
+    """Give the one of this process."""
+    return SlowLink()
+
+
 class PrefillScheduler(Scheduler):
     """Prefill: bootstrap queue, chunks, inflight queue."""
 
     mode = "prefill"
-    link: SlowLink | None = None
 
     def __init__(self, port: int, rank: Rank, store: str = "") -> None:
         super().__init__(port, rank, store)
@@ -445,13 +451,11 @@ class PrefillScheduler(Scheduler):
 
     def slow_down(self) -> None:
         """Let the transport read pages later than it was told to: when it is sped up."""
-        self.link = self.link or SlowLink()
-        self.link.is_slow = True
+        slow_link().is_slow = True
 
     def speed_up(self) -> None:
         """Let it read them now."""
-        assert self.link is not None
-        self.link.is_slow = False
+        slow_link().is_slow = False
 
     def step(self) -> None:
         self.bootstrapped += self.queue.pop_bootstrapped()
