@@ -119,11 +119,17 @@ class KvflowKVSender(End, CommonKVSender):
         self.kv_mgr.advance()
         return self._while_read(super().poll_pp_consensus())
 
+    @property
+    def is_read(self) -> bool:
+        """The transport may still read pages of a request of which everything was sent."""
+        return self._is_offered and not self.is_safe
+
     def _while_read(self, status: Any) -> Any:
-        """Hold a failure back while pages are read: SGLang frees them at once, and decode may succeed all the same."""
-        if status == KVPoll.Failed and self._is_offered and not self.is_safe:
-            return KVPoll.Transferring
-        return status
+        """Hold a failure back while pages are read: SGLang frees them at once, and decode may succeed all the same.
+
+        Those of the other ranks, too: `plugin` has the ranks ask each other.
+        """
+        return KVPoll.Transferring if status == KVPoll.Failed and self.is_read else status
 
     def offer(self, first_page: int, kv_indices: Any, *, ready: Any) -> None:
         """Send pages that are not the last ones.
@@ -155,7 +161,7 @@ class KvflowKVSender(End, CommonKVSender):
     def abort(self) -> None:
         """Give the request up, unless all of it is on its way: then it ends by itself, and its pages stay until then.
 
-        Ranks would not end together otherwise, and the first failure has SGLang free the pages of all.
+        Of ranks that share a request some may be done, so that they would not end together otherwise.
         """
         if self._is_offered:
             return

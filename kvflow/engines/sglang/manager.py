@@ -200,8 +200,15 @@ class KvflowKVManager(CommonKVManager):
         wait_event: Any = None,
         **_: Any,
     ) -> None:
-        """Pass a chunk on; one that does not fit fails its room."""
-        sender: Any = self._held[bootstrap_room][-1]
+        """Pass a chunk on; one that does not fit fails its room.
+
+        SGLang computes on without polling the request. So it may have failed meanwhile, with nothing left to hold: then
+        nobody wants the chunk, and the next poll tells.
+        """
+        held = self._held.get(bootstrap_room)
+        if not held:
+            return
+        sender: Any = held[-1]
         first = index_slice.start
         try:
             if is_last_chunk:

@@ -10,12 +10,15 @@ from typing import Any, Final
 
 from sglang.srt.arg_groups import choices
 from sglang.srt.disaggregation import utils
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 __all__ = ["NAME", "activate"]
 
 NAME: Final = "kvflow"
 DEFER: Final = "sglang.srt.disaggregation.decode.DecodeTransferQueue._defer_release"
+AGREE: Final = "sglang.srt.disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group"
+AGREE_STAGES: Final = "sglang.srt.disaggregation.utils.poll_and_all_reduce_prefill_pp"
 
 
 def activate() -> None:
@@ -44,7 +47,7 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
     from kvflow.engines.sglang.manager import KvflowKVManager  # noqa: PLC0415
 
     if class_type == kinds.MANAGER:
-        _hold_pages_until_safe()
+        _hook_queues()
     return {
         kinds.MANAGER: KvflowKVManager,
         kinds.SENDER: KvflowKVSender,
@@ -54,9 +57,11 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 
 
 @functools.cache
-def _hold_pages_until_safe() -> None:
-    """Take from SGLang's decode queue the deadline after which it frees pages that may still be written to."""
+def _hook_queues() -> None:
+    """Keep SGLang's queues from freeing pages that may still be written to or read, and have every stage polled."""
     HookRegistry.register(DEFER, _forget_deadline, HookType.AFTER)
+    HookRegistry.register(AGREE, _await_readers, HookType.AROUND)
+    HookRegistry.register(AGREE_STAGES, _take_changes, HookType.BEFORE)
     HookRegistry.apply_hooks()
 
 
@@ -67,3 +72,27 @@ def _forget_deadline(result: Any, queue: Any, decode_req: Any) -> Any:
         request, started_at, _, *rest = queue._deferred_releases[-1]
         queue._deferred_releases[-1] = (request, started_at, math.inf, *rest)
     return result
+
+
+def _await_readers(original: Any, pollers: Any, attn_cp_cpu_group: Any, attn_tp_cpu_group: Any) -> Any:
+    """Let a request fail on prefill once no rank's transport reads its pages; SGLang says so when the first rank fails.
+
+    All ranks have the same answer of SGLang's, so they ask each other about the same requests.
+    """
+    polls = list(original(pollers, attn_cp_cpu_group, attn_tp_cpu_group))
+    failed = [place for place, status in enumerate(polls) if status == KVPoll.Failed]
+    flags = [int(getattr(pollers[place], "is_read", False)) for place in failed]
+    flags = utils.all_reduce_flags(flags, attn_tp_cpu_group, utils.dist.ReduceOp.MAX)
+    for place, is_read in zip(failed, flags, strict=True):
+        if is_read:
+            polls[place] = KVPoll.Transferring
+    return polls
+
+
+def _take_changes(pollers: Any, *_: Any) -> None:
+    """Take what has changed on this stage: SGLang polls on the first one, and sees there what the others have noted."""
+    from kvflow.engines.sglang.manager import KvflowKVManager  # noqa: PLC0415
+
+    for manager in {poller.kv_mgr for poller in pollers}:
+        if isinstance(manager, KvflowKVManager):
+            manager.advance()

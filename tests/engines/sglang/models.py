@@ -13,7 +13,7 @@ import sglang.srt.mem_cache.memory_pool as pools
 import torch
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-__all__ = ["MODELS", "Held", "Model", "Rank"]
+__all__ = ["MODELS", "Held", "Model", "Rank", "share"]
 
 PAGES: Final = 20
 UNTOUCHED: Final = 0xEE
@@ -77,9 +77,15 @@ class Model:
     def __init__(self, heads: int = 8, dim: int = 64, layers: int = 4, page: int = 16, draft: str = "") -> None:
         self.heads, self.dim, self.layers, self.page, self.draft_sides = heads, dim, layers, page, draft.split()
 
+    def span(self, rank: Rank) -> range:
+        """Give the layers that a rank holds."""
+        stage, stages = rank.pp_rank, rank.pp_size
+        return range(stage * self.layers // stages, (stage + 1) * self.layers // stages)
+
     def pool(self, rank: Rank) -> Any:
         """Make the pool of a rank."""
-        return self._attention(rank, self.layers // rank.pp_size, rank.pp_rank * self.layers // rank.pp_size)
+        layers = self.span(rank)
+        return self._attention(rank, len(layers), layers.start)
 
     def draft(self, side: str, rank: Rank) -> Any:
         """Make the pool of the draft model, if this side has one."""
@@ -117,9 +123,7 @@ class Model:
     ) -> Iterator[tuple[torch.Tensor, Any, torch.Tensor]]:
         """Give tensor, index and content of everything that a rank holds of a request."""
         rows = self.rows(held.pages, tokens, prefix)
-        count = self.layers // rank.pp_size
-        for layer in range(count):
-            number = layer + rank.pp_rank * count
+        for layer, number in enumerate(self.span(rank)):
             for buffers, seed in ((pool.k_buffer, 2 * number), (pool.v_buffer, 2 * number + 1)):
                 yield buffers[layer], rows, self._heads(seed, tokens, prefix, rank)
         if draft is not None and len(self.draft_sides) == 2:
@@ -165,17 +169,17 @@ class Latent(Model):
         self.index = index
 
     def pool(self, rank: Rank) -> Any:
-        layers = self.layers // rank.pp_size
+        layers = self.span(rank)
         common: dict[str, Any] = {
             "size": self.page * PAGES,
             "page_size": self.page,
             "dtype": torch.bfloat16,
             "kv_lora_rank": 512,
             "qk_rope_head_dim": 64,
-            "layer_num": layers,
+            "layer_num": len(layers),
             "device": "cpu",
             "enable_memory_saver": False,
-            "start_layer": rank.pp_rank * layers,
+            "start_layer": layers.start,
         }
         if self.index:
             return pools.DSATokenToKVPool(**common, index_head_dim=128, kv_cache_dim=576)
@@ -187,9 +191,8 @@ class Latent(Model):
     def cells(
         self, pool: Any, draft: Any, rank: Rank, held: Held, tokens: int, prefix: int
     ) -> Iterator[tuple[torch.Tensor, Any, torch.Tensor]]:
-        rows, count = self.rows(held.pages, tokens, prefix), self.layers // rank.pp_size
-        for layer in range(count):
-            number = layer + rank.pp_rank * count
+        rows = self.rows(held.pages, tokens, prefix)
+        for layer, number in enumerate(self.span(rank)):
             yield pool.kv_buffer[layer], rows, content(number, tokens, 1, 576)[prefix:]
             if self.index:
                 keys = pool.index_k_with_scale_buffer[layer].view(torch.uint8)
@@ -308,6 +311,8 @@ MODELS: Final[dict[str, Callable[[], Model]]] = {
     "mha": Model,
     "gqa": lambda: Model(heads=2),
     "page 1": lambda: Model(page=1),
+    "five layers": lambda: Model(layers=5),
+    "five layers, draft on decode": lambda: Model(layers=5, draft="decode"),
     "draft on both": lambda: Model(draft="prefill decode"),
     "draft on decode": lambda: Model(draft="decode"),
     "draft on prefill": lambda: Model(draft="prefill"),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Deployment", "Process", "deployment"]
+__all__ = ["Deployment", "Process", "deployment", "free_port"]
 
 ROOT: Final = Path(__file__).parents[3]
 
@@ -70,10 +70,11 @@ class Deployment:
     Attributes:
         prefill: One.
         decode: The other.
+        port: Of the bootstrap server, once there are schedulers.
     """
 
     def __init__(self, prefill: Process, decode: Process) -> None:
-        self.prefill, self.decode = prefill, decode
+        self.prefill, self.decode, self.port = prefill, decode, 0
         self._threads = ThreadPoolExecutor(2)
         self._rooms = iter(range(1, 1_000_000))
 
@@ -85,9 +86,15 @@ class Deployment:
 
     def start(self) -> None:
         """Make both schedulers."""
-        port = free_port()
-        self.prefill.tell("start", port=port)
-        self.decode.tell("start", port=port)
+        self.port = free_port()
+        self.prefill.tell("start", port=self.port)
+        self.decode.tell("start", port=self.port)
+
+    def replace_prefill(self, settings: dict[str, Any], **environment: str) -> None:
+        """Kill the prefill process, and start another one at the same bootstrap port."""
+        self.prefill.kill()
+        self.prefill = Process("prefill", settings, environment)
+        self.prefill.tell("start", port=self.port)
 
     def room(self) -> int:
         """Give a room that was not used before."""
@@ -102,9 +109,9 @@ class Deployment:
 @contextmanager
 def deployment(settings: dict[str, Any], **environment: str) -> Iterator[Deployment]:
     """Start the two processes, and end them."""
-    prefill, decode = (Process(mode, settings, environment) for mode in ("prefill", "decode"))
+    made = Deployment(*(Process(mode, settings, environment) for mode in ("prefill", "decode")))
     try:
-        yield Deployment(prefill, decode)
+        yield made
     finally:
-        prefill.kill()
-        decode.kill()
+        made.prefill.kill()
+        made.decode.kill()

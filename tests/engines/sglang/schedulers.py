@@ -3,8 +3,10 @@
 Queues are made by their own constructors, which make the manager. What they ask of the rest of a scheduler is a stub.
 """
 
+import functools
 import itertools
 import tempfile
+import threading
 import time
 from array import array
 from collections.abc import Callable
@@ -13,20 +15,29 @@ from types import SimpleNamespace
 from typing import Any, Final
 from unittest.mock import MagicMock
 
+import numpy as np
 import sglang.srt.disaggregation.decode as decode_module
 import sglang.srt.disaggregation.prefill as prefill_module
 import sglang.srt.runtime_context as runtime
 import torch
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
-from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator, TransferBackend
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager, KVTransferError
+from sglang.srt.disaggregation.utils import (
+    FAKE_BOOTSTRAP_HOST,
+    MetadataBuffers,
+    ReqToMetadataIdxAllocator,
+    TransferBackend,
+)
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import distributed
 
+from kvflow.backends.nixl import library
 from tests.engines.sglang import sides
-from tests.engines.sglang.models import PAGES, UNTOUCHED, Model, Rank, content, same
+from tests.engines.sglang.models import PAGES, UNTOUCHED, Model, Rank, content, same, share
 
 __all__ = ["SCHEDULERS", "DecodeScheduler", "PrefillScheduler"]
 
@@ -34,36 +45,94 @@ ROWS: Final = 8
 LONGEST: Final = 512
 
 
-class Group(sides.Group):
-    """A group of one rank, for collectives."""
+class Forward:
+    """Stands for a `torch.cuda.Event` of a forward pass, which ends when the test says so."""
 
     def __init__(self) -> None:
-        super().__init__("alone", 0)
-        if not distributed.is_initialized():
-            place = Path(tempfile.mkdtemp()) / "store"
-            distributed.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
-        self.cpu_group = distributed.group.WORLD
-        self.is_last_rank = True
+        self._is_over = threading.Event()
+
+    def end(self) -> None:
+        """Be done."""
+        self._is_over.set()
+
+    def synchronize(self) -> None:
+        """Wait for its end."""
+        self._is_over.wait(20)
+
+
+class Group(sides.Group):
+    """A group of ranks, each in a process of its own: its collectives, and objects from one to the next.
+
+    Args:
+        rank: This one.
+        cpu_group: Of torch.
+    """
+
+    def __init__(self, rank: int, cpu_group: Any) -> None:
+        super().__init__("of processes", rank)
+        self.cpu_group = cpu_group
+        self.is_last_rank = rank == distributed.get_world_size(cpu_group) - 1
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Give what the first rank says."""
+        said = [value]
+        if distributed.get_world_size(self.cpu_group) > 1:
+            distributed.broadcast_object_list(said, src=src)
+        return said[0]
+
+    def send_object(self, value: Any, dst: int, **_: Any) -> list[Any]:
+        """Send something to another rank; nothing is left to wait for."""
+        distributed.send_object_list([value], dst=dst)
+        return []
+
+    def recv_object(self, src: int, **_: Any) -> Any:
+        """Wait for what another rank sends."""
+        said = [None]
+        distributed.recv_object_list(said, src=src)
+        return said[0]
+
+    def agree(self, values: list[str]) -> list[str]:
+        """Give what all ranks have in their lists."""
+        lists: list[list[str]] = [[] for _ in range(distributed.get_world_size(self.cpu_group))]
+        distributed.all_gather_object(lists, values, group=self.cpu_group)
+        return [value for value in values if all(value in one for one in lists)]
+
+
+def make_groups(rank: Rank, store: str) -> tuple[Group, Group]:
+    """Make the groups of the ranks that share the heads and of the pipeline stages, one of which is this rank alone.
+
+    Args:
+        rank: This one.
+        store: File where ranks find each other; one rank needs none.
+    """
+    size, number = rank.tp_size * rank.pp_size, rank.tp_rank + rank.pp_rank
+    if not distributed.is_initialized():
+        place = store or Path(tempfile.mkdtemp()) / "store"
+        distributed.init_process_group("gloo", init_method=f"file://{place}", rank=number, world_size=size)
+    alone = Group(0, [distributed.new_group([one]) for one in range(size)][number])
+    everybody = Group(number, distributed.group.WORLD)
+    return (everybody, alone) if rank.tp_size > 1 else (alone, everybody)
 
 
 class Scheduler:
     """What both roles have in common.
 
     Args:
-        mode: "prefill" or "decode".
         port: Of the bootstrap server.
+        rank: Which one; others are processes, too.
+        store: See `make_groups`.
     """
 
     mode = ""
     manager: Any
 
-    def __init__(self, port: int) -> None:
-        self.port, self.model = port, Model()
+    def __init__(self, port: int, rank: Rank, store: str = "") -> None:
+        self.port, self.model, self.rank = port, Model(), rank
         self.server_args = sides.prepare(self.mode, port, self.model)
-        sides.set_rank(Rank(1, 0))
-        self.group = Group()
-        runtime.get_parallel().override_permanently(attn_tp_group=self.group, pp_group=self.group, dp_rank=0)
-        self.pool = self.model.pool(Rank(1, 0))
+        sides.set_rank(rank)
+        self.group, self.stages = make_groups(rank, store)
+        runtime.get_parallel().override_permanently(attn_tp_group=self.group, pp_group=self.stages, dp_rank=0)
+        self.pool = self.model.pool(rank)
         self.allocator = PagedTokenToKVPoolAllocator(
             self.model.page * PAGES, self.model.page, torch.bfloat16, "cpu", self.pool, need_sort=False
         )
@@ -104,16 +173,17 @@ class Scheduler:
         for request in requests:
             self.told.append((request.rid, getattr(request.finished_reason, "message", "")))
 
-    def request(self, room: int, tokens: int) -> Any:
+    def request(self, room: int, tokens: int, host: str = "127.0.0.1", port: int = 0) -> Any:
         """Make a request as the tokenizer does."""
         made = Req(
             f"request {next(self._numbers)}",
             "",
             array("q", range(tokens)),
             SamplingParams(max_new_tokens=8),
-            bootstrap_host="127.0.0.1",
-            bootstrap_port=self.port,
+            bootstrap_host=host,
+            bootstrap_port=port or self.port,
             bootstrap_room=room,
+            vocab_size=1000,
         )
         made.time_stats = MagicMock()
         self.requests[room] = made
@@ -123,10 +193,10 @@ class Scheduler:
         """Give what is in the pool of a request, and what should be."""
         found = self.table()[self.requests[room].kv.req_pool_idx, :tokens].long()
         pairs = []
-        for layer in range(self.model.layers):
-            for buffers, seed in ((self.pool.k_buffer, 2 * layer), (self.pool.v_buffer, 2 * layer + 1)):
+        for layer, number in enumerate(self.model.span(self.rank)):
+            for buffers, seed in ((self.pool.k_buffer, 2 * number), (self.pool.v_buffer, 2 * number + 1)):
                 data = content(seed + 1_000 * room, tokens, self.model.heads, self.model.dim)
-                pairs.append((buffers[layer], found, data))
+                pairs.append((buffers[layer], found, data[:, share(self.model.heads, self.rank)]))
         return pairs
 
     def table(self) -> torch.Tensor:
@@ -156,12 +226,41 @@ class Scheduler:
         rid = self.requests.pop(room).rid
         self.told = [entry for entry in self.told if entry[0] != rid]
 
+    def end(self, room: int) -> Any:
+        """Give the sender or receiver of a request."""
+        raise NotImplementedError
+
+    def poll(self, room: int) -> int:
+        """Ask how a request stands, as the queues do."""
+        return int(self.end(room).poll())
+
+    def clear(self, room: int) -> None:
+        """Let a request go, as the queues do at its end."""
+        self.end(room).clear()
+
+    def lose(self, room: int) -> None:
+        """Forget the status of a request, as if it had been cleared."""
+        self.manager.request_status.pop(room)
+
+    def failure(self, room: int) -> tuple[str, bool]:
+        """Say why a request has failed, and whether another rank knows more."""
+        try:
+            self.end(room).failure_exception()
+        except KVTransferError as error:
+            return error.failure_reason, error.is_from_another_rank
+        return "", False
+
     def is_free(self) -> bool:
         """Every page and every row of metadata is free again."""
         return (self.allocator.available_size(), self.rows.available_size()) == (self.free, ROWS)
 
+    def has_forgotten(self) -> bool:
+        """The manager knows nothing of requests."""
+        return not self.leftovers()
+
     def leftovers(self) -> dict[str, int]:
-        """Count what the manager still knows of requests."""
+        """Count what the manager still knows of requests, once it has taken what has changed, as with any poll."""
+        self.manager.advance()
         names = ["request_status", "failure_records", "_ends", "_held", "transfer_infos", "prefill_response_tracker"]
         names += ["req_to_decode_prefix_len", "required_prefill_response_num_table"]
         return {name: len(getattr(self.manager, name)) for name in names if getattr(self.manager, name, None)}
@@ -171,25 +270,59 @@ class Scheduler:
         self.manager.teardown()
 
 
+class SlowLink:
+    """Has NIXL begin writes when it is told to, and say until then that they are on their way.
+
+    Attributes:
+        is_slow: Nothing begins.
+    """
+
+    def __init__(self) -> None:
+        self.is_slow = False
+        self._waiting: dict[int, Any] = {}
+        agent: Any = library.load().nixl_agent
+        transfer, check = agent.transfer, agent.check_xfer_state
+
+        def begin(this: Any, handle: Any) -> Any:
+            if not self.is_slow:
+                return transfer(this, handle)
+            self._waiting[id(handle)] = handle
+            return "PROC"
+
+        def look(this: Any, handle: Any) -> Any:
+            if id(handle) not in self._waiting:
+                return check(this, handle)
+            return "PROC" if self.is_slow else transfer(this, self._waiting.pop(id(handle)))
+
+        agent.transfer, agent.check_xfer_state = begin, look
+
+
+@functools.cache
+def slow_link() -> SlowLink:
+    """Give the one of this process."""
+    return SlowLink()
+
+
 class PrefillScheduler(Scheduler):
     """Prefill: bootstrap queue, chunks, inflight queue."""
 
     mode = "prefill"
 
-    def __init__(self, port: int) -> None:
-        super().__init__(port)
-        self._server = CommonKVBootstrapServer("127.0.0.1", port)
+    def __init__(self, port: int, rank: Rank, store: str = "") -> None:
+        super().__init__(port, rank, store)
+        self._server = CommonKVBootstrapServer("127.0.0.1", port) if rank.tp_rank == rank.pp_rank == 0 else None
         time.sleep(0.3)
 
-        class Mixed(prefill_module.SchedulerDisaggregationPrefillMixin):
+        class Mixed(prefill_module.SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):
             """SGLang's own methods."""
 
         mixed: Any = Mixed()
         self.released: list[str] = []
         vars(mixed).update(
             self.scheduler,
-            attn_cp_cpu_group=self.group.cpu_group,
+            attn_cp_cpu_group=(self.stages if rank.tp_size > 1 else self.group).cpu_group,
             attn_tp_cpu_group=self.group.cpu_group,
+            pp_group=self.stages,
             enable_staging=False,
             enable_overlap=False,
             disagg_metadata_buffers=self.metadata,
@@ -224,9 +357,68 @@ class PrefillScheduler(Scheduler):
         found: torch.Tensor = self.mixed.req_to_token_pool.req_to_token
         return found
 
-    def add(self, room: int, tokens: int) -> None:
-        """Let a request arrive."""
-        self.queue.add(self.request(room, tokens), self.model.heads)
+    def end(self, room: int) -> Any:
+        return self.requests[room].disagg_kv_sender
+
+    def add(self, room: int, tokens: int, *, fake: bool = False) -> None:
+        """Let a request arrive: one of the health check, if it is a fake."""
+        host = {"host": FAKE_BOOTSTRAP_HOST} if fake else {}
+        self.queue.add(self.request(room, tokens, **host), self.model.heads)
+
+    def park(self, room: int, tokens: int) -> None:
+        """Compute a request before decode has said where it wants it."""
+        request = self.requests[room]
+        self.queue.queue.remove(request)
+        assert self.queue.ensure_metadata_buffer(request)
+        self.compute(room, tokens)
+        request.extend_end = tokens
+        self.mixed.disagg_prefill_inflight_queue.append(request)
+
+    def stop_server(self) -> None:
+        """Let the bootstrap server go, and the ranks live on."""
+        if self._server is not None:
+            self._server.close()
+
+    def start_server(self) -> None:
+        """Have another one, at the same port, and say again who is there."""
+        self._server = CommonKVBootstrapServer("127.0.0.1", self.port)
+        time.sleep(0.3)
+        CommonKVManager.register_to_bootstrap(self.manager)
+
+    def spoil(self, room: int, tokens: int) -> None:
+        """Let the pages of a request have what belongs to another."""
+        for tensor, index, data in self.cells(room, tokens):
+            tensor[index] = torch.ones_like(data)
+
+    def restore(self, room: int, tokens: int) -> None:
+        """Let the pages of a request have what belongs there."""
+        for tensor, index, data in self.cells(room, tokens):
+            tensor[index] = data
+
+    def send_early(self, room: int, end: int) -> None:
+        """Send a prefix that the forward pass of another request may still be writing."""
+        self.forward = Forward()
+        self.requests[room].disagg_kv_sender._early_send_wait_event = self.forward
+        self.mixed.send_kv_chunk(self.requests[room], last_chunk=False, end_idx=end)
+
+    def end_forward(self) -> None:
+        """Let that forward pass be done."""
+        self.forward.end()
+
+    def retire(self, room: int) -> bool:
+        """Do what SGLang does with the result of a forward pass of a request that was aborted meanwhile."""
+        self.requests[room].to_finish = FINISH_ABORT()
+        retired: bool = self.mixed._retire_aborted_prefill_result(self.requests[room])
+        return retired
+
+    def break_off(self, room: int) -> None:
+        """Let the transfer of this rank fail, as it would with its network."""
+        self.requests[room].disagg_kv_sender.transfer.abort()
+
+    def metric(self, room: int) -> tuple[float, int]:
+        """Give seconds and bytes of a transfer, as SGLang reports them."""
+        found = self.requests[room].disagg_kv_sender.get_transfer_metric()
+        return found.transfer_latency_s, found.transfer_total_bytes
 
     def compute(self, room: int, tokens: int) -> None:
         """Be a model: fill the cache of a whole request."""
@@ -234,8 +426,7 @@ class PrefillScheduler(Scheduler):
         (request.kv.req_pool_idx,) = self.mixed.req_to_token_pool.alloc([request])
         pages = self.allocator.alloc(-(-tokens // self.model.page) * self.model.page)
         self.table()[request.kv.req_pool_idx, :tokens] = pages[:tokens].to(torch.int32)
-        for tensor, index, data in self.cells(room, tokens):
-            tensor[index] = data
+        self.restore(room, tokens)
         request.output_ids.append(sides.FIRST_TOKEN)
 
     def send(self, room: int, end: int, *, last: bool) -> None:
@@ -258,13 +449,25 @@ class PrefillScheduler(Scheduler):
         """Abort a request."""
         self.requests[room].disagg_kv_sender.abort()
 
+    def slow_down(self) -> None:
+        """Let the transport read pages later than it was told to: when it is sped up."""
+        slow_link().is_slow = True
+
+    def speed_up(self) -> None:
+        """Let it read them now."""
+        slow_link().is_slow = False
+
     def step(self) -> None:
         self.bootstrapped += self.queue.pop_bootstrapped()
-        self.mixed.process_disagg_prefill_inflight_queue()
+        agreed = None
+        if self.rank.pp_size > 1:  # SGLang passes them round the stages, which is the same in the end
+            ended = self.mixed.get_rids(self.mixed.disagg_prefill_inflight_queue, True, [KVPoll.Success, KVPoll.Failed])
+            agreed = self.stages.agree(ended)
+        self.mixed.process_disagg_prefill_inflight_queue(agreed)
 
     def close(self) -> None:
         super().close()
-        self._server.close()
+        self.stop_server()
 
 
 class DecodeScheduler(Scheduler):
@@ -272,8 +475,8 @@ class DecodeScheduler(Scheduler):
 
     mode = "decode"
 
-    def __init__(self, port: int) -> None:
-        super().__init__(port)
+    def __init__(self, port: int, rank: Rank, store: str = "") -> None:
+        super().__init__(port, rank, store)
         for tensor in (*self.pool.k_buffer, *self.pool.v_buffer):
             tensor.view(torch.uint8).fill_(UNTOUCHED)
         scheduler = SimpleNamespace(
@@ -325,9 +528,14 @@ class DecodeScheduler(Scheduler):
         found: torch.Tensor = self.queue.req_to_token_pool.req_to_token
         return found
 
-    def add(self, room: int, tokens: int) -> None:
-        """Let a request arrive."""
-        self.queue.add(self.request(room, tokens))
+    def end(self, room: int) -> Any:
+        waiting = [*self.queue.queue, *self.transfers.queue]
+        return next(one.kv_receiver for one in waiting if one.req.bootstrap_room == room)
+
+    def add(self, room: int, tokens: int, port: int = 0, *, fake: bool = False) -> None:
+        """Let a request arrive: one of the health check, if it is a fake; a port is that of another prefill server."""
+        host = {"host": FAKE_BOOTSTRAP_HOST} if fake else {}
+        self.queue.add(self.request(room, tokens, port=port, **host))
 
     def is_asked_for(self, room: int) -> bool:
         """Prefill has been told where to write."""
@@ -337,6 +545,23 @@ class DecodeScheduler(Scheduler):
         """SGLang goes on with a request."""
         request = self.requests[room]
         return request in self.arrived and list(request.output_ids) == [sides.FIRST_TOKEN]
+
+    def ask_for_host(self, room: int) -> str:
+        """Ask for pages in host memory, and say what comes of it."""
+        try:
+            self.end(room).send_metadata(np.array([1]), 0, destination=KVTransferDestination.HOST)
+        except NotImplementedError as error:
+            return str(error)
+        return ""
+
+    def is_safe(self, room: int) -> bool:
+        """Nothing can be written to the pages of a request."""
+        safe: bool = self.manager.is_abort_release_safe(room, 1)
+        return safe
+
+    def is_done(self, room: int) -> bool:
+        """SGLang goes on with a request, whatever it has got."""
+        return self.requests[room] in self.arrived
 
     def is_over(self, room: int) -> bool:
         """SGLang has given the pages of a request back."""

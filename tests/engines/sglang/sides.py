@@ -202,6 +202,34 @@ class Side:
             end.clear()
         return {"statuses": statuses, "reasons": reasons, "wrong": wrong}
 
+    def give_up(self, room: int, tokens: int, timeout_s: float = 20) -> list[int]:
+        """Send or receive half of a request on all ranks, let decode abort it, and give the statuses.
+
+        Decode waits until each of its ranks may use the pages again.
+        """
+        held, deadline = self.hold(tokens, 0), time.monotonic() + timeout_s
+        if self.mode == "prefill":
+            ends = [self.end(number, room) for number in range(len(self.ranks))]
+            wait_for(ends, deadline, KVPoll.WaitingForInput)
+            for end in ends:
+                end.init(len(held.pages), 5)
+                end.send(held.pages[:2], None, num_kv_tokens=2 * self.model.page)
+            wait_for(ends, deadline, KVPoll.Success)
+        else:
+            for manager in self.managers:
+                assert manager.try_ensure_parallel_info(self.address)
+            ends = [self.end(number, room) for number in range(len(self.ranks))]
+            for end in ends:
+                end.send_metadata(held.pages, 3, self.model.state_indices(held), decode_prefix_len=0)
+                end.abort()
+            while time.monotonic() < deadline and not all(end.is_abort_release_safe() for end in ends):
+                time.sleep(2e-4)
+            assert all(end.is_abort_release_safe() for end in ends)
+        statuses = [end.poll() for end in ends]
+        for end in ends:
+            end.clear()
+        return statuses
+
     def _request(self, number: int, held: Held, tokens: int, prefix: int) -> tuple[Any, ...]:
         return self.pools[number], self.drafts[number], self.ranks[number], held, tokens, prefix
 

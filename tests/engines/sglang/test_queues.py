@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engines.sglang.processes import Deployment, deployment
+from tests.engines.sglang.steps import announce, begin, check_arrived, check_nothing_is_left, send
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(200)]
 
@@ -24,34 +25,6 @@ def processes() -> Iterator[Deployment]:
 def pair(processes: Deployment) -> Deployment:
     processes.start()
     return processes
-
-
-def begin(pair: Deployment, tokens: int = 70) -> int:
-    """Let a request arrive on both sides, until prefill may compute it, and has."""
-    room = pair.room()
-    for side in (pair.prefill, pair.decode):
-        side.tell("ask", what="add", room=room, tokens=tokens)
-    assert pair.decode.tell("until", what="is_asked_for", room=room)
-    assert pair.prefill.tell("until", what="is_bootstrapped", room=room)
-    pair.prefill.tell("ask", what="compute", room=room, tokens=tokens)
-    return room
-
-
-def send(pair: Deployment, room: int, end: int, *, last: bool = False) -> None:
-    pair.prefill.tell("ask", what="send", room=room, end=end, last=last)
-
-
-def check_nothing_is_left(pair: Deployment) -> None:
-    for side in (pair.prefill, pair.decode):
-        assert side.tell("until", what="is_free"), side.tell("ask", what="leftovers")
-        assert side.tell("ask", what="leftovers") == {}
-
-
-def check_arrived(pair: Deployment, room: int, tokens: int = 70) -> None:
-    assert pair.decode.tell("until", what="has_arrived", room=room), pair.decode.tell("ask", what="was_told", room=room)
-    assert pair.decode.tell("ask", what="wrong", room=room, tokens=tokens) == []
-    assert pair.prefill.tell("until", what="is_over", room=room)
-    assert pair.prefill.tell("ask", what="was_told", room=room) == ""
 
 
 def test_request_in_chunks(pair: Deployment) -> None:
@@ -98,8 +71,7 @@ def test_decode_aborts_before_it_has_pages(pair: Deployment) -> None:
     check_arrived(pair, first)
     pair.decode.tell("ask", what="finish", room=first)
     room = pair.room()
-    for side in (pair.prefill, pair.decode):
-        side.tell("ask", what="add", room=room, tokens=70)
+    announce(pair, room)
     pair.decode.tell("ask", what="abort", room=room)
     assert pair.prefill.tell("until", what="was_told", room=room, timeout_s=2)
     assert "aborted" in pair.prefill.tell("ask", what="was_told", room=room)

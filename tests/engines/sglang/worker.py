@@ -6,6 +6,7 @@ Started by `processes`; run as `python -m tests.engines.sglang.worker prefill`.
 import json
 import os
 import sys
+import time
 import traceback
 import warnings
 from typing import Any
@@ -19,7 +20,7 @@ shim.install()
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
 from kvflow.engines.sglang import plugin  # noqa: E402
-from tests.engines.sglang import schedulers, sides, soak  # noqa: E402
+from tests.engines.sglang import models, schedulers, sides, soak  # noqa: E402
 
 __all__: list[str] = []
 
@@ -46,10 +47,10 @@ class Worker:
             self.side.close()
             self.side = None
 
-    def start(self, port: int) -> None:
+    def start(self, port: int, rank: tuple[int, ...] = (1, 0), store: str = "") -> None:
         """Make a scheduler, in place of what was before."""
         self.close()
-        self.side = schedulers.SCHEDULERS[self.mode](port)
+        self.side = schedulers.SCHEDULERS[self.mode](port, models.Rank(*rank), store)
 
     def ask(self, what: str, **arguments: Any) -> Any:
         """Call the scheduler."""
@@ -60,6 +61,12 @@ class Worker:
         found: bool = self.side.until(lambda: getattr(self.side, what)(**arguments), timeout_s)
         return found
 
+    def steps(self, count: int) -> None:
+        """Take as many steps as the other ranks of the group, which wait for each other in each of them."""
+        for _ in range(count):
+            self.side.step()
+            time.sleep(1e-3)
+
     def rest(self, seconds: float) -> None:
         """Go on with steps for a while."""
         self.side.until(lambda: False, seconds)
@@ -67,6 +74,10 @@ class Worker:
     def transfer(self, **arguments: Any) -> Any:
         """Send or receive a request."""
         return self.side.transfer(**arguments)
+
+    def give_up(self, **arguments: Any) -> Any:
+        """Begin a request, and let decode abort it."""
+        return self.side.give_up(**arguments)
 
     def soak(self, **arguments: Any) -> Any:
         """Send or receive many requests."""

@@ -1,0 +1,51 @@
+"""Steps of a request through the queues of both sides, and what is true at its end."""
+
+from tests.engines.sglang.processes import Deployment
+
+__all__ = ["TOKENS", "announce", "begin", "check_arrived", "check_failed", "check_nothing_is_left", "send"]
+
+TOKENS = 70
+
+
+def announce(pair: Deployment, room: int, tokens: int = TOKENS) -> None:
+    """Let a request arrive on both sides."""
+    for side in (pair.prefill, pair.decode):
+        side.tell("ask", what="add", room=room, tokens=tokens)
+
+
+def begin(pair: Deployment, tokens: int = TOKENS) -> int:
+    """Let a request arrive on both sides, until prefill may compute it, and has."""
+    room = pair.room()
+    announce(pair, room, tokens)
+    assert pair.decode.tell("until", what="is_asked_for", room=room)
+    assert pair.prefill.tell("until", what="is_bootstrapped", room=room)
+    pair.prefill.tell("ask", what="compute", room=room, tokens=tokens)
+    return room
+
+
+def send(pair: Deployment, room: int, end: int, *, last: bool = False) -> None:
+    """Send a chunk."""
+    pair.prefill.tell("ask", what="send", room=room, end=end, last=last)
+
+
+def check_nothing_is_left(pair: Deployment) -> None:
+    """Every page is free, and no manager knows a request."""
+    for side in (pair.prefill, pair.decode):
+        assert side.tell("until", what="is_free"), side.tell("ask", what="leftovers")
+        assert side.tell("until", what="has_forgotten"), side.tell("ask", what="leftovers")
+
+
+def check_arrived(pair: Deployment, room: int, tokens: int = TOKENS) -> None:
+    """Decode has what prefill sent, and prefill is done."""
+    assert pair.decode.tell("until", what="has_arrived", room=room), pair.decode.tell("ask", what="was_told", room=room)
+    assert pair.decode.tell("ask", what="wrong", room=room, tokens=tokens) == []
+    assert pair.prefill.tell("until", what="is_over", room=room)
+    assert pair.prefill.tell("ask", what="was_told", room=room) == ""
+
+
+def check_failed(pair: Deployment, room: int, reason: str) -> None:
+    """Decode has failed a request, and its pages came back because nothing can write to them."""
+    assert pair.decode.tell("until", what="was_told", room=room)
+    assert reason in pair.decode.tell("ask", what="was_told", room=room)
+    assert pair.decode.tell("until", what="is_over", room=room)
+    assert pair.decode.tell("ask", what="outcomes") == ["drained"]

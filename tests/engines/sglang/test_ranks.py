@@ -1,0 +1,169 @@
+"""Two ranks of an instance, each in a process: they share the heads or are stages, and agree as SGLang's do."""
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.sglang.processes import Process, free_port
+from tests.engines.sglang.steps import TOKENS
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(200)]
+
+SETTINGS = {"backend": "nixl", "timeouts": {"lease_s": 2.0, "drain_s": 1.0}}
+ROOM = 1
+STEPS = 20
+ALONE = [(1, 0)]
+HEADS, STAGES = [(2, 0), (2, 1)], [(1, 0, 2, 0), (1, 0, 2, 1)]
+
+
+class Instance:
+    """The ranks of an instance, which take their steps together.
+
+    Args:
+        mode: "prefill" or "decode".
+        processes: Theirs.
+        threads: To tell them something at the same time.
+    """
+
+    def __init__(self, mode: str, processes: list[Process], threads: ThreadPoolExecutor) -> None:
+        self.mode, self.processes, self._threads = mode, processes, threads
+
+    def start(self, port: int, ranks: Sequence[Sequence[int]], store: str) -> None:
+        """Make schedulers of these ranks, as in `models.Rank`."""
+        starting = [
+            self._threads.submit(one.tell, "start", port=port, rank=rank, store=store)
+            for rank, one in zip(ranks, self.processes, strict=True)
+        ]
+        for one in starting:
+            one.result()
+
+    def all(self, do: str, **arguments: Any) -> list[Any]:
+        """Have all ranks do something at the same time."""
+        return list(self._threads.map(lambda one: one.tell(do, **arguments), self.processes))
+
+    def ask(self, what: str, **arguments: Any) -> list[Any]:
+        """Ask all ranks about the request."""
+        return self.all("ask", what=what, room=ROOM, **arguments)
+
+    def until(self, what: str, timeout_s: float = 20) -> bool:
+        """Take steps on all ranks until all say yes."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self.all("steps", count=STEPS)
+            if all(self.ask(what)):
+                return True
+        return False
+
+
+class Instances:
+    """A prefill and a decode instance.
+
+    Attributes:
+        prefill: One.
+        decode: The other.
+    """
+
+    def __init__(self, prefill: Instance, decode: Instance) -> None:
+        self.prefill, self.decode = prefill, decode
+
+    def begin(self) -> None:
+        """Let a request arrive, and be computed."""
+        self.prefill.ask("add", tokens=TOKENS)
+        self.decode.ask("add", tokens=TOKENS)
+        assert self.decode.until("is_asked_for")
+        assert self.prefill.until("is_bootstrapped")
+        self.prefill.ask("compute", tokens=TOKENS)
+
+    def check_arrived(self) -> None:
+        """Decode has what prefill has sent, and prefill is done."""
+        assert self.decode.until("has_arrived")
+        assert not any(self.decode.ask("wrong", tokens=TOKENS))
+        assert self.prefill.until("is_over")
+        assert not any(self.prefill.ask("was_told"))
+
+
+@pytest.fixture(scope="module")
+def every() -> Iterator[dict[tuple[str, int], Instance]]:
+    """Instances by role and number of ranks: processes that know each other cannot be used alone."""
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(2))
+        made = {}
+        for mode in ("prefill", "decode"):
+            for count in (1, 2):
+                processes = [Process(mode, SETTINGS, {}) for _ in range(count)]
+                for process in processes:
+                    stack.callback(process.kill)
+                made[mode, count] = Instance(mode, processes, threads)
+        yield made
+
+
+@pytest.fixture
+def instances(
+    every: dict[tuple[str, int], Instance], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Instances:
+    port, stores = free_port(), tmp_path_factory.mktemp("stores")
+    both = [every[mode, len(ranks)] for mode, ranks in zip(("prefill", "decode"), request.param, strict=True)]
+    for instance, ranks in zip(both, request.param, strict=True):
+        instance.start(port, ranks, str(Path(stores, instance.mode)))
+    return Instances(*both)
+
+
+two_prefill_ranks = pytest.mark.parametrize(
+    "instances", [(HEADS, ALONE), (STAGES, ALONE)], indirect=True, ids=["heads", "stages"]
+)
+two_decode_ranks = pytest.mark.parametrize("instances", [(ALONE, HEADS)], indirect=True, ids=["heads"])
+
+
+@pytest.mark.parametrize(
+    "instances",
+    [(HEADS, ALONE), (STAGES, ALONE), (ALONE, HEADS), (STAGES, HEADS)],
+    indirect=True,
+    ids=["heads-alone", "stages-alone", "alone-heads", "stages-heads"],
+)
+def test_request_of_two_ranks(instances: Instances) -> None:
+    instances.begin()
+    instances.prefill.ask("send", end=40, last=False)
+    instances.prefill.ask("send", end=TOKENS, last=True)
+    instances.check_arrived()
+
+
+@two_prefill_ranks
+def test_pages_of_all_ranks_stay_while_one_rank_reads_its_own(instances: Instances) -> None:
+    """SGLang's consensus is that of the first failure, after which every rank gives its pages to other requests."""
+    prefill, decode = instances.prefill, instances.decode
+    first, second = prefill.processes
+    instances.begin()
+    second.tell("ask", what="slow_down")
+    prefill.ask("send", end=TOKENS, last=True)
+    prefill.all("steps", count=STEPS)
+    first.tell("ask", what="break_off", room=ROOM)
+    assert decode.until("was_told")
+    prefill.all("steps", count=10 * STEPS)
+    assert first.tell("ask", what="poll", room=ROOM) == 0
+    assert prefill.ask("is_over") == [False, False]
+    second.tell("ask", what="speed_up")
+    assert prefill.until("is_over")
+    assert all("Prefill transfer failed" in told for told in prefill.ask("was_told"))
+    assert decode.until("is_over")
+
+
+@two_decode_ranks
+def test_decode_ranks_give_pages_back_together(instances: Instances) -> None:
+    """None does while something may be written to those of any."""
+    prefill, decode = instances.prefill, instances.decode
+    instances.begin()
+    prefill.all("ask", what="slow_down")
+    prefill.ask("send", end=40, last=False)
+    prefill.all("steps", count=STEPS)
+    decode.ask("abort")
+    assert decode.until("was_told")
+    decode.all("steps", count=10 * STEPS)
+    assert decode.ask("is_over") == [False, False]
+    prefill.all("ask", what="speed_up")
+    assert decode.until("is_over")
+    assert decode.all("ask", what="outcomes") == [["drained"], ["drained"]]
