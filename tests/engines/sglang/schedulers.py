@@ -477,8 +477,7 @@ class DecodeScheduler(Scheduler):
 
     def __init__(self, port: int, rank: Rank, store: str = "") -> None:
         super().__init__(port, rank, store)
-        for tensor in (*self.pool.k_buffer, *self.pool.v_buffer):
-            tensor.view(torch.uint8).fill_(UNTOUCHED)
+        self.blank()
         scheduler = SimpleNamespace(
             **self.scheduler,
             enable_decode_hicache=False,
@@ -545,6 +544,11 @@ class DecodeScheduler(Scheduler):
         """SGLang goes on with a request."""
         request = self.requests[room]
         return request in self.arrived and list(request.output_ids) == [sides.FIRST_TOKEN]
+
+    def blank(self) -> None:
+        """Forget what has arrived."""
+        for tensor in (*self.pool.k_buffer, *self.pool.v_buffer):
+            tensor.view(torch.uint8).fill_(UNTOUCHED)
 
     def ask_for_host(self, room: int) -> str:
         """Ask for pages in host memory, and say what comes of it."""
