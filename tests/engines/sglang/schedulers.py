@@ -125,6 +125,7 @@ class Scheduler:
 
     mode = ""
     manager: Any
+    queue: Any
 
     def __init__(self, port: int, rank: Rank, store: str = "") -> None:
         self.port, self.model, self.rank = port, Model(), rank
@@ -249,6 +250,14 @@ class Scheduler:
         except KVTransferError as error:
             return error.failure_reason, error.is_from_another_rank
         return "", False
+
+    def release_memory(self) -> None:
+        """Let the memory of the pools go, as SGLang does between steps of a training."""
+        self.queue.release_memory_occupation()
+
+    def resume_memory(self) -> None:
+        """Have it back, at the same addresses."""
+        self.queue.resume_memory_occupation()
 
     def is_free(self) -> bool:
         """Every page and every row of metadata is free again."""
