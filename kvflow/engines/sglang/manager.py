@@ -49,6 +49,8 @@ class KvflowKVManager(CommonKVManager):
 
     supports_deferred_decode_kv_release = True
     reports_transfer_latency = True
+    local_ip: str
+    rank_port: int
 
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
@@ -69,27 +71,29 @@ class KvflowKVManager(CommonKVManager):
     @override
     def register_to_bootstrap(self) -> None:
         """Open the prefill rank, and register the address of the one that answers for its group."""
+        self._host = self.local_ip
         self._open_prefill()
         super().register_to_bootstrap()
 
     def _open_prefill(self, port: int = 0) -> None:
+        dp_rank = self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank
+        instance = self._share(f"{self._host}:{self.bootstrap_port}/{dp_rank}")  # ranks may be on several hosts
         leads = self.attn_tp_rank == self.pp_rank == 0
         if leads:
-            self._make_prefill(None, port)
+            self._make_prefill(instance, None, port)
         found = self._share(self.rank.endpoint if leads else None)
         if not leads:
-            self._make_prefill(found, port)
+            self._make_prefill(instance, found, port)
         leader = Endpoint.parse(found)
         self.local_ip, self.rank_port = leader.host, leader.port
 
-    def _make_prefill(self, leader: str | None, port: int) -> None:
-        dp_rank = self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank
+    def _make_prefill(self, instance: str, leader: str | None, port: int) -> None:
         config = kvflow.PrefillConfig(
-            instance=f"{self.local_ip}:{self.bootstrap_port}/{dp_rank}",
+            instance=instance,
             engine_rank=self._prefill_unique_rank(),
             num_ranks=self.attn_tp_size * self.pp_size,
             registry=leader,
-            bind=_address(self.local_ip, port),
+            bind=_address(self._host, port),
             **self._common_settings(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
         )
         self.rank: Any = kvflow.blocking.PrefillRank(config, self.pools.layout, affinity=self.settings.affinity)

@@ -125,6 +125,7 @@ class Scheduler:
 
     mode = ""
     manager: Any
+    queue: Any
 
     def __init__(self, port: int, rank: Rank, store: str = "") -> None:
         self.port, self.model, self.rank = port, Model(), rank
@@ -249,6 +250,14 @@ class Scheduler:
         except KVTransferError as error:
             return error.failure_reason, error.is_from_another_rank
         return "", False
+
+    def release_memory(self) -> None:
+        """Let the memory of the pools go, as SGLang does between steps of a training."""
+        self.queue.release_memory_occupation()
+
+    def resume_memory(self) -> None:
+        """Have it back, at the same addresses."""
+        self.queue.resume_memory_occupation()
 
     def is_free(self) -> bool:
         """Every page and every row of metadata is free again."""
@@ -477,8 +486,7 @@ class DecodeScheduler(Scheduler):
 
     def __init__(self, port: int, rank: Rank, store: str = "") -> None:
         super().__init__(port, rank, store)
-        for tensor in (*self.pool.k_buffer, *self.pool.v_buffer):
-            tensor.view(torch.uint8).fill_(UNTOUCHED)
+        self.blank()
         scheduler = SimpleNamespace(
             **self.scheduler,
             enable_decode_hicache=False,
@@ -545,6 +553,11 @@ class DecodeScheduler(Scheduler):
         """SGLang goes on with a request."""
         request = self.requests[room]
         return request in self.arrived and list(request.output_ids) == [sides.FIRST_TOKEN]
+
+    def blank(self) -> None:
+        """Forget what has arrived."""
+        for tensor in (*self.pool.k_buffer, *self.pool.v_buffer):
+            tensor.view(torch.uint8).fill_(UNTOUCHED)
 
     def ask_for_host(self, room: int) -> str:
         """Ask for pages in host memory, and say what comes of it."""

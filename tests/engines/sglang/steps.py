@@ -13,9 +13,9 @@ def announce(pair: Deployment, room: int, tokens: int = TOKENS) -> None:
         side.tell("ask", what="add", room=room, tokens=tokens)
 
 
-def begin(pair: Deployment, tokens: int = TOKENS) -> int:
+def begin(pair: Deployment, tokens: int = TOKENS, room: int = 0) -> int:
     """Let a request arrive on both sides, until prefill may compute it, and has."""
-    room = pair.room()
+    room = room or pair.room()
     announce(pair, room, tokens)
     assert pair.decode.tell("until", what="is_asked_for", room=room)
     assert pair.prefill.tell("until", what="is_bootstrapped", room=room)

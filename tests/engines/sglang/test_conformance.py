@@ -47,6 +47,19 @@ def test_success_outlives_the_request(pair: Deployment) -> None:
     assert num_bytes == 5 * PAGE_BYTES
 
 
+def test_room_of_a_request_that_is_sent_again(pair: Deployment) -> None:
+    """SGLang has a retracted request computed again, and sent under its old number."""
+    room = begin(pair)
+    for _ in range(2):
+        send(pair, room, TOKENS, last=True)
+        check_arrived(pair, room)
+        pair.decode.tell("ask", what="finish", room=room)
+        for side in (pair.prefill, pair.decode):
+            side.tell("ask", what="forget", room=room)
+        pair.decode.tell("ask", what="blank")
+        begin(pair, room=room)
+
+
 @pytest.mark.parametrize("name", ["mha", "dsa", "gdn", "kimi"])
 def test_last_chunk_without_pages(processes: Deployment, name: str) -> None:
     """States and metadata come all the same."""

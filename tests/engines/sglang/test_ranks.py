@@ -1,4 +1,7 @@
-"""Two ranks of an instance, each in a process: they share the heads or are stages, and agree as SGLang's do."""
+"""Two ranks of an instance, each in a process and on a host: they share the heads or are stages, and agree as SGLang's.
+
+The hosts are addresses of the loopback interface.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -89,13 +92,14 @@ class Instances:
 
 @pytest.fixture(scope="module")
 def every() -> Iterator[dict[tuple[str, int], Instance]]:
-    """Instances by role and number of ranks: processes that know each other cannot be used alone."""
+    """Instances by role and size, each rank on a host of its own. Those that know each other do not work alone."""
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(2))
         made = {}
         for mode in ("prefill", "decode"):
             for count in (1, 2):
-                processes = [Process(mode, SETTINGS, {}) for _ in range(count)]
+                hosts = [{"SGLANG_HOST_IP": f"127.0.0.{number}"} for number in range(1, count + 1)]
+                processes = [Process(mode, SETTINGS, host) for host in hosts]
                 for process in processes:
                     stack.callback(process.kill)
                 made[mode, count] = Instance(mode, processes, threads)
@@ -128,6 +132,23 @@ two_decode_ranks = pytest.mark.parametrize("instances", [(ALONE, HEADS)], indire
 def test_request_of_two_ranks(instances: Instances) -> None:
     instances.begin()
     instances.prefill.ask("send", end=40, last=False)
+    instances.prefill.ask("send", end=TOKENS, last=True)
+    instances.check_arrived()
+
+
+@pytest.mark.parametrize("instances", [(HEADS, ALONE), (ALONE, HEADS)], indirect=True, ids=["prefill", "decode"])
+def test_memory_that_was_released(instances: Instances) -> None:
+    instances.begin()
+    instances.prefill.ask("send", end=TOKENS, last=True)
+    instances.check_arrived()
+    both = (instances.prefill, instances.decode)
+    for do in ("release_memory", "resume_memory"):
+        for instance in both:
+            instance.all("ask", what=do)
+    for instance in both:
+        instance.ask("forget")
+    instances.decode.all("ask", what="blank")
+    instances.begin()
     instances.prefill.ask("send", end=TOKENS, last=True)
     instances.check_arrived()
 
