@@ -22,7 +22,7 @@ from kvflow.geometry.layout import MemoryRange
 
 __all__ = ["ForeignAgent", "foreign_agents"]
 
-NUM_BYTES = 65_536
+NUM_BYTES = 262_144
 POLL_S = 1e-3
 LONGEST_LINE = 2**20
 

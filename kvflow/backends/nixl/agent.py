@@ -31,7 +31,7 @@ from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.nixl.library import error_text, load
 from kvflow.backends.nixl.native import NativeAgents
 from kvflow.backends.nixl.notices import pack_notices, unpack_notices
-from kvflow.backends.nixl.outgoing import ANSWER_S, Address, LeftOpen, OutgoingSockets
+from kvflow.backends.nixl.outgoing import ANSWER_S, Address, InUse, LeftOpen, OutgoingSockets
 from kvflow.backends.nixl.posts import Connection, Outbox, Post, PreparedLists, Write, joined
 from kvflow.errors import BackendError, RemoteProtocolError
 from kvflow.geometry.blocks import Blocks
@@ -423,13 +423,15 @@ class NixlAgent:
     def _look_at_left_open(self) -> None:
         now = time.monotonic()
         if self._left_open.is_due(now):
-            self._left_open.look(now, self._used_addresses())
+            self._left_open.look(now, self._sockets_in_use())
 
-    def _used_addresses(self) -> dict[OutgoingSockets, set[Address]]:
-        """Give the other ends of the connections to peers that are added now."""
-        used: dict[OutgoingSockets, set[Address]] = {}
+    def _sockets_in_use(self) -> dict[OutgoingSockets, InUse]:
+        used: dict[OutgoingSockets, InUse] = {}
         for connection in self._endpoints():
-            used.setdefault(self._agents.outgoing(connection.agent), set()).update(connection.opened.values())
+            mine = used.setdefault(self._agents.outgoing(connection.agent), InUse())
+            mine.inodes.update(connection.opened)
+            if connection.peer not in self._kept or connection.is_written:
+                mine.addresses.update(connection.opened.values())
         return used
 
     def _remove_former(self) -> None:

@@ -11,8 +11,8 @@ is closed by UCX itself, once it makes progress. What was measured:
 * To shut one down before its peer has answered has the peer open one in the other direction, which stays.
 * A blob that the library refuses half-way leaves a connection, too.
 
-A connection belongs to a peer that may live. None is shut down to an address of a peer that is added now, and none of a
-peer that was heard to write here, since it may do so over a connection that was opened from here.
+A peer may write here over any connection that was opened to it. So none is shut down to the address of a peer that is
+connected, and none of one that was heard to write here.
 
 Source: nixl 1.5.1 (UCX 1.23) on Linux.
 """
@@ -22,13 +22,13 @@ import os
 import re
 import socket
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from kvflow.backends.sockets import listening_ports, remote_ends
 
-__all__ = ["ANSWER_S", "Address", "LeftOpen", "OutgoingSockets"]
+__all__ = ["ANSWER_S", "Address", "InUse", "LeftOpen", "OutgoingSockets"]
 
 DETAILS: Final = Path("/proc/self/fdinfo")
 WATCHED: Final = re.compile(r"^tfd:\s*([0-9]+) .*\bino:([0-9a-f]+)", re.MULTILINE)
@@ -106,6 +106,19 @@ class OutgoingSockets:
 
 
 @dataclass
+class InUse:
+    """What must not be shut down.
+
+    Attributes:
+        addresses: Of peers that are added and used, or write here.
+        inodes: Connections that were opened for any peer that is added.
+    """
+
+    addresses: set[Address] = field(default_factory=set)
+    inodes: set[int] = field(default_factory=set)
+
+
+@dataclass
 class _Left:
     """What is open although its peer was removed.
 
@@ -166,20 +179,23 @@ class LeftOpen:
         """Say whether to look again."""
         return bool(self._left) and now >= self._looked_at + LOOK_EVERY_S
 
-    def look(self, now: float, used: Mapping[OutgoingSockets, Collection[Address]]) -> None:
+    def look(self, now: float, used: Mapping[OutgoingSockets, InUse]) -> None:
         """Shut down what can be, and forget what is closed.
 
         Args:
             now: Monotonic seconds.
-            used: Addresses of peers that are added now, by agent.
+            used: What is in use, by agent.
         """
         self._looked_at = now
         open_now = {sockets: sockets.now() for sockets in {left.sockets for left in self._left}}
-        self._left = [it for it in self._left if self._is_open(it, now, open_now[it.sockets], used.get(it.sockets, ()))]
+        self._left = [
+            it for it in self._left if self._is_open(it, now, open_now[it.sockets], used.get(it.sockets, InUse()))
+        ]
         self.peers = frozenset(left.peer for left in self._left)
 
-    def _is_open(self, left: _Left, now: float, found: Mapping[int, Address], used: Collection[Address]) -> bool:
-        mine = {inode for inode, address in found.items() if address in left.addresses and address not in used}
+    def _is_open(self, left: _Left, now: float, found: Mapping[int, Address], used: InUse) -> bool:
+        addresses = left.addresses - used.addresses
+        mine = {inode for inode, address in found.items() if address in addresses and inode not in used.inodes}
         is_gone = not mine and not left.inodes & found.keys()
         if is_gone:
             left.quiet_from = now if left.quiet_from is None else left.quiet_from
