@@ -82,7 +82,7 @@ async def come_and_go(source: Endpoint, agents: Sequence[ForeignAgent], *, is_wr
 @pytest.mark.parametrize("is_written_to", [True, False], ids=["written to", "unused"])
 @pytest.mark.parametrize(
     ("count", "most_kept"),
-    [(24, 2), pytest.param(200, MAX_KEPT, marks=[pytest.mark.slow, pytest.mark.timeout(120)])],
+    [(10, 2), pytest.param(200, MAX_KEPT, marks=[pytest.mark.slow, pytest.mark.timeout(120)])],
 )
 async def test_ever_new_agents_of_a_process_that_lives_use_up_no_descriptors(
     monkeypatch: pytest.MonkeyPatch, count: int, most_kept: int, is_written_to: bool
@@ -97,6 +97,7 @@ async def test_ever_new_agents_of_a_process_that_lives_use_up_no_descriptors(
         await until(lambda: honest.count >= enough)
 
 
+@pytest.mark.slow
 async def test_agents_that_never_answer_use_up_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX tries again and again to reach them."""
     monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
@@ -160,7 +161,6 @@ async def test_connections_to_the_address_of_a_live_peer_are_left_alone_until_it
 ) -> None:
     """Somebody says that it has agents at the address of another one."""
     monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
-    monkeypatch.setattr(outgoing, "ANSWER_S", 0.0)
     shut_down: list[object] = []
     monkeypatch.setattr(outgoing, "_shut_down", functools.partial(record_and_call, shut_down, outgoing._shut_down))
     async with open_backend(NixlBackend()) as source, foreign_agents([fresh_name()]) as (live,):
@@ -185,11 +185,14 @@ def record_and_call(calls: list[object], call: Any, argument: object) -> None:
 
 
 async def test_a_peer_that_writes_here_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be one that was opened from here."""
+    """It writes over the one that was opened from here, as it was there first."""
     monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
-    async with open_endpoints("nixl") as (one, other):
+    async with open_backend(NixlBackend(), seed=1) as one, open_backend(NixlBackend(), seed=2) as other:
+        await one.connect(other)
         one.post(1, other, copies(one, other), b"to the other")
         await one.take_ends()
+        await other.take_notices()
+        await other.connect(one)
         other.post(1, one, copies(other, one), b"to the first")
         await other.take_ends()
         await one.take_notices()
@@ -197,9 +200,8 @@ async def test_a_peer_that_writes_here_keeps_its_connection(monkeypatch: pytest.
         await until(lambda: one.backend.unclosed() == {other.name})
         for number in range(2, 30):
             other.post(number, one, copies(other, one), b"again")
-            await other.take_end(number)
+            assert (await other.take_end(number)).error is None
         await one.take_notices(29)
-        assert {end.error for end in other.ends()} == {None}
         assert one.backend.unclosed() == {other.name}
         await other.close()
         await until(lambda: not one.backend.unclosed())

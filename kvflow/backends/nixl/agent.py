@@ -328,7 +328,8 @@ class NixlAgent:
             self._clean_up(agent.remove_remote_agent, name)
         sockets = self._agents.outgoing(agent)
         opened = _without(sockets.now(), before)
-        self._left_open.add(name, sockets, opened, look_at=0.0, is_written=False)
+        shut_from = time.monotonic() + ANSWER_S
+        self._left_open.add(name, sockets, opened, shut_from=shut_from, is_written=False)
 
     def _poll_posts(self) -> None:
         for post in list(self._running.values()):
@@ -415,10 +416,10 @@ class NixlAgent:
         if connection.peer == connection.agent.name:
             return
         self._clean_up(connection.agent.remove_remote_agent, connection.peer)
-        look_at = 0.0 if connection.is_used else connection.opened_at + ANSWER_S
+        shut_from = 0.0 if connection.is_used else connection.opened_at + ANSWER_S
         sockets = self._agents.outgoing(connection.agent)
         is_written = connection.is_written
-        self._left_open.add(connection.peer, sockets, connection.opened, look_at=look_at, is_written=is_written)
+        self._left_open.add(connection.peer, sockets, connection.opened, shut_from=shut_from, is_written=is_written)
 
     def _look_at_left_open(self) -> None:
         now = time.monotonic()

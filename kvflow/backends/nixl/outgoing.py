@@ -8,7 +8,8 @@ is closed by UCX itself, once it makes progress. What was measured:
 * One over which a post has gone is closed at once, and the peer can be added anew. So it is with others that live,
   after 10 ms. Until its peer has answered, UCX tries again, up to 25 times, with new connections to the same address.
   So addresses are watched, and not only the connections that were there at first.
-* To shut one down before its peer has answered has the peer open one in the other direction, which stays.
+* To shut one down before its peer has answered has the peer open one in the other direction, which stays for 20 s,
+  or for as long as the peer's process lives.
 * A blob that the library refuses half-way leaves a connection, too.
 
 A peer may write here over any connection that was opened to it. So none is shut down to the address of a peer that is
@@ -40,7 +41,11 @@ ANSWER_S: Final = 1.0
 QUIET_S: Final = 0.5
 """Time without a new connection after which UCX is taken to have given up."""
 
-LOOK_EVERY_S: Final = 10e-3
+RETRY_S: Final = 10e-3
+"""Between looks while connections are shut down."""
+
+RARELY_S: Final = 0.5
+"""Between looks while none may be."""
 
 MAPPED: Final = bytes(10) + b"\xff\xff"
 """How an address of IPv6 begins that is one of IPv4."""
@@ -118,15 +123,16 @@ class InUse:
     inodes: set[int] = field(default_factory=set)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Left:
     """What is open although its peer was removed.
 
     Attributes:
         inodes: Connections that were opened while the peer was added.
         addresses: Their other ends.
-        look_at: Not before this time.
+        shut_from: Not before this time.
         is_written: The peer writes here.
+        look_at: When to look again.
         quiet_from: When nothing of it was open any more; None if something is.
     """
 
@@ -134,9 +140,28 @@ class _Left:
     sockets: OutgoingSockets
     inodes: frozenset[int]
     addresses: frozenset[Address]
-    look_at: float
+    shut_from: float
     is_written: bool
+    look_at: float = float("-inf")
     quiet_from: float | None = None
+
+    def look(self, now: float, found: Mapping[int, Address], used: InUse) -> bool:
+        """Shut down what can be; False if nothing has been open for long."""
+        addresses = self.addresses - used.addresses
+        mine = {inode for inode, address in found.items() if address in addresses and inode not in used.inodes}
+        if not mine and not self.inodes & found.keys():
+            self.quiet_from = now if self.quiet_from is None else self.quiet_from
+            self.look_at = now + RETRY_S
+            return now < self.quiet_from + QUIET_S
+        self.quiet_from = None
+        if not mine or self.is_written:
+            self.look_at = now + RARELY_S
+        elif now < self.shut_from:
+            self.look_at = min(now + RARELY_S, self.shut_from)
+        else:
+            self.sockets.shut_down(mine)
+            self.look_at = now + RETRY_S
+        return True
 
 
 class LeftOpen:
@@ -149,10 +174,10 @@ class LeftOpen:
     def __init__(self) -> None:
         self.peers: frozenset[str] = frozenset()
         self._left: list[_Left] = []
-        self._looked_at = float("-inf")
+        self._look_at = float("inf")
 
     def add(
-        self, peer: str, sockets: OutgoingSockets, opened: Mapping[int, Address], *, look_at: float, is_written: bool
+        self, peer: str, sockets: OutgoingSockets, opened: Mapping[int, Address], *, shut_from: float, is_written: bool
     ) -> None:
         """Note what was opened for a peer that is removed now.
 
@@ -160,12 +185,13 @@ class LeftOpen:
             peer: Its name.
             sockets: Of the agent that had it.
             opened: Connections and their other ends, by inode.
-            look_at: When to shut the connections down.
+            shut_from: When to shut the connections down.
             is_written: Never do that: the peer writes here.
         """
         if opened:
-            left = _Left(peer, sockets, frozenset(opened), frozenset(opened.values()), look_at, is_written)
+            left = _Left(peer, sockets, frozenset(opened), frozenset(opened.values()), shut_from, is_written)
             self._left.append(left)
+            self._look_at = left.look_at
             self.peers |= {peer}
 
     def shut_down_of(self, peer: str, sockets: OutgoingSockets) -> bool:
@@ -177,7 +203,7 @@ class LeftOpen:
 
     def is_due(self, now: float) -> bool:
         """Say whether to look again."""
-        return bool(self._left) and now >= self._looked_at + LOOK_EVERY_S
+        return now >= self._look_at
 
     def look(self, now: float, used: Mapping[OutgoingSockets, InUse]) -> None:
         """Shut down what can be, and forget what is closed.
@@ -186,24 +212,13 @@ class LeftOpen:
             now: Monotonic seconds.
             used: What is in use, by agent.
         """
-        self._looked_at = now
-        open_now = {sockets: sockets.now() for sockets in {left.sockets for left in self._left}}
-        self._left = [
-            it for it in self._left if self._is_open(it, now, open_now[it.sockets], used.get(it.sockets, InUse()))
-        ]
-        self.peers = frozenset(left.peer for left in self._left)
-
-    def _is_open(self, left: _Left, now: float, found: Mapping[int, Address], used: InUse) -> bool:
-        addresses = left.addresses - used.addresses
-        mine = {inode for inode, address in found.items() if address in addresses and inode not in used.inodes}
-        is_gone = not mine and not left.inodes & found.keys()
-        if is_gone:
-            left.quiet_from = now if left.quiet_from is None else left.quiet_from
-            return now < left.quiet_from + QUIET_S
-        left.quiet_from = None
-        if now >= left.look_at and not left.is_written:
-            left.sockets.shut_down(mine)
-        return True
+        unused = InUse()
+        due = [left for left in self._left if now >= left.look_at]
+        open_now = {sockets: sockets.now() for sockets in {left.sockets for left in due}}
+        over = [it for it in due if not it.look(now, open_now[it.sockets], used.get(it.sockets, unused))]
+        self._left = [left for left in self._left if left not in over]
+        self._look_at = min((left.look_at for left in self._left), default=float("inf"))
+        self.peers = frozenset(left.peer for left in self._left if left.quiet_from is None)
 
 
 def _dup(fd: int, inode: int) -> socket.socket | None:
