@@ -113,7 +113,10 @@ async def test_agents_that_never_answer_use_up_no_descriptors(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("cut", [10, 40, 100])
-async def test_blobs_that_the_library_refuses_half_way_use_up_no_descriptors(cut: int) -> None:
+async def test_blobs_that_the_library_refuses_half_way_use_up_no_descriptors(
+    monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    monkeypatch.setattr(nixl_agent, "ANSWER_S", 0.3)
     async with open_backend(NixlBackend()) as source, foreign_agents([fresh_name() for _ in range(9)]) as agents:
         before = num_files()
         for agent in agents[1:]:
