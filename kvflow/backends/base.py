@@ -7,7 +7,7 @@ loop, none blocks it, and they raise only `BackendError`s.
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -208,6 +208,13 @@ class Backend(abc.ABC):
 
         Does nothing if the peer is unknown or the backend is closed.
         """
+
+    def unclosed(self) -> Collection[str]:
+        """Name peers that were disconnected, or refused, and still have descriptors of this process open.
+
+        There are none by default.
+        """
+        return ()
 
     @abc.abstractmethod
     def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:

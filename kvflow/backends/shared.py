@@ -7,7 +7,7 @@ Writes of the rank that have not ended by then are not said to have ended, so th
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import anyio
 import numpy as np
@@ -293,6 +293,10 @@ class RankEndpoint(Backend):
         if peer in self._peers:
             del self._peers[peer]
             await self._shared.disconnect(self, peer)
+
+    @override
+    def unclosed(self) -> Collection[str]:
+        return self._shared.inner.unclosed()
 
     @override
     def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:

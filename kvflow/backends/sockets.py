@@ -20,14 +20,14 @@ import array
 import fcntl
 import sys
 import termios
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from kvflow.wire.hosts import is_own_address
 
-__all__ = ["Connections", "Row", "address_of", "is_wet", "kernel_domain"]
+__all__ = ["Connections", "Row", "address_of", "is_wet", "kernel_domain", "listening_ports", "remote_ends"]
 
 TABLES: Final = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 LOCAL_TABLE: Final = Path("/proc/self/net/unix")
@@ -131,6 +131,35 @@ def is_wet(row: Row, far: Mapping[Ends, int], *, counts_end: bool = True) -> boo
     """
     num_unread = row.num_unread - (not counts_end and row.state == CLOSED_BY_PEER)
     return num_unread > 0 or (row.state in MAY_BRING_MORE and far.get(row.ends[::-1], 1) > 0)
+
+
+def listening_ports() -> frozenset[int]:
+    """Give the ports at which this process listens.
+
+    Raises:
+        OSError: The kernel does not show them.
+    """
+    sockets = _sockets()
+    return frozenset(int(_port(row.ends[0]), 16) for row in _rows() if row.state == LISTENS and row.inode in sockets)
+
+
+def remote_ends(inodes: Collection[int]) -> dict[int, tuple[bytes, int]]:
+    """Find the other ends of connections of this process, also of those that are only being opened.
+
+    Args:
+        inodes: Of their sockets.
+
+    Returns:
+        Address and port of those that are listed, by inode.
+
+    Raises:
+        OSError: The kernel does not show them.
+    """
+    return {
+        row.inode: (address_of(_host(row.ends[1])), int(_port(row.ends[1]), 16))
+        for row in _rows()
+        if row.inode in inodes
+    }
 
 
 def _rows() -> list[Row]:

@@ -7,6 +7,7 @@ whether one that is silent still exists.
 
 import asyncio
 import functools
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 
 from kvflow.backends.base import Backend
 from kvflow.config import check_reach
-from kvflow.errors import ConfigError, KvflowError, RemoteProtocolError, Stage, Unreachable
+from kvflow.errors import BackendError, ConfigError, KvflowError, RemoteProtocolError, Stage, Unreachable
 from kvflow.geometry.binding import bind_route
 from kvflow.geometry.blocks import RouteBlocks
 from kvflow.geometry.layout import KVLayout
@@ -35,6 +36,12 @@ from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.messages import Hello, Message, PeerId
 
 __all__ = ["HelloChecks", "PeerConnections", "PeerProofs", "RouteCompiler"]
+
+MAX_UNCLOSED: Final = 256
+"""Agents that were disconnected and still cost descriptors. No instance gets more of them than the others leave."""
+
+MAX_GONE: Final = 4_096
+"""Agents that have been disconnected of which it is known whose they were."""
 
 HELLOS_AT_ONCE: Final = 16
 """Hellos that a prefill rank works on at the same time; the rest wait."""
@@ -72,6 +79,7 @@ class HelloChecks:
         self._staging = staging
         self._at_once = anyio.CapacityLimiter(HELLOS_AT_ONCE)
         self._disconnecting: dict[str, anyio.Event] = {}
+        self._gone: OrderedDict[str, str] = OrderedDict()
 
     def start(self, connection: bytes, hello: Hello) -> None:
         """Check a hello; the core hears what came of it."""
@@ -81,6 +89,7 @@ class HelloChecks:
         """Release what the transport holds for a peer, unless another one has the same agent."""
         agent = self._agents.remove(peer)
         if agent is not None:
+            self._note_gone(agent, peer.rank.instance)
             ended = self._disconnecting[agent] = anyio.Event()
             self._context.start_task(self._disconnect, agent, ended)
 
@@ -94,6 +103,7 @@ class HelloChecks:
                     link = self.bind(hello)
                 if link.route.copy_groups:
                     self._check_agent(hello)
+                    self._check_unclosed(hello)
                     agent = self._agents.add(hello.peer, hello.agent, hello.backend_metadata)
                     await self._connect(agent, hello.backend_metadata)
             except (KvflowError, MemoryError) as error:
@@ -111,6 +121,31 @@ class HelloChecks:
         """
         if hello.agent == agent_name(self._context.me) and self._backend.shared_agent is None:
             raise RemoteProtocolError("hello with the transport agent of this rank", peer=str(hello.peer))
+
+    def _check_unclosed(self, hello: Hello) -> None:
+        """Refuse one more agent of those whose former agents cost descriptors for as long as their processes live.
+
+        Raises:
+            BackendError: They have used up their share.
+        """
+        unclosed = self._backend.unclosed()
+        instance = hello.peer.rank.instance
+        if not unclosed or (hello.agent or agent_name(hello.peer)) in unclosed:
+            return
+        taken = sum(self._gone.get(agent) == instance for agent in unclosed)
+        if taken + 1 > MAX_UNCLOSED - len(unclosed):
+            raise BackendError(
+                "too many transport agents that were disconnected still hold connections",
+                instance=instance,
+                agents=taken,
+                of_all=len(unclosed),
+            )
+
+    def _note_gone(self, agent: str, instance: str) -> None:
+        self._gone[agent] = instance
+        self._gone.move_to_end(agent)
+        if len(self._gone) > MAX_GONE:
+            self._gone.popitem(last=False)
 
     def bind(self, hello: Hello) -> ev.PeerRoute:
         """Work out how this rank sends what a decode rank wants. May be called in any thread.

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
+import pytest
 
 import kvflow
 from kvflow.errors import TransferFailed
@@ -15,7 +16,11 @@ from tests.support.instances import DEFAULT_LIMITS, Deployment, deploy
 from tests.support.trusts import trusts
 from tests.support.waiting import until
 
-__all__ = ["Attacker", "Guarded", "guarded", "outcome", "works"]
+__all__ = ["BACKENDS", "Attacker", "Guarded", "guarded", "outcome", "works"]
+
+
+BACKENDS = ("memory", pytest.param("nixl", marks=pytest.mark.slow))
+"""Of attacks whose outcome could depend on the transport."""
 
 
 class Guarded(Deployment):

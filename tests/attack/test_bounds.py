@@ -18,7 +18,7 @@ from kvflow.trust import ClientKeys
 from kvflow.wire.codec import HEADER, MAX_REQUEST_BYTES, encode
 from kvflow.wire.messages import Failed, RankRecord, Register, Unregister, Welcome
 from kvflow.wire.refusals import REFUSALS_AT_ONCE
-from tests.attack.guarded import Attacker, guarded, works
+from tests.attack.guarded import BACKENDS, Attacker, guarded, works
 from tests.attack.insiders import hello_to, insider, under_way
 from tests.support.cores import grant
 from tests.support.instances import decode_config, deploy, make_pool
@@ -73,8 +73,9 @@ async def test_a_message_without_end_is_not_even_begun_without_a_key() -> None:
         await until(lambda: deployment.prefill[0].statistics().anomalies.get("key_refused"))
 
 
-async def test_an_insider_who_says_hello_without_end_starves_only_itself() -> None:
-    async with guarded("other") as deployment, under_way(deployment) as honest:
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_an_insider_who_says_hello_without_end_starves_only_itself(backend: str) -> None:
+    async with guarded("other", backend=backend) as deployment, under_way(deployment) as honest:
         prefill = deployment.prefill[0]
         with closing(insider(deployment)) as attacker:
             for number in range(3 * HELLOS_AT_ONCE):
@@ -87,8 +88,10 @@ async def test_an_insider_who_says_hello_without_end_starves_only_itself() -> No
             assert prefill.statistics().peers < 2 * HELLOS_AT_ONCE
 
 
-async def test_an_insider_who_grants_without_end_starves_only_itself() -> None:
-    async with guarded("other", limits=kvflow.Limits(pending_grants=64)) as deployment, under_way(deployment):
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_an_insider_who_grants_without_end_starves_only_itself(backend: str) -> None:
+    limits = kvflow.Limits(pending_grants=64)
+    async with guarded("other", backend=backend, limits=limits) as deployment, under_way(deployment):
         prefill = deployment.prefill[0]
         with closing(insider(deployment)) as attacker:
             attacker.say(hello_to(deployment))
@@ -202,8 +205,9 @@ async def sniffer(endpoint: str) -> AsyncIterator[tuple[str, list[bytes]]]:
     server.close()
 
 
-async def test_what_was_sniffed_is_of_no_use() -> None:
-    async with guarded("other") as deployment, under_way(deployment):
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_what_was_sniffed_is_of_no_use(backend: str) -> None:
+    async with guarded("other", backend=backend) as deployment, under_way(deployment):
         prefill = deployment.prefill[0]
         await works(deployment)
         async with sniffer(prefill.endpoint) as (endpoint, said):

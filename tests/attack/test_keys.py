@@ -22,7 +22,7 @@ from kvflow.wire.messages import (
     Unregister,
     Welcome,
 )
-from tests.attack.guarded import Attacker, Guarded, guarded, works
+from tests.attack.guarded import BACKENDS, Attacker, Guarded, guarded, works
 from tests.support.failures import catch
 from tests.support.instances import QUICK, Deployment, decode_config, deploy, make_pool, prefill_config
 from tests.support.trusts import new_trust, trusting, trusts
@@ -99,8 +99,9 @@ async def test_an_insider_is_not_served_in_the_name_of_another_instance() -> Non
         await works(deployment)
 
 
-async def test_a_sniffed_hello_is_refused_under_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with guarded("other") as deployment:
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_sniffed_hello_is_refused_under_another_key(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    async with guarded("other", backend=backend) as deployment:
         sniffed = hellos_of(deployment, monkeypatch)
         await works(deployment)
         _, hello = sniffed[0]
@@ -116,8 +117,11 @@ async def test_a_sniffed_hello_is_refused_under_another_key(monkeypatch: pytest.
         await works(deployment, 2)
 
 
-async def test_a_routing_id_taken_over_by_another_key_speaks_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with guarded("other") as deployment:
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_routing_id_taken_over_by_another_key_speaks_for_nobody(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    async with guarded("other", backend=backend) as deployment:
         sniffed = hellos_of(deployment, monkeypatch)
         await works(deployment)
         connection, hello = sniffed[0]

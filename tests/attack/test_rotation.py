@@ -12,7 +12,7 @@ import kvflow
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, TransferFailed
 from kvflow.keys import make_keys
 from kvflow.trust import ClientKeys, Trust, TrustedKey
-from tests.attack.guarded import Attacker, Guarded, guarded, outcome, works
+from tests.attack.guarded import BACKENDS, Attacker, Guarded, guarded, outcome, works
 from tests.support.instances import Deployment, deploy
 from tests.support.trusts import new_trust, trusts
 from tests.support.waiting import until
@@ -28,9 +28,10 @@ def everybody(deployment: Guarded) -> dict[str, Callable[[Trust], None]]:
     }
 
 
-async def test_all_keys_are_rotated_under_transfers() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_all_keys_are_rotated_under_transfers(backend: str) -> None:
     """First everybody lists the new keys, too; then each takes its own; then the old ones are struck off."""
-    async with guarded() as deployment:
+    async with guarded(backend=backend) as deployment:
         numbers = iter(range(1, 10_000))
         done: list[None] = []
         is_over = False
@@ -61,8 +62,9 @@ async def test_all_keys_are_rotated_under_transfers() -> None:
             await until(lambda: attacker.refused)
 
 
-async def test_a_key_that_is_struck_off_is_disconnected_and_its_transfers_fail() -> None:
-    async with guarded() as deployment:
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_key_that_is_struck_off_is_disconnected_and_its_transfers_fail(backend: str) -> None:
+    async with guarded(backend=backend) as deployment:
         await works(deployment)
         prefill, decode = deployment.prefill[0], deployment.decode[0]
         request = deployment.request(2, 12)

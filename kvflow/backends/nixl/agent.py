@@ -10,8 +10,9 @@ An error proves little. What was measured, and what follows:
   later post over the same endpoint is a fence: when it is done, so is everything before it.
 * A failed endpoint stays failed, even if the peer is alive. Removing the agent and adding it again makes a new one.
 * Removing a live peer leaves its connections open on both sides, one file each for every lane, until either process
-  ends; removing on both sides changes nothing. So a sound endpoint is kept when a rank disconnects a peer (which may
-  only have been silent), and used again if the same incarnation comes back. The library closes endpoints to ended ones.
+  ends; removing on both sides changes nothing. So some sound endpoints are kept when a rank disconnects a peer (which
+  may only have been silent), and used again if the same incarnation comes back. The library closes endpoints to ended
+  ones. The connections of those that are removed are shut down (`outgoing`).
 * After a partition, TCP retransmits what is unacknowledged only when a pause is over that has doubled each time: up to
   as long after the heal as the partition has lasted. So a peer that is connected again while posts to it still run gets
   a fresh endpoint. An agent of the library has one endpoint to a peer, and removing that would lose sight of its posts,
@@ -30,6 +31,7 @@ from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.nixl.library import error_text, load
 from kvflow.backends.nixl.native import NativeAgents
 from kvflow.backends.nixl.notices import pack_notices, unpack_notices
+from kvflow.backends.nixl.outgoing import ANSWER_S, Address, InUse, LeftOpen, OutgoingSockets
 from kvflow.backends.nixl.posts import Connection, Outbox, Post, PreparedLists, Write, joined
 from kvflow.errors import BackendError, RemoteProtocolError
 from kvflow.geometry.blocks import Blocks
@@ -44,8 +46,11 @@ CLOSE_POLL_S: Final = 1e-3
 CLOSING_ROUNDS: Final = 20
 """Rounds of progress between removing the last peer and destroying the agent; measured: none is too few."""
 
-MAX_KEPT: Final = 256
+MAX_KEPT: Final = 32
 """Sound endpoints kept for peers that the rank has disconnected; beyond it the oldest is removed."""
+
+NAME_AT: Final = b"nixlSerDes|Agent"
+"""How a blob begins; the name of its agent follows behind its length."""
 
 MAX_WAITING: Final = 1_000_000
 """Events kept while the event loop does not get to them; notices beyond it are lost, as on a full receive queue."""
@@ -91,12 +96,18 @@ class NixlAgent:
         self._kept: dict[str, None] = {}
         self._num_posts = 0
         self._is_watching = False
+        self._left_open = LeftOpen()
         self._agents = NativeAgents(api, name, plugin, plugin_options)
 
     @property
     def epolls(self) -> tuple[int, ...]:
         """As in `find_epolls`, of the agent that peers write to."""
         return self._agents.epolls
+
+    @property
+    def unclosed(self) -> frozenset[str]:
+        """Peers that were removed and to which connections are open. Any thread may ask."""
+        return self._left_open.peers
 
     def register(self, memory: RegisteredMemory) -> bytes:
         """Register memory, and give the metadata of the agent.
@@ -204,6 +215,7 @@ class NixlAgent:
         try:
             self._poll_posts()
             notices = self._agents.progress()
+            self._note_writers(notices)
             if len(self._delivery) < MAX_WAITING:
                 self._take_in(notices)
             self._end_failed()
@@ -211,6 +223,7 @@ class NixlAgent:
             self._hand_on()  # before a breakdown is reported, and before peers are removed, which may take long
         self._finish_disconnecting()
         self._remove_former()
+        self._look_at_left_open()
         return bool(notices) or len(self._running) != num_running
 
     def close(self, timeout_s: float) -> None:
@@ -228,8 +241,15 @@ class NixlAgent:
         self._emit(stopped)
         self._hand_on()
 
-    def _take_in(self, payloads: Sequence[bytes]) -> None:
-        for payload in payloads:
+    def _note_writers(self, received: Sequence[tuple[str, bytes]]) -> None:
+        """Note which peers write here. Only what is known as a peer counts, since anybody can send any name."""
+        for name, _ in received:
+            connection = self._connections.get(name)
+            if connection is not None:
+                connection.is_written = True
+
+    def _take_in(self, received: Sequence[tuple[str, bytes]]) -> None:
+        for _, payload in received:
             try:
                 notices = unpack_notices(payload)
             except RemoteProtocolError:
@@ -280,16 +300,36 @@ class NixlAgent:
         if peer == agent.name:  # itself, which needs no adding
             self._connections[peer] = Connection(peer, agent, blob, PreparedLists(peer))
             return
+        _check_name(peer, blob)
+        sockets = self._agents.outgoing(agent)
+        if self._left_open.shut_down_of(peer, sockets):
+            self._clean_up(agent.get_new_notifs)  # lets UCX close it
+        before = sockets.now()
         try:
             name = _decoded(agent.add_remote_agent(blob))
         except Exception as error:
+            self._undo_adding(agent, peer, before)
             raise BackendError("NIXL refused the peer's metadata", peer=peer, detail=error_text(error)) from error
-        if name == peer:
-            self._connections[peer] = Connection(peer, agent, blob, PreparedLists(peer))
-            return
+        if name != peer:
+            self._undo_adding(agent, name, before)
+            raise BackendError("peer's metadata belongs to another agent", peer=peer, agent=name)
+        opened = _without(sockets.now(), before)
+        self._connections[peer] = Connection(peer, agent, blob, PreparedLists(peer), opened, time.monotonic())
+
+    def _undo_adding(self, agent: Any, name: str, before: Mapping[int, Address]) -> None:
+        """Close what NIXL has opened for a blob that it, or this agent, does not take.
+
+        Args:
+            agent: NIXL's.
+            name: Under which NIXL may know the other agent now.
+            before: Connections of earlier.
+        """
         if not any(it.peer == name and it.agent is agent for it in self._endpoints()):
             self._clean_up(agent.remove_remote_agent, name)
-        raise BackendError("peer's metadata belongs to another agent", peer=peer, agent=name)
+        sockets = self._agents.outgoing(agent)
+        opened = _without(sockets.now(), before)
+        shut_from = time.monotonic() + ANSWER_S
+        self._left_open.add(name, sockets, opened, shut_from=shut_from, is_written=False)
 
     def _poll_posts(self) -> None:
         for post in list(self._running.values()):
@@ -373,8 +413,27 @@ class NixlAgent:
 
     def _remove(self, connection: Connection) -> None:
         connection.lists.drop(connection.agent, self._clean_up)
-        if connection.peer != connection.agent.name:
-            self._clean_up(connection.agent.remove_remote_agent, connection.peer)
+        if connection.peer == connection.agent.name:
+            return
+        self._clean_up(connection.agent.remove_remote_agent, connection.peer)
+        shut_from = 0.0 if connection.is_used else connection.opened_at + ANSWER_S
+        sockets = self._agents.outgoing(connection.agent)
+        is_written = connection.is_written
+        self._left_open.add(connection.peer, sockets, connection.opened, shut_from=shut_from, is_written=is_written)
+
+    def _look_at_left_open(self) -> None:
+        now = time.monotonic()
+        if self._left_open.is_due(now):
+            self._left_open.look(now, self._sockets_in_use())
+
+    def _sockets_in_use(self) -> dict[OutgoingSockets, InUse]:
+        used: dict[OutgoingSockets, InUse] = {}
+        for connection in self._endpoints():
+            mine = used.setdefault(self._agents.outgoing(connection.agent), InUse())
+            mine.inodes.update(connection.opened)
+            if connection.peer not in self._kept or connection.is_written:
+                mine.addresses.update(connection.opened.values())
+        return used
 
     def _remove_former(self) -> None:
         """Remove former endpoints of peers that were connected anew, once nothing is under way over them."""
@@ -402,3 +461,25 @@ class NixlAgent:
 
 def _decoded(name: bytes | str) -> str:
     return name.decode() if isinstance(name, bytes) else name
+
+
+def _check_name(peer: str, blob: bytes) -> None:
+    """Refuse a blob with the name of another agent before the library sees it.
+
+    A blob that is cut makes its name unusable in the library, for whoever really has it.
+
+    Raises:
+        BackendError: It has another name.
+    """
+    start = len(NAME_AT) + 8
+    if blob[: len(NAME_AT)] != NAME_AT:  # of another version of the library, which names it itself
+        return
+    name = blob[start : start + int.from_bytes(blob[len(NAME_AT) : start], "little")]
+    if name != peer.encode():
+        raise BackendError(
+            "peer's metadata belongs to another agent", peer=peer, agent=name[:64].decode(errors="replace")
+        )
+
+
+def _without(found: Mapping[int, Address], before: Mapping[int, Address]) -> dict[int, Address]:
+    return {inode: address for inode, address in found.items() if inode not in before}

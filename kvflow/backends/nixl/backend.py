@@ -21,7 +21,7 @@ Source: measurements with nixl 1.5.1 (UCX 1.23) on Linux, host memory.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -176,6 +176,10 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
             self._inline_from = ended + (ended - began)  # the rest has half of the time of a loop with much to post
         else:
             owner.submit(partial(agent.post_next, outbox))
+
+    @override
+    def unclosed(self) -> Collection[str]:
+        return () if self._agent is None else self._agent.unclosed
 
     @override
     def watch(self, *, active: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.nixl.arrivals import find_epolls
 from kvflow.backends.nixl.library import error_text
+from kvflow.backends.nixl.outgoing import OutgoingSockets
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.layout import MemoryKind
 
@@ -26,9 +27,6 @@ class NativeAgents:
         plugin: NIXL plugin to use.
         plugin_options: Its parameters.
 
-    Attributes:
-        epolls: As in `find_epolls`, of the first agent.
-
     Raises:
         BackendUnavailable: The plugin does not start.
     """
@@ -38,8 +36,10 @@ class NativeAgents:
         self._start = functools.partial(_start, api, plugin=plugin, plugin_options=plugin_options)
         self._rows: dict[MemoryKind, list[tuple[int, int, int, str]]] = {}
         self._registered: list[tuple[Any, Any]] = []
-        first, self.epolls = find_epolls(lambda: self._start(name))
-        self._agents: list[Any] = [first]
+        self._agents: list[Any] = []
+        self._epolls: list[tuple[int, ...]] = []
+        self._outgoing: list[OutgoingSockets] = []
+        self._add(name)
 
     def __len__(self) -> int:
         return len(self._agents)
@@ -51,6 +51,15 @@ class NativeAgents:
     def first(self) -> Any:
         """The one that peers write to."""
         return self._agents[0]
+
+    @property
+    def epolls(self) -> tuple[int, ...]:
+        """As in `find_epolls`, of the first agent."""
+        return self._epolls[0]
+
+    def outgoing(self, agent: Any) -> OutgoingSockets:
+        """Give the connections that one of the agents has opened."""
+        return self._outgoing[next(place for place, it in enumerate(self._agents) if it is agent)]
 
     def register(self, memory: RegisteredMemory) -> bytes:
         """Register memory, and give the metadata that peers need.
@@ -79,18 +88,25 @@ class NativeAgents:
                 return agent
         if len(self._agents) >= MAX_AGENTS:
             raise BackendError("posts over the former endpoints of a peer have not ended", endpoints=len(taken))
-        agent = self._start(f"{self._name}#{len(self._agents) + 1}")
-        self._register_with(agent, self._rows)
-        self._agents.append(agent)
+        agent = self._add(f"{self._name}#{len(self._agents) + 1}")
+        try:
+            self._register_with(agent, self._rows)
+        except BaseException:
+            self._drop_last()
+            raise
         return agent
 
-    def progress(self) -> list[bytes]:
-        """Let the library make progress, and give the notices that have arrived."""
-        payloads: list[bytes] = []
-        for agent in self._agents:
-            for received in agent.get_new_notifs().values():
-                payloads += received
-        return payloads
+    def progress(self) -> list[tuple[str, bytes]]:
+        """Let the library make progress, and give the notices that have arrived, each with the agent that it names.
+
+        Nothing proves that it is from that agent.
+        """
+        return [
+            (name, payload)
+            for agent in self._agents
+            for name, received in agent.get_new_notifs().items()
+            for payload in received
+        ]
 
     def close(self, clean_up: Callable[..., object]) -> None:
         """Deregister the memory, and drop the agents, which destroys those that nothing else refers to.
@@ -98,13 +114,28 @@ class NativeAgents:
         Args:
             clean_up: Makes the calls.
         """
-        epolls, self.epolls = self.epolls, ()
-        for fd in epolls:
+        for fd in (fd for epolls in self._epolls for fd in epolls):
             os.close(fd)
+        self._epolls = [()]
+        self._outgoing.clear()
         for agent, registered in self._registered:
             clean_up(agent.deregister_memory, registered)
         self._registered.clear()
         self._agents.clear()
+
+    def _add(self, name: str) -> Any:
+        agent, epolls = find_epolls(lambda: self._start(name))
+        self._agents.append(agent)
+        self._epolls.append(epolls)
+        self._outgoing.append(OutgoingSockets(epolls))
+        return agent
+
+    def _drop_last(self) -> None:
+        """Let go of the agent that was started last, since it is of no use."""
+        self._agents.pop()
+        self._outgoing.pop()
+        for fd in self._epolls.pop():
+            os.close(fd)
 
     def _register_with(self, agent: Any, rows_by_kind: Mapping[MemoryKind, list[tuple[int, int, int, str]]]) -> None:
         for kind, rows in rows_by_kind.items():

@@ -6,8 +6,8 @@ peer that have queued up while the owner thread was busy are joined: they begin,
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -153,15 +153,21 @@ class Connection:
         is_used: A post over it has ended well.
         has_erred: A post over it could not be begun or carried out.
         has_failed: Every post over it raises from now on.
+        opened: Connections of TCP that were opened for it, and their other ends, by inode.
+        opened_at: Monotonic seconds.
+        is_written: The peer was heard to write here.
     """
 
     peer: str
     agent: Any
     blob: bytes
     lists: PreparedLists
+    opened: Mapping[int, tuple[bytes, int]] = field(default_factory=dict)
+    opened_at: float = 0.0
     is_used: bool = False
     has_erred: bool = False
     has_failed: bool = False
+    is_written: bool = False
 
 
 @dataclass(eq=False)

@@ -1,0 +1,210 @@
+"""Connections to peers that were removed and live: UCX keeps them, and they must not use up the descriptors."""
+
+import functools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from kvflow.backends.nixl import NixlBackend, outgoing
+from kvflow.backends.nixl import agent as nixl_agent
+from kvflow.backends.nixl.agent import MAX_KEPT
+from kvflow.errors import BackendError
+from kvflow.geometry.plan import Descriptors
+from tests.backends.endpoints import Endpoint, copies, descriptors_of, fresh_name, open_backend, open_endpoints, same
+from tests.support.nixl_agents import ForeignAgent, foreign_agents
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+SLACK = 4
+"""Descriptors that other parts of the process may take meanwhile."""
+
+NUM_BYTES = 4 * 2**20
+
+
+def num_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def to(source: Endpoint, agent: ForeignAgent, length: int = 4_096) -> Descriptors:
+    """One write to an agent in another process."""
+    src = descriptors_of(source, [0], length)
+    return Descriptors(src, np.array([[agent.address, length, 0]], np.uint64))
+
+
+class Honest:
+    """Writes to a target in this process all the time, each checked."""
+
+    def __init__(self, source: Endpoint, target: Endpoint) -> None:
+        self.count = 0
+        self.is_over = False
+        self._source, self._target = source, target
+
+    async def write(self) -> None:
+        while not self.is_over:
+            number = 1_000_000 + self.count
+            self._target.memory[:] = 0
+            self._source.post(number, self._target, copies(self._source, self._target, length=NUM_BYTES), b"honest")
+            assert (await self._source.take_end(number)).error is None
+            assert same(self._source, self._target, 0, NUM_BYTES)
+            self.count += 1
+
+
+@asynccontextmanager
+async def writing() -> AsyncIterator[tuple[Endpoint, Honest]]:
+    """A source, which writes to a target of its own all the time."""
+    async with open_endpoints("nixl", NUM_BYTES) as (source, target), anyio.create_task_group() as tasks:
+        honest = Honest(source, target)
+        tasks.start_soon(honest.write)
+        await until(lambda: honest.count > 2)
+        try:
+            yield source, honest
+        finally:
+            honest.is_over = True
+    assert {end.error for end in source.ends()} == {None}
+
+
+async def come_and_go(source: Endpoint, agents: Sequence[ForeignAgent], *, is_written_to: bool) -> None:
+    """Connect agents, one after another, and disconnect each."""
+    for number, agent in enumerate(agents):
+        await source.backend.connect(agent.name, agent.metadata)
+        if is_written_to:
+            source.backend.post(number, agent.name, to(source, agent), b"")
+            assert (await source.take_end(number)).error is None
+        await source.backend.disconnect(agent.name)
+
+
+@pytest.mark.parametrize("is_written_to", [True, False], ids=["written to", "unused"])
+@pytest.mark.parametrize(
+    ("count", "most_kept"),
+    [(10, 2), pytest.param(200, MAX_KEPT, marks=[pytest.mark.slow, pytest.mark.timeout(120)])],
+)
+async def test_ever_new_agents_of_a_process_that_lives_use_up_no_descriptors(
+    monkeypatch: pytest.MonkeyPatch, count: int, most_kept: int, is_written_to: bool
+) -> None:
+    monkeypatch.setattr(nixl_agent, "MAX_KEPT", most_kept)
+    async with writing() as (source, honest), foreign_agents([fresh_name() for _ in range(count)]) as agents:
+        before = num_files()
+        await come_and_go(source, agents, is_written_to=is_written_to)
+        await until(lambda: num_files() <= before + most_kept + SLACK)
+        await until(lambda: not source.backend.unclosed())
+        enough = honest.count + 3
+        await until(lambda: honest.count >= enough)
+
+
+@pytest.mark.slow
+async def test_agents_that_never_answer_use_up_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX tries again and again to reach them."""
+    monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
+    names = [fresh_name() for _ in range(16)]
+    async with writing() as (source, honest), foreign_agents(names, is_silent=True) as agents:
+        before = num_files()
+        await come_and_go(source, agents, is_written_to=False)
+        assert num_files() > before
+        await until(lambda: num_files() <= before + SLACK)
+        await until(lambda: not source.backend.unclosed())
+        enough = honest.count + 3
+        await until(lambda: honest.count >= enough)
+
+
+@pytest.mark.parametrize("cut", [10, 40, 100])
+async def test_blobs_that_the_library_refuses_half_way_use_up_no_descriptors(
+    monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    monkeypatch.setattr(nixl_agent, "ANSWER_S", 0.3)
+    async with open_backend(NixlBackend()) as source, foreign_agents([fresh_name() for _ in range(9)]) as agents:
+        before = num_files()
+        for agent in agents[1:]:
+            with pytest.raises(BackendError, match="refused the peer's metadata"):
+                await source.backend.connect(agent.name, agent.with_blob(agent.blob[:-cut]))
+        assert num_files() > before
+        await until(lambda: num_files() <= before + 1)
+        await come_and_go(source, agents[:1], is_written_to=True)
+
+
+async def test_a_blob_with_another_name_does_not_reach_the_library(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
+    """A cut one would make the name unusable for whoever has it."""
+    added: list[bytes] = []
+    add = api.nixl_agent.add_remote_agent
+
+    def record(agent: object, blob: bytes) -> object:
+        added.append(blob)
+        return add(agent, blob)
+
+    monkeypatch.setattr(api.nixl_agent, "add_remote_agent", record)
+    async with open_backend(NixlBackend()) as source, foreign_agents([fresh_name()]) as (agent,):
+        for blob in (agent.blob, agent.blob[:-10]):
+            with pytest.raises(BackendError, match="belongs to another agent"):
+                await source.backend.connect("somebody", agent.with_blob(blob))
+        assert added == []
+        await come_and_go(source, [agent], is_written_to=True)
+        assert added == [agent.blob]
+
+
+async def test_a_peer_that_was_removed_is_reached_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
+    async with writing() as (source, _), foreign_agents([fresh_name()]) as agents:
+        before = num_files()
+        for number in range(8):
+            await source.backend.connect(agents[0].name, agents[0].metadata)
+            source.backend.post(number, agents[0].name, to(source, agents[0]), b"")
+            assert (await source.take_end(number)).error is None
+            await source.backend.disconnect(agents[0].name)
+            if number % 2:
+                await until(lambda: num_files() <= before + SLACK)
+
+
+async def test_connections_to_the_address_of_a_live_peer_are_left_alone_until_it_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Somebody says that it has agents at the address of another one."""
+    monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
+    shut_down: list[object] = []
+    monkeypatch.setattr(outgoing, "_shut_down", functools.partial(record_and_call, shut_down, outgoing._shut_down))
+    async with open_backend(NixlBackend()) as source, foreign_agents([fresh_name()]) as (live,):
+        await source.backend.connect(live.name, live.metadata)
+        before = num_files()
+        aliases = [live.alias(f"alias-{number}") for number in range(6)]
+        for agent in aliases:
+            await come_and_go(source, [agent], is_written_to=True)
+            source.backend.post(99, live.name, to(source, live), b"")
+            assert (await source.take_end(99)).error is None
+            source.events.clear()
+        await until(lambda: source.backend.unclosed() == {agent.name for agent in aliases})
+        assert shut_down == []
+        await source.backend.disconnect(live.name)
+        await until(lambda: not source.backend.unclosed())
+        assert num_files() < before
+
+
+def record_and_call(calls: list[object], call: Any, argument: object) -> None:
+    calls.append(argument)
+    call(argument)
+
+
+async def test_a_peer_that_writes_here_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes over the one that was opened from here, as it was there first."""
+    monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
+    async with open_backend(NixlBackend(), seed=1) as one, open_backend(NixlBackend(), seed=2) as other:
+        await one.connect(other)
+        one.post(1, other, copies(one, other), b"to the other")
+        await one.take_ends()
+        await other.take_notices()
+        await other.connect(one)
+        other.post(1, one, copies(other, one), b"to the first")
+        await other.take_ends()
+        await one.take_notices()
+        await one.backend.disconnect(other.name)
+        await until(lambda: one.backend.unclosed() == {other.name})
+        for number in range(2, 30):
+            other.post(number, one, copies(other, one), b"again")
+            assert (await other.take_end(number)).error is None
+        await one.take_notices(29)
+        assert one.backend.unclosed() == {other.name}
+        await other.close()
+        await until(lambda: not one.backend.unclosed())
