@@ -26,6 +26,8 @@ class Rank(NamedTuple):
     tp_rank: int
     pp_size: int = 1
     pp_rank: int = 0
+    dp_size: int = 1
+    dp_rank: int = 0
 
 
 class Held(NamedTuple):

@@ -105,12 +105,14 @@ def make_groups(rank: Rank, store: str) -> tuple[Group, Group]:
         rank: This one.
         store: File where ranks find each other; one rank needs none.
     """
-    size, number = rank.tp_size * rank.pp_size, rank.tp_rank + rank.pp_rank
+    size, number = rank.tp_size * rank.pp_size * rank.dp_size, rank.tp_rank + rank.pp_rank + rank.dp_rank
     if not distributed.is_initialized():
         place = store or Path(tempfile.mkdtemp()) / "store"
         distributed.init_process_group("gloo", init_method=f"file://{place}", rank=number, world_size=size)
     alone = Group(0, [distributed.new_group([one]) for one in range(size)][number])
     everybody = Group(number, distributed.group.WORLD)
+    if rank.dp_size > 1:
+        return alone, alone
     return (everybody, alone) if rank.tp_size > 1 else (alone, everybody)
 
 
@@ -319,7 +321,7 @@ class PrefillScheduler(Scheduler):
 
     def __init__(self, port: int, rank: Rank, store: str = "") -> None:
         super().__init__(port, rank, store)
-        self._server = CommonKVBootstrapServer("127.0.0.1", port) if rank.tp_rank == rank.pp_rank == 0 else None
+        self._server = CommonKVBootstrapServer("127.0.0.1", port) if not any(rank[1::2]) else None
         time.sleep(0.3)
 
         class Mixed(prefill_module.SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):

@@ -79,14 +79,16 @@ def prepare(mode: str, port: int, model: Model) -> Any:
 def set_rank(rank: Rank) -> None:
     """Make SGLang's context that of a rank."""
     runtime.get_parallel().override_permanently(
-        tp_size=rank.tp_size,
-        moe_tp_size=rank.tp_size,
-        tp_rank=rank.tp_rank,
+        tp_size=rank.tp_size * rank.dp_size,
+        moe_tp_size=rank.tp_size * rank.dp_size,
+        tp_rank=rank.tp_size * rank.dp_rank + rank.tp_rank,
         attn_tp_size=rank.tp_size,
         attn_tp_rank=rank.tp_rank,
         attn_tp_group=Group(f"tp of stage {rank.pp_rank}", rank.tp_rank),
         attn_dcp_rank=0,
-        attn_dp_rank=0,
+        attn_dp_size=rank.dp_size,
+        attn_dp_rank=rank.dp_rank,
+        num_dp_ranks=rank.dp_size,
         attn_cp_rank=0,
         pp_size=rank.pp_size,
         pp_rank=rank.pp_rank,

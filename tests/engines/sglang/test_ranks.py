@@ -1,6 +1,7 @@
-"""Two ranks of an instance, each in a process and on a host: they share the heads or are stages, and agree as SGLang's.
+"""Two ranks of an instance, each a process on a host of its own, which agree as SGLang's do.
 
-The hosts are addresses of the loopback interface.
+They share the heads, or are pipeline stages, or do attention for requests of their own. The hosts are addresses of the
+loopback interface.
 """
 
 import time
@@ -22,6 +23,7 @@ ROOM = 1
 STEPS = 20
 ALONE = [(1, 0)]
 HEADS, STAGES = [(2, 0), (2, 1)], [(1, 0, 2, 0), (1, 0, 2, 1)]
+DP_ATTENTION = [(1, 0, 1, 0, 2, 0), (1, 0, 1, 0, 2, 1)]
 
 
 class Instance:
@@ -188,3 +190,19 @@ def test_decode_ranks_give_pages_back_together(instances: Instances) -> None:
     prefill.all("ask", what="speed_up")
     assert decode.until("is_over")
     assert decode.all("ask", what="outcomes") == [["drained"], ["drained"]]
+
+
+@pytest.mark.parametrize("instances", [(DP_ATTENTION, ALONE)], indirect=True, ids=["prefill"])
+@pytest.mark.parametrize("room", [2, 3])
+def test_requests_with_dp_attention(instances: Instances, room: int) -> None:
+    """SGLang gives each request to one of the ranks that do attention for requests of their own."""
+    prefill, (decode,) = instances.prefill.processes[room % 2], instances.decode.processes
+    for process in (prefill, decode):
+        process.tell("ask", what="add", room=room, tokens=TOKENS)
+    assert decode.tell("until", what="is_asked_for", room=room)
+    assert prefill.tell("until", what="is_bootstrapped", room=room)
+    prefill.tell("ask", what="compute", room=room, tokens=TOKENS)
+    prefill.tell("ask", what="send", room=room, end=TOKENS, last=True)
+    assert decode.tell("until", what="has_arrived", room=room)
+    assert decode.tell("ask", what="wrong", room=room, tokens=TOKENS) == []
+    assert prefill.tell("until", what="is_over", room=room)
