@@ -31,7 +31,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     address: Text
     instance: Text
     engine_rank: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
-    incarnation: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    incarnation: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
     room: Text
     room_type: Literal["integer", "string"]
     fingerprint: Text

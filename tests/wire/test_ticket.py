@@ -53,6 +53,12 @@ def test_fields_that_nobody_writes_are_refused(field: str, value: object) -> Non
         Ticket.parse({**TICKET.as_dict(), field: value})
 
 
+@pytest.mark.parametrize("value", ["0" * 15, "0" * 17, "0" * 16 + "\n", "A" * 16, "0x" + "0" * 14])
+def test_an_incarnation_that_nobody_writes_is_refused(value: str) -> None:
+    with pytest.raises(TicketError, match="malformed"):
+        Ticket.parse({**TICKET.as_dict(), "incarnation": value})
+
+
 @pytest.mark.parametrize("field", [*TICKET.as_dict()])
 def test_a_field_that_is_missing_is_named(field: str) -> None:
     fields = TICKET.as_dict()
