@@ -259,6 +259,8 @@ class ZmqListener:
         Raises:
             zmq.Again: There is none.
         """
+        if self._intake.has_broken:
+            self._events.take()
         frames = self._intake.receive()
         self._sender = frames[0]
         routing_id, *others = [frame.bytes for frame in frames]

@@ -82,6 +82,11 @@ class Intake:
         self._timer: asyncio.TimerHandle | None = None
         self._is_in_rest = False
 
+    @property
+    def has_broken(self) -> bool:
+        """Some connection was broken. Its descriptor may be that of a new one by now, so `watch` before `receive`."""
+        return bool(self._broken)
+
     def receive(self) -> list[zmq.Frame]:
         """Take the next message: a routing id, if it is a ROUTER, and one part; a second one if there are more.
 
@@ -133,7 +138,7 @@ class Intake:
 
     def cut(self, fd: int, why: str) -> None:
         """Break a connection, and drop what waits of it."""
-        own = self._open(fd)
+        own = None if fd in self._broken else self._open(fd)
         if own is not None:
             with own, suppress(OSError):  # its other end may be gone by now
                 own.shutdown(socket.SHUT_RDWR)

@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+import time
 from contextlib import ExitStack, closing, suppress
 from typing import Final
 
@@ -15,7 +16,7 @@ from kvflow.wire.codec import MAX_REQUEST_BYTES
 from kvflow.wire.intake import CONNECTION_CHECK_S, MAX_ANSWERS_BYTES, MAX_WAITING_BYTES, Intake
 from kvflow.wire.sockets import HEARTBEAT_MS, SILENCE_MS
 from tests.support.trusts import new_trust, trusting
-from tests.support.waiting import until
+from tests.support.waiting import POLL_S, until
 from tests.support.zmtp import MORE, RawZmtp, frame
 from tests.wire.ends import Client, Server
 
@@ -152,6 +153,26 @@ async def test_what_waits_of_a_broken_connection_is_dropped(monkeypatch: pytest.
             await anyio.to_thread.run_sync(send_mib, raw, 20)
             await until(lambda: server.kinds)
         await still_served(server)
+
+
+def take_while_the_event_loop_stands_still(server: Server) -> None:
+    while not server.received:
+        server.listener._inbox.take()
+        time.sleep(POLL_S)
+
+
+async def test_who_connects_after_one_was_cut_is_heard_from_the_first_message_on() -> None:
+    """Its connection has the descriptor of the broken one, and messages are taken before the news of connections."""
+    with closing(Server()) as server:
+        with RawZmtp(server.endpoint) as raw:
+            raw.send(frame(b"x", MORE) * 3 + frame(b"end"))
+            await server.receive()
+            await until(lambda: server.kinds)
+            assert await anyio.to_thread.run_sync(hung_up, raw)
+        with RawZmtp(server.endpoint) as honest:
+            honest.send(frame(b"hello"))
+            take_while_the_event_loop_stands_still(server)
+            assert (await server.receive())[1] == [b"hello"]
 
 
 async def test_a_listener_that_sends_more_than_is_taken_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
