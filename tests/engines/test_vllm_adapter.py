@@ -76,6 +76,7 @@ def scheduled(computed: Mapping[str, tuple[int, int, Sequence[Any]]], preempted:
         scheduled_new_reqs=[SimpleNamespace(req_id=it, num_computed_tokens=has[0]) for it, has in computed.items()],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
         num_scheduled_tokens={it: has[1] for it, has in computed.items()},
+        total_num_scheduled_tokens=sum(has[1] for has in computed.values()),
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda it: computed[it][2]),
     )
 
@@ -88,14 +89,16 @@ class Server:
         ended: Transfers that have ended.
     """
 
-    def __init__(self, options: Options, *groups: Any, is_prefill: bool) -> None:
+    def __init__(self, options: Options, *groups: Any, is_prefill: bool, patience_s: float = 0.001) -> None:
         self.cells = np.zeros((LAYERS, BLOCKS, HEADS, BLOCK, CONTENT), np.uint8)
         self.groups = describe_groups(groups or [group()])
         caches = describe(list(self.cells), *groups)
         place = Place("server", 0, 1, is_prefill, not is_prefill, str)
         self.ranks = open_ranks(options, place, caches.layout)
         self.ended: list[BlockingSender | BlockingReceiver] = []
-        self.worker = ConnectorWorker(caches, self.ranks, layerwise=options.layerwise, on_end=self.ended.append)
+        self.worker = ConnectorWorker(
+            caches, self.ranks, layerwise=options.layerwise, patience_s=patience_s, on_end=self.ended.append
+        )
         self.scheduler = ConnectorScheduler(self.groups, is_prefill=is_prefill, is_decode=not is_prefill)
         self.pool = Pool()
         self.scheduler.know_pool(self.pool)
@@ -151,7 +154,7 @@ class Server:
         while not is_so():
             assert time.monotonic() < until, "it never happened"
             self.step()
-            time.sleep(0.001)
+            time.sleep(0.001)  # as vLLM does
 
     def tokens(self, blocks: Sequence[int], layers: Sequence[int] = range(LAYERS)) -> list[int]:
         """Give what is in blocks, token by token, if every one of the layers and head has the same."""
@@ -161,12 +164,12 @@ class Server:
 
 
 @contextmanager
-def servers(*groups: Any, **options: Any) -> Iterator[tuple[Server, Server]]:
+def servers(*groups: Any, patience_s: float = 0.001, **options: Any) -> Iterator[tuple[Server, Server]]:
     read = read_options({"timeouts": TIMEOUTS, **options})
     with ExitStack() as stack:
         made = []
         for is_prefill in (True, False):
-            made.append(Server(read, *groups, is_prefill=is_prefill))
+            made.append(Server(read, *groups, is_prefill=is_prefill, patience_s=patience_s))
             stack.callback(made[-1].worker.close)
         yield made[0], made[1]
 
@@ -218,6 +221,26 @@ def test_decode_goes_on_where_prefill_ended(pair: tuple[Server, Server], num_loc
     assert not any(target.tokens(DECODE[:skipped]))
     target.until(lambda: not any(target.pool.holders))
     source.until(lambda: not any(source.pool.holders))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("pair", [{"patience_s": 600.0}], ids=["patient"], indirect=True)
+def test_step_that_computes_nothing_waits_for_the_end_of_a_request(pair: tuple[Server, Server]) -> None:
+    source, target = pair
+    request = asked("p", {"do_remote_decode": True})
+    source.scheduler.add(request)
+    source.step({"p": (0, PROMPT, PREFILL)})  # which computes, and so does not wait
+    _, params = source.scheduler.finished(request, is_complete=True)
+    taken_over = asked("d", params or {})
+    target.scheduler.add(taken_over)
+    target.scheduler.allocated(taken_over, [DECODE], target.scheduler.num_elsewhere(taken_over, 0))
+    target.step()
+    assert target.told.received == {"d"}
+    assert not target.told.failed
+    source.step(finished=["p"])
+    assert source.told.sent == {"p"}
+    for server in pair:  # nothing moves, so there is nothing to wait for
+        server.step()
 
 
 def test_preempted_request_is_sent_from_its_new_blocks(pair: tuple[Server, Server]) -> None:

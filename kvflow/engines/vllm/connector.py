@@ -28,12 +28,15 @@ from kvflow.engines.vllm.metrics import Metrics, Stats
 from kvflow.engines.vllm.options import Options, read_options
 from kvflow.engines.vllm.ranks import Place, Ranks, open_ranks
 from kvflow.engines.vllm.scheduler import ConnectorScheduler
-from kvflow.engines.vllm.waiting import sleep_between_steps
+from kvflow.engines.vllm.waiting import sleep_instead_of_spinning
 from kvflow.engines.vllm.worker import ConnectorWorker
 
 __all__ = ["KvflowConnector"]
 
 COMPLETE: Final = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+EMPTY_STEP_S: Final = 3e-3
+"""How long a step that computes nothing waits for kvflow; a request that comes meanwhile is held up by as much."""
 
 
 KVConnectorMetadata.register(StepOrders)
@@ -63,12 +66,16 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups = describe_groups(kv_cache_config.kv_cache_groups, channels_first=is_conv_state_dim_first())
         self._stats = Stats()
         self._ranks: Ranks | None = None
+        # Ranks with data parallelism compute each step together, even those that have nothing to compute.
+        self._patience_s = 0.0 if vllm_config.parallel_config.data_parallel_size > 1 else EMPTY_STEP_S
         self._worker: Any = None
         self._scheduler: Any = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = ConnectorScheduler(
                 self._groups, is_prefill=transfer.is_kv_producer, is_decode=transfer.is_kv_consumer
             )
+            if self._patience_s:
+                sleep_instead_of_spinning(lambda: self._scheduler.is_empty)
 
     @classmethod
     @override
@@ -161,8 +168,14 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
             share=_share,
         )
         self._ranks = open_ranks(self._options, place, caches.layout)
-        self._worker = ConnectorWorker(caches, self._ranks, layerwise=self._options.layerwise, on_end=self._stats.note)
-        sleep_between_steps(lambda: self._worker.is_moving)
+        self._worker = ConnectorWorker(
+            caches,
+            self._ranks,
+            layerwise=self._options.layerwise,
+            patience_s=self._patience_s,
+            on_end=self._stats.note,
+        )
+        sleep_instead_of_spinning(lambda: self._worker.is_moving)
 
     @override
     def get_handshake_metadata(self) -> WorkerAddress | None:

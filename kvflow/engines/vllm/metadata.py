@@ -58,6 +58,7 @@ class StepOrders:
         announced: Requests to receive, and from where.
         declined: Such requests that vLLM computes here after all.
         granted: Tokens to receive.
+        is_empty: The step computes nothing.
     """
 
     opened: dict[str, str] = field(default_factory=dict)
@@ -66,6 +67,7 @@ class StepOrders:
     announced: dict[str, Reference] = field(default_factory=dict)
     declined: list[str] = field(default_factory=list)
     granted: dict[str, GrantOrder] = field(default_factory=dict)
+    is_empty: bool = False
 
 
 @dataclass

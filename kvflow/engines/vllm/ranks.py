@@ -1,6 +1,8 @@
 """The ranks of one worker: one for prefill, one for decode, or both on one transport."""
 
+import math
 import os
+import select
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -53,7 +55,11 @@ class Ranks:
     ) -> None:
         self._prefill = prefill
         self._decode = decode
+        self._ranks = [rank for rank in (prefill, decode) if rank is not None]
         self._stack = stack
+        self._changed = select.poll()
+        for rank in self._ranks:
+            self._changed.register(rank.fileno(), select.POLLIN)
 
     @property
     def ticket(self) -> dict[str, object] | None:
@@ -82,11 +88,12 @@ class Ranks:
 
     def completed(self) -> list[TransferUpdate[Any]]:
         """Say what has changed."""
-        return [update for rank in (self._prefill, self._decode) if rank is not None for update in rank.completed()]
+        return [update for rank in self._ranks for update in rank.completed()]
 
     def wait_any(self, timeout_s: float) -> list[TransferUpdate[Any]]:
-        """Wait until something has changed with what is sent."""
-        return [] if self._prefill is None else self._prefill.wait_any(timeout_s)
+        """Wait until something has changed, or until the time is up, and say what."""
+        self._changed.poll(math.ceil(timeout_s * 1e3))
+        return self.completed()
 
     def close(self) -> None:
         """Close them."""

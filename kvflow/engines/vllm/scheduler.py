@@ -65,6 +65,7 @@ class ConnectorScheduler:
         self._pool: Any = None
         self._kept: dict[str, list[int]] = {}
         self._num_held = 0
+        self.is_empty = False
         self._held_at = 0.0
 
     def know_worker(self, ticket: Mapping[str, object]) -> None:
@@ -147,6 +148,7 @@ class ConnectorScheduler:
         if self._sending:
             self._order_chunks(output)
         orders, self._orders = self._orders, StepOrders()
+        orders.is_empty = self.is_empty = not output.total_num_scheduled_tokens
         return orders
 
     def _order_chunks(self, output: Any) -> None:

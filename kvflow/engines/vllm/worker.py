@@ -46,6 +46,9 @@ class Results:
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
 
+    def __bool__(self) -> bool:
+        return bool(self.sent or self.received)
+
 
 class Gate:
     """Opens when a layer has been computed: a `ready` of kvflow."""
@@ -118,6 +121,7 @@ class ConnectorWorker:
         caches: Memory of the worker.
         ranks: As opened.
         layerwise: Each layer is sent when it is computed.
+        patience_s: How long a step that computes nothing waits for something to end.
         on_end: Told of each transfer that has ended.
     """
 
@@ -127,11 +131,14 @@ class ConnectorWorker:
         ranks: Ranks,
         *,
         layerwise: bool,
+        patience_s: float,
         on_end: Callable[[BlockingSender | BlockingReceiver], None],
     ) -> None:
         self._caches = caches
         self._ranks = ranks
         self._layerwise = layerwise
+        self._patience_s = patience_s
+        self._is_empty_step = False
         self._on_end = on_end
         self._sending: dict[str, _Move] = {}
         self._receiving: dict[str, _Move] = {}
@@ -175,6 +182,7 @@ class ConnectorWorker:
 
     def begin(self, orders: StepOrders) -> None:
         """Begin with what is new, before the model runs."""
+        self._is_empty_step = orders.is_empty
         for request_id, room in orders.opened.items():
             self._sending[request_id] = self._begin(request_id, partial(self._ranks.send, room, request_id))
         for request_id, reference in orders.announced.items():
@@ -222,8 +230,16 @@ class ConnectorWorker:
             if request_id in self._receiving:
                 self._give_up(self._receiving[request_id])
         self._take(self._ranks.completed())
+        if self._is_empty_step:
+            self._await_results()
         results, self._results = self._results, Results()
         return results
+
+    def _await_results(self) -> None:
+        """Wait a little for something to end, since vLLM has nothing else to do."""
+        until = time.monotonic() + self._patience_s
+        while self._moves and not self._results and (left_s := until - time.monotonic()) > 0:
+            self._take(self._ranks.wait_any(left_s))
 
     def take_report(self) -> WorkerReport | None:
         """Give what the scheduler is to know besides, if there is anything."""

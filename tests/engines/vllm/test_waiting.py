@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 
-from kvflow.engines.vllm.waiting import sleep_between_steps
+from kvflow.engines.vllm.waiting import sleep_instead_of_spinning
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(60)]
 
@@ -43,7 +43,7 @@ def test_it_sleeps_only_while_requests_move(
         asked.append(None)
         return is_moving
 
-    sleep_between_steps(asks)
+    sleep_instead_of_spinning(asks)
     with ThreadPoolExecutor() as executor:
         step = executor.submit(reader.dequeue, timeout=30)
         while len(asked) < 3 and not step.done():
@@ -56,7 +56,7 @@ def test_it_sleeps_only_while_requests_move(
 def test_it_hears_the_next_step_once_nothing_moves(steps: tuple[MessageQueue, MessageQueue]) -> None:
     writer, reader = steps
     answers = iter([True, True, False])
-    sleep_between_steps(lambda: next(answers, False))
+    sleep_instead_of_spinning(lambda: next(answers, False))
     with ThreadPoolExecutor() as executor:
         step = executor.submit(reader.dequeue, timeout=30)
         writer.enqueue("a step")
