@@ -10,13 +10,14 @@ All addresses are unsigned 64-bit. Device addresses with bit 63 set are valid (I
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, NamedTuple
 
 import msgspec
 
 from kvflow.errors import LayoutError
+from kvflow.geometry.overlap import Cells, find_overlap
 from kvflow.geometry.ranges import WHOLE, TokenRange, TokenShard
 
 __all__ = [
@@ -41,7 +42,7 @@ MAX_COMPONENTS = 16
 
 MAX_REGIONS = 4_096
 """Of one component, and of a layout; also its allocations. A model of 1,000 layers with K, V and their scales has so
-many. They are checked one by one when they come from a peer, in 25 ms, which is what they are bounded for."""
+many. They are checked one by one when they come from a peer, in about 50 ms, which is what they are bounded for."""
 
 MAX_NAME = 256
 MAX_FINGERPRINT = 1_024
@@ -151,6 +152,11 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         return self.tokens_per_slot // self.tokens_per_cell
 
     @property
+    def axes_of_page(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Stride and count of the cells of a page, along the tokens and along the heads."""
+        return (self.token_stride, self.cells_per_slot), (self.head_stride, self.num_heads)
+
+    @property
     def span(self) -> int:
         """Bytes from the first byte of the first cell to the last byte of the last cell."""
         return (
@@ -216,7 +222,8 @@ class Component(msgspec.Struct, frozen=True, dict=True):
         shard: Tokens of a request that this rank holds; all by default.
 
     Raises:
-        LayoutError: There is no region, two regions have one key, or regions differ in slots or page size.
+        LayoutError: There is no region, two regions have one key, regions differ in slots or page size, or two cells of
+            a page share memory.
     """
 
     name: Name
@@ -260,6 +267,49 @@ class Component(msgspec.Struct, frozen=True, dict=True):
                     slots=(region.slots, first.slots),
                     tokens_per_slot=(region.tokens_per_slot, first.tokens_per_slot),
                 )
+        self._check_cells_of_a_page_are_disjoint()
+
+    def _check_cells_of_a_page_are_disjoint(self) -> None:
+        """Refuse a page in which two cells lie in the same memory, in the first or the last page.
+
+        Different pages may share memory: of a pool whose pages are rows of a ring (`kvflow.engines.transformers`), an
+        engine uses only some. So may different components, each of which has a page table of its own.
+        """
+        strides = {region.slot_stride for region in self.regions}
+        for page in range(0, self.slots, max(self.slots - 1, 1)) if len(strides) > 1 else (0,):
+            self._check_disjoint(
+                [
+                    Cells.of(region.address + page * region.slot_stride, region.axes_of_page, region.head_bytes, place)
+                    for place, region in enumerate(self.regions)
+                ]
+            )
+
+    def check_pages_are_disjoint(self) -> None:
+        """Refuse cells that lie in the same memory, in whatever pages.
+
+        Raises:
+            LayoutError: There are some.
+        """
+        self._check_disjoint(
+            [
+                Cells.of(
+                    region.address, ((region.slot_stride, region.slots), *region.axes_of_page), region.head_bytes, place
+                )
+                for place, region in enumerate(self.regions)
+            ]
+        )
+
+    def _check_disjoint(self, cells: Sequence[Cells]) -> None:
+        """Refuse cells, owned by regions by their places, that lie in the same memory."""
+        overlap = find_overlap(cells)
+        if overlap is not None:
+            found = [self.regions[place] for place in overlap]
+            raise LayoutError(
+                "regions share memory; each layer of each tensor needs memory of its own",
+                component=self.name,
+                tensors=tuple(region.tensor for region in found),
+                layers=tuple(region.layer for region in found),
+            )
 
     @cached_property
     def slots(self) -> int:

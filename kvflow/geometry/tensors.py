@@ -214,8 +214,8 @@ def layout_from_tensors(  # noqa: PLR0913 - what a pool is like, by keyword, eac
 
     Raises:
         LayoutError: An argument has the wrong type, an axis has no known name, the page size is missing, a tensor's
-            shape contradicts its axes, heads, page size or layers, `dim` is not contiguous, tensors differ in device,
-            or an array is read-only or holds no plain numbers.
+            shape contradicts its axes, heads, page size or layers, `dim` is not contiguous, tensors differ in device or
+            share memory, or an array is read-only or holds no plain numbers.
     """
     if not isinstance(tensors, Mapping):
         raise LayoutError(
@@ -230,7 +230,9 @@ def layout_from_tensors(  # noqa: PLR0913 - what a pool is like, by keyword, eac
         for name, pools in tensors.items()
         for region in regions_from_tensors(name, pools, meaning, layers=layers)
     ]
-    return layout_from_components([Component(component, tuple(regions))], fingerprint, tensors=flat)
+    pool = Component(component, tuple(regions))
+    pool.check_pages_are_disjoint()
+    return layout_from_components([pool], fingerprint, tensors=flat)
 
 
 def _whole_layers(layers: object) -> int | tuple[int, ...]:

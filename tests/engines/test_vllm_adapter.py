@@ -568,8 +568,8 @@ def test_parts_of_a_convolution_are_shared_one_by_one(*, channels_first: bool) -
     shapes = ((12, 3) if channels_first else (3, 12), (4, 2, 3))
     groups = describe_groups([group(layers=[0]), mamba(shapes=shapes)], channels_first=channels_first)
     caches = {"layer0": torch.zeros(BLOCKS, HEADS, BLOCK, CONTENT, dtype=torch.uint8)}
-    pages = torch.arange(BLOCKS * 60, dtype=torch.float32).view(BLOCKS, 60)
     for name in ("layer1", "layer2"):
+        pages = torch.arange(BLOCKS * 60, dtype=torch.float32).view(BLOCKS, 60)
         caches[name] = pages.view(torch.uint8).view(BLOCKS, 1, 1, 240)
     described = describe_caches(
         caches,

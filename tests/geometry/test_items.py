@@ -58,7 +58,9 @@ def test_only_elided_entries_may_have_zeros(address: int, item: int, field: str)
 
 def test_a_layer_that_every_prefill_rank_elides_is_missed_at_the_handshake() -> None:
     def layout(*held: int) -> Component:
-        lists = BufferLists([4096 * (1 + one) * one for one in held], [64 * one for one in held], [16] * 2)
+        lists = BufferLists(
+            [4096 * (1 + place) * one for place, one in enumerate(held)], [64 * one for one in held], [16] * 2
+        )
         return Component("kv", regions_from_pointers(lists, [[K]], page_size=2, layers=[0, 1]))
 
     layouts = [layout_from_pointers([part], "m", buffers=[]) for part in (layout(1, 0), layout(1, 1))]

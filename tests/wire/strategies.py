@@ -57,7 +57,12 @@ def regions(draw: st.DrawFn, tensor: str, layer: int, pages: tuple[int, int]) ->
 def components(draw: st.DrawFn, name: str) -> Component:
     pages = draw(st.tuples(st.integers(1, 2**31 - 1), st.integers(1, 256)))
     keys = draw(st.lists(st.tuples(names, st.integers(0, 2**63 - 1)), min_size=1, max_size=3, unique=True))
-    return Component(name, tuple(draw(regions(tensor, layer, pages)) for tensor, layer in keys))
+    apart: list[Region] = []
+    for tensor, layer in keys:
+        region = draw(regions(tensor, layer, pages))
+        if all(region.end <= other.address or other.end <= region.address for other in apart):
+            apart.append(region)
+    return Component(name, tuple(apart))
 
 
 kinds: Final = st.sampled_from(["DRAM", "VRAM"])

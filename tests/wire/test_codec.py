@@ -245,6 +245,7 @@ CONTRADICTIONS: Final[dict[str, Edit]] = {
     "no pages": lambda layout: set_region(layout, 3, 0),
     "too many pages": lambda layout: set_region(layout, 3, 2**31),
     "pages overlap": lambda layout: set_region(layout, 4, 1),
+    "regions overlap": lambda layout: set_region(layout, 2, layout["components"][0]["regions"][1][2]),
     "negative stride": lambda layout: set_region(layout, 4, -16),
     "no tokens": lambda layout: set_region(layout, 5, 0),
     "no heads": lambda layout: set_region(layout, 7, [1, 1]),
@@ -370,7 +371,8 @@ def test_long_reasons_are_cut() -> None:
 
 def test_a_layout_that_no_peer_would_take_is_refused_at_home() -> None:
     (component,) = LAYOUT.components
-    regions = tuple(replace(component.regions[0], layer=layer) for layer in range(4_097))
+    first = component.regions[0]
+    regions = tuple(replace(first, layer=layer, address=layer * first.span) for layer in range(4_097))
     with pytest.raises(LayoutError, match="too large"):
         KVLayout((replace(component, regions=regions),), "model")
     with pytest.raises(LayoutError, match="name is too long"):
