@@ -1,6 +1,7 @@
 """What each dimension of a pool tensor means: the one property of a tensor that cannot be read from it."""
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Final
 
 import msgspec
@@ -55,24 +56,30 @@ class Axes(msgspec.Struct, frozen=True):
         factors = [factor for name in self.names for factor in name.split("*")]
         for factor in factors:
             if factor not in AXIS_NAMES:
+                similar = get_close_matches(factor, KNOWN_NAMES, 1)
                 raise LayoutError(
-                    "axes have an unknown name", field="order", order=self.order, name=factor, known=KNOWN_NAMES
+                    "unknown axis name",
+                    field="order",
+                    order=self.order,
+                    name=factor,
+                    did_you_mean=similar[0] if similar else None,
+                    known=KNOWN_NAMES,
                 )
             if factors.count(factor) > 1 and factor not in ("dim", "1"):
-                raise LayoutError("axes have a name twice", field="order", order=self.order, name=factor)
+                raise LayoutError("axis name appears twice", field="order", order=self.order, name=factor)
         if "page" not in factors:
-            raise LayoutError("axes must name the page", field="order", order=self.order)
+            raise LayoutError("axes must include `page` (or `slot`)", field="order", order=self.order)
         if not 0 <= self.heads[0] < self.heads[1]:
-            raise LayoutError("axes must have at least one head", field="heads", heads=self.heads)
+            raise LayoutError("`heads` must contain at least one head", field="heads", heads=self.heads)
         if self.tokens_per_cell < 1 or (self.page_size or self.tokens_per_cell) % self.tokens_per_cell:
             raise LayoutError(
-                "a page must hold whole cells",
+                "page size must be a multiple of `tokens_per_cell`",
                 field="page_size",
                 page_size=self.page_size,
                 tokens_per_cell=self.tokens_per_cell,
             )
         if self.page_size is None and any("*" in name and "token" in name.split("*") for name in self.names):
-            raise LayoutError("a fused token axis needs the page size", field="page_size", order=self.order)
+            raise LayoutError("fused token axis needs `page_size`", field="page_size", order=self.order)
         if self.page_size is not None and self.page_size < 1:
             raise LayoutError("page size must be positive", field="page_size", page_size=self.page_size)
         if "slot" not in self.order.replace("*", " ").split():
@@ -89,7 +96,7 @@ class Axes(msgspec.Struct, frozen=True):
         """
         if self.page_size is None and not any("token" in name.split("*") for name in self.names):
             raise LayoutError(
-                "pages without a token axis need page_size (1 if a page is one token), and tokens_per_cell where "
+                "axes without `token` need `page_size` (1 if a page is one token), and `tokens_per_cell` where "
                 "tokens share a cell",
                 field="page_size",
                 order=self.order,
@@ -118,9 +125,9 @@ class Axes(msgspec.Struct, frozen=True):
 
 def _check_types(order: object, heads: object, **counts: object) -> None:
     if not isinstance(order, str):
-        raise LayoutError("axes must be names separated by spaces", field="order", order=order)
+        raise LayoutError("axes must be a string of names separated by spaces", field="order", order=order)
     if not isinstance(heads, Sequence) or len(heads) != 2:
-        raise LayoutError("heads must be a pair, start and stop", field="heads", heads=heads)
+        raise LayoutError("`heads` must be a pair (start, stop)", field="heads", heads=heads)
     for field, count in counts.items():
         if not isinstance(count, int):
             raise LayoutError("count must be an integer", field=field, found=count)

@@ -227,7 +227,7 @@ def _check_slices(route: Route, holdings: Mapping[RegionKey, HeldRegion]) -> Non
     for region_slice in route.slices:
         others = taken.setdefault(region_slice.key, [])
         if any(region_slice.heads[0] < stop and start < region_slice.heads[1] for start, stop in others):
-            raise RouteError("route names heads twice", **region_slice.key._asdict(), heads=region_slice.heads)
+            raise RouteError("route names the same heads twice", **region_slice.key._asdict(), heads=region_slice.heads)
         others.append(region_slice.heads)
 
 

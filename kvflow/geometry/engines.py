@@ -57,7 +57,7 @@ def head_range(total_kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, in
         raise LayoutError("tensor-parallel rank is out of range", tp_rank=tp_rank, tp_size=tp_size)
     if total_kv_heads % tp_size and tp_size % total_kv_heads:
         raise LayoutError(
-            "KV heads cannot be spread evenly over the ranks", total_kv_heads=total_kv_heads, tp_size=tp_size
+            "KV heads cannot be split evenly among the ranks", total_kv_heads=total_kv_heads, tp_size=tp_size
         )
     heads_per_rank = max(1, total_kv_heads // tp_size)
     replication = max(1, tp_size // total_kv_heads)
@@ -177,14 +177,14 @@ def stage_slices(
     if num_src == num_dst:
         return (slice(0, num_dst),)
     if num_src % groups:
-        raise LayoutError("pointers of the stage cannot be spread over the groups", **values)
+        raise LayoutError("number of prefill pointers must be a multiple of the number of groups", **values)
     if num_dst < groups * total_kv_layers:
-        raise LayoutError("decode list does not hold the whole model", **values)
+        raise LayoutError("decode list does not have all layers of the model", **values)
     if not total_kv_layers and num_dst % groups:
-        raise LayoutError("pointers of decode cannot be spread over the groups", **values)
+        raise LayoutError("number of decode pointers must be a multiple of the number of groups", **values)
     src_layers, dst_layers = num_src // groups, total_kv_layers or num_dst // groups
     if start_layer + src_layers > dst_layers:
-        raise LayoutError("stage reaches beyond the layers of decode", **values)
+        raise LayoutError("prefill stage extends beyond the layers of decode", **values)
     starts = (group * dst_layers + start_layer for group in range(groups))
     return tuple(slice(start, start + src_layers) for start in starts)
 
@@ -239,7 +239,7 @@ def kv_to_page_indices(kv_indices: PageIndices, page_size: int) -> NDArray[np.ui
     outside = np.flatnonzero((slots < 0) | (slots // page_size >= MAX_SLOTS))
     if outside.size:
         position = int(outside[0])
-        raise PlanError("token slot is outside any pool", position=position, slot=int(slots[position]))
+        raise PlanError("token slot is out of range", position=position, slot=int(slots[position]))
     wide = slots.astype(np.uint64)
     first_slots, size = wide[::page_size], np.uint64(page_size)
     pages = first_slots // size
@@ -249,7 +249,7 @@ def kv_to_page_indices(kv_indices: PageIndices, page_size: int) -> NDArray[np.ui
     if wrong.size:
         position = int(wrong[0])
         raise PlanError(
-            "token slots are not page-aligned runs",
+            "token slots of a page must be consecutive and start at a page boundary",
             position=position,
             slot=int(wide[position]),
             expected=int(expected[position]),
@@ -324,9 +324,9 @@ def ring_pages(tokens: TokenRange, ring_size: int, *, row: int) -> TokenPages:
     """
     start, stop = check_range(tokens)
     if ring_size < 1 or row < 0 or (row + 1) * ring_size > MAX_SLOTS:
-        raise PlanError("ring lies outside any pool", row=row, ring_size=ring_size)
+        raise PlanError("ring is out of range", row=row, ring_size=ring_size)
     if stop - start > ring_size:
-        raise PlanError("ring does not hold so many tokens", tokens=(start, stop), ring_size=ring_size)
+        raise PlanError("token range is longer than the ring", tokens=(start, stop), ring_size=ring_size)
     places = np.arange(start, stop, dtype=np.int64) % ring_size + row * ring_size
     return TokenPages((start, stop), places.astype(np.uint32))
 

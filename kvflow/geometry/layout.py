@@ -139,7 +139,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         self._check_sizes()
         self._check_cells_are_disjoint()
         if self.address < 0 or self.end > ADDRESS_LIMIT:
-            raise self._error("region does not fit into 64-bit addresses", address=self.address, end=self.end)
+            raise self._error("region exceeds the 64-bit address space", address=self.address, end=self.end)
 
     @property
     def num_heads(self) -> int:
@@ -180,7 +180,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
                 raise self._error("region stride must not be negative", field=name, value=getattr(self, name))
         if self.tokens_per_slot % self.tokens_per_cell:
             raise self._error(
-                "cells must not reach over pages",
+                "cells must not cross page boundaries",
                 tokens_per_cell=self.tokens_per_cell,
                 tokens_per_slot=self.tokens_per_slot,
             )
@@ -233,17 +233,19 @@ class Component(msgspec.Struct, frozen=True, dict=True):
 
     def __post_init__(self) -> None:
         if self.kind not in COMPONENT_KINDS:
-            raise LayoutError("unknown kind of component", component=self.name, kind=self.kind, known=COMPONENT_KINDS)
+            raise LayoutError("unknown component kind", component=self.name, kind=self.kind, known=COMPONENT_KINDS)
         if self.kind == "slot" and self.shard != WHOLE:
-            raise LayoutError("a slot cannot be split by tokens", component=self.name, shard=self.shard)
+            raise LayoutError(
+                'component of kind "slot" cannot have a token shard', component=self.name, shard=self.shard
+            )
         if not self.regions:
-            raise LayoutError("component has no region", component=self.name)
+            raise LayoutError("component has no regions", component=self.name)
         first = self.regions[0]
         seen: set[tuple[str, int]] = set()
         for region in self.regions:
             if (region.tensor, region.layer) in seen:
                 raise LayoutError(
-                    "two regions of a component have the same name",
+                    "two regions of a component have the same tensor name and layer",
                     component=self.name,
                     tensor=region.tensor,
                     layer=region.layer,
@@ -251,7 +253,7 @@ class Component(msgspec.Struct, frozen=True, dict=True):
             seen.add((region.tensor, region.layer))
             if self.shard.size > 1 and self.shard.interleave % region.tokens_per_cell:
                 raise LayoutError(
-                    "token shard cuts through cells",
+                    "token shard splits cells; `interleave` must be a multiple of `tokens_per_cell`",
                     component=self.name,
                     tensor=region.tensor,
                     layer=region.layer,
@@ -260,7 +262,7 @@ class Component(msgspec.Struct, frozen=True, dict=True):
                 )
             if (region.slots, region.tokens_per_slot) != (first.slots, first.tokens_per_slot):
                 raise LayoutError(
-                    "regions of a component must have the same pages",
+                    "regions of a component must have the same number of pages and page size",
                     component=self.name,
                     tensor=region.tensor,
                     layer=region.layer,
@@ -361,11 +363,11 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
 
     def __post_init__(self) -> None:
         if not isinstance(self.fingerprint, str):
-            raise LayoutError("fingerprint must be text", field="fingerprint", fingerprint=self.fingerprint)
+            raise LayoutError("fingerprint must be a string", field="fingerprint", fingerprint=self.fingerprint)
         self._check_bounds()
         names = [component.name for component in self.components]
         if not names or len(set(names)) != len(names):
-            raise LayoutError("layout needs components with distinct names", components=names)
+            raise LayoutError("layout needs at least one component, and distinct component names", components=names)
         for memory_kind, device_id in {self.location, *(one.location or self.location for one in self.allocations)}:
             if memory_kind not in MEMORY_KINDS:
                 raise LayoutError("unknown memory kind", memory_kind=memory_kind, known=MEMORY_KINDS)
@@ -385,7 +387,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
             ("fingerprint", len(self.fingerprint), MAX_FINGERPRINT),
         ):
             if found > most:
-                raise LayoutError("layout is too large to be told to peers", field=field, found=found, most=most)
+                raise LayoutError("layout exceeds the limits of the protocol", field=field, found=found, most=most)
         for component in self.components:
             names = {component.name, *(name for region in component.regions for name in (region.tensor, region.dtype))}
             if max(map(len, names)) > MAX_NAME:
@@ -451,7 +453,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
             raise LayoutError("allocations must be sorted and disjoint", allocations=self.allocations)
         for allocation in self.allocations:
             if allocation.address < 0 or allocation.length <= 0 or allocation.end > ADDRESS_LIMIT:
-                raise LayoutError("allocation does not fit into 64-bit addresses", allocation=allocation)
+                raise LayoutError("allocation is empty or exceeds the 64-bit address space", allocation=allocation)
         for key, region in self.regions().items():
             if self._allocation_of(region) is None:
                 raise LayoutError("region lies outside every allocation", **key._asdict())
@@ -459,7 +461,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
             found = {self._location_of(region) for region in component.regions}
             if len(found) > 1:
                 raise LayoutError(
-                    "regions of a component must be in memory of one kind and device",
+                    "regions of a component must be in the same kind of memory and on the same device",
                     component=component.name,
                     found=sorted(found),
                 )
@@ -494,7 +496,9 @@ def merge_ranges(ranges: Iterable[MemoryRange]) -> tuple[MemoryRange, ...]:
         if merged and current.address < merged[-1].end:
             last = merged[-1]
             if current.location != last.location:
-                raise LayoutError("memory of two locations overlaps", address=current.address, found=(last, current))
+                raise LayoutError(
+                    "memory ranges in different locations overlap", address=current.address, found=(last, current)
+                )
             merged[-1] = MemoryRange(last.address, max(last.end, current.end) - last.address, last.location)
         else:
             merged.append(current)

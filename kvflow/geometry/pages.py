@@ -160,14 +160,14 @@ def build_page_table(component: Component, given: TokenPages, *, distinct: bool 
     size = component.tokens_per_slot
     if component.kind == "slot" and given.tokens not in ((0, size), (0, 0)):
         raise PlanError(
-            "a slot moves whole or not at all", component=component.name, rows=given.tokens, whole=(0, size)
+            "slot must be transferred as a whole", component=component.name, rows=given.tokens, whole=(0, size)
         )
     array = _as_integers(component, given.pages)
     held = held_range(given.tokens, component.shard)
     needed = _span(held, size)
     if array.size != needed:
         raise PlanError(
-            "page table does not match the token range",
+            "page table has the wrong number of pages for its token range",
             component=component.name,
             tokens=given.tokens,
             page_size=size,
@@ -206,11 +206,11 @@ def _check_inside(component: Component, array: NDArray[Any]) -> None:
     if np.maximum.reduce(unsigned) >= component.slots:
         position = int(np.argmax((array < 0) | (array >= component.slots)))
         raise PlanError(
-            "page is outside the pool",
+            "page index is out of range",
             component=component.name,
             position=position,
             page=int(array[position]),
-            slots=component.slots,
+            num_pages=component.slots,
         )
 
 
@@ -223,7 +223,7 @@ def _check_distinct(component: Component, array: NDArray[Any]) -> None:
     if np.logical_or.reduce(repeats):
         page = int(values[np.argmax(repeats)])
         raise PlanError(
-            "page is listed twice",
+            "page appears twice in the page table",
             component=component.name,
             page=page,
             positions=np.flatnonzero(array == page).tolist(),
@@ -241,7 +241,7 @@ def build_page_tables(
     known = layout.by_name
     if not given.keys() <= known.keys():
         unknown = sorted(given.keys() - known.keys())
-        raise PlanError("pages are for a component that the layout does not have", given=unknown, known=sorted(known))
+        raise PlanError("layout has no such component", given=unknown, known=sorted(known))
     return {name: build_page_table(known[name], pages, distinct=distinct) for name, pages in given.items()}
 
 
@@ -255,7 +255,7 @@ def normalize(pages: Mapping[str, Pages], layout: KVLayout, tokens: TokenRange) 
     """
     tokens = check_range(tokens)
     if not isinstance(pages, Mapping):
-        raise PlanError("pages must be given by component", type=type(pages).__name__)
+        raise PlanError("pages must be a mapping from component names to page lists", type=type(pages).__name__)
     normalized = {}
     for name, given in pages.items():
         if isinstance(given, TokenPages):
@@ -333,8 +333,8 @@ def read_page_tables(
     """
     cut_off = [name for name, data in pages.items() if len(data) % WIRE_PAGES.itemsize]
     if cut_off:
-        raise PlanError("page table of a grant is cut off", components=cut_off)
+        raise PlanError("page table of a grant is truncated", components=cut_off)
     if pages.keys() != ranges.keys():
-        raise PlanError("grant needs pages for what it wants", wanted=sorted(ranges), pages=sorted(pages))
+        raise PlanError("grant must have a page table for each token range", wanted=sorted(ranges), pages=sorted(pages))
     parts = {name: TokenPages(tokens, np.frombuffer(pages[name], WIRE_PAGES)) for name, tokens in ranges.items()}
     return build_page_tables(parts, layout, distinct=True)

@@ -36,7 +36,7 @@ class PagePart(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise LayoutError(
-                "unknown order of a page", tensor=self.tensor, field="order", expected=ORDERS, found=self.order
+                "unknown page order", tensor=self.tensor, field="order", expected=ORDERS, found=self.order
             )
         for field in ("head_bytes", "tokens_per_cell"):
             if getattr(self, field) < 1:
@@ -66,7 +66,7 @@ class PagePart(msgspec.Struct, frozen=True):
         """
         if page_size < 1 or page_size % self.tokens_per_cell:
             raise LayoutError(
-                "a page must hold whole cells",
+                "page size must be a multiple of `tokens_per_cell`",
                 tensor=self.tensor,
                 field="page_size",
                 expected=self.tokens_per_cell,
@@ -93,13 +93,13 @@ class PageRows(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not self.parts:
-            raise LayoutError("rows must have a part", field="parts", expected="> 0", found=0)
+            raise LayoutError("page rows need at least one part", field="parts", expected="> 0", found=0)
         for field in ("order", "tokens_per_cell"):
             expected = "NHD" if field == "order" else self.parts[0].tokens_per_cell
             for part in self.parts:
                 if getattr(part, field) != expected:
                     raise LayoutError(
-                        "parts cannot share rows",
+                        "parts of the same page rows must agree",
                         tensor=part.tensor,
                         field=field,
                         expected=expected,

@@ -67,7 +67,7 @@ class BufferLists(msgspec.Struct, frozen=True):
         ):
             if length and not (address and item):
                 raise LayoutError(
-                    "only an elided entry may have zeros; its length must be 0",
+                    "address and item length may be 0 only in an elided entry, whose length is 0",
                     field="item_lens" if address else "data_ptrs",
                     index=index,
                     expected="> 0",
@@ -75,7 +75,7 @@ class BufferLists(msgspec.Struct, frozen=True):
                 )
             if address + length > ADDRESS_LIMIT:
                 raise LayoutError(
-                    "buffer does not fit into 64-bit addresses",
+                    "buffer exceeds the 64-bit address space",
                     field="data_lens",
                     index=index,
                     address=address,
@@ -128,7 +128,7 @@ def buffers_of(component: Component, tensors: Sequence[str]) -> BufferLists:
         page_bytes = region.cells_per_slot * region.num_heads * region.head_bytes
         if region.slot_stride != page_bytes:
             raise LayoutError(
-                "buffer is not packed",
+                "buffer is not packed: its pages are not contiguous",
                 tensor=region.tensor,
                 layer=region.layer,
                 field="slot_stride",
@@ -178,7 +178,7 @@ def regions_from_pointers(
     layers = [operator.index(layer) for layer in layers]  # numpy's integers cannot be sent
     if not groups or not layers or not all(groups) or len(buffers) != len(groups) * len(layers):
         raise LayoutError(
-            "pointer lists fit no arrangement of groups and layers",
+            "pointer lists must have one entry for each group and layer",
             field="data_ptrs",
             expected=(len(groups), len(layers)),
             found=len(buffers),
@@ -227,7 +227,7 @@ def _whole_numbers(field: str, values: Numbers) -> tuple[int, ...]:
             number = operator.index(value)
         except TypeError:
             raise LayoutError(
-                "pointer lists must hold integers", field=field, index=index, expected="integer", found=value
+                "pointer lists must contain integers", field=field, index=index, expected="integer", found=value
             ) from None
         if not 0 <= number < ADDRESS_LIMIT:
             raise LayoutError(
@@ -287,7 +287,7 @@ def _pool(buffers: BufferLists, index: int, parts: Sequence[PagePart | PageRows]
     page_bytes = sum(part.num_bytes(page_size) for part in parts)
     if item_tokens < 1 or (page_size % item_tokens and item_tokens % page_size):
         raise LayoutError(
-            "a page must hold whole items, or an item whole pages",
+            "`item_tokens` must be a divisor or a multiple of the page size",
             **place,
             field="item_tokens",
             expected=page_size,
@@ -295,9 +295,9 @@ def _pool(buffers: BufferLists, index: int, parts: Sequence[PagePart | PageRows]
         )
     item, length = buffers.item_lens[index], buffers.data_lens[index]
     if item * page_size != page_bytes * item_tokens:
-        message = "item does not hold the parts of a page"
+        message = "item does not have the size of the parts of a page"
         if item_tokens == page_size and item * page_size == page_bytes:
-            message = "item is a token, not a page: declare item_tokens=1 if it is (Ascend FIA)"
+            message = "item has the size of a token, not of a page; set item_tokens=1 if it is one (Ascend FIA)"
         raise LayoutError(
             message, **place, field="item_lens", expected=page_bytes * item_tokens // page_size, found=item
         )
@@ -305,7 +305,7 @@ def _pool(buffers: BufferLists, index: int, parts: Sequence[PagePart | PageRows]
     if length % whole:
         things = "pages" if whole == page_bytes else "items"
         raise LayoutError(
-            f"buffer is not a whole number of {things}", **place, field="data_lens", expected=whole, found=length
+            f"buffer does not hold a whole number of {things}", **place, field="data_lens", expected=whole, found=length
         )
     return _Pool(buffers.data_ptrs[index], length // page_bytes, page_bytes, page_size, layer)
 

@@ -69,7 +69,7 @@ class TokenShard(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size <= MAX_SHARDS or not 1 <= self.interleave <= MAX_INTERLEAVE:
-            raise LayoutError("token shard is impossible", size=self.size, rank=self.rank, interleave=self.interleave)
+            raise LayoutError("token shard is invalid", size=self.size, rank=self.rank, interleave=self.interleave)
 
     @property
     def period(self) -> int:
@@ -122,9 +122,9 @@ def check_range(tokens: TokenRange) -> TokenRange:
     try:
         start, stop = map(operator.index, tokens)
     except (TypeError, ValueError):
-        raise PlanError("token range is not a pair of integers", tokens=tokens) from None
+        raise PlanError("token range must be a pair of integers", tokens=tokens) from None
     if not 0 <= start <= stop <= MAX_TOKENS:
-        raise PlanError("token range is not 0 <= start <= stop", tokens=tokens, limit=MAX_TOKENS)
+        raise PlanError("token range must satisfy 0 <= start <= stop", tokens=tokens, limit=MAX_TOKENS)
     return start, stop
 
 

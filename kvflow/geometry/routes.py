@@ -106,7 +106,7 @@ def compile_routes(prefill: Mapping[int, KVLayout], decode: KVLayout, *, decode_
             check_cells_match(key, owners[engine_rank][key], wanted)
             slices[engine_rank].append(RegionSlice(*key, heads))
     if not any(slices.values()):
-        raise RouteError("no prefill rank holds anything that is wanted", engine_ranks=tuple(owners))
+        raise RouteError("no prefill rank has any part of this cache", engine_ranks=tuple(owners))
     return tuple(Route(engine_rank, tuple(own)) for engine_rank, own in slices.items())
 
 
@@ -129,7 +129,7 @@ def _assign(
         }
         chosen = _assign_tokens(candidates, wanted.shard, turn=key.layer + decode_rank)
         if not chosen:
-            raise RouteError("no prefill rank holds a wanted cell", **key._asdict(), head=start)
+            raise RouteError("no prefill rank has this part of the cache", **key._asdict(), head=start)
         for rank in chosen:
             yield rank, (start, stop)
 
@@ -163,4 +163,4 @@ def check_cells_match(key: RegionKey, src: HeldRegion, dst: HeldRegion) -> None:
     differing = [(field, getattr(src.region, field), getattr(dst.region, field)) for field in fields]
     for field, prefill, decode in [("kind", src.kind, dst.kind), *differing]:
         if prefill != decode:
-            raise RouteError("cells differ", **key._asdict(), field=field, prefill=prefill, decode=decode)
+            raise RouteError("layouts differ", **key._asdict(), field=field, prefill=prefill, decode=decode)

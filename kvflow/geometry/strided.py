@@ -77,7 +77,7 @@ def strided(pool: Pool) -> Strided:
     if isinstance(pool, np.ndarray):
         return _of_array(pool)
     if not hasattr(pool, "data_ptr"):
-        raise LayoutError("pools are torch tensors or numpy arrays", field="tensors", found=type(pool).__name__)
+        raise LayoutError("pool must be a torch tensor or a numpy array", field="tensors", found=type(pool).__name__)
     item_bytes, storage = pool.element_size(), pool.untyped_storage()
     return Strided(
         address=pool.data_ptr(),
@@ -94,7 +94,7 @@ def _of_array(array: NDArray[Any]) -> Strided:
     if not array.flags.writeable:  # the other side would write to it, and where it is a mapped file that is a crash
         raise LayoutError("array is read-only", field="tensors", found=tuple(array.shape))
     if array.dtype.hasobject or not array.dtype.isnative:
-        raise LayoutError("elements are no numbers of this machine", field="dtype", found=str(array.dtype))
+        raise LayoutError("array dtype must be numeric and in native byte order", field="dtype", found=str(array.dtype))
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base

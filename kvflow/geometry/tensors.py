@@ -16,7 +16,7 @@ import itertools
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from numpy.typing import NDArray
@@ -101,7 +101,7 @@ def regions_from_tensors(
         views += _split_fused(whole, axes).unbind("layer")
     if not isinstance(layers, int) and len(views) != len(layers):
         raise LayoutError(
-            "tensors hold another number of layers",
+            "`tensors` and `layers` have different numbers of layers",
             tensor=names[0],
             layer=layers[0] if layers else None,
             field="layers",
@@ -113,7 +113,7 @@ def regions_from_tensors(
         parts = view._replace(layer=_layer_number(layers, index)).unbind("kv")
         if len(parts) != len(names):
             raise parts[0].error(
-                "the kv axis has another size than there are names", "kv", expected=len(names), found=len(parts)
+                "kv axis must have one entry for each tensor name", "kv", expected=len(names), found=len(parts)
             )
         regions += [_region(part._replace(name=name), axes, optional) for name, part in zip(names, parts, strict=True)]
     return tuple(regions)
@@ -141,7 +141,7 @@ def split_tensors(tensors: Sequence[AnyPool], sizes: Sequence[int], *, dimension
             raise LayoutError("tensor has no such dimension", field="dimension", expected=dimension, found=tensor.ndim)
         if min(sizes, default=0) < 1 or sum(sizes) != tensor.shape[dimension]:
             raise LayoutError(
-                "parts do not add up to the dimension",
+                "sizes must be positive and add up to the dimension",
                 field="sizes",
                 expected=tensor.shape[dimension],
                 found=tuple(sizes),
@@ -171,7 +171,7 @@ def layout_from_components(components: Sequence[Component], fingerprint: str, *,
     """
     pools = [strided(tensor) for tensor in tensors]
     if not pools:
-        raise LayoutError("layout needs tensors", field="tensors", found=0)
+        raise LayoutError("tensors must not be empty", field="tensors", found=0)
     usual = pools[0].location
     return KVLayout(
         components=tuple(components),
@@ -214,25 +214,39 @@ def layout_from_tensors(  # noqa: PLR0913 - what a pool is like, by keyword, eac
 
     Raises:
         LayoutError: An argument has the wrong type, an axis has no known name, the page size is missing, a tensor's
-            shape contradicts its axes, heads, page size or layers, `dim` is not contiguous, tensors differ in device or
-            share memory, or an array is read-only or holds no plain numbers.
+            shape contradicts its axes, heads, page size or layers, names differ in their number of layers, `dim` is not
+            contiguous, tensors differ in device or share memory, or an array is read-only or holds no plain numbers.
     """
-    if not isinstance(tensors, Mapping):
-        raise LayoutError(
-            "tensors must be a mapping from names to pools", field="tensors", found=type(tensors).__name__
-        )
+    _check_lists(tensors)
     meaning = Axes(axes, heads, page_size, tokens_per_cell)
     meaning.check_page_size_is_known()  # also of what the axes call a slot: pages of this component hold tokens
     flat = [tensor for pools in tensors.values() for tensor in pools]
     _device_of([strided(tensor) for tensor in flat])
-    regions = [
-        region
-        for name, pools in tensors.items()
-        for region in regions_from_tensors(name, pools, meaning, layers=layers)
-    ]
-    pool = Component(component, tuple(regions))
+    regions = {name: regions_from_tensors(name, pools, meaning, layers=layers) for name, pools in tensors.items()}
+    counts = {name: len(own) for name, own in regions.items()}
+    if len(set(counts.values())) > 1:
+        raise LayoutError("tensors must have the same number of layers for each name", field="layers", found=counts)
+    pool = Component(component, tuple(itertools.chain.from_iterable(regions.values())))
     pool.check_pages_are_disjoint()
     return layout_from_components([pool], fingerprint, tensors=flat)
+
+
+def _check_lists(tensors: object) -> None:
+    """Refuse what is no mapping from names to lists of tensors."""
+    if not isinstance(tensors, Mapping):
+        raise LayoutError(
+            "tensors must be a mapping from names to lists of tensors", field="tensors", found=type(tensors).__name__
+        )
+    for name, pools in tensors.items():
+        if hasattr(pools, "ndim") or not isinstance(pools, Sized):
+            raise LayoutError(
+                "tensors must be given as a list for each name, one for each layer",
+                field="tensors",
+                tensor=name,
+                found=type(pools).__name__,
+            )
+    if not any(map(len, tensors.values())):
+        raise LayoutError("tensors must not be empty", field="tensors", found=list(tensors))
 
 
 def _whole_layers(layers: object) -> int | tuple[int, ...]:
@@ -244,7 +258,7 @@ def _whole_layers(layers: object) -> int | tuple[int, ...]:
     try:
         return tuple(operator.index(layer) for layer in layers)  # type: ignore[attr-defined]
     except TypeError:
-        raise LayoutError("layers must be a number or numbers", field="layers", found=layers) from None
+        raise LayoutError("`layers` must be an integer or a list of integers", field="layers", found=layers) from None
 
 
 def _layer_number(layers: int | Sequence[int], index: int) -> int | None:
@@ -258,7 +272,7 @@ def _split_fused(view: _View, axes: Axes) -> _View:
     tensor, names = view.tensor, list[str]()
     if len(tensor.shape) != len(axes.names):
         raise view.error(
-            "tensor has another number of dimensions than its axes",
+            "tensor does not have as many dimensions as `axes` names",
             "order",
             expected=axes.order,
             found=tensor.shape,
@@ -278,11 +292,13 @@ def _factor_sizes(view: _View, name: str, size: int, known: Mapping[str, int]) -
     factors = name.split("*")
     unknown = [factor for factor in factors if factor not in known]
     if len(unknown) > 1:
-        raise view.error("a fused axis has several unknown sizes", name, expected=1, found=unknown)
+        raise view.error("fused axis has more than one unknown size", name, expected=1, found=unknown)
     multiple = math.prod(known[factor] for factor in factors if factor in known)
     whole = size % multiple == 0 if unknown else size == multiple
     if not whole:
-        message = "buffer is not a whole number of pages" if "page" in factors else "a fused axis has another size"
+        message = (
+            "buffer does not hold a whole number of pages" if "page" in factors else "fused axis has the wrong size"
+        )
         raise view.error(message, name, expected=multiple, found=size)
     return [known.get(factor, size // multiple) for factor in factors]
 
@@ -313,11 +329,12 @@ def _region(view: _View, axes: Axes, optional: bool) -> Region:
 def _check_size(view: _View, name: str, expected: int) -> None:
     sizes = [size for size, axis in zip(view.tensor.shape, view.names, strict=True) if axis == name] or [1]
     if any(size != expected for size in sizes):
-        message = {"head": "tensor has another number of heads", "token": "tensor has another page size"}.get(
-            name, "an axis that carries nothing must have size 1"
-        )
+        message = {
+            "head": "head axis does not have as many entries as `heads`; check `axes` and `heads`",
+            "token": "tensor does not have `page_size` tokens per page",
+        }.get(name, "axis `1` must have size 1")
         if name == "token" and name not in view.names:
-            message = "a page without a token axis is one cell: tokens_per_cell must be the page size"
+            message = "page without a token axis is one cell, so `tokens_per_cell` must equal the page size"
         raise view.error(message, name, expected=expected, found=sizes[0] if len(sizes) == 1 else sizes)
 
 
@@ -328,7 +345,7 @@ def _cell_bytes(view: _View) -> int:
         if name != "dim":
             continue
         if count > 1 and stride != size:
-            raise view.error("the dim axis must be contiguous", "stride", expected=size, found=stride)
+            raise view.error("`dim` axis must be contiguous", "stride", expected=size, found=stride)
         size *= count
     return size
 
@@ -336,7 +353,7 @@ def _cell_bytes(view: _View) -> int:
 def _device_of(tensors: Iterable[Strided]) -> tuple[str, int]:
     devices = sorted({tensor.device for tensor in tensors})
     if len(devices) != 1:
-        raise LayoutError("tensors must be on one device", field="device", expected=1, found=devices)
+        raise LayoutError("tensors must be on the same device", field="device", expected=1, found=devices)
     return devices[0]
 
 
@@ -354,7 +371,7 @@ def _allocations(
             index = bisect_right(starts, region.address) - 1
             if index < 0 or region.end > storages[index].end:
                 raise LayoutError(
-                    "region lies outside the tensors",
+                    "region lies outside every tensor",
                     component=component.name,
                     tensor=region.tensor,
                     layer=region.layer,

@@ -91,13 +91,13 @@ def read_only() -> Array:
 
 REFUSALS = {
     "read-only": (read_only(), "read-only"),
-    "objects": (np.zeros((3, 4, 2, 8), object), "no numbers of this machine"),
-    "another byte order": (np.zeros((3, 4, 2, 8), ">f4"), "no numbers of this machine"),
+    "objects": (np.zeros((3, 4, 2, 8), object), "array dtype must be numeric and in native byte order"),
+    "another byte order": (np.zeros((3, 4, 2, 8), ">f4"), "array dtype must be numeric and in native byte order"),
     "pages in reverse": (np.zeros((3, 4, 2, 8), np.float32)[::-1], "must not be negative"),
     "elements in reverse": (np.zeros((3, 4, 2, 8), np.float32)[..., ::-1], "contiguous"),
     "one page for all": (np.broadcast_to(np.zeros((1, 4, 2, 8)), (3, 4, 2, 8)), "read-only"),
     "no pages": (np.zeros((0, 4, 2, 8), np.float32), "no memory"),
-    "a list": ([0.0], "torch tensors or numpy arrays"),
+    "a list": ([0.0], "torch tensor or a numpy array"),
 }
 
 

@@ -43,17 +43,37 @@ def test_page_indices_are_little_endian() -> None:
 @pytest.mark.parametrize(
     ("pages", "message", "values"),
     [
-        ({"kv": table(1, 2)[:-1]}, "cut off", {"components": ["kv"]}),
-        ({"kv": b"\0", "x": table(1), "y": b"\0\0"}, "cut off", {"components": ["kv", "y"]}),
-        ({}, "needs pages for what it wants", {"pages": [], "wanted": ["kv"]}),
-        ({"other": table(1, 2)}, "needs pages", {"pages": ["other"], "wanted": ["kv"]}),
-        ({"kv": table(1, 2), "x": table(1, 2)}, "needs pages", {"pages": ["kv", "x"]}),
-        ({"kv": b""}, "does not match the token range", {"component": "kv", "pages": 0, "needed": 2}),
-        ({"kv": table(1)}, "does not match the token range", {"pages": 1, "needed": 2, "page_size": PAGE_SIZE}),
-        ({"kv": table(1, 2, 3)}, "does not match the token range", {"pages": 3, "needed": 2}),
-        ({"kv": table(1, SLOTS)}, "outside the pool", {"position": 1, "page": SLOTS, "slots": SLOTS}),
-        ({"kv": table(2**32 - 1, 1)}, "outside the pool", {"position": 0, "page": 2**32 - 1}),
-        ({"kv": table(5, 5)}, "listed twice", {"component": "kv", "page": 5, "positions": [0, 1]}),
+        ({"kv": table(1, 2)[:-1]}, "truncated", {"components": ["kv"]}),
+        ({"kv": b"\0", "x": table(1), "y": b"\0\0"}, "truncated", {"components": ["kv", "y"]}),
+        ({}, "page table for each token range", {"pages": [], "wanted": ["kv"]}),
+        (
+            {"other": table(1, 2)},
+            "page table for each token range",
+            {"pages": ["other"], "wanted": ["kv"]},
+        ),
+        (
+            {"kv": table(1, 2), "x": table(1, 2)},
+            "page table for each token range",
+            {"pages": ["kv", "x"]},
+        ),
+        (
+            {"kv": b""},
+            "wrong number of pages",
+            {"component": "kv", "pages": 0, "needed": 2},
+        ),
+        (
+            {"kv": table(1)},
+            "wrong number of pages",
+            {"pages": 1, "needed": 2, "page_size": PAGE_SIZE},
+        ),
+        (
+            {"kv": table(1, 2, 3)},
+            "wrong number of pages",
+            {"pages": 3, "needed": 2},
+        ),
+        ({"kv": table(1, SLOTS)}, "page index is out of range", {"position": 1, "page": SLOTS, "num_pages": SLOTS}),
+        ({"kv": table(2**32 - 1, 1)}, "page index is out of range", {"position": 0, "page": 2**32 - 1}),
+        ({"kv": table(5, 5)}, "appears twice", {"component": "kv", "page": 5, "positions": [0, 1]}),
     ],
 )
 def test_malformed_table_is_refused_with_its_values(
@@ -73,6 +93,6 @@ def test_impossible_token_range_is_refused(tokens: tuple[int, int]) -> None:
 
 def test_every_component_is_checked() -> None:
     ranges = {"kv": (0, 8), "swa": (0, 8)}
-    with pytest.raises(PlanError, match="outside the pool") as caught:
+    with pytest.raises(PlanError, match="page index is out of range") as caught:
         read_page_tables(ranges, {"kv": table(1, 2), "swa": table(1, 99)}, TWO)
     assert caught.value.values["component"] == "swa"

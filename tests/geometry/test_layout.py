@@ -72,9 +72,9 @@ def test_head_major_pages_are_as_good_as_token_major_ones() -> None:
 
 
 def test_component_refuses_regions_with_other_pages() -> None:
-    with pytest.raises(LayoutError, match="same pages"):
+    with pytest.raises(LayoutError, match="same number of pages"):
         Component("kv", (region(), region(tensor="v", slots=9)))
-    with pytest.raises(LayoutError, match="same name"):
+    with pytest.raises(LayoutError, match="same tensor name"):
         Component("kv", (region(), region()))
     with pytest.raises(LayoutError, match="no region"):
         Component("kv", ())

@@ -72,7 +72,7 @@ def test_locations_survive_the_wire() -> None:
 
 def test_a_component_is_in_one_location() -> None:
     component = Component("kv", (region("k", 4096), region("v", 8192)))
-    with pytest.raises(LayoutError, match="one kind and device") as error:
+    with pytest.raises(LayoutError, match="in the same kind of memory") as error:
         KVLayout((component,), "m", (MemoryRange(4096, 64, GPU), MemoryRange(8192, 64, HOST)))
     assert error.value.values == {"component": "kv", "found": [HOST, GPU]}
 
@@ -84,7 +84,7 @@ def test_impossible_locations_are_refused(location: Location) -> None:
 
 
 def test_memory_of_two_locations_cannot_overlap() -> None:
-    with pytest.raises(LayoutError, match="two locations overlaps"):
+    with pytest.raises(LayoutError, match="memory ranges in different locations overlap"):
         merge_ranges([MemoryRange(0, 10, GPU), MemoryRange(5, 10, HOST)])
     joined = [MemoryRange(0, 10, GPU), MemoryRange(5, 10, GPU), MemoryRange(20, 1, HOST), MemoryRange(20, 1, HOST)]
     assert merge_ranges(joined) == (MemoryRange(0, 15, GPU), MemoryRange(20, 1, HOST))
@@ -118,9 +118,9 @@ def test_tensors_say_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
         layout = tensors.layout_from_components(components, "m", tensors=pools)
         assert layout.locations == {"kv": GPU, "state": HOST}
     two_devices: dict[str, list[NDArray[Any]]] = {"k": [pages], "v": [states]}
-    with pytest.raises(LayoutError, match="on one device"):
+    with pytest.raises(LayoutError, match="on the same device"):
         tensors.layout_from_tensors(two_devices, axes="page dim", heads=(0, 1), fingerprint="m", page_size=1)
-    with pytest.raises(LayoutError, match="needs tensors"):
+    with pytest.raises(LayoutError, match="tensors must not be empty"):
         tensors.layout_from_components(components, "m", tensors=[])
 
 

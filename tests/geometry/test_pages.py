@@ -55,7 +55,7 @@ def test_table_does_not_follow_later_changes_of_the_array() -> None:
     [
         ([7], {"pages": 1, "needed": 2}),
         ([7, 2, 3], {"pages": 3, "needed": 2}),
-        ([7, 10], {"position": 1, "page": 10, "slots": 10}),
+        ([7, 10], {"position": 1, "page": 10, "num_pages": 10}),
         ([-1, 3], {"position": 0, "page": -1}),
         (np.array([2**63, 3], np.uint64), {"page": 2**63}),
         ([7.0, 2.0], {"dtype": "float64"}),

@@ -148,7 +148,7 @@ def test_cells_that_differ_are_named_with_both_values(
     changes: dict[str, object], field: str, values: tuple[object, object]
 ) -> None:
     (layout,) = tp_layouts(2, 1).values()
-    with pytest.raises(RouteError, match="cells differ") as caught:
+    with pytest.raises(RouteError, match="layouts differ") as caught:
         compile_routes({0: layout}, reshaped(layout, **changes), decode_rank=0)  # type: ignore[arg-type]
     assert (caught.value.values["field"], caught.value.values["layer"]) == (field, 0)
     assert (caught.value.values["prefill"], caught.value.values["decode"]) == values
@@ -166,7 +166,7 @@ def test_tokens_that_no_rank_holds_are_refused() -> None:
     """Two of three ranks that share the tokens are not enough, unless decode wants only their share."""
     (layout,) = tp_layouts(2, 1).values()
     shares = [reshaped(layout, shard=TokenShard(3, rank, 1)) for rank in range(3)]
-    with pytest.raises(RouteError, match="no prefill rank holds a wanted cell"):
+    with pytest.raises(RouteError, match="no prefill rank has this part of the cache"):
         compile_routes({0: shares[0], 1: shares[1]}, layout, decode_rank=0)
     routes = compile_routes({0: shares[0], 1: shares[1]}, shares[1], decode_rank=0)
     assert [bool(route.slices) for route in routes] == [False, True]

@@ -139,7 +139,7 @@ def test_rows_are_as_long_as_their_parts_together() -> None:
     start = memory.lists.data_ptrs[0]
     assert [(region.address - start, region.slot_stride) for region in regions] == [(0, 36), (8, 36), (10, 36)]
     assert {(region.token_stride, region.head_stride, region.tokens_per_slot) for region in regions} == {(12, 2, 3)}
-    with pytest.raises(LayoutError, match="does not hold the parts") as error:
+    with pytest.raises(LayoutError, match="item does not have the size of the parts of a page") as error:
         regions_from_pointers(memory.lists, [[PageRows(parts[:2])]], page_size=3, layers=[0])
     assert (error.value.values["expected"], error.value.values["found"]) == (30, 36)
 

@@ -39,7 +39,7 @@ def test_heads_are_split_or_replicated(total: int, tp_size: int, expected: list[
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 6, 8])
 def test_every_head_is_held_equally_often(total: int, tp_size: int) -> None:
     if total % tp_size and tp_size % total:
-        with pytest.raises(LayoutError, match="spread evenly"):
+        with pytest.raises(LayoutError, match="split evenly"):
             head_range(total, tp_size, 0)
         return
     held = [head for rank in range(tp_size) for head in range(*head_range(total, tp_size, rank))]
@@ -169,12 +169,12 @@ def test_equally_long_lists_are_not_cut() -> None:
 @pytest.mark.parametrize(
     ("num_src", "num_dst", "groups", "start_layer", "total", "message"),
     [
-        (3, 8, 2, 0, 4, "stage cannot be spread"),
-        (4, 7, 2, 0, 4, "whole model"),
-        (4, 9, 2, 0, 0, "decode cannot be spread"),
-        (4, 8, 2, 3, 4, "reaches beyond"),
-        (10, 8, 2, 0, 4, "reaches beyond"),
-        (4, 10, 2, 3, 4, "reaches beyond"),
+        (3, 8, 2, 0, 4, "number of prefill pointers must be a multiple of the number of groups"),
+        (4, 7, 2, 0, 4, "all layers"),
+        (4, 9, 2, 0, 0, "number of decode pointers must be a multiple of the number of groups"),
+        (4, 8, 2, 3, 4, "prefill stage extends beyond the layers of decode"),
+        (10, 8, 2, 0, 4, "prefill stage extends beyond the layers of decode"),
+        (4, 10, 2, 3, 4, "prefill stage extends beyond the layers of decode"),
         (0, 8, 2, 0, 4, "must be positive"),
         (4, 0, 2, 0, 4, "must be positive"),
         (4, 8, 0, 0, 4, "must be positive"),

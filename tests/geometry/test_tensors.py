@@ -318,7 +318,7 @@ def test_components_of_a_hybrid_model_make_one_layout() -> None:
 def test_regions_outside_the_named_tensors_are_refused() -> None:
     pool, other = torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)
     component = Component("kv", regions_from_tensors("latent", [pool], Axes("page token dim"), layers=5))
-    with pytest.raises(LayoutError, match="outside the tensors") as error:
+    with pytest.raises(LayoutError, match="region lies outside every tensor") as error:
         layout_from_components([component], "m", tensors=[other])
     assert (error.value.values["tensor"], error.value.values["layer"]) == ("latent", 5)
 
@@ -328,7 +328,7 @@ def test_regions_that_reach_over_the_named_tensors_are_refused(bytes_off: int) -
     pool = torch.zeros(4, 2, 8)
     (region,) = regions_from_tensors("latent", [pool], Axes("page token dim"))
     moved = msgspec.structs.replace(region, address=region.address + bytes_off)
-    with pytest.raises(LayoutError, match="outside the tensors"):
+    with pytest.raises(LayoutError, match="region lies outside every tensor"):
         layout_from_components([Component("kv", (moved,))], "m", tensors=[pool])
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,7 +59,7 @@ def test_tensors_that_do_not_fit_are_refused(
 
 @pytest.mark.parametrize(("layers", "found"), [([3], 2), ([3, 4, 5], 2), ([], 2)])
 def test_other_numbers_of_layers_are_refused(layers: list[int], found: int) -> None:
-    with pytest.raises(LayoutError, match="another number of layers") as error:
+    with pytest.raises(LayoutError, match="different numbers of layers") as error:
         regions_from_tensors("k", [torch.zeros(2, 4, 4, 8)], Axes("layer page token dim"), layers=layers)
     assert (error.value.values["expected"], error.value.values["found"]) == (len(layers), found)
 
@@ -73,18 +74,18 @@ def test_overlapping_cells_and_missing_memory_are_refused() -> None:
 @pytest.mark.parametrize(
     ("order", "heads", "page_size", "tokens_per_cell", "message"),
     [
-        ("page token heads dim", (0, 1), None, 1, "unknown name"),
-        ("page token page dim", (0, 1), None, 1, "name twice"),
-        ("page token slot dim", (0, 1), None, 1, "name twice"),
-        ("token dim", (0, 1), None, 1, "name the page"),
+        ("page token heads dim", (0, 1), None, 1, "unknown axis name"),
+        ("page token page dim", (0, 1), None, 1, "name appears twice"),
+        ("page token slot dim", (0, 1), None, 1, "name appears twice"),
+        ("token dim", (0, 1), None, 1, "must include `page`"),
         ("page token dim", (2, 2), None, 1, "at least one head"),
-        ("page*token dim", (0, 1), None, 1, "needs the page size"),
+        ("page*token dim", (0, 1), None, 1, "needs `page_size`"),
         ("page token dim", (0, 1), 0, 1, "must be positive"),
-        ("page token dim", (0, 1), 16, 3, "whole cells"),
-        ("page token dim", (0, 1), None, 0, "whole cells"),
-        ("page head dim dim", (0, 2), None, 1, "pages without a token axis"),
-        ("page head dim", (0, 2), None, 1, "pages without a token axis"),
-        ("layer*page dim", (0, 1), None, 1, "pages without a token axis"),
+        ("page token dim", (0, 1), 16, 3, "multiple of `tokens_per_cell`"),
+        ("page token dim", (0, 1), None, 0, "multiple of `tokens_per_cell`"),
+        ("page head dim dim", (0, 2), None, 1, "axes without `token`"),
+        ("page head dim", (0, 2), None, 1, "axes without `token`"),
+        ("layer*page dim", (0, 1), None, 1, "axes without `token`"),
     ],
 )
 def test_impossible_axes_are_refused(
@@ -95,9 +96,10 @@ def test_impossible_axes_are_refused(
 
 
 def test_unknown_axes_list_the_known_ones() -> None:
-    with pytest.raises(LayoutError, match="unknown name") as error:
+    with pytest.raises(LayoutError, match="unknown axis name") as error:
         Axes("page token heads dim")
     assert error.value.values["name"] == "heads"
+    assert error.value.values["did_you_mean"] == "head"
     assert set(error.value.values["known"]) == {  # type: ignore[call-overload]
         *("layer", "kv", "page", "token", "head", "dim", "1"),
         *("slot", "row", "block"),
@@ -108,13 +110,13 @@ def test_unknown_axes_list_the_known_ones() -> None:
 def test_pages_of_a_paged_pool_are_never_taken_for_tokens(order: str) -> None:
     """A pool of opaque blocks that is described as its shape suggests: each page would be one token."""
     shape = (5, 2, 16, 8) if order.endswith("dim dim") else (5, 32)
-    with pytest.raises(LayoutError, match="pages without a token axis need page_size") as error:
+    with pytest.raises(LayoutError, match="axes without `token` need `page_size`") as error:
         layout_from_tensors({"kv": [torch.zeros(shape)]}, axes=order, heads=(0, 2), fingerprint="m")
     assert error.value.values == {"field": "page_size", "order": order}
 
 
 def test_pages_that_are_one_cell_need_the_tokens_that_share_it() -> None:
-    with pytest.raises(LayoutError, match="tokens_per_cell must be the page size") as error:
+    with pytest.raises(LayoutError, match="`tokens_per_cell` must equal the page size") as error:
         layout_from_tensors(
             {"kv": [torch.zeros(5, 2, 16, 8)]}, axes="page head dim dim", heads=(0, 2), fingerprint="m", page_size=16
         )
@@ -149,7 +151,28 @@ def test_parts_that_are_not_the_whole_are_refused(sizes: tuple[int, ...], dimens
 
 def test_tensors_of_two_devices_are_refused() -> None:
     pools = [torch.zeros(4, 4, 2, 8), torch.zeros(4, 4, 2, 8, device="meta")]
-    with pytest.raises(LayoutError, match="one device"):
+    with pytest.raises(LayoutError, match="same device"):
         layout_from_tensors({"k": pools}, axes="page token head dim", heads=(0, 2), fingerprint="m")
-    with pytest.raises(LayoutError, match="one device"):
-        layout_from_tensors({}, axes="page token head dim", heads=(0, 2), fingerprint="m")
+
+
+def refuse(tensors: Any, message: str) -> LayoutError:
+    with pytest.raises(LayoutError, match=message) as error:
+        layout_from_tensors(tensors, axes=NHD.order, heads=(0, 2), fingerprint="m")
+    return error.value
+
+
+@pytest.mark.parametrize("tensors", [{}, {"k": []}, {"k": [], "v": []}])
+def test_no_tensors_are_refused(tensors: dict[str, list[torch.Tensor]]) -> None:
+    assert refuse(tensors, "must not be empty").values == {"field": "tensors", "found": list(tensors)}
+
+
+@pytest.mark.parametrize("pool", [torch.zeros(4, 4, 2, 8), np.zeros((4, 4, 2, 8), np.float32), 3])
+def test_a_tensor_in_place_of_a_list_is_refused(pool: object) -> None:
+    found = refuse({"k": pool}, "a list for each name").values
+    assert found == {"field": "tensors", "tensor": "k", "found": type(pool).__name__}
+
+
+def test_other_numbers_of_layers_for_other_names_are_refused() -> None:
+    tensors = {name: [torch.zeros(4, 4, 2, 8) for _ in range(count)] for name, count in (("k", 3), ("v", 2))}
+    found = refuse(tensors, "same number of layers for each name").values
+    assert found == {"field": "layers", "found": {"k": 3, "v": 2}}

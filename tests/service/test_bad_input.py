@@ -46,10 +46,10 @@ async def deployment() -> AsyncIterator[Deployment]:
 
 
 BAD_TABLES = [
-    ([NUM_PAGES, 1], "page is outside the pool", {"page": NUM_PAGES, "slots": NUM_PAGES}),
-    ([-1, 1], "page is outside the pool", {"page": -1}),
-    ([1], "page table does not match the token range", {"pages": 1, "needed": 2}),
-    ([1, 2, 3], "page table does not match the token range", {"pages": 3, "needed": 2}),
+    ([NUM_PAGES, 1], "page index is out of range", {"page": NUM_PAGES, "num_pages": NUM_PAGES}),
+    ([-1, 1], "page index is out of range", {"page": -1}),
+    ([1], "page table has the wrong number of pages for its token range", {"pages": 1, "needed": 2}),
+    ([1, 2, 3], "page table has the wrong number of pages for its token range", {"pages": 3, "needed": 2}),
     (np.array([1.0, 2.0]), "page table must be a flat list of integers", {"dtype": "float64"}),
 ]
 
@@ -389,7 +389,7 @@ async def test_instance_that_is_no_name(deployment: Deployment, name: object) ->
 
 @pytest.mark.parametrize("tokens", [("0", "4"), (0.0, 4.0), (0,), (0, 4, 8), None])
 async def test_tokens_that_are_no_range(deployment: Deployment, tokens: object) -> None:
-    with pytest.raises(PlanError, match="not a pair of integers"):
+    with pytest.raises(PlanError, match="must be a pair of integers"):
         deployment.decode[0].receive(1, prefill="prefill", tokens=tokens, pages={"kv": [1]})  # type: ignore[arg-type]
 
 

@@ -152,7 +152,7 @@ async def test_a_component_must_be_mentioned() -> None:
 
 async def test_a_slot_moves_whole() -> None:
     async with bench("memory") as ranks:
-        with pytest.raises(PlanError, match="whole or not at all") as caught:
+        with pytest.raises(PlanError, match="slot must be transferred as a whole") as caught:
             ranks.receiver({"mamba": (0, 2)})
         assert caught.value.values == {"component": "mamba", "rows": (0, 2), "whole": (0, ROWS)}
 

@@ -103,7 +103,7 @@ def check_tp(option: str, num_ranks: int, kv_heads: int) -> None:
     if kv_heads % num_ranks and num_ranks % kv_heads:
         divisors = [str(count) for count in range(1, kv_heads + 1) if kv_heads % count == 0]
         raise ConfigError(
-            "KV heads cannot be spread evenly over the ranks",
+            "KV heads cannot be split evenly among the ranks",
             option=option,
             value=num_ranks,
             kv_heads=kv_heads,

@@ -141,7 +141,7 @@ def test_blocks_of_a_convolution_are_sharded_each_by_itself() -> None:
 def test_state_whose_blocks_are_not_known_goes_to_as_many_ranks(groups: list[int] | None) -> None:
     same = [recurrent(2, rank, groups) for rank in range(2)]
     assert len(routes(same, same[0])[0].slices) > 0
-    with pytest.raises(RouteError, match="no prefill rank holds"):
+    with pytest.raises(RouteError, match="no prefill rank has"):
         routes(same, recurrent(1, 0, groups))
 
 

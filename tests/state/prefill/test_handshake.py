@@ -162,8 +162,8 @@ def test_another_model_is_refused(core: PrefillDriver) -> None:
 def test_a_route_that_does_not_fit_is_refused_with_the_reason(core: PrefillDriver) -> None:
     hello = core.hello()
     say(core, hello)
-    ((_, refusal),) = replies(core(ev.HelloChecked(FIRST, hello, None, "cells differ")))
-    assert (refusal.detail, refusal.attempt) == ("cells differ", 0)
+    ((_, refusal),) = replies(core(ev.HelloChecked(FIRST, hello, None, "layouts differ")))
+    assert (refusal.detail, refusal.attempt) == ("layouts differ", 0)
     assert core.core.connections() == []
     assert say(core, hello) == [CheckHello(FIRST, hello)], "it may fit the next time"
 
