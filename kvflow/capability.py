@@ -52,13 +52,13 @@ def sign(key: bytes, room: RoomId, *, prefill: str, decode: str, expires_at: flo
         ConfigError: The key or the room is none, or the names are too long.
     """
     if len(key) != KEY_BYTES:
-        raise ConfigError("key of capabilities must have 32 bytes", num_bytes=len(key))
+        raise ConfigError("capability key must have 32 bytes", num_bytes=len(key))
     if as_room(room) is None:
         raise ConfigError("room must be an integer or a string", room=room)
     payload = msgspec.msgpack.encode(_Fields(FORMAT, room, prefill, decode, float(expires_at)))
     text = base64.urlsafe_b64encode(payload + _mac(key, payload)).decode()
     if len(text) > MAX_CAPABILITY:
-        raise ConfigError("capability is too long", num_characters=len(text), most=MAX_CAPABILITY)
+        raise ConfigError("capability is too long", num_characters=len(text), maximum=MAX_CAPABILITY)
     return text
 
 
@@ -74,23 +74,23 @@ def denial(keys: Sequence[bytes], capability: str, room: RoomId, *, prefill: str
         now: Seconds of Unix time.
     """
     if not capability:
-        return "a capability is needed"
+        return "a capability is required"
     try:
         data = base64.urlsafe_b64decode(capability.encode("ascii"))
         payload, mac = data[:-MAC_BYTES], data[-MAC_BYTES:]
         if not any(hmac.compare_digest(_mac(key, payload), mac) for key in keys):
-            return "capability was made with another key"
+            return "capability has an invalid signature"
         fields = msgspec.msgpack.decode(payload, type=_Fields)
     except (binascii.Error, UnicodeEncodeError, msgspec.DecodeError):
         return "capability is malformed"
     if fields.format != FORMAT:
-        return "capability is of another format"
+        return "capability has an unknown format"
     if now > fields.expires_at + CLOCK_SKEW_S:
         return "capability has expired"
     if type(fields.room) is not type(room) or fields.room != room:
-        return "capability is for another room"
+        return "capability is for a different room"
     if fields.prefill != prefill or not is_named(fields.decode, decode):
-        return "capability is for other instances"
+        return "capability is for different instances"
     return ""
 
 

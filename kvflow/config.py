@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Final, Literal, SupportsIndex, get_args
+from typing import Final, Literal, SupportsIndex, TypeGuard, get_args
 
 from kvflow.errors import ConfigError
 from kvflow.trust import PLAIN, Trust
@@ -73,6 +73,7 @@ NUM_PRIORITIES = 8
 Packing = Literal["auto", "never", "always"]
 """Whether small pieces are gathered, moved in one piece, and scattered: when it pays off, never, or wherever it can."""
 
+SCHEME: Final = "tcp://"
 ADDRESS: Final = re.compile(r"tcp://(\*|[A-Za-z0-9._-]+|\[[A-Za-z0-9:._%-]+\]):([0-9]{1,5})", re.ASCII)
 HOST: Final = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 
@@ -88,12 +89,12 @@ def split_address(setting: str, address: object) -> tuple[str, int]:
     """
     match = ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if match is None or int(match[2]) > MAX_PORT:
-        raise ConfigError("address must look like tcp://host:port", setting=setting, value=address)
+        raise ConfigError("address must have the form tcp://HOST:PORT", setting=setting, value=address)
     host = match[1]
     if host.startswith("["):
         host = host[1:-1]
         if not _is_ipv6(host):
-            raise ConfigError("only an IPv6 address stands in brackets", setting=setting, value=address)
+            raise ConfigError("only an IPv6 address may be in brackets", setting=setting, value=address)
     return host, int(match[2])
 
 
@@ -120,7 +121,9 @@ def check_endpoint(setting: str, address: object) -> None:
     """
     host, port = split_address(setting, address)
     if port == 0 or _is_wildcard(host):
-        raise ConfigError("address must name a host and a port to connect to", setting=setting, value=address)
+        raise ConfigError(
+            "address must name a host and a port that others can connect to", setting=setting, value=address
+        )
 
 
 def check_reach(setting: str, address: str, trust: Trust | None) -> None:
@@ -137,8 +140,8 @@ def check_reach(setting: str, address: str, trust: Trust | None) -> None:
     host, _ = split_address(setting, address)
     if trust is None and not _is_loopback(host):
         raise ConfigError(
-            "other hosts reach this address: say whom to trust by trust=kvflow.load_trust(directory), or ask for plain "
-            "transport by trust=kvflow.Trust.none()",
+            "address is not a loopback address: set trust=kvflow.load_trust(directory), or "
+            "trust=kvflow.Trust.none() for plain transport",
             setting=setting,
             value=address,
         )
@@ -198,7 +201,7 @@ def check_bind(bind: object, advertise: object) -> None:
     host, _ = split_address("bind", bind)
     if advertise is None:
         if _is_wildcard(host):
-            raise ConfigError("a wildcard address needs a host to advertise", setting="bind", value=bind)
+            raise ConfigError("`bind` is a wildcard, so `advertise` must name a host", setting="bind", value=bind)
     else:
         check_host("advertise", advertise)
 
@@ -210,7 +213,7 @@ def check_host(setting: str, host: object) -> None:
         ConfigError: It is a wildcard, or has a scheme or a port, or is none at all. Names the setting.
     """
     if not isinstance(host, str) or not _is_host(host) or _is_wildcard(host.strip("[]")):
-        raise ConfigError("setting must be a host, without scheme and port", setting=setting, value=host)
+        raise ConfigError("setting must be a host, without a scheme or a port", setting=setting, value=host)
 
 
 def _is_ipv6(host: str) -> bool:
@@ -234,7 +237,7 @@ def _is_wildcard(host: str) -> bool:
     return host == "*" or not host.strip("0.xX")
 
 
-def is_instance_name(name: object) -> bool:
+def is_instance_name(name: object) -> TypeGuard[str]:
     """Say whether something can be the name of an instance: text that can travel, and not too long of it."""
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_INSTANCE_CHARACTERS:
         return False
@@ -253,11 +256,13 @@ def check_instance_name(setting: str, name: object) -> None:
     """
     if not is_instance_name(name):
         raise ConfigError(
-            "instance must be UTF-8 text, neither empty nor too long",
+            "instance name must be a non-empty UTF-8 string within the maximum length",
             setting=setting,
             value=name,
-            most=MAX_INSTANCE_CHARACTERS,
+            maximum=MAX_INSTANCE_CHARACTERS,
         )
+    if name.startswith(SCHEME):
+        raise ConfigError("instance name must not look like an address", setting=setting, value=name)
 
 
 def check_num_ranks(value: SupportsIndex) -> int:
@@ -280,7 +285,7 @@ def check_priority(setting: str, value: SupportsIndex) -> int:
     except TypeError:
         priority = -1
     if not 0 <= priority < NUM_PRIORITIES:
-        raise ConfigError("priority must be an integer in range", setting=setting, value=value, end=NUM_PRIORITIES)
+        raise ConfigError(f"priority must be an integer from 0 to {NUM_PRIORITIES - 1}", setting=setting, value=value)
     return priority
 
 
@@ -291,10 +296,15 @@ def check_duration(setting: str, value: object) -> None:
         ConfigError: Naming the setting.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_DURATION_S:
-        raise ConfigError("setting must be a positive number", setting=setting, value=value, most=MAX_DURATION_S)
+        raise ConfigError(
+            "setting must be a positive number of seconds, at most a day",
+            setting=setting,
+            value=value,
+            maximum=MAX_DURATION_S,
+        )
 
 
-def _check_integer(setting: str, value: object, least: int, most: int) -> int:
+def _check_integer(setting: str, value: object, minimum: int, maximum: int) -> int:
     """Turn any kind of integer within bounds into a plain one; a bool is none.
 
     Raises:
@@ -304,9 +314,10 @@ def _check_integer(setting: str, value: object, least: int, most: int) -> int:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
-    if number is None or not least <= number <= most:
-        kind = "setting must be a positive integer" if least else "setting must be an integer that is not negative"
-        raise ConfigError(kind, setting=setting, value=value, most=most)
+    if number is None or not minimum <= number <= maximum:
+        raise ConfigError(
+            "setting must be an integer in range", setting=setting, value=value, minimum=minimum, maximum=maximum
+        )
     return number
 
 
@@ -349,7 +360,9 @@ class Timeouts:
         for item in fields(self):
             check_duration(f"timeouts.{item.name}", getattr(self, item.name))
         if self.lease_s > MAX_LEASE_S:
-            raise ConfigError("lease is too long", setting="timeouts.lease_s", value=self.lease_s, most=MAX_LEASE_S)
+            raise ConfigError(
+                "lease_s is too long", setting="timeouts.lease_s", value=self.lease_s, maximum=MAX_LEASE_S
+            )
 
     @property
     def ping_s(self) -> float:
@@ -410,8 +423,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            most = MAX_METADATA_BYTES if item.name == "metadata_bytes" else MAX_COUNT
-            _set(self, item.name, _check_integer(f"limits.{item.name}", getattr(self, item.name), 1, most))
+            maximum = MAX_METADATA_BYTES if item.name == "metadata_bytes" else MAX_COUNT
+            _set(self, item.name, _check_integer(f"limits.{item.name}", getattr(self, item.name), 1, maximum))
 
 
 def _set(config: object, name: str, value: object) -> None:
@@ -465,9 +478,16 @@ class RankConfig:
     def __post_init__(self) -> None:
         check_instance_name("instance", self.instance)
         _set(self, "num_ranks", check_num_ranks(self.num_ranks))
-        _set(self, "engine_rank", _check_integer("engine_rank", self.engine_rank, 0, self.num_ranks - 1))
+        _set(self, "engine_rank", _check_integer("engine_rank", self.engine_rank, 0, MAX_RANKS - 1))
+        if self.engine_rank >= self.num_ranks:
+            raise ConfigError(
+                "engine_rank must be less than num_ranks",
+                setting="engine_rank",
+                value=self.engine_rank,
+                num_ranks=self.num_ranks,
+            )
         if self.trust is not None:
-            check_type("trust", self.trust, Trust)
+            check_trust(self.trust)
         if self.registry is not None:
             check_endpoint("registry", self.registry)
             check_reach("registry", self.registry, self.trust)
@@ -476,7 +496,9 @@ class RankConfig:
             raise ConfigError("backend must be the name of a transport", setting="backend", value=self.backend)
         check_type("backend_options", self.backend_options, Mapping)
         if not all(isinstance(name, str) for name in self.backend_options):
-            raise ConfigError("options must have names", setting="backend_options", value=self.backend_options)
+            raise ConfigError(
+                "backend_options must have string keys", setting="backend_options", value=self.backend_options
+            )
         check_type("timeouts", self.timeouts, Timeouts)
         check_type("limits", self.limits, Limits)
         if self.staging_bytes is not None:
@@ -491,18 +513,18 @@ class RankConfig:
         """The keys to go by; plain transport if nothing was said."""
         return self.trust or PLAIN
 
-    def _check_staging(self, least: int) -> None:
+    def _check_staging(self, minimum: int) -> None:
         """Refuse staging memory of which nothing could be used.
 
         Raises:
             ConfigError: There is some, but less than that.
         """
-        if self.staging_bytes and self.staging_bytes < least:
+        if self.staging_bytes and self.staging_bytes < minimum:
             raise ConfigError(
-                "staging memory must be 0, or hold at least one slot on prefill and one window on decode",
+                "staging_bytes must be 0, or enough for one slot (prefill) or one window (decode)",
                 setting="staging_bytes",
                 value=self.staging_bytes,
-                least=least,
+                minimum=minimum,
             )
 
     def staging_bytes_for(self, *, is_on_host: bool) -> int:
@@ -529,6 +551,18 @@ def check_type(setting: str, value: object, *kinds: type) -> None:
     if not isinstance(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise ConfigError("setting has the wrong type", setting=setting, value=value, wanted=wanted)
+
+
+def check_trust(trust: object) -> None:
+    """Refuse what are no keys, such as the path of a directory that has them.
+
+    Raises:
+        ConfigError: They are not.
+    """
+    if not isinstance(trust, Trust):
+        raise ConfigError(
+            "trust must be a kvflow.Trust; load it with kvflow.load_trust(directory)", setting="trust", value=trust
+        )
 
 
 def check_argument(argument: str, value: object, kind: type) -> None:

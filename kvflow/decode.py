@@ -16,10 +16,12 @@ from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import SharedBackend
 from kvflow.capability import MAX_CAPABILITY
 from kvflow.config import (
+    SCHEME,
     DecodeConfig,
     Endpoint,
     check_argument,
     check_duration,
+    check_endpoint,
     check_num_ranks,
     check_priority,
     check_reach,
@@ -55,7 +57,8 @@ __all__ = ["DecodeRank", "Handover", "Prefill", "RoomReceiver"]
 SECRET_BYTES = 16
 
 Prefill = str | Endpoint | Mapping[str, object]
-"""How an engine refers to a prefill instance: by name, by address, or by a ticket."""
+"""How an engine refers to a prefill instance: by name, by address (an `Endpoint`, or "tcp://host:port"), or by a
+ticket."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +128,11 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         check_argument("config", config, DecodeConfig)
         check_argument("layout", layout, KVLayout)
         if config.digest_every and not layout.is_on_host:
-            raise ConfigError("digests need host memory", digest_every=config.digest_every, memory_kind="VRAM")
+            raise ConfigError("digests require host memory", digest_every=config.digest_every, memory_kind="VRAM")
         super().__init__(config, layout, backend, ports=ports)
         if config.proofs.queue_pairs_die_with_process_s is not None and not self._backend.capabilities.queue_pairs:
             raise ConfigError(
-                "time proves nothing over a transport without queue pairs",
+                "queue_pairs_die_with_process_s requires a transport with queue pairs",
                 setting="proofs.queue_pairs_die_with_process_s",
                 value=config.proofs.queue_pairs_die_with_process_s,
                 backend=self._backend.name,
@@ -157,8 +160,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
 
         Args:
             room: The router's id of the request, the same on both sides; a ticket has it.
-            prefill: The instance that computes it: a name in the registry, the `Endpoint` of a rank that answers for
-                it, or the ticket that `PrefillRank.ticket` gave.
+            prefill: The instance that computes it: a name in the registry, the address of a rank that answers for it
+                (an `Endpoint`, or a string as `PrefillRank.endpoint` is), or the ticket that `PrefillRank.ticket` gave.
             tokens: Positions `[start, stop)` that are wanted; `start` is past a prefix that this side has already,
                 and `(n, n)` asks for the metadata only.
             pages: For each component of the layout, the pool pages to write `tokens` to: one for each page-sized
@@ -260,21 +263,27 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             try:
                 check_reach("address", ticket.address, self.config.trust)
             except ConfigError as error:
-                raise TicketError("ticket is of a host that this rank may not ask", detail=str(error)) from error
+                raise TicketError("ticket address is not allowed without `trust`", detail=str(error)) from error
             instance = ev.InstanceAt(ticket.address, ticket.issuer.rank.instance)
             return ticket.room, instance, ticket.issuer, ticket.capability
         if room is None:
             raise LocalProtocolError("room must be an integer or a string, or come with a ticket", room=room)
         room = check_room(room)
+        if isinstance(prefill, str) and prefill.startswith(SCHEME):
+            check_endpoint("prefill", prefill)
+            prefill = Endpoint.parse(prefill)
         if isinstance(prefill, Endpoint):
             check_reach("prefill", str(prefill), self.config.trust)
             return room, ev.InstanceAt(str(prefill)), None, ""
         if not is_instance_name(prefill):
             raise LocalProtocolError(
-                "prefill must be the name of an instance, an Endpoint or a ticket", prefill=prefill
+                "prefill must be an instance name, an address (tcp://HOST:PORT or a kvflow.Endpoint) or a ticket",
+                prefill=prefill,
             )
         if self.config.registry is None:
-            raise ConfigError("prefill by name needs a registry", setting="registry", prefill=prefill)
+            raise ConfigError(
+                "prefill is an instance name, which requires `registry`", setting="registry", prefill=prefill
+            )
         return room, prefill, None, ""
 
     @staticmethod
@@ -315,9 +324,13 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         parts = normalize(pages, self.layout, tokens)
         if not pages.keys() >= self.layout.by_name.keys():
             unsaid = [name for name in self.layout.by_name if name not in pages]
-            raise PlanError("pages must be given for each component, or None", missing=unsaid, given=sorted(pages))
+            raise PlanError(
+                "pages must list every component (None for those that are not wanted)",
+                missing=unsaid,
+                given=sorted(pages),
+            )
         if not parts:
-            raise PlanError("nothing is wanted", components=sorted(pages))
+            raise PlanError("all components are None: there is nothing to receive", components=sorted(pages))
         return parts, build_page_tables(parts, self.layout, distinct=True)
 
     def open_receiver(self, receiver: "RoomReceiver", opened: ev.ReceiveOpened, wanted: "Wanted | None") -> int:
@@ -667,7 +680,7 @@ def _check_capability(capability: object) -> str:
     """
     is_text = isinstance(capability, str) and len(capability) <= MAX_CAPABILITY and capability.isascii()
     if not is_text:
-        raise ConfigError("capability must be a text that `make_capability` has given", capability=type(capability))
+        raise ConfigError("capability must be a string from `make_capability`", capability=type(capability))
     return str(capability)
 
 
@@ -680,5 +693,5 @@ def _check_digest(digest: object) -> bool | None:
     if digest is None:
         return None
     if not isinstance(digest, (bool, np.bool_)):
-        raise ConfigError("digest must be a bool, or None", digest=digest)
+        raise ConfigError("digest must be a bool or None", digest=digest)
     return bool(digest)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from kvflow.capability import KEY_BYTES, sign
-from kvflow.config import check_duration, check_type
+from kvflow.config import check_duration, check_trust
 from kvflow.errors import ConfigError
 from kvflow.room import RoomId
 from kvflow.trust import Trust, TrustedKey, is_key
@@ -43,7 +43,7 @@ def load_trust(directory: str | os.PathLike[str]) -> Trust:
     path = Path(directory)
     secrets_found = _lines(path / SECRET, is_secret=True)
     if len(secrets_found) != 1 or not is_key(secrets_found[0]):
-        raise ConfigError("file must have one key of 64 hexadecimal digits", path=str(path / SECRET))
+        raise ConfigError("key file must contain one key of 64 hexadecimal digits", path=str(path / SECRET))
     return Trust(
         public=public_key_of(secrets_found[0]),
         secret=secrets_found[0],
@@ -66,11 +66,11 @@ def renewed_trust(before: Trust, trust: Trust | None) -> Trust:
     """
     if trust is None:
         if before.directory is None:
-            raise ConfigError("keys were not read from a directory; give others", setting="trust")
+            raise ConfigError("there is no key directory to reload; pass `trust`", setting="trust")
         trust = load_trust(before.directory)
-    check_type("trust", trust, Trust)
+    check_trust(trust)
     if trust.is_plain is not before.is_plain:
-        raise ConfigError("plain transport begins and ends with a restart only", setting="trust")
+        raise ConfigError("switching between plain and encrypted transport needs a restart", setting="trust")
     return trust
 
 
@@ -132,14 +132,14 @@ def make_capability(key: bytes, room: RoomId, *, prefill: str, decode: str, life
 def _peer(path: Path, line: str) -> TrustedKey:
     key, _, instance = line.partition(" ")
     if not is_key(key) or not instance.strip():
-        raise ConfigError("line must be a key and the name of an instance", path=str(path), line=line)
+        raise ConfigError('line must have the form "KEY INSTANCE"', path=str(path), line=line)
     return TrustedKey(key, instance.strip())
 
 
 def _capability_keys(path: Path, *, is_optional: bool = False) -> tuple[bytes, ...]:
     lines = _lines(path, is_secret=True, is_optional=is_optional)
     if not all(map(is_key, lines)) or not (lines or is_optional):
-        raise ConfigError("file must have keys of 64 hexadecimal digits", path=str(path))
+        raise ConfigError("key file must contain keys of 64 hexadecimal digits", path=str(path))
     return tuple(bytes.fromhex(line) for line in lines)
 
 
@@ -152,13 +152,15 @@ def _lines(path: Path, *, is_secret: bool = False, is_optional: bool = False) ->
     except FileNotFoundError as error:
         if is_optional:
             return []
-        raise ConfigError("file of keys is missing; `kvflow keys new` makes one", path=str(path)) from error
+        raise ConfigError(
+            "key file does not exist; create it with `kvflow keys new DIRECTORY`", path=str(path)
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("file of keys cannot be read", path=str(path), detail=str(error)) from error
+        raise ConfigError("key file cannot be read", path=str(path), detail=str(error)) from error
     if is_secret and mode & stat.S_IRWXO:
-        raise ConfigError("others may read this secret; `chmod o=`", path=str(path), mode=oct(mode))
+        raise ConfigError("secret file is readable by other users; run `chmod o= PATH`", path=str(path), mode=oct(mode))
     if mode & stat.S_IWOTH:
-        raise ConfigError("others may write this list; `chmod o-w`", path=str(path), mode=oct(mode))
+        raise ConfigError("file is writable by other users; run `chmod o-w PATH`", path=str(path), mode=oct(mode))
     lines = (line.strip() for line in text.splitlines())
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -168,5 +170,7 @@ def _write(path: Path, text: str, mode: int) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
             file.write(f"{text}\n")
+    except FileExistsError as error:
+        raise ConfigError("key file already exists", path=str(path)) from error
     except OSError as error:
-        raise ConfigError("file of keys cannot be written", path=str(path), detail=str(error)) from error
+        raise ConfigError("key file cannot be written", path=str(path), detail=str(error)) from error

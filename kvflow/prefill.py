@@ -81,11 +81,18 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         super().__init__(config, layout, backend, ports=ports)
         self._directory: DirectoryService | None = None
         self._registry: RegistryClient | None = None
+        self._endpoint: str | None = None
 
     @property
     def endpoint(self) -> str:
-        """Address of the control socket, once the rank is open."""
-        return self._listener.endpoint
+        """Address of the control socket, "tcp://host:port", once the rank was opened.
+
+        Raises:
+            LocalProtocolError: It was not.
+        """
+        if self._endpoint is None:
+            raise self.not_open()
+        return self._endpoint
 
     def send(self, room: RoomId, *, label: str | None = None) -> "RoomSender":
         """Start to send a room; use the result as an async context manager.
@@ -244,6 +251,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._listener = self._ports.control.listen(
             self.config.bind, self.config.advertise, self._on_message, trust=self._trust, on_refused=self._refused
         )
+        self._endpoint = self._listener.endpoint
         self._refusals = Refusals(self._listener.names_of, self._ports.now)
         self._gate = Gate(self._context, self._trust, self._listener.names_of, self._core.peer_at)
         self._resources.callback(self._close_listener)

@@ -300,7 +300,12 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             LocalProtocolError: The rank was not opened yet.
         """
         if self._loop is None:
-            raise LocalProtocolError("rank is not open", rank=str(self.me.rank))
+            raise self.not_open()
+
+    def not_open(self) -> LocalProtocolError:
+        """Make the error of a call that needs an open rank."""
+        message = "rank is not open any more" if self._loop else "rank is not open; enter it with `async with` first"
+        return LocalProtocolError(message, rank=str(self.me.rank))
 
     def check_open(self) -> None:
         """Refuse a call that needs an open rank.
@@ -327,7 +332,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         if self._error is not None:
             raise RankBroken("this rank has failed; close it and open another") from self._error
         if not self._is_open:
-            raise LocalProtocolError("rank is not open", rank=str(self.me.rank))
+            raise self.not_open()
 
     def start_task(self, run: Callable[..., Awaitable[None]], *args: object) -> None:
         """Start a task on the event loop that lives no longer than the rank."""

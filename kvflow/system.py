@@ -45,7 +45,7 @@ class WorkerThreads:
         except RuntimeError as error:  # which is what a thread that cannot be started raises
             if is_started:
                 raise
-            raise ThreadShortage("no thread could be started", detail=str(error)) from error
+            raise ThreadShortage("cannot start a thread", detail=str(error)) from error
 
 
 def system_ports() -> Ports:

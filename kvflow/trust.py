@@ -67,9 +67,9 @@ class TrustedKey:
 
     def __post_init__(self) -> None:
         if not is_key(self.key):
-            raise ConfigError("public key must be 64 hexadecimal digits", instance=self.instance, found=self.key)
+            raise ConfigError("public key must have 64 hexadecimal digits", instance=self.instance, found=self.key)
         if not self.instance:
-            raise ConfigError("key must be that of an instance", key=short(self.key))
+            raise ConfigError("public key needs the name of an instance", key=short(self.key))
 
     def is_of(self, instance: str) -> bool:
         """Say whether an instance may use it."""
@@ -99,12 +99,12 @@ class Trust:
 
     def __post_init__(self) -> None:
         if bool(self.public) is not bool(self.secret):
-            raise ConfigError("a public key and its secret come together", setting="trust")
+            raise ConfigError("public and secret key must be given together", setting="trust")
         if self.public and not (is_key(self.public) and is_key(self.secret)):
-            raise ConfigError("keys must be 64 hexadecimal digits", setting="trust", public=self.public)
+            raise ConfigError("keys must have 64 hexadecimal digits", setting="trust", public=self.public)
         malformed = [key for key in self.registry if not is_key(key)]
         if malformed:
-            raise ConfigError("keys of the registry must be 64 hexadecimal digits", found=malformed)
+            raise ConfigError("registry keys must have 64 hexadecimal digits", found=malformed)
 
     @classmethod
     def none(cls) -> "Trust":

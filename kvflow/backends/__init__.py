@@ -1,5 +1,6 @@
 """Transports: what moves the bytes. `base` is the contract; the others are found by name."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Final
@@ -53,10 +54,27 @@ def create_backend(name: str, options: Mapping[str, object]) -> Backend:
         BackendUnavailable: A plugin of that name cannot be imported, or is no backend.
     """
     backend_class = _find(name)
+    _check_options(name, backend_class, options)
     try:
         return backend_class(**options)
     except TypeError as error:
-        raise ConfigError("backend does not take these options", backend=name, options=sorted(options)) from error
+        raise ConfigError(
+            "backend does not take these options", backend=name, options=sorted(options), detail=str(error)
+        ) from error
+
+
+def _check_options(name: str, backend_class: Callable[..., Backend], options: Mapping[str, object]) -> None:
+    """Refuse options that a backend does not have, and name those that it needs."""
+    parameters = inspect.signature(backend_class).parameters.values()
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    missing = [one.name for one in named if one.default is one.empty and one.name not in options]
+    if missing:
+        raise ConfigError("backend needs more options", backend=name, missing=missing)
+    unknown = sorted(options.keys() - {one.name for one in named})
+    if unknown and not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        raise ConfigError(
+            "backend has no such options", backend=name, unknown=unknown, known=[one.name for one in named]
+        )
 
 
 def _find(name: str) -> Callable[..., Backend]:

@@ -113,7 +113,7 @@ class AscendBackend(MooncakeBackend):
     ) -> None:
         super().__init__(host=host, window=window, close_timeout_s=close_timeout_s)
         if not store_url.startswith("tcp://"):
-            raise ConfigError("store must be given as tcp://host:port", store_url=store_url)
+            raise ConfigError("store_url must have the form tcp://HOST:PORT", store_url=store_url)
         if role not in get_args(Role) or transport not in get_args(Transport):
             raise ConfigError(
                 "unknown role or transport", role=role, transport=transport, known=(get_args(Role), get_args(Transport))
@@ -169,7 +169,7 @@ class AscendEngine(WritingEngine):
         for new in map(_aligned, ranges):
             if any(new.address < other.end and other.address < new.end for other in old):
                 raise RegistrationError(
-                    "memory shares an aligned page with what was registered before; register all of it at once",
+                    "memory shares an aligned page with registered memory; register all of it in one call",
                     address=hex(new.address),
                     length=new.length,
                     alignment=ALIGNMENT,

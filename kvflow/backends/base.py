@@ -159,7 +159,7 @@ class Backend(abc.ABC):
         Raises:
             RegistrationError: The transport cannot, or refused.
         """
-        raise RegistrationError("transport takes the memory of one rank only", backend=self.name)
+        raise RegistrationError("backend can register the memory of one rank only", backend=self.name)
 
     @property
     def shared_agent(self) -> str | None:
@@ -230,7 +230,7 @@ class Backend(abc.ABC):
             notice: Delivered to the peer after the last byte; empty for none. Only with `in_band_notices`.
 
         Raises:
-            BackendError: A range is not registered, or the peer is not connected; nothing was posted.
+            BackendError: A memory range is not registered, or the peer is not connected; nothing was posted.
         """
 
     def post_blocks(self, post_id: int, peer: str, blocks: Blocks, notice: bytes) -> None:

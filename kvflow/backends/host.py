@@ -28,7 +28,9 @@ def host_view(registered: RegisteredMemory, memory: MemoryRange, real_address: i
     """
     location = registered.find(memory)
     if location is None:
-        raise BackendError("range is not registered", side="local", address=hex(memory.address), length=memory.length)
+        raise BackendError(
+            "memory range is not registered", side="local", address=hex(memory.address), length=memory.length
+        )
     if location.memory_kind != "DRAM":
         raise BackendError("only host memory can be read", memory_kind=location.memory_kind)
     return np.ctypeslib.as_array((ctypes.c_uint8 * memory.length).from_address(real_address))

@@ -174,13 +174,13 @@ class MemoryBackend(Backend):
     @override
     def metadata(self) -> bytes:
         if self._memory is None:
-            raise BackendError("no memory is registered yet", backend=self.name)
+            raise BackendError("no memory has been registered yet", backend=self.name)
         return PeerMetadata(self.name, self._agent_name.encode(), self._memory).pack()
 
     @override
     def view(self, memory: MemoryRange) -> NDArray[np.uint8]:
         if self._memory is None:
-            raise BackendError("no memory is registered yet", backend=self.name)
+            raise BackendError("no memory has been registered yet", backend=self.name)
         return host_view(self._memory, memory, self.real_address(memory.address))
 
     @override
@@ -194,7 +194,7 @@ class MemoryBackend(Backend):
         if target is None:
             raise BackendError("peer is not in this process", peer=peer)
         if not target.has_registered(theirs.memory):  # nobody else would look where it copies
-            raise BackendError("peer names memory that it has not registered", peer=peer)
+            raise BackendError("peer refers to memory that it has not registered", peer=peer)
         self._peers[peer] = theirs
 
     @override

@@ -52,7 +52,9 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
                 if taken.end <= start or item.end <= taken.address:
                     continue
                 if other.location_of(taken) != location:
-                    raise RegistrationError("memory is registered elsewhere", address=taken.address, found=location)
+                    raise RegistrationError(
+                        "memory is already registered in a different location", address=taken.address, found=location
+                    )
                 if start < taken.address:
                     left.append(MemoryRange(start, taken.address - start, location))
                 start = taken.end
@@ -104,7 +106,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         owners = np.unique(self._owners(descriptors[:, 0]))
         kinds = {self.location_of(self.ranges[owner - 1]).memory_kind for owner in owners.tolist()}
         if len(kinds) > 1:
-            raise BackendError("one write cannot have several kinds of memory at one end", found=sorted(kinds))
+            raise BackendError("all memory at one end of a write must be of the same kind", found=sorted(kinds))
         return kinds.pop()
 
     def __post_init__(self) -> None:
@@ -116,10 +118,10 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         end = 0
         for device in {self.device_id, *(self.location_of(item).device_id for item in self.ranges)}:
             if not 0 <= device < ADDRESS_LIMIT:
-                raise BackendError("device of memory is impossible", device_id=device)
+                raise BackendError("device number is out of range", device_id=device)
         for item in self.ranges:
             if item.length <= 0 or item.address < end or item.end > ADDRESS_LIMIT:
-                raise BackendError("range of memory is impossible", address=item.address, length=item.length)
+                raise BackendError("memory range is invalid", address=item.address, length=item.length)
             end = item.end
 
     def check(self, descriptors: Words, *, side: str) -> None:
@@ -140,7 +142,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         if not np.logical_and.reduce(inside):
             first = [int(word) for word in descriptors[np.flatnonzero(~inside)[0]]]
             raise BackendError(
-                "range is not registered", side=side, address=hex(first[0]), length=first[1], device=first[2]
+                "memory range is not registered", side=side, address=hex(first[0]), length=first[1], device=first[2]
             )
 
     def _owners(self, addresses: Words) -> NDArray[np.intp]:
@@ -187,7 +189,7 @@ class PeerMetadata(msgspec.Struct, frozen=True):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BackendError("peer metadata is malformed", detail=str(error)) from error
         if metadata.backend != backend:
-            raise BackendError("peer uses another transport", mine=backend, theirs=metadata.backend)
+            raise BackendError("peer uses a different transport", mine=backend, theirs=metadata.backend)
         if not metadata.memory.ranges:
             raise BackendError("peer has registered no memory", backend=backend)
         return metadata
@@ -217,4 +219,4 @@ def check_unregistered(memory: RegisteredMemory | None, backend: str) -> None:
         RegistrationError: There is memory already.
     """
     if memory is not None:
-        raise RegistrationError("memory is registered already, and only once", backend=backend)
+        raise RegistrationError("memory is already registered", backend=backend)

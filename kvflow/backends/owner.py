@@ -249,7 +249,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
             BackendError: Nothing is.
         """
         if self._memory is None:
-            raise BackendError("no memory is registered yet", backend=self.name)
+            raise BackendError("no memory has been registered yet", backend=self.name)
         return self._memory
 
     def _both_sides(self, peer: str) -> tuple[RegisteredMemory, AnyPeer]:
@@ -264,7 +264,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
 
     def _break_down(self, error: Exception) -> None:
         """Report what failed on the owner thread."""
-        self._delivery.fail(BackendError("transport library broke down", backend=self.name, detail=_text(error)))
+        self._delivery.fail(BackendError("transport library has failed", backend=self.name, detail=_text(error)))
 
 
 def _text(error: Exception) -> str:

@@ -29,7 +29,7 @@ def refuse_claims(name: str) -> None:
     claims = _claims(name)
     if claims:
         raise ConfigError(
-            "a plugin claims the name of a built-in backend; uninstall it, or have its name changed",
+            "plugin claims the name of a built-in backend; uninstall it, or rename its entry point",
             backend=name,
             distributions=_distributions(claims),
         )
@@ -52,7 +52,7 @@ def load_plugin(name: str, *, built_in: Collection[str]) -> type[Backend]:
     distributions = _distributions(claims)
     if len(claims) > 1:
         raise ConfigError(
-            "several plugins claim one backend; uninstall all but one", backend=name, distributions=distributions
+            "several plugins claim the same backend; uninstall all but one", backend=name, distributions=distributions
         )
     (claim,) = claims
     try:
@@ -73,10 +73,12 @@ def _checked(loaded: object, claim: EntryPoint, distribution: str) -> type[Backe
         raise BackendUnavailable("backend plugin is not a subclass of kvflow.backends.Backend", **facts)
     if inspect.isabstract(loaded):
         missing = sorted(loaded.__abstractmethods__)
-        raise BackendUnavailable("backend plugin lacks methods of the contract", **facts, missing=missing)
+        raise BackendUnavailable(
+            "backend plugin does not implement all methods of the contract", **facts, missing=missing
+        )
     if getattr(loaded, "name", None) != claim.name:
         raise BackendUnavailable(
-            "backend plugin calls itself by another name than its entry point",
+            "backend plugin has a different name than its entry point",
             **facts,
             calls_itself=getattr(loaded, "name", None),
         )

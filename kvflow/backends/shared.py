@@ -98,7 +98,7 @@ class SharedBackend:
         self._loop = loop
         async with self._lock:
             if self._error is not None:
-                raise BackendUnavailable("shared transport has broken down", detail=str(self._error))
+                raise BackendUnavailable("shared transport has failed", detail=str(self._error))
             if self._agent is None:
                 await self._open(agent_name)
             self._members[member] = None
@@ -263,7 +263,7 @@ class RankEndpoint(Backend):
     async def register(self, layout: KVLayout) -> None:
         self._check_open()
         if self._is_registered:
-            raise RegistrationError("memory is registered already, and only once", backend=self.name)
+            raise RegistrationError("memory is already registered", backend=self.name)
         await self._shared.register(layout)
         self._is_registered = True
 
@@ -378,7 +378,7 @@ class RankEndpoint(Backend):
 
     def _check_registered(self) -> None:
         if not self._is_registered:
-            raise BackendError("no memory is registered yet", backend=self.name)
+            raise BackendError("no memory has been registered yet", backend=self.name)
 
 
 def _renumbered(event: BackendEvent, post_id: int) -> BackendEvent:

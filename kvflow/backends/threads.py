@@ -28,7 +28,7 @@ def start_thread(thread: threading.Thread) -> None:
         thread.start()
     except RuntimeError as error:
         raise BackendUnavailable(
-            "no thread can be started; raise the limit on processes (ulimit -u, or pids of the container)",
+            "cannot start a thread; raise the process limit (`ulimit -u`, or the container's pids limit)",
             thread=thread.name,
         ) from error
 
@@ -58,7 +58,7 @@ async def run_in_thread(
     except RuntimeError as error:
         if has_begun:
             raise
-        raise BackendError("no thread can be started", detail=str(error)) from error
+        raise BackendError("cannot start a thread", detail=str(error)) from error
 
 
 class ExitBarrier:

@@ -16,7 +16,7 @@ def chosen_trust(keys: str | None, *, plain: bool) -> Trust | None:
         ConfigError: They cannot be read, or both are asked for.
     """
     if keys is not None and plain:
-        raise ConfigError("keys and plain transport exclude each other", setting="plain")
+        raise ConfigError("keys and plain transport are mutually exclusive", setting="plain")
     if keys is not None:
         return load_trust(keys)
     return Trust.none() if plain else None

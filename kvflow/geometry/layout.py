@@ -380,18 +380,20 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
     def _check_bounds(self) -> None:
         """Refuse at home what no peer would take."""
         num_regions = sum(len(component.regions) for component in self.components)
-        for field, found, most in (
+        for field, found, maximum in (
             ("components", len(self.components), MAX_COMPONENTS),
             ("regions", num_regions, MAX_REGIONS),
             ("allocations", len(self.allocations), MAX_REGIONS),
             ("fingerprint", len(self.fingerprint), MAX_FINGERPRINT),
         ):
-            if found > most:
-                raise LayoutError("layout exceeds the limits of the protocol", field=field, found=found, most=most)
+            if found > maximum:
+                raise LayoutError(
+                    "layout exceeds the limits of the protocol", field=field, found=found, maximum=maximum
+                )
         for component in self.components:
             names = {component.name, *(name for region in component.regions for name in (region.tensor, region.dtype))}
             if max(map(len, names)) > MAX_NAME:
-                raise LayoutError("name is too long", component=component.name[:MAX_NAME], most=MAX_NAME)
+                raise LayoutError("name is too long", component=component.name[:MAX_NAME], maximum=MAX_NAME)
 
     @property
     def location(self) -> Location:

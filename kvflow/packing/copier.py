@@ -129,5 +129,5 @@ class PackWork(msgspec.Struct, frozen=True):
     def _copy(self, num_bytes: int, *, gather: bool) -> None:
         runs, total = find_runs(self.payload, self.slices, self.tables)
         if total != num_bytes or total > self.slot.length:
-            raise PlanError("payload has another size", found=total, expected=num_bytes, slot_bytes=self.slot.length)
+            raise PlanError("payload has the wrong size", found=total, expected=num_bytes, slot_bytes=self.slot.length)
         self.copier.copy(runs, self.slot, gather=gather)

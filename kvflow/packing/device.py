@@ -193,7 +193,7 @@ class DeviceCopier(Copier):
                 memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
             raise ConfigError(
-                "device has no memory left for staging_bytes", device=str(self._device), num_bytes=num_bytes
+                "device does not have enough memory for staging_bytes", device=str(self._device), num_bytes=num_bytes
             ) from error
         return Allocation(memory.data_ptr(), memory)
 

@@ -72,7 +72,7 @@ class HostCopier(Copier):
         try:
             memory = np.zeros(num_bytes, np.uint8)
         except MemoryError as error:
-            raise ConfigError("host has no memory left for staging_bytes", num_bytes=num_bytes) from error
+            raise ConfigError("host does not have enough memory for staging_bytes", num_bytes=num_bytes) from error
         return Allocation(int(memory.ctypes.data), memory)
 
     @override

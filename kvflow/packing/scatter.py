@@ -47,7 +47,7 @@ class Scattering:
         """
         window, notice, opened = effect.rank.staging, effect.notice, effect.opened
         if window is None or notice.staged is None:
-            raise PlanError("notice is not staged", seq=notice.seq)
+            raise PlanError("notice has no staging slot", seq=notice.seq)
         head_major = notice.staged.head_major
         payload = Payload(effect.rank.expected, notice.ranges, opened.ranges, head_major, notice.layer_range)
         slot = MemoryRange(window.slot_address(notice.staged.slot), window.slot_bytes)

@@ -34,10 +34,12 @@ class PeerAgents:
         """
         agent = shared or agent_name(peer)
         if self._of.get(peer, agent) != agent:
-            raise BackendError("peer has had another agent before", peer=str(peer), agent=agent)
+            raise BackendError("peer previously had a different transport agent", peer=str(peer), agent=agent)
         users = self._users.get(agent, {})
         if any(other != peer and known != metadata for other, known in users.items()):
-            raise BackendError("another peer has this agent, with other memory", peer=str(peer), agent=agent)
+            raise BackendError(
+                "another peer has the same transport agent, with different memory", peer=str(peer), agent=agent
+            )
         self._of[peer] = agent
         self._users.setdefault(agent, {})[peer] = metadata
         return agent

@@ -120,7 +120,7 @@ class HelloChecks:
             RemoteProtocolError: It says so, and the agent is not shared.
         """
         if hello.agent == agent_name(self._context.me) and self._backend.shared_agent is None:
-            raise RemoteProtocolError("hello with the transport agent of this rank", peer=str(hello.peer))
+            raise RemoteProtocolError("Hello names the transport agent of this rank", peer=str(hello.peer))
 
     def _check_unclosed(self, hello: Hello) -> None:
         """Refuse one more agent of those whose former agents cost descriptors for as long as their processes live.
@@ -135,7 +135,7 @@ class HelloChecks:
         taken = sum(self._gone.get(agent) == instance for agent in unclosed)
         if taken + 1 > MAX_UNCLOSED - len(unclosed):
             raise BackendError(
-                "too many transport agents that were disconnected still hold connections",
+                "too many disconnected transport agents still hold connections",
                 instance=instance,
                 agents=taken,
                 of_all=len(unclosed),

@@ -127,4 +127,4 @@ def check_digestible(layout: KVLayout) -> None:
         PlanError: Some of it is device memory.
     """
     if not layout.is_on_host:
-        raise PlanError("digests need host memory", memory_kind="VRAM")
+        raise PlanError("digests require host memory", memory_kind="VRAM")

@@ -233,7 +233,7 @@ class ZmqListener:
         """
         if self._doorman is None or trust.is_plain:
             if trust.is_plain is not self._trust.is_plain:
-                raise ConfigError("a listener keeps to plain transport, or to keys, while it is open")
+                raise ConfigError("listener cannot switch between plain transport and keys while it is open")
             return
         is_same = trust.keeps(self._trust)
         self._trust = self._doorman.trust = trust

@@ -37,7 +37,7 @@ def new_keys() -> tuple[str, str]:
         ConfigError: This build of libzmq has no CURVE.
     """
     if not zmq.has("curve"):
-        raise ConfigError("this build of libzmq has no CURVE; the wheels of pyzmq have it")
+        raise ConfigError("this build of libzmq has no CURVE; install pyzmq from a wheel")
     public, secret = zmq.curve_keypair()
     return z85.decode(public).hex(), z85.decode(secret).hex()
 
@@ -49,7 +49,7 @@ def public_key_of(secret: str) -> str:
         ConfigError: As in `new_keys`.
     """
     if not zmq.has("curve"):
-        raise ConfigError("this build of libzmq has no CURVE; the wheels of pyzmq have it")
+        raise ConfigError("this build of libzmq has no CURVE; install pyzmq from a wheel")
     return z85.decode(zmq.curve_public(z85.encode(bytes.fromhex(secret)))).hex()
 
 

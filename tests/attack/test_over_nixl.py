@@ -129,7 +129,7 @@ async def test_an_insider_whose_descriptors_stay_open_starves_only_itself(monkey
         prefill = deployment.prefill[0]
         answers = [await come_and_go(deployment, agent, rank) for rank, agent in enumerate(agents)]
         assert answers[:4] == [""] * 4
-        assert "too many transport agents that were disconnected" in answers[-1]
+        assert "too many disconnected transport agents still" in answers[-1]
         assert prefill.statistics().anomalies["hello_refused"] == len([answer for answer in answers if answer])
         assert len(prefill._backend.unclosed()) <= 5
         assert await come_and_go(deployment, agents[0], 0) in ("", f"{other(0)} has said goodbye")
@@ -149,7 +149,7 @@ async def test_an_insider_gets_nothing_with_metadata_or_agents_of_others(added: 
                 (hello_of(deployment, agents[0], backend_metadata=prefill._backend.metadata()), "another agent"),
                 (hello_of(deployment, agents[1], rank=0), "belongs to another agent"),
                 (hello_of(deployment, agents[0], agent=agent_name(prefill.me)), "transport agent of this rank"),
-                (hello_of(deployment, agents[0], agent=agent_name(decode.me)), "another peer has this agent"),
+                (hello_of(deployment, agents[0], agent=agent_name(decode.me)), "another peer has the same transport"),
                 (hello_of(deployment, agents[0], instance="decode"), "listed for other, not for decode"),
             ):
                 assert why in await refusal(attacker, hello)

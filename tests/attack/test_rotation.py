@@ -135,15 +135,15 @@ async def test_lists_are_read_again_from_files(tmp_path: Path) -> None:
 async def test_misuse(tmp_path: Path) -> None:
     async with guarded() as deployment, deploy() as plain:
         rank = deployment.prefill[0]
-        with pytest.raises(ConfigError, match="not read from a directory"):
+        with pytest.raises(ConfigError, match="there is no key directory to reload"):
             rank.reload_trust()
-        with pytest.raises(ConfigError, match="begins and ends with a restart"):
+        with pytest.raises(ConfigError, match="switching between plain and encrypted transport"):
             rank.reload_trust(Trust.none())
-        with pytest.raises(ConfigError, match="begins and ends with a restart"):
+        with pytest.raises(ConfigError, match="switching between plain and encrypted transport"):
             plain.decode[0].reload_trust(deployment.keys["decode"])
-        with pytest.raises(ConfigError, match="wrong type"):
+        with pytest.raises(ConfigError, match="load it with"):
             rank.reload_trust("keys")  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="file of keys is missing"):
+        with pytest.raises(ConfigError, match="key file does not exist"):
             deployment.registry.reload_trust(kvflow.load_trust(tmp_path))
         await works(deployment)
     for one in (rank, deployment.registry):

@@ -135,7 +135,7 @@ def test_one_write_has_one_kind_at_an_end() -> None:
     assert MIXED.kind_of(words((0, 5, 3), (21, 4, 3))) == "VRAM"
     assert MIXED.kind_of(words((10, 10, 0))) == "DRAM"
     assert MEMORY.kind_of(words((BASE, 1, 3))) == "DRAM"
-    with pytest.raises(BackendError, match="several kinds"):
+    with pytest.raises(BackendError, match="must be of the same kind"):
         MIXED.kind_of(words((0, 5, 3), (10, 1, 0)))
     with pytest.raises(BackendError, match="not registered"):
         MIXED.check(words((10, 1, 3)), side="source")

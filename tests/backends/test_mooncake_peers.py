@@ -199,7 +199,7 @@ async def test_the_address_of_an_incarnation_that_is_over_is_refused() -> None:
 async def test_a_wrong_incarnation_is_refused_and_needs_no_engine() -> None:
     async with open_source() as source, open_peer() as peer:
         for _ in range(3):
-            with pytest.raises(BackendError, match="somebody else"):
+            with pytest.raises(BackendError, match="a different process answers"):
                 await source.backend.connect(peer.name, peer.metadata_with(incarnation=bytes(INCARNATION_BYTES)))
         await source.backend.connect(peer.name, peer.metadata)
         await write_everything(source, peer, 1)
@@ -220,7 +220,7 @@ async def test_memory_that_cannot_be_read_is_refused_and_costs_no_engine() -> No
 async def test_engines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "MAX_ENGINES", 1)
     async with open_source() as source, open_peer() as peer:
-        with pytest.raises(BackendError, match="too many engines"):
+        with pytest.raises(BackendError, match="too many Mooncake engines are still"):
             await source.backend.connect(peer.name, peer.metadata_with(incarnation_address=4096))
         await source.backend.connect(peer.name, peer.metadata)
         await write_everything(source, peer, 1)

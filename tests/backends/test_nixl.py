@@ -241,7 +241,7 @@ async def test_an_agent_that_breaks_while_it_is_polled(monkeypatch: pytest.Monke
         monkeypatch.setattr(agent_class, "get_new_notifs", raising)
         source.backend.watch(active=True)
         for _ in range(2):
-            with pytest.raises(BackendError, match="broke down"):
+            with pytest.raises(BackendError, match="transport library has failed"):
                 await source.take_until(lambda: False)
         await close_soon(source)
         assert not has_thread(source.name)
@@ -257,7 +257,7 @@ async def test_an_agent_that_breaks_with_posts_in_flight_can_be_closed(
         monkeypatch.setattr(agent_class, "check_xfer_state", lambda *_: "PROC")
         monkeypatch.setattr(agent_class, "get_new_notifs", raising)
         source.post(1, target, copies(source, target))
-        with pytest.raises(BackendError, match="broke down"):
+        with pytest.raises(BackendError, match="transport library has failed"):
             await source.take_until(lambda: False)
         await close_soon(source)
         assert [end.post_id for end in source.ends()] == [1]
@@ -361,7 +361,7 @@ async def test_what_has_ended_is_told_before_a_breakdown(monkeypatch: pytest.Mon
         monkeypatch.setattr(agent_class, "get_new_notifs", raising)
         source.post(1, target, copies(source, target))
         goes_on.set()
-        with pytest.raises(BackendError, match="broke down"):
+        with pytest.raises(BackendError, match="transport library has failed"):
             await source.take_until(lambda: False)
         assert [end.post_id for end in source.ends()] == [1]
         await close_soon(source)

@@ -364,7 +364,7 @@ async def test_endpoints_whose_posts_are_stuck_are_bounded(monkeypatch: pytest.M
             await source.backend.disconnect(target.name)
             if post_id + 1 < MAX_AGENTS:
                 await source.connect(target)
-        with pytest.raises(BackendError, match="former endpoints"):
+        with pytest.raises(BackendError, match="previous endpoints"):
             await source.connect(target)
         await source.close()
         assert sorted(end.post_id for end in source.ends()) == list(range(MAX_AGENTS))

@@ -178,7 +178,7 @@ async def test_what_fails_on_the_thread_is_reported_once(failing: str) -> None:
         await endpoint.connect(endpoint)
         for post_id in range(3):
             endpoint.post(post_id, endpoint, copies(endpoint, endpoint))
-        with pytest.raises(BackendError, match="broke down") as caught:
+        with pytest.raises(BackendError, match="transport library has failed") as caught:
             await endpoint.take_until(lambda: False)
         assert caught.value.values["detail"] == f"ValueError: {failing} failed"
         await endpoint.close()

@@ -45,9 +45,9 @@ def test_a_plugin_is_found_by_its_name_and_takes_its_options(add: Install) -> No
     backend = create_backend("pigeon", {"speed": 3})
     assert (type(backend).__module__, vars(backend)["speed"]) == ("pigeon_post", 3)
     assert known_backends() == sorted([*BUILT_IN, "pigeon"])
-    with pytest.raises(ConfigError, match="does not take these options") as caught:
+    with pytest.raises(ConfigError, match="backend has no such options") as caught:
         create_backend("pigeon", {"wings": 2})
-    assert caught.value.values == {"backend": "pigeon", "options": ["wings"]}
+    assert caught.value.values == {"backend": "pigeon", "unknown": ["wings"], "known": ["speed"]}
 
 
 def test_ranks_find_plugins(add: Install) -> None:
@@ -137,7 +137,7 @@ METHODS = {name: no for name in Backend.__abstractmethods__ if name not in ("vie
 PigeonBackend = type("PigeonBackend", (Backend,), {"name": "pigeon", **METHODS})
 """
     add("pigeon_post", source, pigeon="pigeon_post:PigeonBackend")
-    with pytest.raises(BackendUnavailable, match="lacks methods") as caught:
+    with pytest.raises(BackendUnavailable, match="backend plugin does not implement all") as caught:
         create_backend("pigeon", {})
     assert caught.value.values["missing"] == ["view", "watch"]
 
@@ -145,14 +145,14 @@ PigeonBackend = type("PigeonBackend", (Backend,), {"name": "pigeon", **METHODS})
 def test_a_plugin_that_calls_itself_something_else_is_refused(add: Install) -> None:
     """Peers compare what a backend calls itself, not what the settings say."""
     add("pigeon_post", PIGEON, dove="pigeon_post:PigeonBackend")
-    with pytest.raises(BackendUnavailable, match="another name") as caught:
+    with pytest.raises(BackendUnavailable, match="a different name") as caught:
         create_backend("dove", {})
     assert caught.value.values["calls_itself"] == "pigeon"
 
 
 def test_a_subclass_of_a_built_in_backend_needs_a_name_of_its_own(add: Install) -> None:
     add("pigeon_post", "from kvflow.backends.memory import MemoryBackend", pigeon="pigeon_post:MemoryBackend")
-    with pytest.raises(BackendUnavailable, match="another name"):
+    with pytest.raises(BackendUnavailable, match="a different name"):
         create_backend("pigeon", {})
 
 

@@ -102,7 +102,7 @@ async def test_metadata_with_impossible_memory(backend: str) -> None:
             memory = RegisteredMemory((MemoryRange(4096, 64),), "DRAM", 0)
             force_setattr(memory, "ranges", (MemoryRange(address, length),))
             lying = with_fields(memory=memory)(target.backend.metadata())
-            with pytest.raises(BackendError, match="impossible") as caught:
+            with pytest.raises(BackendError, match="is invalid|out of range") as caught:
                 await source.backend.connect(target.name, lying)
             assert caught.value.values == {"address": address, "length": length}
 
@@ -119,7 +119,7 @@ async def test_the_metadata_of_another_transport(backend: str) -> None:
 async def test_names_and_options_that_do_not_exist(backend: str) -> None:
     with pytest.raises(ConfigError) as caught:
         create_backend(backend, {"speed": "high"})
-    assert caught.value.values["options"] == ["speed"]
+    assert caught.value.values["unknown"] == ["speed"]
     with pytest.raises(ConfigError) as caught:
         create_backend(backend + "x", {})
     assert set(BACKENDS) <= set(known_backends())

@@ -59,11 +59,11 @@ async def _register_and_find(endpoint: str) -> None:
 
 def test_registry_address_that_cannot_be_used(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["registry", "--bind", "tcp://192.0.2.1:7000"]) == 2
-    assert "say whom to trust" in capsys.readouterr().err
+    assert "trust=kvflow.load_trust" in capsys.readouterr().err
     assert main(["registry", "--bind", "tcp://192.0.2.1:7000", "--plain"]) == 2
     assert "cannot be bound" in capsys.readouterr().err
     assert main(["registry", "--keys", "/nowhere"]) == 2
-    assert "file of keys is missing" in capsys.readouterr().err
+    assert "key file does not exist" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -290,9 +290,16 @@ async def test_unknown_backend_names_the_known_ones() -> None:
 
 async def test_backend_options_that_it_does_not_take() -> None:
     config = decode_config("tcp://127.0.0.1:1", backend_options={"wings": 2})
-    with pytest.raises(ConfigError, match="does not take these options") as caught:
+    with pytest.raises(ConfigError, match="backend has no such options") as caught:
         kvflow.DecodeRank(config, make_pool().layout)
-    assert caught.value.values == {"backend": "memory", "options": ["wings"]}
+    assert caught.value.values["unknown"] == ["wings"]
+
+
+async def test_backend_options_that_it_needs() -> None:
+    config = decode_config("tcp://127.0.0.1:1", backend="ascend")
+    with pytest.raises(ConfigError, match="backend needs more options") as caught:
+        kvflow.DecodeRank(config, make_pool().layout)
+    assert caught.value.values == {"backend": "ascend", "missing": ["store_url", "role"]}
 
 
 async def test_control_address_that_is_taken(deployment: Deployment) -> None:
@@ -383,7 +390,7 @@ async def test_odd_settings_of_a_receive(deployment: Deployment, changes: dict[s
 
 @pytest.mark.parametrize("name", [None, b"p", "", 3, "\ud800"], ids=ascii)
 async def test_instance_that_is_no_name(deployment: Deployment, name: object) -> None:
-    with pytest.raises(LocalProtocolError, match="name of an instance"):
+    with pytest.raises(LocalProtocolError, match="an instance name"):
         deployment.decode[0].receive(1, prefill=name, tokens=(0, 4), pages={"kv": [1]})  # type: ignore[arg-type]
 
 

@@ -257,7 +257,7 @@ async def test_prefill_refuses_digests_of_device_memory() -> None:
             deployment.sources.append(source)
             failures = await end(deployment.request(1, 10))
             assert {failure.reason for failure in failures.values()} == {FailureReason.INVALID_PAGES}
-            assert "digests need host memory (memory_kind='VRAM')" in failures["decode/0"].detail
+            assert "digests require host memory (memory_kind='VRAM')" in failures["decode/0"].detail
             assert await end(deployment.request(2, 10), digest=False) == {}
 
 
@@ -274,7 +274,7 @@ def test_decode_refuses_digests_of_device_memory() -> None:
         kvflow.DecodeRank(decode_config("tcp://127.0.0.1:1", digest_every=4), layout)
     assert caught.value.values == {"digest_every": 4, "memory_kind": "VRAM"}
     rank = kvflow.DecodeRank(decode_config("tcp://127.0.0.1:1"), layout)
-    with pytest.raises(PlanError, match="digests need host memory"):
+    with pytest.raises(PlanError, match="digests require host memory"):
         rank.receive(1, prefill="prefill", tokens=(0, 4), pages={"kv": [1]}, digest=True)
     rank.receive(1, prefill="prefill", tokens=(0, 4), pages={"kv": [1]}, digest=False)
 

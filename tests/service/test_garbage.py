@@ -144,7 +144,7 @@ async def test_the_agent_of_a_living_rank_is_not_taken_over(deployment: Deployme
         hello = await a_hello(deployment, backend_metadata=metadata, agent=str(deployment.decode[0].me))
         answer = await ask(deployment.prefill[0].endpoint, hello)
     assert isinstance(answer, Refuse)
-    assert "another peer has this agent, with other memory" in answer.detail
+    assert "another peer has the same transport agent, with different memory" in answer.detail
 
 
 async def test_the_highest_version_in_common_is_spoken(deployment: Deployment) -> None:

@@ -175,7 +175,7 @@ async def test_whoever_waits_for_pages_learns_that_the_rank_was_left() -> None:
 
 def test_time_is_no_proof_over_a_transport_without_queue_pairs() -> None:
     proofs = Proofs(queue_pairs_die_with_process_s=60.0)
-    with pytest.raises(ConfigError, match="without queue pairs"):
+    with pytest.raises(ConfigError, match="requires a transport with queue pairs"):
         kvflow.DecodeRank(decode_config("tcp://127.0.0.1:1", proofs=proofs), make_pool().layout)
 
 

@@ -179,11 +179,32 @@ async def test_a_draining_instance_is_not_found_any_more() -> None:
         assert "none of its ranks is registered" in failure.detail
 
 
+async def test_an_address_may_be_a_string() -> None:
+    async with prefill_ranks() as ranks, decode_rank() as decode:
+        await hand_over(ranks, decode, ranks[0].endpoint, 1)
+        with pytest.raises(ConfigError, match="must have the form tcp://HOST:PORT") as error:
+            await receive(decode, "tcp://127.0.0.1", 2)
+        assert error.value.values == {"setting": "prefill", "value": "tcp://127.0.0.1"}
+
+
+async def test_an_endpoint_is_known_once_the_rank_is_open() -> None:
+    rank = kvflow.PrefillRank(prefill_config(None), make_pool().layout)
+    with pytest.raises(LocalProtocolError, match="enter it with `async with` first"):
+        _ = rank.endpoint
+    with pytest.raises(LocalProtocolError, match="enter it with `async with` first"):
+        rank.ticket(1)
+    async with rank:
+        endpoint = rank.endpoint
+    assert rank.endpoint == endpoint
+    with pytest.raises(LocalProtocolError, match="not open any more"):
+        rank.ticket(1)
+
+
 async def test_names_need_a_registry() -> None:
     async with decode_rank() as decode:
-        with pytest.raises(ConfigError, match="needs a registry"):
+        with pytest.raises(ConfigError, match="requires `registry`"):
             decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
-        with pytest.raises(LocalProtocolError, match="Endpoint or a ticket"):
+        with pytest.raises(LocalProtocolError, match="an instance name, an address"):
             decode.receive(1, prefill=7, tokens=TOKENS, pages=PAGES)  # type: ignore[arg-type]
         with pytest.raises(LocalProtocolError, match="come with a ticket"):
             decode.receive(prefill=Endpoint("::1", 1), tokens=TOKENS, pages=PAGES)

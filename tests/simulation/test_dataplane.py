@@ -86,7 +86,7 @@ def test_bytes_land_and_both_sides_hear_of_it(world: World) -> None:
 def test_memory_that_is_not_registered_is_refused(world: World) -> None:
     one, _ = pair(world)
     post(one, num_bytes=64)
-    with pytest.raises(Violation, match="range is not registered"):
+    with pytest.raises(Violation, match="memory range is not registered"):
         world.run(0.0)
 
 

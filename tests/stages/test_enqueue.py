@@ -322,7 +322,7 @@ async def test_without_a_thread_a_device_is_not_waited_for_on_the_event_loop() -
     """It might be waiting for something that the event loop has yet to do."""
 
     async def no_thread(_: Callable[[], object]) -> None:
-        raise ThreadShortage("no thread could be started")
+        raise ThreadShortage("cannot start a thread")
 
     async with running(run_in_thread=no_thread) as bench:
         device = bench.wait()

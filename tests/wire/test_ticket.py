@@ -95,7 +95,7 @@ def test_versions_that_do_not_overlap_are_refused(versions: tuple[int, int]) -> 
 def test_what_is_meant_for_another_room_is_refused() -> None:
     TICKET.check(None, "model")
     TICKET.check(TICKET.room, "model")
-    with pytest.raises(TicketError, match="another room"):
+    with pytest.raises(TicketError, match="different room"):
         TICKET.check(1, "model")
 
 

@@ -56,7 +56,7 @@ class EndpointAddress(msgspec.Struct, frozen=True):
         if address.agent != agent:
             raise BackendError("peer's metadata belongs to another agent", peer=agent, agent=address.agent)
         if address.protocol != protocol:
-            raise BackendError("peer uses another protocol", mine=protocol, theirs=address.protocol)
+            raise BackendError("peer uses a different protocol", mine=protocol, theirs=address.protocol)
         return address
 
 
@@ -83,7 +83,7 @@ class IncarnationCell:
         """
         with self._lock:
             if not self._free:
-                raise BackendError("too many peers are being connected at once", at_once=NUM_SLOTS - 1)
+                raise BackendError("too many peers are connecting at the same time", at_once=NUM_SLOTS - 1)
             return self.address + INCARNATION_BYTES * self._free.popleft()
 
     def give_back(self, slot: int) -> bytes:

@@ -101,7 +101,7 @@ class Agent:
         is_crowded = sum(engine.num_users > 0 for engine in self._engines) >= MAX_ENGINES
         if self._sender is worn_out or (self._sender.num_departed >= MAX_DEPARTED and not is_crowded):
             if is_crowded:
-                raise BackendError("too many engines are in use by peers that have not left", engines=MAX_ENGINES)
+                raise BackendError("too many Mooncake engines are still in use by peers", engines=MAX_ENGINES)
             self._sender = self._start_engine()
             self._engines.append(self._sender)
             self._log.info("mooncake_engine_replaced", engines=len(self._engines))

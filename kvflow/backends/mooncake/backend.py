@@ -114,9 +114,9 @@ class MooncakeBackend(OwnerBackend[Agent, ConnectedPeer]):
         if protocol not in get_args(Protocol):
             raise ConfigError("unknown protocol", protocol=protocol, known=list(get_args(Protocol)))
         if not 1 <= window <= MAX_WINDOW:
-            raise ConfigError("window is out of range", window=window, most=MAX_WINDOW)
+            raise ConfigError("window must be between 1 and the maximum", window=window, maximum=MAX_WINDOW)
         if host is not None and not _is_host(host):
-            raise ConfigError("host must be a name or an address, without brackets and without a port", host=host)
+            raise ConfigError("host must be a name or an address, without brackets or a port", host=host)
         if not metadata_server:
             raise ConfigError("metadata server must not be empty", known=PEER_TO_PEER)
         self.capabilities = Capabilities(
@@ -196,7 +196,7 @@ class MooncakeBackend(OwnerBackend[Agent, ConnectedPeer]):
                     connect = functools.partial(_connect_line, peer=peer, engine=engine, session=address.session)
                     return await self._call(connect)
                 if incarnation is not None:
-                    raise BackendError("somebody else answers under the peer's address", session=address.session)
+                    raise BackendError("a different process answers at the peer's address", session=address.session)
                 worn_out = engine
         raise BackendError("peer answers, but its memory cannot be reached", session=address.session)
 

@@ -203,7 +203,7 @@ def _require_rdma(native: Any, settings: EngineSettings) -> None:
     """
     topology = json.loads(native.get_local_topology())
     if not any(devices for places in topology.values() for devices in places):
-        raise BackendUnavailable("Mooncake finds no RDMA device; use protocol tcp", devices=settings.devices)
+        raise BackendUnavailable("Mooncake found no RDMA device; use protocol tcp", devices=settings.devices)
 
 
 def _text(error: Exception) -> str:

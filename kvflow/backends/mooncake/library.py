@@ -131,7 +131,7 @@ def environment_for(settings: EngineSettings, environment: Mapping[str, str]) ->
         complete[IPV6_VARIABLE] = "1"
     elif IPV6_VARIABLE in os.environ and _is_ipv4(settings.host):
         raise BackendUnavailable(
-            "MC_USE_IPV6 is set, so Mooncake reaches no IPv4 address; unset it, or advertise an IPv6 address",
+            "MC_USE_IPV6 is set, so Mooncake cannot reach IPv4 addresses; unset it, or advertise an IPv6 address",
             host=settings.host,
         )
     if settings.protocol == "tcp":
@@ -215,7 +215,7 @@ def _check_builds() -> None:
         )
     if len(builds) > 1:
         raise BackendUnavailable(
-            "several builds of Mooncake are installed over each other; uninstall all of them and install one",
+            "several builds of Mooncake are installed over one another; uninstall them all and install one",
             installed=builds,
         )
 
@@ -233,7 +233,7 @@ def _import_engine() -> ModuleType:
         return importlib.import_module(MODULE)
     except ImportError as error:
         raise BackendUnavailable(
-            "Mooncake does not load; a missing .so is a system package, on Debian libibverbs1, libnuma1 or libcurl4",
+            "Mooncake does not load; missing libraries are in system packages (Debian libibverbs1, libnuma1, libcurl4)",
             detail=str(error),
         ) from error
 

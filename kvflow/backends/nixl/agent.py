@@ -133,7 +133,7 @@ class NixlAgent:
             if is_sound and not self._is_in_use(connection):
                 return
             if not self._clean_up(self.poll):  # what ran over a failed one raises now
-                raise BackendError("posts over the former endpoint of a peer have not ended", peer=peer)
+                raise BackendError("writes over the previous endpoint of this peer have not ended", peer=peer)
         agent = self._agent_for(peer)
         if connection is not None and self._connections.get(peer) is connection:
             self._former.append(connection)

@@ -87,7 +87,7 @@ class NativeAgents:
             if not any(agent is other for other in taken):
                 return agent
         if len(self._agents) >= MAX_AGENTS:
-            raise BackendError("posts over the former endpoints of a peer have not ended", endpoints=len(taken))
+            raise BackendError("writes over previous endpoints of this peer have not ended", endpoints=len(taken))
         agent = self._add(f"{self._name}#{len(self._agents) + 1}")
         try:
             self._register_with(agent, self._rows)

@@ -434,7 +434,7 @@ class SimulatedBackend(Backend):
     @override
     def metadata(self) -> bytes:
         if self._memory is None:
-            raise BackendError("no memory is registered yet", backend=self.name)
+            raise BackendError("no memory has been registered yet", backend=self.name)
         return PeerMetadata(self.name, self.agent_name.encode(), self._memory).pack()
 
     @override
@@ -543,7 +543,7 @@ class SimulatedBackend(Backend):
         for memory in self._memories:
             if memory[0] <= address and address + length <= memory[1]:
                 return memory
-        raise BackendError("range is not registered", address=hex(address), length=length)
+        raise BackendError("memory range is not registered", address=hex(address), length=length)
 
 
 def _real(address: int, length: int) -> "ctypes.Array[ctypes.c_ubyte]":

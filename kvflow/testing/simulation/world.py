@@ -190,7 +190,7 @@ class World:
     async def _run_in_thread(self, process: Process, function: Callable[[], Result]) -> Result:
         if self.faults.no_thread and self.rng.random() < self.faults.no_thread:
             self.count("no thread")
-            raise ThreadShortage("no thread could be started")
+            raise ThreadShortage("cannot start a thread")
         running = process.run_in_thread(function, THREAD_S * self.pace * self.rng.random())
         with anyio.CancelScope(shield=True) as scope:
             return await running

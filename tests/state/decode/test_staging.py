@@ -39,7 +39,7 @@ from tests.support.receiving import ROOM, request
 
 GENERATION = 1
 TIMEOUTS = Timeouts()
-BROKEN = Failure(FailureReason.PROTOCOL, Stage.AGGREGATE, "decode/0", "payload has another size")
+BROKEN = Failure(FailureReason.PROTOCOL, Stage.AGGREGATE, "decode/0", "payload has the wrong size")
 RELEASED = SlotReleased(room=ROOM, generation=GENERATION, engine_rank=0, seq=0)
 QUERY = SlotQuery(room=ROOM, generation=GENERATION, engine_rank=0, seq=0)
 GONE = ev.ProbeFinished(PREFILL, is_gone=True)
