@@ -610,7 +610,7 @@ class RoomReceiver(Transfer):
 
     def _check_announced(self) -> None:
         if not self.is_announced:
-            raise LocalProtocolError("transfer has pages already", room=self.room)
+            raise LocalProtocolError("transfer already has pages", room=self.room)
 
     async def done(self) -> Handover:
         """Wait until the pages are complete.
@@ -668,7 +668,7 @@ class RoomReceiver(Transfer):
 
     @override
     def _abort(self) -> None:
-        detail = "the decode engine left the room before it was complete"
+        detail = "the decode engine aborted the transfer"
         self._rank.dispatch(ev.ReceiveAborted(self.room, self._rank.failure(FailureReason.ABORTED, detail)))
 
 

@@ -542,7 +542,7 @@ class RoomSender(Transfer):
     def _offer(self, chunk: Chunk) -> None:
         self._raise_if_failed()
         if self._is_finished:  # the core may know the room as that of a later transfer by now
-            raise LocalProtocolError("no chunk follows `finish`", room=self.room)
+            raise LocalProtocolError("cannot send chunks after `finish`", room=self.room)
         footprint = self._rank.footprint(chunk.pages)
         self._rank.request(ev.ChunkOffered(self.room, chunk, footprint))
         self._raise_if_failed()
@@ -678,11 +678,13 @@ class RoomSender(Transfer):
         finally:
             await self._wait_until_settled()
         if is_forgotten:
-            raise LocalProtocolError("a room was left without `finish` or `abort`; it is aborted", room=self.room)
+            raise LocalProtocolError(
+                "block exited without `finish` or `abort`; the transfer was aborted", room=self.room
+            )
         if exc is None:
             self._raise_if_untold()
 
     @override
     def _abort(self) -> None:
-        detail = "the prefill engine left the room before it was delivered"
+        detail = "the prefill engine aborted the transfer"
         self._rank.dispatch(ev.SendAborted(self.room, self._rank.failure(FailureReason.ABORTED, detail)))

@@ -167,7 +167,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     async def __aenter__(self) -> Self:
         if self._loop is not None:
-            raise LocalProtocolError("a rank can be opened only once; make another one", rank=str(self.me.rank))
+            raise LocalProtocolError("rank can be opened only once; create a new one", rank=str(self.me.rank))
         self._loop = asyncio.get_running_loop()
         try:
             if (host := await self._own_host()) is not None:
@@ -291,7 +291,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         except RuntimeError:
             loop = None
         if loop is not self._loop and self._loop is not None:
-            raise LocalProtocolError("a rank may be used only on the event loop that opened it", rank=str(self.me.rank))
+            raise LocalProtocolError("rank must be used on the event loop that opened it", rank=str(self.me.rank))
 
     def check_opened(self) -> None:
         """Refuse to count what is not there yet.
@@ -330,7 +330,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             RankBroken: It is broken.
         """
         if self._error is not None:
-            raise RankBroken("this rank has failed; close it and open another") from self._error
+            raise RankBroken("rank has failed; close it and open another one") from self._error
         if not self._is_open:
             raise self.not_open()
 
@@ -349,7 +349,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         """
         self.check_open()
         if self._is_dispatching:
-            raise LocalProtocolError("a rank cannot be used from within one of its own callbacks")
+            raise LocalProtocolError("rank cannot be used from within its own callbacks")
         try:
             effects = self._handle(event)
         except (LocalProtocolError, CapacityExceeded, RankDraining):
@@ -357,7 +357,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         except Exception as error:
             self._log.error("event_failed", event_type=type(event).__name__)
             self._fail(error)
-            raise RankBroken("this rank has failed; close it and open another") from error
+            raise RankBroken("rank has failed; close it and open another one") from error
         self._carry_out(event, effects)
 
     def dispatch(self, event: AnyEvent | SharedEvent) -> None:

@@ -144,7 +144,7 @@ class Transfer(abc.ABC):
             LocalProtocolError: It was before; another try is another transfer.
         """
         if self._has_begun:
-            raise LocalProtocolError("a transfer can be entered only once; make another one", room=self.room)
+            raise LocalProtocolError("transfer can be entered only once; create a new one", room=self.room)
         self._has_begun = True
         self._opened_at = self._home.now()
         self.memory = memory
@@ -227,7 +227,7 @@ class Transfer(abc.ABC):
 
     def _check_begun(self) -> None:
         if self._is_refused:
-            raise LocalProtocolError("this transfer was refused; make another one", room=self.room)
+            raise LocalProtocolError("transfer was refused; create a new one", room=self.room)
         if not self._has_begun:
             raise LocalProtocolError("enter the transfer with `async with` first", room=self.room)
         self._home.check_loop()

@@ -45,7 +45,7 @@ class Doorbell:
         """
         with self._lock:  # once it is closed, the number of the descriptor may be that of another file
             if self._is_closed or self._loop.is_closed():
-                raise RuntimeError("the event loop takes no calls any more: it is closed")
+                raise RuntimeError("event loop is closed")
             self._calls.append(call)
             if self._is_rung:  # the event loop has not seen yet what came before this
                 return

@@ -66,7 +66,7 @@ class LoopThread:
             LocalProtocolError: The thread does not run.
         """
         if self._portal is None:
-            raise LocalProtocolError("enter the LoopThread first, and leave it last")
+            raise LocalProtocolError("LoopThread must be entered before its ranks, and left after them")
         return self._portal
 
     @property
@@ -86,7 +86,7 @@ class LoopThread:
 
     def __enter__(self) -> Self:
         if self._portal is not None:
-            raise LocalProtocolError("a LoopThread can be entered only once")
+            raise LocalProtocolError("LoopThread can be entered only once")
         self._running: Future[None] = Future()
         self._thread = Thread(target=self._run, name="kvflow-loop", daemon=True)
         self._thread.start()
@@ -100,7 +100,7 @@ class LoopThread:
             self._portal = None
             return
         if self._num_users:
-            raise LocalProtocolError("close every rank of a LoopThread before it is left", ranks=self._num_users)
+            raise LocalProtocolError("LoopThread still has open ranks; close them first", ranks=self._num_users)
         portal, self._portal = self.portal, None
         with suppress(RuntimeError):  # it is not running any more
             portal.call(portal.stop, exc_type is not None)
@@ -119,11 +119,11 @@ class LoopThread:
         if self._affinity is None:
             return
         if sys.platform != "linux":
-            raise ConfigError("threads cannot be given CPUs on this system", affinity=self._affinity)
+            raise ConfigError("system does not support CPU affinity", affinity=self._affinity)
         try:
             os.sched_setaffinity(0, self._affinity)  # of this thread
         except (OSError, TypeError, ValueError, OverflowError) as error:
-            raise ConfigError("affinity must name CPUs of this machine", affinity=self._affinity) from error
+            raise ConfigError("affinity must consist of CPUs of this machine", affinity=self._affinity) from error
 
     async def _serve(self) -> None:
         async with BlockingPortal() as portal:

@@ -240,7 +240,7 @@ class Backend(abc.ABC):
             post_id: As in `post`.
             peer: A connected peer.
             blocks: At least one, and no position beyond its lists. The lists are the same object in every post to a
-                peer, until the peer wants other cells than before.
+                peer, until the peer wants different cells than before.
             notice: As in `post`.
 
         Raises:

@@ -54,7 +54,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         self, make_rank: Callable[[], AnyRank], loop: LoopThread | None, affinity: Collection[int] | None
     ) -> None:
         if loop is not None and affinity is not None:
-            raise ConfigError("affinity is that of the loop; give it to LoopThread", affinity=affinity)
+            raise ConfigError("affinity applies to the loop; pass it to LoopThread", affinity=affinity)
         self._changes: Changes[AnyTransfer] = Changes()
         self._unsettled: set[BlockingTransfer] = set()
         self._warm_ups: WarmUps[BlockingTransfer]
@@ -77,7 +77,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
             As the constructor and the entry of the rank for event loops.
         """
         if self._was_opened:
-            raise LocalProtocolError("a rank can be opened only once; make another one")
+            raise LocalProtocolError("rank can be opened only once; create a new one")
         self._was_opened = True
         _opened.add(self)
         with ExitStack() as stack:

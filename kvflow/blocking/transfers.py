@@ -163,7 +163,7 @@ class BlockingTransfer:
         if self._error is not None:
             raise self._error.with_traceback(None)
         if self._transfer.outcome is Outcome.PENDING:
-            raise LocalProtocolError("transfer has not ended; look at its outcome first", room=self.room)
+            raise LocalProtocolError("transfer has not ended; check `outcome` first", room=self.room)
 
 
 def take_update(transfer: AnyTransfer) -> TransferUpdate[AnyTransfer] | None:
@@ -313,7 +313,7 @@ class BlockingSender(BlockingTransfer):
         if self._is_quiescing:
             raise LocalProtocolError("room is being quiesced", room=self.room)
         if self._is_finished or self.outcome is not Outcome.PENDING:
-            raise LocalProtocolError("no chunk follows `finish`", room=self.room)
+            raise LocalProtocolError("cannot send chunks after `finish`", room=self.room)
 
     def _put(self, chunk: Chunk) -> None:
         self._is_quiesced = False
@@ -426,7 +426,7 @@ class BlockingReceiver(BlockingTransfer):
         if self.outcome is not Outcome.PENDING:
             self._check_success()
         if self._is_granted:
-            raise LocalProtocolError("transfer has pages already", room=self.room)
+            raise LocalProtocolError("transfer already has pages", room=self.room)
         self._rank._check_open()
         self._queued = self._receiver.check_grant(tokens, pages, digest, timeout_s)
         self._is_granted = True

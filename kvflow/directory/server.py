@@ -62,7 +62,7 @@ class Registry:
 
     async def __aenter__(self) -> Self:
         if self._listener is not None:
-            raise LocalProtocolError("registry is open already", endpoint=self.endpoint)
+            raise LocalProtocolError("registry is already open", endpoint=self.endpoint)
         self._anomalies = AnomalyLog(self._log, self._ports.now)
         listener = self._listener = self._ports.control.listen(
             self._bind, self._advertise, self._on_message, trust=self._trust, on_refused=self._refused

@@ -136,11 +136,13 @@ class DirectoryService:
         if rank == own.peer.rank:
             conflict = RegistrationConflict(peer=record.peer, other=own.peer, other_endpoint=own.endpoint, refused=True)
             self._send(Answer(connection, conflict))
-            raise RemoteProtocolError("rank registers as the one that answers", rank=str(rank))
+            raise RemoteProtocolError("another process registers under the name of this rank", rank=str(rank))
         if (rank.instance, record.num_ranks) != (own.peer.rank.instance, own.num_ranks):
-            detail = f"this is {own.peer.rank} of {own.num_ranks} ranks, which answers for its own instance only"
+            detail = f"this is {own.peer.rank} of {own.num_ranks} ranks, which is the registry of its own instance only"
             self._send(Answer(connection, Refuse(peer=own.peer, to=record.peer, detail=detail)))
-            raise RemoteProtocolError("rank of another instance registers", rank=str(rank), num_ranks=record.num_ranks)
+            raise RemoteProtocolError(
+                "rank of a different instance registers", rank=str(rank), num_ranks=record.num_ranks
+            )
 
     def _check_place(self, connection: bytes, peer: PeerId) -> None:
         """Refuse a rank of an instance that has used up its share of the table.

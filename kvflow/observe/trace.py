@@ -284,5 +284,10 @@ class AnomalyLog:
         if len(self._logged_at) >= MAX_SOURCES:
             self._logged_at.clear()
         self._logged_at[kind, peer] = now
-        shown = {name: shorten(value) if isinstance(value, str) else value for name, value in values.items()}
-        self._log.warning(kind, peer=str(peer) if peer else None, **shown, count=self.counts[kind])
+        known = {"peer": None if peer is None else str(peer), **values, "count": self.counts[kind]}
+        shown = {
+            name: shorten(value) if isinstance(value, str) else value
+            for name, value in known.items()
+            if value is not None
+        }
+        self._log.warning(kind, **shown)

@@ -111,11 +111,11 @@ def _find_difference(written: WrittenBy, work: DigestWork, is_wanted: Callable[[
             where = f"{written.rank.peer.rank}: tokens {tokens[0]}:{tokens[1]} of component {name}"
             sent = notice.digests.get(name)
             if sent is None:
-                detail = f"{where} came without the digest that was asked for"
+                detail = f"{where} arrived without the requested digest"
                 return Difference(FailureReason.PROTOCOL, detail)
             found = work.digest(name, tokens, notice.layer_range)
             if found != sent:
-                detail = f"{where} have digest {found:08x}, what was sent has {sent:08x}"
+                detail = f"{where} have digest {found:08x}, but the sent data has {sent:08x}"
                 return Difference(FailureReason.CORRUPT, detail)
     return None
 

@@ -48,7 +48,7 @@ def make_chunk(
     tables = build_page_tables(parts, layout)
     ranges = {name: part.tokens for name, part in parts.items()}
     if ready is not None and not callable(getattr(ready, "synchronize", None)):
-        raise PlanError("ready must have a method `synchronize`", type=type(ready).__name__)
+        raise PlanError("`ready` must have a `synchronize` method", type=type(ready).__name__)
     groups = _check_layers(layers, ready) if len(layers) else ()
     return Chunk(tokens, ranges, tables, ready=ready, layers=groups)
 
@@ -79,14 +79,14 @@ def _check_layers(layers: Sequence[LayersReady], ready: ReadyEvent | None) -> tu
         PlanError: They are no such groups, are not in ascending order, or there is an event for the whole chunk too.
     """
     if ready is not None:
-        raise PlanError("a chunk gets ready as a whole or by layers, not both", groups=len(layers))
+        raise PlanError("`ready` and `layers` are mutually exclusive", groups=len(layers))
     try:
         groups = tuple(LayersReady(operator.index(stop), event) for stop, event in layers)
     except (TypeError, ValueError):
-        raise PlanError("layers must be given as LayersReady", layers=layers) from None
+        raise PlanError("`layers` must contain LayersReady values", layers=layers) from None
     stops = [0, *(group.stop for group in groups)]
     if any(stop <= start for start, stop in itertools.pairwise(stops)):
-        raise PlanError("layers must be given in ascending order", stops=stops[1:])
+        raise PlanError("`layers` must be in ascending order", stops=stops[1:])
     return groups
 
 

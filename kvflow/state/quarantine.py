@@ -34,18 +34,19 @@ class Awaited(enum.StrEnum):
 
 SENTENCES: Final[Mapping[Awaited, str]] = MappingProxyType(
     {
-        Awaited.DRAINED: "{peer} must say Drained, which it does when its writes have ended; if bytes of one linger, "
-        "only the end of its process counts",
-        Awaited.PEER: "{peer} must be reached again and say Drained, or the host of {endpoint} must refuse "
+        Awaited.DRAINED: "{peer} must send Drained, which it does when its writes have ended; if a write may still "
+        "land, only the end of its process counts",
+        Awaited.PEER: "{peer} must be reached again and send Drained, or the host of {endpoint} must refuse "
         "connections because the process has ended",
-        Awaited.LANDING: "the process of {peer} has ended; the connections that it may have written over must run dry",
-        Awaited.QUEUE_PAIRS: "the process of {peer} has ended; the time must pass that the deployment has named for "
-        "its queue pairs",
-        Awaited.OPERATOR: "the process of {peer} at {endpoint} has ended, its last words were not heard, and the "
-        "transport cannot tell when its last bytes have landed; an operator must release the pages",
+        Awaited.LANDING: "the process of {peer} has ended; the connections over which it may have written must become "
+        "empty",
+        Awaited.QUEUE_PAIRS: "the process of {peer} has ended; the time that the deployment has set for its queue "
+        "pairs must pass",
+        Awaited.OPERATOR: "the process of {peer} at {endpoint} has ended, no last message from it was received, and "
+        "the transport cannot tell when its last bytes have landed; an operator must release the pages",
         Awaited.WRITE_END: "the transport of this rank must report the end of its writes to {peer}, or be closed",
-        Awaited.LOCAL: "this rank must have finished scattering or comparing what has arrived",
-        Awaited.BROKEN: "this rank takes no proof any more; an operator must release the pages",
+        Awaited.LOCAL: "this rank must finish scattering or comparing what has arrived",
+        Awaited.BROKEN: "this rank no longer accepts proofs; an operator must release the pages",
     }
 )
 

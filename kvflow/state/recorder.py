@@ -108,7 +108,7 @@ def _encode_event(event: Event) -> bytes:
 def _decode_event(kind: str, data: msgspec.Raw) -> Event:
     if kind not in _decoders:
         if kind not in EVENT_TYPES:
-            raise ConfigError("recording has an event of an unknown kind", kind=kind)
+            raise ConfigError("recording contains an event of an unknown kind", kind=kind)
         _decoders[kind] = msgspec.msgpack.Decoder(EVENT_TYPES[kind], dec_hook=_dec_hook)
     event: Event = _decoders[kind].decode(data)
     return event
@@ -217,7 +217,7 @@ def replay(file: BinaryIO) -> Replay:
     except (StopIteration, msgspec.DecodeError) as error:
         raise ConfigError("file is not a recording") from error
     if header.format != FORMAT:
-        raise ConfigError("recording has another format", format=header.format, spoken=FORMAT)
+        raise ConfigError("recording has a different format", format=header.format, spoken=FORMAT)
     try:
         return _replay(header, frames)
     except msgspec.DecodeError as error:

@@ -250,7 +250,7 @@ class ZmqListener:
             self._open()
         except zmq.ZMQError as error:
             os.close(self._fd)
-            self._on_refused("key_refused", f"everybody, for want of a socket: {error}")
+            self._on_refused("key_refused", f"all connections, because no socket can be created: {error}")
             self._loop.call_later(RECONNECT_MAX_MS / 1e3, self._open_anew)
 
     def _receive(self) -> Frames:
@@ -284,7 +284,7 @@ class ZmqListener:
         elif event == DISCONNECTED:
             self._intake.forget(value)
         elif self._doorman is not None and (event == HANDSHAKE_FAILED_PROTOCOL or value in PEER_HUNG_UP):
-            self._on_refused("key_refused", "handshake without a key, or for another one")
+            self._on_refused("key_refused", "handshake without a key, or with a different key of this process")
 
     def _tell_of_cut(self, why: str) -> None:
         self._on_refused("connection_cut", why)
@@ -365,13 +365,13 @@ class ZmqConnection:
         try:
             self._socket = sockets.make(zmq.DEALER)
         except zmq.ZMQError as error:
-            raise Unreachable("no socket could be made", endpoint=endpoint, detail=str(error)) from error
+            raise Unreachable("cannot create a socket", endpoint=endpoint, detail=str(error)) from error
         try:
             monitor = sockets.make_monitor(self._socket, CONNECTION_EVENTS)
         except zmq.ZMQError as error:
             self._socket.monitor(None, 0)
             self._socket.close(0)
-            raise Unreachable("no socket could be made", endpoint=endpoint, detail=str(error)) from error
+            raise Unreachable("cannot create a socket", endpoint=endpoint, detail=str(error)) from error
         # An unguessable name of our own keeps the connection's identity over a break of the network.
         self._socket.setsockopt(zmq.ROUTING_ID, b"k" + secrets.token_bytes(16))
         _, port = split_address("endpoint", endpoint)
@@ -392,7 +392,7 @@ class ZmqConnection:
         """
         if self._early is not None and not self._inbox.is_closed:
             if len(self._early) >= QUEUE_MESSAGES:
-                raise Unreachable("peer does not take its messages", endpoint=self._endpoint)
+                raise Unreachable("queue to the peer is full", endpoint=self._endpoint)
             self._early.append(payload)
             return
         try:
@@ -425,7 +425,7 @@ class ZmqConnection:
         return [frame.bytes for frame in self._intake.receive()]
 
     def _tell_of_cut(self, why: str) -> None:
-        self._on_refused(f"its connection was cut: {why}")
+        self._on_refused(f"connection was dropped: {why}")
 
     def _take_event(self, frames: Frames) -> None:
         event, value = struct.unpack("=Hi", frames[0])
@@ -440,9 +440,12 @@ class ZmqConnection:
             self._note_break()
         elif event == HANDSHAKE_FAILED_AUTH:
             own = "" if self._keys is None else short(self._keys.trust.public)
-            self._refuse(f"key {own} of this process is not listed there")
+            self._refuse(f"key {own} of this process is not listed in `peers` there")
         elif event == HANDSHAKE_FAILED_PROTOCOL:
-            self._refuse("it wants a key, and this process has none" if self._keys is None else "it has no key")
+            is_plain = self._keys is None
+            self._refuse(
+                "it requires a key, and this process has none" if is_plain else "it has no keys, but this process does"
+            )
         elif self._keys is not None and value in PEER_HUNG_UP:
             self._try_next_key(self._keys)
 
@@ -468,7 +471,7 @@ class ZmqConnection:
         if self._num_misfits >= TRIES_OF_A_KEY * len(keys.servers):
             self._num_misfits = 0
             listed = ", ".join(map(short, keys.servers[:MAX_KEYS_SHOWN]))
-            self._refuse(f"it has no key that is listed for who is to answer there: {listed}")
+            self._refuse(f"its key is not one of those that are listed for it here: {listed}")
         elif len(keys.servers) > 1:  # else libzmq tries again
             self._redial()
 
@@ -512,7 +515,7 @@ class ZmqConnection:
 
     def _refuse_unlisted(self) -> None:
         if not self._inbox.is_closed:
-            self._refuse("no key is listed for who is to answer there")
+            self._refuse("no key is listed for it here")
 
     def _resolve(self, host: str) -> None:
         """Find out which kinds of addresses a name has, again and again until it has any and can be dialled.

@@ -52,7 +52,7 @@ def decode(data: bytes) -> AnyMessage:
     if data[:3] != MAGIC:
         raise RemoteProtocolError("not a kvflow message", first_bytes=data[:8], num_bytes=len(data))
     if data[:4] != HEADER:
-        raise RemoteProtocolError("message of another frame format", format=data[3:4], spoken=FRAME_FORMAT)
+        raise RemoteProtocolError("message has a different frame format", format=data[3:4], spoken=FRAME_FORMAT)
     try:
         body = memoryview(data)[4:]
         if len(data) > MAX_RECORD_BYTES:

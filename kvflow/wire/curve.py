@@ -136,7 +136,7 @@ class Doorman:
         key = self._key(request)
         if self._kept_out.get(key, 0.0) > self._loop.time():
             status = [b"400", b"", b""]
-            self._on_refused(f"key {short(key)} is kept out for a second")
+            self._on_refused(f"key {short(key)} is locked out for a second")
         elif self.trust.knows(key):
             status = [b"200", b"", key.encode()]
         else:

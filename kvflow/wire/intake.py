@@ -116,7 +116,7 @@ class Intake:
             frames.append(self._socket.recv(NOBLOCK, copy=False))
             if len(frames) > self._num_ids + 1:
                 self._is_in_rest = frames[-1].more
-                self.cut(fd, "it sent a message of several parts")
+                self.cut(fd, "it sent a multipart message")
                 break
         if is_broken:
             return []
@@ -169,7 +169,7 @@ class Intake:
             suspects.add(fd)
             in_all -= waiting[fd]
         for fd in suspects & self._suspects:
-            self.cut(fd, f"{waiting[fd]} bytes of it waited to be taken")
+            self.cut(fd, f"{waiting[fd]} of its bytes were waiting to be read")
         self._suspects = suspects & self._taken.keys()
         self._timer = self._loop.call_later(self._check_s, self._check) if self._taken else None
 

@@ -183,12 +183,12 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
         engine_rank = self.peer.rank.engine_rank
         if not 0 <= engine_rank < self.num_ranks:
             raise RemoteProtocolError(
-                "record of a rank outside its instance", engine_rank=engine_rank, num_ranks=self.num_ranks
+                "record has an engine rank outside its instance", engine_rank=engine_rank, num_ranks=self.num_ranks
             )
         try:
             check_endpoint("endpoint", self.endpoint)
         except ConfigError as error:
-            raise RemoteProtocolError("record without a usable endpoint", endpoint=self.endpoint) from error
+            raise RemoteProtocolError("record has no usable endpoint", endpoint=self.endpoint) from error
 
 
 class Register(Message, frozen=True, tag="register"):

@@ -37,4 +37,4 @@ class Refusals:
         """
         names = self._names_of(connection)
         if not self._budgets.take(connection if names == (ANY,) else names, self._now()):
-            raise RemoteProtocolError("too many messages that are refused", at_once=REFUSALS_AT_ONCE)
+            raise RemoteProtocolError("too many rejected messages", at_once=REFUSALS_AT_ONCE)

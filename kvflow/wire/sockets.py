@@ -266,6 +266,6 @@ def send(zmq_socket: ZmqSocket, frames: Frames, **values: object) -> None:
             zmq_socket.send(frame, NOBLOCK_MORE)
         zmq_socket.send(frames[-1], NOBLOCK)
     except zmq.Again as error:
-        raise Unreachable("peer does not take its messages", **values) from error
+        raise Unreachable("queue to the peer is full", **values) from error
     except zmq.ZMQError as error:
         raise Unreachable("peer is not connected", **values) from error

@@ -88,9 +88,9 @@ class Ticket:
             raise TicketError("ticket is malformed", detail=str(error)) from error
         room = _parse_room(read.room) if read.room_type == "integer" else as_room(read.room)
         if room is None:
-            raise TicketError("ticket is malformed", detail="room must be one")
+            raise TicketError("ticket is malformed", detail="room is not a valid room")
         if not is_instance_name(read.instance):
-            raise TicketError("ticket is malformed", detail="instance must be a name")
+            raise TicketError("ticket is malformed", detail="instance is not a valid name")
         issuer = PeerId(RankId(read.instance, read.engine_rank), int(read.incarnation, 16))
         return cls(room, read.address, issuer, read.fingerprint, read.versions, read.capability)
 
@@ -105,13 +105,13 @@ class Ticket:
             TicketError: It is for another room or model, or no protocol version is common.
         """
         if room is not None and room != self.room:
-            raise TicketError("ticket is for another room", room=room, ticket=self.room)
+            raise TicketError("ticket is for a different room", room=room, ticket=self.room)
         lowest, highest = self.versions
         if lowest > PROTOCOL_VERSION or highest < OLDEST_VERSION or lowest > highest:
             here = (OLDEST_VERSION, PROTOCOL_VERSION)
-            raise TicketError("no protocol version in common", ticket=self.versions, here=here)
+            raise TicketError("no common protocol version", ticket=self.versions, here=here)
         if self.fingerprint != _brief(fingerprint):
-            raise TicketError("ticket is of another model", ticket=self.fingerprint, here=fingerprint)
+            raise TicketError("ticket is for a different model", ticket=self.fingerprint, here=fingerprint)
 
 
 def ticket_for_room(ticket: Mapping[str, object], room: RoomId) -> dict[str, object]:
@@ -130,7 +130,7 @@ def ticket_for_room(ticket: Mapping[str, object], room: RoomId) -> dict[str, obj
     """
     number_or_name = as_room(room)
     if number_or_name is None:
-        raise LocalProtocolError("room must be an integer or a string that is not too long", room=room)
+        raise LocalProtocolError("room must be an integer or a string within the maximum length", room=room)
     return replace(Ticket.parse(ticket), room=number_or_name).as_dict()
 
 

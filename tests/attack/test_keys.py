@@ -74,7 +74,7 @@ def at(rank: kvflow.PrefillRank) -> kvflow.Endpoint:
 async def test_nobody_is_served_without_a_key() -> None:
     async with guarded() as deployment:
         failure = await outsider(None, deployment, at(deployment.prefill[0]))
-        assert "it wants a key, and this process has none" in failure.detail
+        assert "it requires a key, and this process has none" in failure.detail
         assert failure.reason is FailureReason.UNREACHABLE
         assert deployment.prefill[0].statistics().anomalies["key_refused"]
         await works(deployment)
@@ -85,7 +85,7 @@ async def test_nobody_is_served_with_a_key_that_is_not_listed() -> None:
         own = new_trust()
         stranger = replace(deployment.keys["decode"], public=own.public, secret=own.secret)
         failure = await outsider(stranger, deployment, at(deployment.prefill[0]))
-        assert f"key {stranger.public[:12]} of this process is not listed there" in failure.detail
+        assert f"key {stranger.public[:12]} of this process is not listed in `peers` there" in failure.detail
         assert deployment.prefill[0].statistics().anomalies["key_refused"]
         await works(deployment)
 
@@ -183,7 +183,7 @@ async def test_a_registry_that_lies_leads_nobody_to_a_prefill_rank_without_the_k
         failure = await catch(ask)
         assert failure is not None
         assert failure.reason is FailureReason.REFUSED
-        assert "it has no key that is listed" in failure.detail
+        assert "its key is not one of" in failure.detail
         assert decode.statistics().anomalies["connection_refused"]
 
 
@@ -196,5 +196,5 @@ async def test_a_hello_in_the_name_of_its_reader_is_refused(monkeypatch: pytest.
             attacker.say(structs.replace(sniffed[0][1], peer=prefill.me))
             refused = await attacker.answer(Refuse, 5.0)
             assert isinstance(refused, Refuse)
-            assert refused.detail == "hello in the name of this rank"
+            assert refused.detail == "Hello names this rank as its sender"
             assert await attacker.answer(Grant, 0.1) is None

@@ -113,7 +113,7 @@ async def test_a_decode_rank_leaves_a_prefill_instance_that_is_struck_off() -> N
         failure = await outcome(deployment.request(3, 12).receive)
         assert failure is not None
         assert failure.reason is FailureReason.REFUSED
-        assert "no key is listed for who is to answer there" in failure.detail
+        assert "no key is listed for it here" in failure.detail
 
 
 async def test_lists_are_read_again_from_files(tmp_path: Path) -> None:

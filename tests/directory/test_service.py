@@ -366,7 +366,7 @@ async def test_open_registry_cannot_be_opened_again_and_a_closed_one_can() -> No
     registry = Registry()
     for _ in range(2):
         async with registry:
-            with pytest.raises(LocalProtocolError, match="open already"):
+            with pytest.raises(LocalProtocolError, match="registry is already open"):
                 await registry.__aenter__()
             with client_of(registry.endpoint, record()) as seeker:
                 assert await seeker.look_up() == (record(),)

@@ -177,15 +177,15 @@ async def test_misuse_is_told_and_costs_nothing() -> None:
                 with pytest.raises(PagesInUse):
                     receiver.grant(tokens=(0, 8), pages=pages)
                 assert (receiver.memory, receiver.is_announced) == (Memory.SAFE, True)
-                with pytest.raises(LocalProtocolError, match="pages already"):
+                with pytest.raises(LocalProtocolError, match="already has pages"):
                     other.grant(tokens=(0, 8), pages=request.dst_pages(0, (0, 8)))
                 other.abort()
             tasks.start_soon(request.send)
             receiver.grant(tokens=(0, 8), pages=pages)
-            with pytest.raises(LocalProtocolError, match="pages already"):
+            with pytest.raises(LocalProtocolError, match="already has pages"):
                 receiver.grant(tokens=(0, 8), pages=pages)
             await receiver.done()
-        with pytest.raises(LocalProtocolError, match="pages already"):
+        with pytest.raises(LocalProtocolError, match="already has pages"):
             receiver.grant(tokens=(0, 8), pages=pages)
         request.assert_arrived()
 
@@ -271,10 +271,10 @@ def test_misuse_by_a_scheduler_is_told_at_once() -> None:
         receiver = decode.announce(1, prefill="prefill")
         with pytest.raises(PlanError):
             receiver.grant(tokens=TOKENS, pages={"kv": [1]})
-        with pytest.raises(LocalProtocolError, match="look at its outcome"):
+        with pytest.raises(LocalProtocolError, match="transfer has not ended"):
             receiver.result()
         receiver.grant(tokens=TOKENS, pages=PAGES)
-        with pytest.raises(LocalProtocolError, match="pages already"):
+        with pytest.raises(LocalProtocolError, match="already has pages"):
             receiver.grant(tokens=TOKENS, pages=PAGES)
         receiver.abort()
         receiver.wait()

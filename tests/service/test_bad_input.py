@@ -106,7 +106,7 @@ async def test_decode_wants_tokens_that_prefill_does_not_have(deployment: Deploy
         tasks.start_soon(catch_into, failures, "decode", longer.receive)
     for failure in failures.values():
         assert (failure.reason, failure.rank) == (FailureReason.TOKENS_NOT_SERVED, "prefill/0")
-        assert failure.detail == "decode wants tokens 0:12 of component kv, prefill does not serve 8:12"
+        assert failure.detail == "decode wants tokens 0:12 of component kv, but prefill does not serve 8:12"
 
 
 async def test_room_that_prefill_never_opens() -> None:
@@ -135,7 +135,7 @@ async def test_room_that_decode_never_asks_for() -> None:
 async def test_second_receive_of_a_room(deployment: Deployment) -> None:
     request, other = deployment.request(1, 8), deployment.request(1, 8)
     async with anyio.create_task_group() as tasks, request.receiver() as receiver:
-        with pytest.raises(LocalProtocolError, match="being received already") as caught:
+        with pytest.raises(LocalProtocolError, match="already being received") as caught:
             await other.receive()
         assert caught.value.values["room"] == 1
         tasks.start_soon(request.send)
@@ -162,7 +162,7 @@ async def test_chunks_out_of_order(deployment: Deployment) -> None:
         tasks.start_soon(request.receive)
         request.compute(0, 12)
         await sender.chunk((0, 4), request.src_pages(0, (0, 4)))
-        with pytest.raises(LocalProtocolError, match="does not continue") as caught:
+        with pytest.raises(LocalProtocolError, match="must start where the previous one stopped") as caught:
             await sender.chunk((8, 12), request.src_pages(0, (8, 12)))
         assert caught.value.values == {"room": 1, "tokens": (8, 12), "before": (0, 4)}
         await sender.finish((4, 12), request.src_pages(0, (4, 12)))
@@ -197,7 +197,7 @@ async def test_registry_that_is_not_there(free_port: int) -> None:
     async with kvflow.DecodeRank(config, make_pool().layout) as rank:
         failure = await catch(lambda: _receive(rank))
         assert (failure.reason, failure.stage) == (FailureReason.UNREACHABLE, Stage.BOOTSTRAP)
-        assert "registry does not answer" in failure.detail
+        assert "the registry does not answer" in failure.detail
 
 
 async def test_prefill_rank_that_registered_and_died(free_port: int) -> None:

@@ -287,14 +287,14 @@ def test_the_caller_sees_how_many_chunks_wait() -> None:
 
 def test_a_loop_thread_is_entered_once_and_left_last() -> None:
     loop = LoopThread()
-    with pytest.raises(LocalProtocolError, match="enter the LoopThread"):
+    with pytest.raises(LocalProtocolError, match="LoopThread must be entered before its"):
         blocking.DecodeRank(decode_config("tcp://127.0.0.1:1"), make_pool().layout, loop=loop).open()
     with loop:
         with pytest.raises(LocalProtocolError, match="only once"):
             loop.__enter__()
         registry = blocking.Registry(loop=loop)
         with registry:
-            with pytest.raises(LocalProtocolError, match="before it is left"):
+            with pytest.raises(LocalProtocolError, match="LoopThread still has open ranks"):
                 loop.__exit__(None, None, None)
             assert registry.endpoint
 
@@ -378,7 +378,7 @@ def test_ranks_are_opened_and_closed_like_files() -> None:
         with pytest.raises(LocalProtocolError, match="not open"):
             rank.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
         assert rank.open() is rank
-        with pytest.raises(LocalProtocolError, match="make another"):
+        with pytest.raises(LocalProtocolError, match="rank can be opened only once"):
             rank.open()
         receiver = rank.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
         rank.close()
@@ -386,7 +386,7 @@ def test_ranks_are_opened_and_closed_like_files() -> None:
         (update,) = rank.completed()
         assert (update.transfer, update.outcome, update.memory) == (receiver, Outcome.ABORTED, Memory.SAFE)
         assert rank.wait_any() == []
-        with pytest.raises(LocalProtocolError, match="make another"):
+        with pytest.raises(LocalProtocolError, match="rank can be opened only once"):
             rank.open()
 
 
@@ -429,7 +429,7 @@ def test_a_registry_is_opened_once_and_again_after_closing() -> None:
     for _ in range(2):
         with registry:
             assert registry.endpoint.startswith("tcp://127.0.0.1:")
-            with pytest.raises(LocalProtocolError, match="open already"):
+            with pytest.raises(LocalProtocolError, match="registry is already open"):
                 registry.__enter__()
 
 
@@ -505,8 +505,8 @@ def test_room_in_use_shows_in_the_outcome() -> None:
         assert second.wait() is Outcome.FAILED
         assert second.failure is not None
         assert (second.failure.reason, second.failure.rank) == (FailureReason.PROTOCOL, "decode/0")
-        assert "being received already" in second.failure.detail
-        with pytest.raises(LocalProtocolError, match="being received already"):
+        assert "already being received" in second.failure.detail
+        with pytest.raises(LocalProtocolError, match="already being received"):
             second.result()
         assert first.outcome is Outcome.PENDING
         first.abort()

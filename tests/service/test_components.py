@@ -119,11 +119,11 @@ async def test_full_prefix_hit_still_brings_the_state() -> None:
 @pytest.mark.parametrize(
     ("sent", "lacking"),
     [
-        ({"kv": (0, NUM_TOKENS), "swa": WINDOW_TOKENS}, "component mamba, prefill does not serve 0:3"),
-        ({"kv": (0, NUM_TOKENS), "mamba": (0, ROWS)}, "component swa, prefill does not serve 12:22"),
+        ({"kv": (0, NUM_TOKENS), "swa": WINDOW_TOKENS}, "component mamba, but prefill does not serve 0:3"),
+        ({"kv": (0, NUM_TOKENS), "mamba": (0, ROWS)}, "component swa, but prefill does not serve 12:22"),
         (
             {"kv": (0, NUM_TOKENS), "mamba": (0, ROWS), "swa": (16, 22)},
-            "component swa, prefill does not serve 12:16",
+            "component swa, but prefill does not serve 12:16",
         ),
     ],
 )
@@ -145,7 +145,7 @@ async def test_what_prefill_cannot_send_in_full_fails_on_both_sides(
 
 async def test_a_component_must_be_mentioned() -> None:
     async with bench("memory") as ranks:
-        with pytest.raises(PlanError, match="or None") as caught:
+        with pytest.raises(PlanError, match="must list every component") as caught:
             ranks.decode.receive(1, prefill="prefill", tokens=(0, 4), pages={"kv": [0], "mamba": None})
         assert caught.value.values == {"missing": ["swa"], "given": ["kv", "mamba"]}
 

@@ -116,7 +116,7 @@ async def test_of_two_decode_processes_with_one_name_the_second_is_refused_until
         async with kvflow.DecodeRank(config, make_pool().layout) as newcomer:
             failure = await catch(lambda: receive(newcomer, 3))
             assert failure.reason is FailureReason.REFUSED
-            assert f"another living process is decode/0: {known.me}" in failure.detail
+            assert f"another running process has the name decode/0: {known.me}" in failure.detail
             await second.hand_over()  # the first one is not disturbed
             await deployment.close(known)
             await until(lambda: newcomer.statistics().peers == 1)

@@ -265,7 +265,7 @@ async def test_decode_may_leave_while_layers_are_computed() -> None:
         last.may_run = threading.Event()
 
         async def fail_to_send() -> None:
-            with pytest.raises(TransferFailed, match="left"):
+            with pytest.raises(TransferFailed, match="aborted the transfer"):
                 async with ranks.prefill[0].send(1) as sender:
                     await sender.finish((0, NUM_TOKENS), table((0, NUM_TOKENS)), layers=layers)
             assert sender.memory is kvflow.Memory.SAFE
@@ -285,8 +285,8 @@ async def test_decode_may_leave_while_layers_are_computed() -> None:
         ([LayersReady(2), LayersReady(2)], "ascending order"),
         ([LayersReady(0), LayersReady(2)], "ascending order"),
         ([LayersReady(3), LayersReady(2)], "ascending order"),
-        ([4], "as LayersReady"),
-        ([("2", None)], "as LayersReady"),
+        ([4], "must contain LayersReady values"),
+        ([("2", None)], "must contain LayersReady values"),
     ],
 )
 def test_layers_out_of_order_are_refused(layers: list[LayersReady], message: str) -> None:
@@ -296,7 +296,7 @@ def test_layers_out_of_order_are_refused(layers: list[LayersReady], message: str
 
 def test_layers_and_an_event_for_all_of_them_are_refused() -> None:
     pool = make_pool()
-    with pytest.raises(PlanError, match="not both"):
+    with pytest.raises(PlanError, match="are mutually exclusive"):
         make_chunk(pool.layout, (0, 4), table((0, 4)), ready=Device(pool, (0, 4), (0, 4)), layers=[LayersReady(4)])
 
 

@@ -30,7 +30,7 @@ async def test_a_room_that_is_left_without_finish_says_so() -> None:
                 failures.append(await catch(request.receive))
 
             tasks.start_soon(receive)
-            with pytest.raises(LocalProtocolError, match="left without `finish`"):
+            with pytest.raises(LocalProtocolError, match="the transfer was aborted"):
                 async with deployment.prefill[0].send(1) as sender:
                     await sender.chunk((0, 8), request.src_pages(0, (0, 8)))
         assert failures[0].reason is FailureReason.ABORTED

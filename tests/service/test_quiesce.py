@@ -159,7 +159,7 @@ async def test_nothing_has_to_be_offered_again_when_everything_is_posted() -> No
             await sender.finish((0, NUM_TOKENS), table(FIRST, (0, NUM_TOKENS)))
             assert await sender.quiesce() is None
             overwrite(pool, FIRST)
-            with pytest.raises(LocalProtocolError, match="no chunk follows `finish`"):
+            with pytest.raises(LocalProtocolError, match="cannot send chunks after `finish`"):
                 await sender.finish((40, 40), {})
             await receiver.done()
             await sender.delivered()
@@ -223,7 +223,7 @@ async def test_misuse_is_told() -> None:
         async with sender:
             await sender.chunk((0, 8), table(FIRST, (0, 8)))
             assert await sender.quiesce() == 0
-            with pytest.raises(LocalProtocolError, match="begins behind"):
+            with pytest.raises(LocalProtocolError, match="chunk must not start after"):
                 await sender.chunk((4, 8), table(FIRST, (4, 8)))
             await sender.chunk((0, 8), table(FIRST, (0, 8)))
             assert not sender.is_quiesced
@@ -312,4 +312,4 @@ def test_a_scheduler_hears_why_it_may_not_go_on() -> None:
         assert sender.wait(10) is blocking.Outcome.FAILED
         with pytest.raises(TransferFailed) as caught:
             sender.quiesce()
-        assert "begins behind" in str(caught.value.__cause__)
+        assert "chunk must not start after" in str(caught.value.__cause__)

@@ -134,7 +134,7 @@ async def test_another_instance_answers_at_an_address() -> None:
         async with prefill_ranks(bind=bind, instance="other") as ranks:
             failure = await catch(lambda: receive(decode, stale))
             assert failure.reason is FailureReason.STALE_TICKET
-            assert "other answers" in failure.detail
+            assert "other has all of its ranks" in failure.detail
             await hand_over(ranks, decode, Endpoint.parse(bind), 2)
 
 

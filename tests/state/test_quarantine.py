@@ -268,7 +268,7 @@ def test_a_record_names_the_peer_and_what_would_be_a_proof() -> None:
     open_and_quarantine(core, 1, ROOM)
     (proof,) = core.core.missing_proofs(1)
     assert proof == (str(PREFILL), endpoint_of(PREFILL), Awaited.DRAINED)
-    assert proof.detail.startswith(f"{PREFILL} must say Drained")
+    assert proof.detail.startswith(f"{PREFILL} must send Drained")
     core(ev.ConnectionLost(PREFILL))
     core.sleep(10.0)
     assert awaited(core) == [Awaited.PEER]

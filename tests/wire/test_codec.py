@@ -115,9 +115,9 @@ def test_trailing_bytes(message: Message, trailing: bytes) -> None:
         (b"GET / HTTP/1.1", "not a kvflow message"),
         (b"kvf" + PING[3:], "not a kvflow message"),
         (bytes(4) + PING[4:], "not a kvflow message"),
-        (b"KVF", "another frame format"),
-        (b"KVF\0" + PING[4:], "another frame format"),
-        (b"KVF\x02" + PING[4:], "another frame format"),
+        (b"KVF", "different frame format"),
+        (b"KVF\0" + PING[4:], "different frame format"),
+        (b"KVF\x02" + PING[4:], "different frame format"),
         (HEADER, "malformed"),
         (PING + PING, "malformed"),
         (PING + b"\0", "malformed"),
@@ -285,7 +285,7 @@ def test_record_without_a_usable_endpoint(endpoint: str) -> None:
     """A rank that is told of such a record could not connect, and could not even ask whether it is alive."""
     unchecked = fields(REGISTER)
     unchecked["record"]["endpoint"] = endpoint
-    assert "record without a usable endpoint" in str(refused(raw(unchecked)))
+    assert "record has no usable endpoint" in str(refused(raw(unchecked)))
 
 
 @settings(max_examples=300, deadline=None)

@@ -50,7 +50,7 @@ async def test_key_that_is_not_listed_is_refused_and_says_which() -> None:
     stranger = ClientKeys(new_trust(), (ends.server.public,))
     with closing(Server(trust=ends.server)) as server, closing(Client(server.endpoint, stranger)) as client:
         assert not await is_heard(server, client)
-        assert client.refused[0] == f"key {stranger.trust.public[:12]} of this process is not listed there"
+        assert client.refused[0] == f"key {stranger.trust.public[:12]} of this process is not listed in `peers` there"
         assert f"key {stranger.trust.public[:12]} is not listed" in server.refused
 
 
@@ -71,7 +71,7 @@ async def test_listener_with_another_key_is_not_talked_to() -> None:
     with closing(Server(trust=ends.server)) as server, closing(Client(server.endpoint, wrong)) as client:
         assert not await is_heard(server, client)
         await until(lambda: client.refused)
-        assert client.refused[0].startswith("it has no key that is listed")
+        assert client.refused[0].startswith("its key is not one of")
         assert server.refused
 
 
@@ -86,7 +86,7 @@ async def test_several_keys_are_tried_in_turn_and_nothing_is_lost() -> None:
 async def test_plain_client_is_not_heard() -> None:
     with closing(Server(trust=Ends().server)) as server, closing(Client(server.endpoint)) as client:
         assert not await is_heard(server, client)
-        assert client.refused[0] == "it wants a key, and this process has none"
+        assert client.refused[0] == "it requires a key, and this process has none"
         await until(lambda: server.refused)
 
 
@@ -103,7 +103,7 @@ async def test_nobody_to_answer_is_listed() -> None:
         closing(Client(server.endpoint, ClientKeys(ends.client, ()))) as client,
     ):
         assert not await is_heard(server, client)
-        assert client.refused[0] == "no key is listed for who is to answer there"
+        assert client.refused[0] == "no key is listed for it here"
         client.connection.renew(ends.keys)
         assert await is_heard(server, client, 5.0)
 

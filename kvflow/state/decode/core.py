@@ -289,7 +289,7 @@ class DecodeCore:
             return []
         if self.instances.is_handshaking(peer):  # it is about something that was sent before the Hello
             return []
-        detail = f"{peer.rank} does not know this rank any more: {refuse.detail}"
+        detail = f"{peer.rank} no longer knows this rank: {refuse.detail}"
         return self._left(peer, self._failure(FailureReason.PEER_LOST, detail), now)
 
     def _said_goodbye(self, peer: PeerId, goodbye: Goodbye, now: float) -> list[DecodeEffect]:

@@ -128,7 +128,7 @@ class Instances:
         if issuer is not None:  # the directory has to be asked with its number, to know more than the ticket
             self._number += 1
         if self._instances.at(ref) is None and not self._instances.make_room():
-            detail = "rooms wait for too many prefill instances"
+            detail = "too many unreachable prefill instances"
             return self._rooms.fail(room, self._failure(FailureReason.CAPACITY, detail), now)
         effects = self.reconnect(ref, now)
         instance = self._instance_at(ref)
@@ -138,7 +138,7 @@ class Instances:
             return [*effects, *self._rooms.connected(room, self._ranks(instance), now)]
         is_news = issuer is not None and issuer not in instance.peers
         if instance.failure is not None and not is_ready and not is_news:
-            detail = f"{instance} could not be reached and is being tried again: {instance.failure.detail}"
+            detail = f"{instance} could not be reached; retrying: {instance.failure.detail}"
             return [*effects, *self._rooms.fail(room, self._failure(FailureReason.PEER_FAILING, detail), now)]
         waiting = Waiting(room, self._number, now + self._timeouts.handshake_s)
         instance.waiting[room.generation] = waiting
@@ -254,7 +254,7 @@ class Instances:
             record = there.get(issuer.rank)
             answers_for_itself = record is not None and record.endpoint == event.instance.address
             if record is None and _is_complete(event.records):
-                failure = self._stale(issuer, f"{event.records[0].peer.rank.instance} answers without it")
+                failure = self._stale(issuer, f"{event.records[0].peer.rank.instance} has all of its ranks without it")
                 effects += self._rooms.fail(room, failure, now)
             elif record is not None and record.peer != issuer and answers_for_itself:
                 effects += self._rooms.fail(room, self._stale(issuer, f"{record.peer} answers now"), now)
@@ -532,12 +532,12 @@ class Instances:
         if not self._is_ready(instance):
             return None
         connected = ", ".join(map(str, instance.peers))
-        detail = f"{room.opened.instance} is not who is connected under this name and answers: {connected}"
+        detail = f"a different process is connected under the name of {room.opened.instance}: {connected}"
         return self._failure(FailureReason.UNREACHABLE, detail)
 
     def _stale(self, issuer: PeerId, detail: str) -> Failure:
         return self._failure(
-            FailureReason.STALE_TICKET, f"{issuer.rank} has restarted since it gave the ticket ({issuer}): {detail}"
+            FailureReason.STALE_TICKET, f"{issuer.rank} has restarted since it issued the ticket ({issuer}): {detail}"
         )
 
     def _send_declined(self, instance: Instance, now: float) -> list[DecodeEffect]:
@@ -613,23 +613,22 @@ class Instances:
     def _obstacle(self, instance: Instance) -> str:
         """Say what the rooms of an instance wait for."""
         if instance.state is InstanceState.COMPILING:
-            return "routes are being compiled"
+            return "its routes are still being compiled"
         if instance.state is not InstanceState.LOOKING_UP:
-            return next(self._silent(instance), "a rank is about to be connected")
+            return next(self._silent(instance), "one of its ranks is still connecting")
         if instance.found is None:
-            ref = instance.ref
-            silence = "registry does not answer"
-            if isinstance(ref, InstanceAt):
-                silence = f"nobody answers for an instance at {ref.address}"
+            if isinstance(instance.ref, InstanceAt):
+                return instance.refusal or "no answer"
+            silence = "the registry does not answer"
             return f"{silence}: {instance.refusal}" if instance.refusal else silence
         ended = [str(record.peer.rank) for record in instance.found.records if self._peers.has_ended(record.peer)]
         if ended:
-            return f"processes have ended whose records are still registered: {', '.join(ended)}"
+            return f"processes that are still registered have ended: {', '.join(ended)}"
         if not instance.found.records:
             return "none of its ranks is registered"
         registered = [record.peer.rank.engine_rank for record in instance.found.records]
         needed = instance.found.records[0].num_ranks
-        return f"not all ranks are registered: registered={registered} needed={needed}"
+        return f"only ranks {registered} of {needed} are registered"
 
     def _silent(self, instance: Instance) -> Iterator[str]:
         """Say of each rank that holds up the rooms of an instance why it does."""
@@ -638,7 +637,7 @@ class Instances:
             if record.peer in instance.hellos:
                 yield f"{who} does not answer"
             elif not self._peers.is_connected(record.peer):
-                yield f"{who} was not heard since its connection broke"
+                yield f"{who} has been silent since its connection broke"
 
     def _instance_at(self, ref: InstanceRef) -> Instance:
         instance = self._instances.at(ref)

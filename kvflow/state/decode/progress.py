@@ -183,7 +183,7 @@ class RankProgress:
             if chunk is None:
                 positions.update({name: stop for name, (_, stop) in notice.ranges.items()})
         if chunk is not None:
-            return f"layers of notice {chunk.seq} and those before it were written, the others were not"
+            return f"the layers up to those of notice {chunk.seq} were written, the others were not"
         for name, (_, stop) in self._wanted.items():
             if positions[name] != stop:
                 return f"tokens {positions[name]}:{stop} of component {name} were not written"
@@ -192,11 +192,11 @@ class RankProgress:
     def _tokens_anomaly(self, notice: Notice, positions: Mapping[str, int]) -> str | None:
         for name, (start, stop) in notice.ranges.items():
             if start != positions.get(name) or stop < start:
-                return f"tokens {start}:{stop} of component {name} do not continue what was written"
+                return f"tokens {start}:{stop} of component {name} do not follow what was written before"
         expected = expected_bytes(self._expected, notice.ranges, self._wanted, notice.layer_range)
         if notice.num_bytes == expected:
             return None
-        return f"{notice.num_bytes} bytes were written, {expected} were expected"
+        return f"{notice.num_bytes} bytes were written, but {expected} were expected"
 
 
 def _layers_anomaly(notice: Notice, before: Notice | None) -> str | None:
@@ -204,9 +204,9 @@ def _layers_anomaly(notice: Notice, before: Notice | None) -> str | None:
     start, stop = notice.layer_range
     expected = 0 if before is None or before.layers is None else before.layers[1]
     if start != expected or (stop is not None and stop <= start):
-        return f"layers {start}:{stop or ''} of notice {notice.seq} do not continue what was written"
+        return f"layers {start}:{stop or ''} of notice {notice.seq} do not follow what was written before"
     if before is not None and notice.ranges != before.ranges:
-        return f"notice {notice.seq} has other tokens than the layers before it"
+        return f"notice {notice.seq} has different tokens than the layers before it"
     return None
 
 

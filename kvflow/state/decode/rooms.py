@@ -106,13 +106,13 @@ class Rooms:
         """
         if opened.room in self.generations:
             raise LocalProtocolError(
-                "room is being received already", room=opened.room, generation=self.generations[opened.room]
+                "this room is already being received", room=opened.room, generation=self.generations[opened.room]
             )
         if len(self.rooms) >= self._limits.transfers:
             raise CapacityExceeded("too many rooms are open", limit=self._limits.transfers)
         self._quarantine.check_admission()
         if opened.generation <= self._last_generation:
-            raise LocalProtocolError("generation was used before", generation=opened.generation)
+            raise LocalProtocolError("generation has already been used", generation=opened.generation)
         self._hold(opened.pages)
         self._last_generation = opened.generation
         room = Room(self._context, opened, now + opened.timeout_s)
@@ -132,7 +132,7 @@ class Rooms:
             CapacityExceeded: Too much is in quarantine.
         """
         if given.generation not in self.announced:
-            raise LocalProtocolError("transfer does not wait for pages", room=given.room, generation=given.generation)
+            raise LocalProtocolError("transfer is not waiting for pages", room=given.room, generation=given.generation)
         self._quarantine.check_admission()
         self._hold(given.pages)
         del self.announced[given.generation]
@@ -287,9 +287,9 @@ class Rooms:
             case ReceiveDeadline(generation):
                 room = self.rooms[generation]
                 if room.is_announced:
-                    detail = f"announced, and given no pages within {room.opened.timeout_s} s"
+                    detail = f"no pages were granted within {room.opened.timeout_s} s of the announcement"
                     return self.fail(room, self._error(FailureReason.NOT_GRANTED, detail), now)
-                detail = f"no success within {room.opened.timeout_s} s"
+                detail = f"not complete within {room.opened.timeout_s} s"
                 return self.fail(room, self._error(FailureReason.DEADLINE, detail), now)
             case ReceiveStalled(generation):
                 room = self.rooms[generation]
@@ -381,7 +381,7 @@ class Rooms:
         """Say which transfer holds a page."""
         holder = next(room for room in self.rooms.values() if room.holds(held))
         return PagesInUse(
-            "another transfer may still be written to this page",
+            "another transfer may still write to this page",
             component=held.component,
             page=held.page,
             held_by=holder.room,

@@ -364,7 +364,7 @@ class PrefillCore:
             return self._ask_whether_it_lives(other, connection, hello, now)
         effects: list[PrefillEffect] = []
         if self.peers.wants_other_cells(hello):
-            detail = f"{hello.peer.rank} wants other cells than before"
+            detail = f"{hello.peer.rank} wants different cells than before"
             effects = self._left(hello.peer, self._failure(FailureReason.PEER_LOST, detail), now)
         if not self.peers.has_place(hello.peer):
             return self._refuse_hello(connection, hello, f"too many decode ranks of {hello.peer.rank.instance}")
@@ -377,9 +377,9 @@ class PrefillCore:
         claimant = self.peers.claimant(connection)
         layout = self._settings.layout
         if hello.peer == self.me:
-            return "hello in the name of this rank"
+            return "Hello names this rank as its sender"
         if hello.to != self.me:
-            return f"hello is for {hello.to}, this is {self.me}"
+            return f"Hello is for {hello.to}, but this is {self.me}"
         if self._leaving.is_closing:
             return f"{self.me.rank} is closing"
         if claimant not in (None, hello.peer):
@@ -387,11 +387,13 @@ class PrefillCore:
         if (over := self.peers.why_over(hello.peer)) is not None:
             return over
         if lowest > PROTOCOL_VERSION or highest < OLDEST_VERSION or lowest > highest:
-            return f"no protocol version in common: {lowest} to {highest}, {OLDEST_VERSION} to {PROTOCOL_VERSION} here"
+            own = f"{OLDEST_VERSION}-{PROTOCOL_VERSION}"
+            return f"no common protocol version: decode has {lowest}-{highest}, prefill has {own}"
         if hello.backend != self._settings.backend:
-            return f"transports differ: {hello.backend!r}, {self._settings.backend!r} here"
+            return f"transports differ: decode has {hello.backend!r}, prefill has {self._settings.backend!r}"
         if hello.layout.fingerprint != layout.fingerprint:
-            return f"model fingerprints differ: {hello.layout.fingerprint!r}, {layout.fingerprint!r} here"
+            theirs, own = hello.layout.fingerprint, layout.fingerprint
+            return f"model fingerprints differ: decode has {theirs!r}, prefill has {own!r}"
         return None
 
     def _hello_checked(self, event: ev.HelloChecked, now: float) -> list[PrefillEffect]:
@@ -462,7 +464,7 @@ class PrefillCore:
         if former.newcomer is None:
             return []
         (connection, hello), former.newcomer = former.newcomer, None
-        detail = f"another living process is {former.id.rank}: {former.id}"
+        detail = f"another running process has the name {former.id.rank}: {former.id}"
         effects = self._refuse_hello(connection, hello, detail)
         if former.refused != hello.peer:
             former.refused = hello.peer
@@ -543,7 +545,7 @@ class PrefillCore:
         peer = self.peers.find(key.delivery.peer)
         if peer is None or not peer.is_stuck(now, self._settings.timeouts.progress_s):
             return effects
-        detail = f"no write to {peer.id.rank} has ended for too long"
+        detail = f"writes to {peer.id.rank} are taking too long"
         failure = Failure(FailureReason.STALLED, Stage.SUBMIT, str(self.me.rank), detail)
         return [*effects, *self._connect_anew(peer, failure, now)]
 
@@ -554,7 +556,9 @@ class PrefillCore:
         """
         if self._leaving.failure is not None:
             return []
-        refusal = Refuse(peer=self.me, to=peer.id, detail=f"writes to you fail, connect again: {failure.detail}")
+        refusal = Refuse(
+            peer=self.me, to=peer.id, detail=f"writes to this decode rank fail, so it must reconnect: {failure.detail}"
+        )
         effects = self.rooms.peer_lost(peer.id, failure, now)
         return [*effects, Reply(peer.connection, refusal), *self._left(peer.id, failure, now)]
 
@@ -564,7 +568,7 @@ class PrefillCore:
         known = self.peers.find(peer)
         if known is None:
             return []
-        failure = self._failure(FailureReason.REFUSED, f"key of {peer.rank} is not listed any more")
+        failure = self._failure(FailureReason.REFUSED, f"key of {peer.rank} is no longer listed")
         refusal = Refuse(peer=self.me, to=peer, detail=failure.detail)
         return [
             CountAnomaly("peer_revoked", peer),

@@ -205,7 +205,7 @@ class Delivery:
             is_gap = at < first < last and at < stop
             if is_gap or (chunk.last and max(at, last) < stop):
                 lacking = f"{at}:{min(first, stop)}" if is_gap else f"{max(at, last)}:{stop}"
-                return f"decode wants tokens {start}:{stop} of component {name}, prefill does not serve {lacking}"
+                return f"decode wants tokens {start}:{stop} of component {name}, but prefill does not serve {lacking}"
         return None
 
     def offer(self, chunk: Chunk, now: float) -> list[PrefillEffect]:

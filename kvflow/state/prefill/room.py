@@ -265,14 +265,14 @@ class Room:
         if self.failure is not None:
             return self.failure
         if peer.rank in self.deliveries:  # also of an earlier incarnation of it
-            return self._error(FailureReason.ROOM_IN_USE, "an earlier grant of this rank for this room is open")
+            return self._error(FailureReason.ROOM_IN_USE, "this rank already has an open grant for this room")
         if peer in self.announced:
-            return self._error(FailureReason.ROOM_IN_USE, "this rank has announced a later grant for this room")
+            return self._error(FailureReason.ROOM_IN_USE, "this rank has already announced a later grant for this room")
         if self.num_asked and self._num_decode_ranks != asked.num_decode_ranks:
             detail = f"decode ranks disagree on their number: {self._num_decode_ranks} and {asked.num_decode_ranks}"
             return self._error(FailureReason.PROTOCOL, detail)
         if self.num_asked and self.num_asked == self._num_decode_ranks:
-            detail = f"all {self._num_decode_ranks} decode ranks have asked already"
+            detail = f"all {self._num_decode_ranks} decode ranks have already asked"
             return self._error(FailureReason.PROTOCOL, detail)
         return None
 
@@ -335,21 +335,21 @@ class Room:
     def _check_continues(self, chunk: Chunk) -> None:
         start, stop = chunk.tokens
         if self.is_finished:
-            raise LocalProtocolError("chunk after the last one", room=self.room, tokens=chunk.tokens)
+            raise LocalProtocolError("cannot send chunks after the last one", room=self.room, tokens=chunk.tokens)
         if self.is_quiescing:
             raise LocalProtocolError("room is being quiesced", room=self.room, tokens=chunk.tokens)
         if not 0 <= start <= stop or (start == stop and not chunk.last):
             raise LocalProtocolError("chunk has no tokens", room=self.room, tokens=chunk.tokens)
         if self._chunks and start != self._chunks[-1].tokens[1]:
             raise LocalProtocolError(
-                "chunk does not continue the one before",
+                "chunk must start where the previous one stopped",
                 room=self.room,
                 tokens=chunk.tokens,
                 before=self._chunks[-1].tokens,
             )
         if not self._chunks and self._resume_at is not None and start > self._resume_at:
             raise LocalProtocolError(
-                "chunk begins behind where the room was quiesced",
+                "chunk must not start after `resume_at`",
                 room=self.room,
                 tokens=chunk.tokens,
                 resume_at=self._resume_at,

@@ -143,7 +143,7 @@ class Rooms:
         self._quarantine.check_admission()
         if self._follows_too_many():
             raise CapacityExceeded(
-                "too many ended transfers may still land at decode ranks", unfenced=len(self.unfenced)
+                "too many ended transfers have writes that may still land at decode ranks", unfenced=len(self.unfenced)
             )
         self._failed.pop(room, None)
         opened = self.rooms[room] = Room(self._context, room)
@@ -161,7 +161,7 @@ class Rooms:
         """Take a chunk from the engine.
 
         Raises:
-            LocalProtocolError: The room is not open, or the chunk does not continue the one before.
+            LocalProtocolError: The room is not open, or the chunk must start where the previous one stopped.
         """
         known = self._known(room)
         return self._follow(known, known.offer(chunk, footprint, now), now)
@@ -470,20 +470,20 @@ class Rooms:
                 room = self._known(number)
                 return self._follow(room, room.in_doubt(), now)
             case RoomUnquiesced(number):
-                detail = f"what was posted, or begun by layers, still needs its pages after {self._timeouts.drain_s} s"
+                detail = f"writes that have begun still need their pages after {self._timeouts.drain_s} s"
                 failure = Failure(FailureReason.STALLED, Stage.SUBMIT, str(self._context.me.rank), detail)
                 return self._fail(number, failure, now)
             case RoomUngranted(number):
                 detail = f"not every decode rank asked for the pages within {self._timeouts.grant_s} s"
                 return self._fail(number, self._error(FailureReason.NOT_GRANTED, detail), now)
             case GrantOverdue(number, peer):
-                detail = f"decode rank {peer.rank} has announced the room, and has given up by now"
+                detail = f"decode rank {peer.rank} announced the room, and has given up since"
                 return self._fail(number, self._error(FailureReason.DEADLINE, detail), now)
             case DeliveryDeadline(delivery_id):
-                detail = f"decode rank {delivery_id.peer.rank} has given up by now"
+                detail = f"decode rank {delivery_id.peer.rank} has given up since"
                 return self._fail(delivery_id.room, self._error(FailureReason.DEADLINE, detail), now)
             case PostStalled(delivery_id):
-                detail = f"a write to {delivery_id.peer.rank} has not ended for too long"
+                detail = f"a write to {delivery_id.peer.rank} is taking too long"
                 failure = Failure(FailureReason.STALLED, Stage.SUBMIT, str(self._context.me.rank), detail)
                 return self._fail(delivery_id.room, failure, now)
         return []
@@ -545,7 +545,9 @@ class Rooms:
             failed.told[peer.rank] = None
             return self._context.refuse(delivery_id, failed.failure)
         if kept is None and not self.waiting.has_place(peer, asked):
-            detail = f"too many grants wait for their rooms: {len(self.waiting)} of {self._limits.pending_grants}"
+            detail = (
+                f"too many grants for rooms that are not open: {len(self.waiting)} of {self._limits.pending_grants}"
+            )
             return self._context.refuse(delivery_id, self._error(FailureReason.CAPACITY, detail))
         if kept is not None:
             self._void(delivery_id, kept)
@@ -607,7 +609,7 @@ class Rooms:
         """
         closed = peer.closed.result(delivery_id.generation)
         if closed is None and is_wanted:
-            too_old = self._error(FailureReason.PROTOCOL, "the grant is older than what is remembered")
+            too_old = self._error(FailureReason.PROTOCOL, "the grant is older than the oldest one that is remembered")
             failure = peer.failure_before(delivery_id.generation) or too_old
         elif closed is None or closed.failure is None:  # a rank that sends nothing may be asked long after its part
             return []
@@ -753,7 +755,7 @@ class Rooms:
         for peer in list(self._num_unfenced) if len(self.unfenced) >= limit else ():
             if len(self.unfenced) >= limit and peer not in peers:
                 self.peer_ended(peer)
-                peers.end(peer, "writes to this incarnation are not followed any more, because too many have not ended")
+                peers.end(peer, "writes to this incarnation are no longer tracked, because too many have not ended")
         return len(self.unfenced) >= limit
 
     def count_unfenced(self) -> dict[PeerId, int]:

@@ -107,7 +107,7 @@ class Dialer:
         if self.is_closed or not self.process.is_alive:
             return
         if self._network.is_queue_full() or len(self.waiting) >= QUEUE_MESSAGES:
-            raise Unreachable("peer does not take its messages", endpoint=self.endpoint)
+            raise Unreachable("queue to the peer is full", endpoint=self.endpoint)
         if self.session is None:
             self.waiting.append(payload)
         else:
@@ -158,7 +158,7 @@ class SimulatedListener:
         if session is None:
             raise Unreachable("peer is not connected", connection=connection.hex())
         if self._network.is_queue_full():
-            raise Unreachable("peer does not take its messages", connection=connection.hex())
+            raise Unreachable("queue to the peer is full", connection=connection.hex())
         self._network.transmit(session, 1, payload)
 
     def names_of(self, connection: bytes) -> tuple[str, ...]:

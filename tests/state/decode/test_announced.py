@@ -142,7 +142,7 @@ def test_it_fails_when_prefill_fails_the_room_and_the_other_rank_is_told(connect
     effects = connected.hear(PREFILL, FAILED)
     assert failure(effects) == ABORTED
     assert OTHER in told(effects, Decline)
-    with pytest.raises(LocalProtocolError, match="does not wait for pages"):
+    with pytest.raises(LocalProtocolError, match="transfer is not waiting for pages"):
         connected(granted())
 
 
@@ -194,7 +194,7 @@ def test_pages_that_wait_for_a_rank_are_free_when_that_is_lost(connected: Decode
 
 def test_pages_are_given_once(connected: DecodeDriver) -> None:
     connected(granted())
-    with pytest.raises(LocalProtocolError, match="does not wait for pages"):
+    with pytest.raises(LocalProtocolError, match="transfer is not waiting for pages"):
         connected(granted())
 
 

@@ -134,10 +134,10 @@ def test_versions_are_agreed_on(core: PrefillDriver) -> None:
 @pytest.mark.parametrize(
     ("changes", "detail"),
     [
-        ({"to": peer("prefill", incarnation=2)}, "hello is for"),
-        ({"versions": (4, 5)}, "no protocol version"),
-        ({"versions": (1, 2)}, "no protocol version"),
-        ({"versions": (3, 2)}, "no protocol version"),
+        ({"to": peer("prefill", incarnation=2)}, "Hello is for"),
+        ({"versions": (4, 5)}, "no common protocol version"),
+        ({"versions": (1, 2)}, "no common protocol version"),
+        ({"versions": (3, 2)}, "no common protocol version"),
         ({"backend": "another"}, "transports differ"),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_decode_rank_that_wants_other_cells_begins_anew(core: PrefillDriver) -
     ((to, failed),) = messages(effects, Failed)
     assert isinstance(failed, Failed)
     assert (to, failed.failure.reason) == (DECODE, FailureReason.PEER_LOST)
-    assert "other cells" in failed.failure.detail
+    assert "wants different cells than before" in failed.failure.detail
     assert effects.index(DisconnectTransport(DECODE)) < effects.index(CheckHello(FIRST, hello))
     assert messages(core(core.checked(hello)), Welcome)
 

@@ -256,7 +256,7 @@ def test_a_post_that_does_not_end_fails_the_room_and_its_pages_go_to_quarantine(
     assert (quiesced(effects), reports(effects)) == ([], [("failed", "draining")])
     (failed,) = [message for _, message in messages(effects, Failed)]
     assert isinstance(failed, Failed)
-    assert "still needs its pages" in failed.failure.detail
+    assert "still need their pages" in failed.failure.detail
     assert reports(core.pass_time(5)) == [("failed", "quarantined")]
     assert core.core.quarantine.total == Footprint(2, 16)
 
@@ -300,7 +300,7 @@ def test_chunks_wait_until_it_is_done_and_go_on_without_a_gap() -> None:
         core(chunk(4, 8))
     assert core(ASKED) == [], "once is enough"
     end(core, 0)
-    with pytest.raises(LocalProtocolError, match="begins behind"):
+    with pytest.raises(LocalProtocolError, match="chunk must not start after"):
         core(chunk(5, 8))
     assert quiesced(core(ASKED)) == [4], "again, with nothing offered since"
     assert posted(core(chunk(4, 8))) == [(1, (4, 8))]

@@ -632,7 +632,7 @@ def test_what_may_still_land_at_a_decode_rank_that_is_gone_is_dropped_and_it_is_
     effects = core(ev.MessageArrived(connection_of(DECODE), core.hello(DECODE, attempt=9)))
     ((_, refused),) = messages(effects, Refuse)
     assert isinstance(refused, Refuse)
-    assert "not followed any more" in refused.detail
+    assert "no longer tracked" in refused.detail
     assert messages(core.hear(DECODE, Cancel(room=1, generation=1, failure=ABORTED)), Drained) == []
     assert messages(core(ev.TransportClosed()), Goodbye) == []
 

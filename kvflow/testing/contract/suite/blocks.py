@@ -69,7 +69,7 @@ class BlockContract(ContractBase):
             await check_one_post(source, target, expected, post_id=7, notice=b"done")
 
     async def test_lists_may_change_from_post_to_post(self) -> None:
-        """A peer that wants other cells than before connects again while earlier posts are under way."""
+        """A peer that wants different cells than before connects again while earlier posts are under way."""
         async with self.open_some(SIZE) as (source, target):
             lists = [two_runs(source, target) for _ in range(3)]
             before, expected = source.buffer.read(), target.buffer.read()
