@@ -643,7 +643,7 @@ class RoomReceiver(Transfer):
             room=self.room,
             outcome=self.outcome,
             prefill=str(self._opened.instance),
-            num_bytes=0 if self.handover is None else self.handover.num_bytes,
+            num_bytes=None if self.handover is None else self.handover.num_bytes,
             num_pages=0 if self._wanted is None else self._wanted.footprint.num_pages,
             elapsed_s=self._rank.now() - self._opened_at,
             failure=self.failure,

@@ -170,7 +170,7 @@ class FailureReason(enum.StrEnum):
     WRITE_FAILED = "write_failed"
     """The transport reported that a write failed."""
     ABORTED = "aborted"
-    """An engine cancelled; `rank` says which side."""
+    """An engine cancelled; `detected_by` says on which side."""
     DEADLINE = "deadline"
     """The deadline of the transfer passed."""
     PEER_LOST = "peer_lost"
@@ -195,8 +195,8 @@ class TransferFailed(KvflowError):
     Attributes:
         room: The room of the transfer.
         reason: Why, for a program.
-        stage: The stage at which it was noticed.
-        rank: Who noticed it first, as "instance/engine_rank".
+        stage: The stage at which it was detected.
+        detected_by: The rank that detected it first, as "instance/engine_rank".
         detail: Why, for a person.
     """
 
@@ -205,16 +205,23 @@ class TransferFailed(KvflowError):
         room: RoomId,
         reason: FailureReason,
         stage: Stage,
-        rank: str,
+        detected_by: str,
         detail: str,
         *,
         memory: "Callable[[], Memory]",
     ) -> None:
-        super().__init__("transfer failed", room=room, reason=reason.value, stage=stage.value, rank=rank, detail=detail)
+        super().__init__(
+            "transfer failed",
+            room=room,
+            reason=reason.value,
+            stage=stage.value,
+            detected_by=detected_by,
+            detail=detail,
+        )
         self.room = room
         self.reason = reason
         self.stage = stage
-        self.rank = rank
+        self.detected_by = detected_by
         self.detail = detail
         self._memory = memory
 

@@ -209,7 +209,8 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
                 self._resources.close()
             finally:
                 await self._tasks.close()
-        self._log.info("rank_closed", quarantined=len(self.quarantined()))
+        quarantined = len(self.quarantined())
+        self._log.log(logging.WARNING if quarantined else logging.INFO, "rank_closed", quarantined=quarantined)
 
     async def _close(self) -> None:
         """End every transfer, stop the transport and say goodbye. The tasks that did it are ended after this."""

@@ -64,7 +64,7 @@ async def test_the_label_of_an_engine_is_in_its_log_lines() -> None:
             ):
                 await sender.finish((0, 4), {"kv": [1]})
                 await receiver.done()
-    (sent,), (received,) = lines.named("send_ended"), lines.named("receive_ended")
+    (sent,), (received,) = lines.named("send_finished"), lines.named("receive_finished")
     assert (sent["label"], received["label"]) == ("p-1", "d-1")
     assert (sent["room"], received["room"]) == ("room", "room")
 

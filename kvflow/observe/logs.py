@@ -20,6 +20,10 @@ LogFormat = Literal["console", "json"]
 LOGGER = logging.getLogger("kvflow")
 LOGGER.addHandler(logging.NullHandler())
 
+FIRST: Final = ("room", "outcome", "reason")
+LAST: Final = ("detail",)
+"""Values that begin and end a line, so that a person finds them."""
+
 UNQUOTED: Final = re.compile(r"[^\s\"'=\\]+")
 
 META: Final = ("event", "level", "timestamp", "exception")
@@ -43,7 +47,10 @@ def _quoted(value: object) -> str:
 
 
 def _as_line(_logger: WrappedLogger, _name: str, values: EventDict) -> EventDict:
-    return _Line(values)
+    line = _Line({name: values[name] for name in FIRST if name in values})
+    line.update((name, value) for name, value in values.items() if name not in LAST)
+    line.update((name, values[name]) for name in LAST if name in values)
+    return line
 
 
 _PROCESSORS: list[Processor] = [
@@ -68,7 +75,7 @@ def configure_logging(log_format: LogFormat, level: int = logging.INFO, stream: 
     if log_format == "json":
         renderer = structlog.processors.JSONRenderer()
     else:
-        renderer = structlog.dev.ConsoleRenderer(colors=stream.isatty())
+        renderer = structlog.dev.ConsoleRenderer(colors=stream.isatty(), sort_keys=False)
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         ProcessorFormatter(processors=[ProcessorFormatter.remove_processors_meta, renderer], foreign_pre_chain=[])

@@ -181,7 +181,7 @@ def _fields(item: object) -> dict[str, object]:
 
 def failure_values(failure: Failure) -> dict[str, object]:
     """Give what a log line says about a failure."""
-    return {"reason": failure.reason.value, "noticed_by": failure.rank, "detail": shorten(failure.detail)}
+    return {"reason": failure.reason.value, "detected_by": failure.rank, "detail": shorten(failure.detail)}
 
 
 MAX_TEXT: Final = 500
@@ -201,7 +201,7 @@ class TransferLine:
         role: "send" or "receive".
         room: The router's id of the request.
         prefill: Instance that computed it; None if this is that instance.
-        num_bytes: Bytes that were moved.
+        num_bytes: Bytes that were moved; None if that is not known.
         num_pages: Pages of this rank's pools that they were moved from or into.
         elapsed_s: Since the engine opened it, in seconds.
         failure: None if it succeeded.
@@ -212,11 +212,19 @@ class TransferLine:
     room: RoomId
     outcome: Outcome
     prefill: str | None
-    num_bytes: int
+    num_bytes: int | None
     num_pages: int
     elapsed_s: float
     failure: Failure | None = None
     label: str | None = None
+
+
+NAMES_OF_LINES: Final = {
+    ("send", True): "send_failed",
+    ("send", False): "send_finished",
+    ("receive", True): "receive_failed",
+    ("receive", False): "receive_finished",
+}
 
 
 def log_transfer(log: BoundLogger, line: TransferLine) -> None:
@@ -224,24 +232,22 @@ def log_transfer(log: BoundLogger, line: TransferLine) -> None:
 
     What an engine has aborted is not a warning: it knows.
     """
-    level = logging.WARNING if line.outcome is Outcome.FAILED else logging.DEBUG
+    has_failed = line.outcome is Outcome.FAILED
+    level = logging.WARNING if has_failed else logging.DEBUG
     if not LOGGER.isEnabledFor(level):  # most often it is not, and values cost more than the question
         return
-    values: dict[str, object] = {
-        "room": line.room,
-        "outcome": line.outcome.value,
+    known: dict[str, object] = {"room": line.room, "outcome": line.outcome.value}
+    if line.failure is not None:
+        known |= {"stage": line.failure.stage.value, **failure_values(line.failure)}
+    known |= {
+        "prefill": line.prefill,
+        "label": line.label,
         "num_bytes": line.num_bytes,
         "num_pages": line.num_pages,
         "elapsed_ms": round(line.elapsed_s * 1e3, 3),
     }
-    if line.prefill is not None:
-        values["prefill"] = line.prefill
-    if line.label is not None:
-        values["label"] = line.label
-    if line.failure is not None:
-        values |= failure_values(line.failure)
-    name = "send_ended" if line.role == "send" else "receive_ended"
-    log.log(level, name, **values)
+    values = {name: value for name, value in known.items() if value is not None}
+    log.log(level, NAMES_OF_LINES[line.role, has_failed], **values)
 
 
 MAX_SOURCES = 1_024

@@ -142,8 +142,8 @@ class Failure(msgspec.Struct, frozen=True):
 
     Attributes:
         reason: For a program.
-        stage: Where it was noticed.
-        rank: Who noticed it first, as "instance/engine_rank".
+        stage: Where it was detected.
+        rank: The rank that detected it first, as "instance/engine_rank".
         detail: For a person.
     """
 

@@ -33,6 +33,15 @@ def test_console_is_one_line_an_event_without_colours() -> None:
     assert "\x1b" not in lines.getvalue()
 
 
+def test_console_begins_with_what_a_person_looks_for_and_ends_with_the_long_text() -> None:
+    with printed("console") as lines:
+        get_logger(instance="decode").warning(
+            "receive_failed", detail="no", num_pages=1, reason="r", outcome="o", room=7
+        )
+    (line,) = lines.texts()
+    assert line.split()[-6:] == ["room=7", "outcome=o", "reason=r", "instance=decode", "num_pages=1", "detail=no"]
+
+
 @pytest.mark.parametrize("log_format", ["json", "console"])
 def test_text_of_a_peer_cannot_forge_a_line(log_format: LogFormat) -> None:
     with printed(log_format) as lines:
@@ -109,7 +118,7 @@ def keeper() -> Keeper:
 def test_engine_that_formats_lines_itself_reads_the_event_and_its_values(keeper: Keeper) -> None:
     get_logger(engine_rank=3).warning("hello_refused", peer="decode/0@00", detail="no route", room=7, failure=None)
     assert keeper.texts == [
-        "WARNING kvflow: hello_refused engine_rank=3 peer=decode/0@00 detail='no route' room=7 failure=None"
+        "WARNING kvflow: hello_refused room=7 engine_rank=3 peer=decode/0@00 failure=None detail='no route'"
     ]
 
 

@@ -1,5 +1,6 @@
 """Every event, effect and transfer as a log line."""
 
+import dataclasses
 import logging
 import typing
 from types import MappingProxyType
@@ -74,7 +75,7 @@ LINES = [
             "seq": 4,
             "lingers": False,
             "reason": "write_failed",
-            "noticed_by": "prefill/1",
+            "detected_by": "prefill/1",
             "detail": "why",
             "stage": "submit",
         },
@@ -122,7 +123,7 @@ LINES = [
             "outcome": "failed",
             "memory": "draining",
             "reason": "write_failed",
-            "noticed_by": "prefill/1",
+            "detected_by": "prefill/1",
             "detail": "why",
             "stage": "aggregate",
         },
@@ -171,7 +172,7 @@ def test_transfer_is_one_debug_line_that_names_prefill_bytes_pages_and_time() ->
     (line,) = lines.objects()
     del line["timestamp"]
     assert line == {
-        "event": "receive_ended",
+        "event": "receive_finished",
         "level": "debug",
         "instance": "decode",
         "room": 7,
@@ -183,6 +184,14 @@ def test_transfer_is_one_debug_line_that_names_prefill_bytes_pages_and_time() ->
     }
 
 
+def test_bytes_that_nobody_has_counted_are_left_out() -> None:
+    line = dataclasses.replace(RECEIVED, outcome=Outcome.FAILED, num_bytes=None, failure=FAILURE)
+    with printed() as lines:
+        log_transfer(get_logger(), line)
+    (shown,) = lines.named("receive_failed")
+    assert not shown.keys() & {"num_bytes", "label"}
+
+
 @pytest.mark.parametrize(
     ("outcome", "level"), [(Outcome.SUCCESS, "debug"), (Outcome.ABORTED, "debug"), (Outcome.FAILED, "warning")]
 )
@@ -192,8 +201,9 @@ def test_only_a_failure_is_shown_to_operators(outcome: Outcome, level: str) -> N
     )
     with printed("json", logging.DEBUG) as lines:
         log_transfer(get_logger(), line)
-    (shown,) = lines.named("send_ended")
-    assert (shown["level"], shown["reason"], shown["noticed_by"]) == (level, "write_failed", "prefill/1")
+    (shown,) = lines.named("send_failed" if outcome is Outcome.FAILED else "send_finished")
+    assert (shown["level"], shown["reason"], shown["detected_by"]) == (level, "write_failed", "prefill/1")
+    assert shown["stage"] == FAILURE.stage.value
     with printed("json", logging.INFO) as lines:
         log_transfer(get_logger(), line)
     assert len(lines.texts()) == (level == "warning")

@@ -116,7 +116,11 @@ async def test_it_ends_when_no_pages_come() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(catch, request.send)
             failed = await catch(receiver.done)
-        assert (failed.reason, failed.rank, receiver.memory) == (FailureReason.NOT_GRANTED, "decode/0", Memory.SAFE)
+        assert (failed.reason, failed.detected_by, receiver.memory) == (
+            FailureReason.NOT_GRANTED,
+            "decode/0",
+            Memory.SAFE,
+        )
         assert request.senders[0].failure == receiver.failure
 
 

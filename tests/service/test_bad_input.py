@@ -105,7 +105,7 @@ async def test_decode_wants_tokens_that_prefill_does_not_have(deployment: Deploy
         tasks.start_soon(catch_into, failures, "prefill", short.send)
         tasks.start_soon(catch_into, failures, "decode", longer.receive)
     for failure in failures.values():
-        assert (failure.reason, failure.rank) == (FailureReason.TOKENS_NOT_SERVED, "prefill/0")
+        assert (failure.reason, failure.detected_by) == (FailureReason.TOKENS_NOT_SERVED, "prefill/0")
         assert failure.detail == "decode wants tokens 0:12 of component kv, but prefill does not serve 8:12"
 
 
@@ -113,7 +113,7 @@ async def test_room_that_prefill_never_opens() -> None:
     timeouts = Timeouts(open_s=0.2, drain_s=0.5, lease_s=2.0)
     async with deploy(timeouts=timeouts) as deployment:
         failure = await catch(deployment.request(1, 8).receive)
-        assert (failure.reason, failure.room, failure.rank) == (FailureReason.UNKNOWN_ROOM, 1, "prefill/0")
+        assert (failure.reason, failure.room, failure.detected_by) == (FailureReason.UNKNOWN_ROOM, 1, "prefill/0")
         assert not failure.quarantined
         await undisturbed(deployment)
 

@@ -473,7 +473,7 @@ def test_abort_ends_both_sides(side: str) -> None:
         for transfer in (aborted, other):
             with pytest.raises(TransferFailed) as caught:
                 transfer.result()
-            assert (caught.value.reason, caught.value.rank) == (FailureReason.ABORTED, f"{side}/0")
+            assert (caught.value.reason, caught.value.detected_by) == (FailureReason.ABORTED, f"{side}/0")
             assert not caught.value.quarantined
             assert transfer.memory is Memory.SAFE
 

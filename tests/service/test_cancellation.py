@@ -295,7 +295,7 @@ class Room:
         for task in self._tasks:
             with pytest.raises(TransferFailed) as caught:
                 self._bench.result(task)
-            assert (caught.value.reason, caught.value.rank) == (FailureReason.PEER_CLOSED, f"{by}/0")
+            assert (caught.value.reason, caught.value.detected_by) == (FailureReason.PEER_CLOSED, f"{by}/0")
         assert self.sender.memory is self.receiver.memory is Memory.SAFE
 
 
@@ -455,7 +455,7 @@ def test_an_engine_that_is_cancelled(side: str, act: Callable[[Engines], Corouti
             engines.request.assert_arrived()
         else:
             assert (mine.outcome, theirs.outcome) == (Outcome.ABORTED, Outcome.FAILED)
-            assert (error.reason, error.rank) == (FailureReason.ABORTED, f"{side}/0")
+            assert (error.reason, error.detected_by) == (FailureReason.ABORTED, f"{side}/0")
         assert mine.memory is theirs.memory is Memory.SAFE
         bench.world.faults = NO_FAULTS
         bench.assert_works()

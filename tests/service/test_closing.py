@@ -79,7 +79,7 @@ async def test_closing_ends_what_is_open_on_both_sides(backend: str, first: str)
             await until(lambda: request.num_written() == 4 * 192)
             await deployment.close(deployment.prefill[0] if first == "prefill" else deployment.decode[0])
         for failure in failures.values():
-            assert (failure.reason, failure.rank) == (FailureReason.PEER_CLOSED, f"{first}/0")
+            assert (failure.reason, failure.detected_by) == (FailureReason.PEER_CLOSED, f"{first}/0")
             assert not failure.quarantined
 
 
@@ -267,7 +267,9 @@ async def test_rank_that_breaks_lets_go_who_waits_for_room() -> None:
             with pytest.RaisesGroup(pytest.RaisesExc(ZeroDivisionError)):
                 await prefill.__aexit__(None, None, None)
             deployment.closers[prefill].pop_all()
-        assert [(failure.reason, failure.rank) for failure in failures] == [(FailureReason.BROKEN, "prefill/0")] * 2
+        assert [(failure.reason, failure.detected_by) for failure in failures] == [
+            (FailureReason.BROKEN, "prefill/0")
+        ] * 2
 
 
 async def crash(rank: kvflow.PrefillRank | kvflow.DecodeRank) -> None:
@@ -298,7 +300,7 @@ async def test_a_peer_of_a_rank_that_breaks_learns_at_once_why() -> None:
             tasks.start_soon(receive)
             await until(lambda: deployment.prefill[0].statistics().waiting_grants)
             await crash(deployment.prefill[0])
-        assert (failures[0].reason, failures[0].rank) == (FailureReason.BROKEN, "prefill/0")
+        assert (failures[0].reason, failures[0].detected_by) == (FailureReason.BROKEN, "prefill/0")
         assert "ZeroDivisionError: boom" in failures[0].detail
         await leave_broken(deployment, deployment.prefill[0])
 

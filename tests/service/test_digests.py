@@ -97,7 +97,7 @@ async def test_a_changed_byte_fails_both_sides_and_is_named() -> None:
         assert sorted(failures) == ["decode/0", "prefill/0", "prefill/1"]
         for failure in failures.values():
             assert failure.reason is FailureReason.CORRUPT
-            assert (failure.stage, failure.rank) == (Stage.AGGREGATE, "decode/0")
+            assert (failure.stage, failure.detected_by) == (Stage.AGGREGATE, "decode/0")
             assert "prefill/1: tokens 10:20 of component kv" in failure.detail
             assert not failure.quarantined
         await undisturbed(deployment)

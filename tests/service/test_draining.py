@@ -74,7 +74,7 @@ async def test_nothing_new_begins_on_a_draining_prefill_rank_and_its_peers_are_t
         with pytest.raises(RankDraining):
             await deployment.request(1, 8).send()
         failure = await catch(deployment.request(2, 8).receive)
-        assert (failure.reason, failure.rank) == (FailureReason.PEER_CLOSED, "prefill/0")
+        assert (failure.reason, failure.detected_by) == (FailureReason.PEER_CLOSED, "prefill/0")
         assert not failure.quarantined
 
 
@@ -85,7 +85,7 @@ async def test_who_waits_for_a_room_is_told_when_the_drain_begins() -> None:
 
             async def wait_in_vain() -> None:
                 failure = await catch(request.receive)
-                assert (failure.reason, failure.rank) == (FailureReason.PEER_CLOSED, "prefill/0")
+                assert (failure.reason, failure.detected_by) == (FailureReason.PEER_CLOSED, "prefill/0")
 
             tasks.start_soon(wait_in_vain)
             await until(lambda: deployment.prefill[0].statistics().waiting_grants)
@@ -182,7 +182,7 @@ async def test_a_process_that_is_told_to_end_finishes_its_transfer_first() -> No
 
         async def is_refused() -> bool:
             failure = await catch(lambda: receive(decode, 2, pages={"kv": [1, 2]}))
-            return (failure.reason, failure.rank) == (FailureReason.PEER_CLOSED, "prefill/0")
+            return (failure.reason, failure.detected_by) == (FailureReason.PEER_CLOSED, "prefill/0")
 
         assert await is_refused()
         await prefill.tell("finish")

@@ -46,7 +46,7 @@ async def test_prefill_engine_leaves_in_the_middle(backend: str) -> None:
                 await send_and_stumble()
             assert (sender.outcome, sender.memory) == (Outcome.ABORTED, Memory.SAFE)
         for failure in failures.values():
-            assert (failure.reason, failure.rank) == (FailureReason.ABORTED, "prefill/0")
+            assert (failure.reason, failure.detected_by) == (FailureReason.ABORTED, "prefill/0")
             assert not failure.quarantined
         await undisturbed(deployment)
 
@@ -62,7 +62,7 @@ async def test_decode_engine_leaves_in_the_middle(backend: str) -> None:
                 await until(lambda: deployment.prefill[1].statistics().waiting_grants)
             assert (receiver.outcome, receiver.memory) == (Outcome.ABORTED, Memory.SAFE)
         failure = failures["prefill/0"]
-        assert (failure.reason, failure.rank) == (FailureReason.ABORTED, "decode/0")
+        assert (failure.reason, failure.detected_by) == (FailureReason.ABORTED, "decode/0")
         await undisturbed(deployment)
 
 
@@ -120,9 +120,13 @@ async def test_one_prefill_rank_failing_fails_all_parties_at_once() -> None:
                 deployment.faults[busy].release()
         assert len(failures) == 5
         first = failures["prefill/1"]
-        assert (first.reason, first.stage, first.rank) == (FailureReason.WRITE_FAILED, Stage.SUBMIT, "prefill/1")
+        assert (first.reason, first.stage, first.detected_by) == (FailureReason.WRITE_FAILED, Stage.SUBMIT, "prefill/1")
         for failure in failures.values():
-            assert (failure.reason, failure.rank, failure.detail) == (first.reason, first.rank, "scripted failure")
+            assert (failure.reason, failure.detected_by, failure.detail) == (
+                first.reason,
+                first.detected_by,
+                "scripted failure",
+            )
             assert not failure.quarantined
         await undisturbed(deployment)
 

@@ -10,10 +10,11 @@ from functools import partial
 import anyio
 import pytest
 
+import kvflow
 from kvflow.wire.channel import ZmqControl
 from tests.observe.lines import Lines, printed
 from tests.support.failures import catch
-from tests.support.instances import deploy
+from tests.support.instances import decode_config, deploy, make_pool
 from tests.support.waiting import until
 
 
@@ -44,7 +45,7 @@ async def test_info_says_nothing_about_a_transfer_that_succeeds() -> None:
 async def test_debug_says_in_one_line_how_a_transfer_went() -> None:
     with printed("json", logging.DEBUG) as lines:
         await transfer()
-    (received,), (sent,) = lines.named("receive_ended"), lines.named("send_ended")
+    (received,), (sent,) = lines.named("receive_finished"), lines.named("send_finished")
     assert received["prefill"] == "prefill"
     for line, instance in ((received, "decode"), (sent, "prefill")):
         assert (line["instance"], line["engine_rank"], line["room"]) == (instance, 0, 77)
@@ -55,14 +56,37 @@ async def test_debug_says_in_one_line_how_a_transfer_went() -> None:
 
 
 @pytest.mark.anyio
-async def test_failure_is_one_warning_on_each_side_that_says_why_and_who_noticed_it() -> None:
+async def test_failure_is_one_warning_on_each_side_that_says_why_and_who_detected_it() -> None:
     with printed() as lines:
         await transfer(fail=True)
     about = about_the_transfer(lines)
-    assert sorted(str(line["event"]) for line in about) == ["receive_ended", "send_ended"]
+    assert sorted(str(line["event"]) for line in about) == ["receive_failed", "send_failed"]
     for line in about:
-        assert (line["level"], line["reason"], line["noticed_by"]) == ("warning", "write_failed", "prefill/0")
+        assert (line["level"], line["reason"], line["detected_by"]) == ("warning", "write_failed", "prefill/0")
         assert line["detail"] == "scripted failure"
+
+
+@pytest.mark.anyio
+async def test_a_refused_handshake_is_one_warning_of_the_transfer_and_says_what_it_was() -> None:
+    other = make_pool(fingerprint="other-model")
+    with printed() as lines:
+        async with deploy() as deployment:
+            config = decode_config(deployment.registry.endpoint, instance="odd")
+            async with kvflow.DecodeRank(config, other.layout) as rank:
+                receiver = rank.receive(77, prefill="prefill", tokens=(0, 4), pages={"kv": [1]})
+                await catch(partial(finish, receiver))
+    of_decode = [line for line in lines.objects() if line.get("instance") == "odd"]
+    (warning,) = [line for line in of_decode if line["level"] == "warning"]
+    assert (warning["event"], warning["reason"], warning["room"]) == ("receive_failed", "refused", 77)
+    assert "num_bytes" not in warning
+    (news,) = lines.named("handshake_refused")
+    assert (news["level"], news["reason"], news["detail"]) == ("info", "refused", warning["detail"])
+    assert lines.named("instance_unreachable") == []
+
+
+async def finish(receiver: kvflow.RoomReceiver) -> None:
+    async with receiver:
+        await receiver.done()
 
 
 @pytest.mark.anyio
@@ -83,9 +107,9 @@ async def test_line_belongs_to_the_rank_that_wrote_it() -> None:
     """What an event says about another instance must not hide whose line it is."""
     with printed("json", logging.DEBUG) as lines:
         await transfer()
-    for event in ("receive_opened", "instance_found", "notice_delivered", "receive_ended"):
+    for event in ("receive_opened", "instance_found", "notice_delivered", "receive_finished"):
         assert {line["instance"] for line in lines.named(event)} == {"decode"}, event
-    for event in ("send_opened", "chunk_offered", "post_ended", "send_ended"):
+    for event in ("send_opened", "chunk_offered", "post_ended", "send_finished"):
         assert {line["instance"] for line in lines.named(event)} == {"prefill"}, event
 
 

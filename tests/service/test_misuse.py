@@ -232,7 +232,7 @@ def test_a_scheduler_hears_why_it_need_not_go_on() -> None:
         for give in (sender.chunk, sender.finish):
             with pytest.raises(TransferFailed) as caught:
                 give((4, 8), {"kv": [2]})
-            assert (caught.value.reason, caught.value.rank) == (FailureReason.ABORTED, "decode/0")
+            assert (caught.value.reason, caught.value.detected_by) == (FailureReason.ABORTED, "decode/0")
 
 
 # Shortage of threads -----------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ async def test_a_device_that_no_thread_can_wait_for_fails_its_transfer_only(monk
                 tasks.start_soon(receive)
                 failures.append(await catch(send))
             for failure in failures:
-                assert (failure.reason, failure.rank) == (FailureReason.NOT_READY, "prefill/0")
+                assert (failure.reason, failure.detected_by) == (FailureReason.NOT_READY, "prefill/0")
                 assert failure.memory is Memory.SAFE
         await undisturbed(deployment, room=901)
 
@@ -339,7 +339,7 @@ async def test_an_effect_that_raises_breaks_the_rank_and_says_what_was_left_undo
                     failures["prefill 1"] = await catch(first.send)
         assert set(failures) == {"decode 1", "decode 2", "prefill 1", "prefill 2"}
         for failure in failures.values():
-            assert (failure.reason, failure.rank) == (FailureReason.BROKEN, "prefill/0")
+            assert (failure.reason, failure.detected_by) == (FailureReason.BROKEN, "prefill/0")
             assert "ZeroDivisionError" in failure.detail
         (failed,), (broken,) = lines.named("event_failed"), lines.named("rank_broken")
         assert failed["level"] == broken["level"] == "error"
@@ -465,7 +465,7 @@ async def test_a_room_whose_receive_was_given_up_before_it_was_opened_fails_at_o
         async with sender:
             assert sender.outcome is Outcome.FAILED
             failure = await catch(sender.delivered)
-        assert (failure.reason, failure.rank) == (FailureReason.ABORTED, "decode/0")
+        assert (failure.reason, failure.detected_by) == (FailureReason.ABORTED, "decode/0")
         assert sender.memory is Memory.SAFE
         await undisturbed(deployment, room=1)
 

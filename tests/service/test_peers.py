@@ -36,7 +36,7 @@ async def test_killed_prefill_is_noticed_and_its_successor_is_connected(is_port_
                             await receiver.done()
 
                     failure = await catch(act)
-                    assert (failure.reason, failure.rank) == (FailureReason.PEER_LOST, "decode/0")
+                    assert (failure.reason, failure.detected_by) == (FailureReason.PEER_LOST, "decode/0")
 
                 tasks.start_soon(receive_and_lose)
                 await first.tell("send", room=2)

@@ -103,6 +103,8 @@ async def test_a_record_says_what_an_operator_has_to_know() -> None:
     with printed() as lines:
         async with deploy(timeouts=QUICK_DRAIN) as deployment:
             await check_records(deployment, lines)
+    closed = {line["instance"]: (line["level"], line["quarantined"]) for line in lines.named("rank_closed")}
+    assert closed == {"prefill": ("info", 0), "decode": ("warning", 1)}
 
 
 async def check_records(deployment: Deployment, lines: Lines) -> None:

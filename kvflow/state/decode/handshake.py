@@ -584,7 +584,8 @@ class Instances:
         instance.failure = failure
         instance.refused_at = now
         effects: list[DecodeEffect] = []
-        for room, *_ in list(instance.waiting.values()):
+        waiting = list(instance.waiting.values())
+        for room, *_ in waiting:
             effects += self._rooms.fail(room, failure, now)
         instance.waiting.clear()
         self._stop_waiting(instance)
@@ -592,8 +593,9 @@ class Instances:
             if peer not in self._peers:
                 effects += self._peers.probe(peer)
         if is_news:
+            name = "handshake_refused" if failure.reason is FailureReason.REFUSED else "instance_unreachable"
             values = {"prefill": str(instance), "reason": failure.reason.value, "detail": failure.detail}
-            effects.append(LogEvent("instance_unreachable", values, is_warning=True))
+            effects.append(LogEvent(name, values, is_warning=not waiting))  # each room that fails warns of it itself
         return effects
 
     def _forget_hellos(self, instance: Instance, now: float, keep: list[PeerId]) -> list[DecodeEffect]:

@@ -428,7 +428,13 @@ def test_rooms_wait_for_the_handshake_for_so_long_and_then_fail(core: DecodeDriv
         f"prefill was not reached within 5.0 s: rank prefill/1 at {endpoint_of(OTHER_PREFILL)} does not answer"
     )
     (log,) = [item for item in of_kind(effects, LogEvent) if item.name == "instance_unreachable"]
-    assert log.is_warning
+    assert not log.is_warning  # each room is one
+
+
+def test_a_refusal_that_fails_no_room_is_a_warning(core: DecodeDriver, hellos: list[DecodeEffect]) -> None:
+    core(ev.ReceiveAborted(ROOM, ABORTED))
+    (log,) = of_kind(refuse(core, hello_to(hellos, PREFILL)), LogEvent)
+    assert (log.name, log.is_warning) == ("handshake_refused", True)
 
 
 def test_a_failure_to_reach_an_instance_says_what_was_missing(core: DecodeDriver) -> None:
