@@ -1,17 +1,17 @@
 # make demo    install everything into .venv, then watch a KV cache cross two processes
-# make test    install everything into .venv, then every check but the slow tests; within five minutes on two cores
-# make test-all   the slow tests too, each property with five times the examples, and test-pythons; within 25 minutes
+# make test    install everything into .venv, then every check except the slow tests; within five minutes on two cores
+# make test-all   also the slow tests, properties with five times the examples, and test-pythons; within 25 minutes
 # make test-pythons   the tests that need neither torch nor a transport library, on each supported Python that is found
 # make test-sglang   the adapter of SGLang, driven by SGLang's own code; installs it into .cache; no GPU; five minutes
-# make test-vllm   real vLLM servers on this machine's CPUs, real routers; installs them into .cache, 4 GB; a quarter of an hour
+# make test-vllm   run real vLLM servers and routers on this machine's CPUs; installs them into .cache, 4 GB; a quarter of an hour
 # make test-transformers   the adapter of transformers alone, which is part of make test
-# make fuzz    20,000 drawn pairs of layouts against the slow oracle, a million malformed messages to live ranks; half an hour
-# make docs    write the generated parts of docs/ anew
+# make fuzz    fuzz 20,000 pairs of layouts against the slow oracle, and live ranks with a million malformed messages; half an hour
+# make docs    regenerate the generated parts of docs/
 # make simulate   100,000 seeds of whole instances in virtual time; about an hour on two cores
-# make mutants     50 small changes of the pure cores, one at a time: do the tests notice? ten minutes
-# make lock    write requirements.lock anew: versions and hashes of everything that development and CI install
+# make mutants     mutation-test the pure cores with 50 small changes; ten minutes
+# make lock    regenerate requirements.lock: versions and hashes of everything that development and CI install
 # make audit   an SBOM of the development environment in dist/, and known vulnerabilities in it
-# make help    the rest
+# make help    list all targets
 
 PYTHON ?= python3
 VENV := .venv

@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME OPTIONS`."""
+"""Measure kvflow in more ways than `kvflow bench` does: `python -m benchmarks NAME OPTIONS`."""
 
 import sys
 from collections.abc import Callable

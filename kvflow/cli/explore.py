@@ -1,4 +1,4 @@
-"""Explore every interleaving of messages, writes and faults between a few ranks, and check every promise."""
+"""Explore every interleaving of messages, writes and faults between a few ranks, and check every guarantee."""
 
 import argparse
 from collections.abc import Callable
@@ -22,16 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--posts-per-peer", type=int, default=Setup().posts_per_peer, metavar="N", help="writes to one rank at a time"
     )
     parser.add_argument("--slots", type=int, default=0, metavar="N", help="staging slots of each rank; 0 packs nothing")
-    parser.add_argument("--max-faults", type=int, default=1, metavar="N", help="most faults in one run")
+    parser.add_argument("--max-faults", type=int, default=1, metavar="N", help="maximum number of faults in one run")
     parser.add_argument(
         "--faults", type=names, default="all", metavar="NAME,...", help=f"kinds of faults, out of {', '.join(FAULTS)}"
     )
-    parser.add_argument("--handshake", action="store_true", help="begin with the handshake, not with connected ranks")
-    parser.add_argument("--seconds", type=float, metavar="S", help="stop after this many seconds, complete or not")
+    parser.add_argument("--handshake", action="store_true", help="start with the handshake instead of connected ranks")
+    parser.add_argument("--seconds", type=float, metavar="S", help="time limit in seconds")
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what explores and says what was found; 1 for a broken promise.
+    """Give what explores and says what was found; 1 for a violation.
 
     Raises:
         ConfigError: An option is unusable.
@@ -42,7 +42,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     for option, value in (("--max-faults", arguments.max_faults), ("--slots", arguments.slots)):
         if value < 0:
             raise ConfigError("option must not be negative", option=option, value=value)
-    kinds = cases_of(arguments.faults, FAULTS)
+    kinds = cases_of(arguments.faults, FAULTS, kind="fault")
     setup = Setup(
         num_prefill=arguments.prefill,
         num_decode=arguments.decode,

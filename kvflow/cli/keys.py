@@ -1,9 +1,9 @@
-"""Make and show keys."""
+"""Create and show keys."""
 
 import argparse
 from collections.abc import Callable
 
-from kvflow.cli.options import HelpFormatter
+from kvflow.cli.options import HelpFormatter, sentence
 
 __all__ = ["add_arguments", "prepare"]
 
@@ -11,11 +11,13 @@ __all__ = ["add_arguments", "prepare"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what can be done."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    new = commands.add_parser("new", help="make a key pair, and print its public key", formatter_class=HelpFormatter)
-    new.add_argument("directory", metavar="DIRECTORY", help="where to put it; made if it is not there")
-    new.add_argument("--capability", action="store_true", help="make a key for capabilities as well")
-    show = commands.add_parser("show", help="print the public key, and who is trusted", formatter_class=HelpFormatter)
-    show.add_argument("directory", metavar="DIRECTORY", help="of the keys")
+    text = "create a key pair, and print its public key"
+    new = commands.add_parser("new", help=text, description=sentence(text), formatter_class=HelpFormatter)
+    new.add_argument("directory", metavar="DIRECTORY", help="key directory; created if it does not exist")
+    new.add_argument("--capability", action="store_true", help="also create a capability key")
+    text = "print the public key, and the keys of those who are trusted"
+    show = commands.add_parser("show", help=text, description=sentence(text), formatter_class=HelpFormatter)
+    show.add_argument("directory", metavar="DIRECTORY", help="key directory")
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:

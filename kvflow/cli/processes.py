@@ -47,6 +47,9 @@ ANSWER_S: Final = 60.0
 
 MAX_LINE_BYTES: Final = 2**20
 EXIT_UNUSABLE: Final = 2
+FAILED: Final = "failed"
+"""The last report of a child that cannot go on."""
+
 PR_SET_PDEATHSIG: Final = 1
 
 Report = dict[str, Any]
@@ -61,7 +64,7 @@ class ChildSettings(TypedDict, total=False):
 
 
 class ChildFailed(KvflowError):
-    """A child did not do what it was told, or printed something; `printed` is what."""
+    """A child did not do what it was told, or printed something (`printed`); or its own error, as it has told it."""
 
 
 class Child(abc.ABC):
@@ -105,6 +108,7 @@ class Child(abc.ABC):
                 for event in events:
                     if (event, room) in self._reports:
                         return event
+                self._raise_own_error()
                 if ("refused", room) in self._reports:
                     detail = self._reports["refused", room]["detail"]
                     raise ChildFailed("child refused", child=self.name, room=room, detail=detail)
@@ -117,6 +121,11 @@ class Child(abc.ABC):
     def printed(self) -> str:
         """Give what it has printed to standard error, if that is collected."""
         return ""
+
+    def _raise_own_error(self) -> None:
+        """Raise what the child could not go on for, if it has said so."""
+        if (FAILED, 0) in self._reports:
+            raise ChildFailed(self._reports[FAILED, 0]["error"], child=self.name)
 
     def take(self, report: Report) -> None:
         """Note a report, and wake whoever expects it."""
@@ -191,6 +200,8 @@ class ChildProcess(Child):
             await self._heard.wait()
             await self._process.aclose()
         code = self._process.returncode
+        if exc is None:
+            self._raise_own_error()
         if exc is None and (self._printed or (code and not self._is_killed)):
             raise ChildFailed("child failed", child=self.name, exit_code=code, printed=self.printed())
 
@@ -319,6 +330,6 @@ def run_child(serve: Callable[[Options, Line], None], options_type: type[Options
     except (EOFError, BrokenPipeError):  # the parent process has ended, and wants no answer
         return EXIT_UNUSABLE
     except KvflowError as error:
-        print(error, file=sys.stderr)
+        line.report(FAILED, error=str(error))
         return EXIT_UNUSABLE
     return 0

@@ -1,4 +1,4 @@
-"""Run a registry on its own, until it is interrupted."""
+"""Run a registry until interrupted."""
 
 import argparse
 import signal
@@ -14,20 +14,20 @@ __all__ = ["add_arguments", "prepare"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
-    parser.add_argument("--bind", default="tcp://127.0.0.1:7100", metavar="ADDRESS", help="address to serve at")
+    parser.add_argument("--bind", default="tcp://127.0.0.1:7100", metavar="ADDRESS", help="address to listen on")
     parser.add_argument(
         "--advertise",
         metavar="HOST",
-        help="host to print, if not the one bound; a wildcard such as tcp://*:7100 needs it",
+        help="host that other machines use, if different from --bind; required for a wildcard such as tcp://*:7100",
     )
     trust = parser.add_mutually_exclusive_group()
-    trust.add_argument("--keys", metavar="DIRECTORY", help="keys, see `kvflow keys`; read again on SIGHUP")
-    trust.add_argument("--plain", action="store_true", help="ask nobody for a key, also on other hosts")
+    trust.add_argument("--keys", metavar="DIRECTORY", help="key directory, see `kvflow keys`; reloaded on SIGHUP")
+    trust.add_argument("--plain", action="store_true", help="accept connections from other hosts without keys")
     parser.add_argument("--log", default="console", choices=["console", "json"], help="format of the log")
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what serves until SIGINT or SIGTERM, and prints the endpoint as its first line.
+    """Give what serves until SIGINT or SIGTERM, and prints the endpoint as the first line of standard output.
 
     It raises ConfigError if the address cannot be bound, or the keys cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Run whole instances in virtual time under faults of network, transport and processes, and check every promise."""
+"""Run whole instances in virtual time under faults of network, transport and processes, and check every guarantee."""
 
 import argparse
 import os
@@ -22,14 +22,14 @@ RANGE = re.compile(r"(\d+):(\d+)")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument("--seeds", default="0:1000", metavar="A:B", help="run seeds A to B - 1")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
-    parser.add_argument("--story", type=int, metavar="SEED", help="instead, print what happens in one seed")
-    parser.add_argument("--scenario", type=Path, metavar="FILE", help="instead, play a scenario and print what happens")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="number of processes")
+    parser.add_argument("--story", type=int, metavar="SEED", help="print a log of one seed instead")
+    parser.add_argument("--scenario", type=Path, metavar="FILE", help="play a scenario and print a log of it instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what runs seeds and says what was found, or tells the story of one seed or scenario; 1 for a broken promise.
+    """Give what runs seeds and says what was found, or prints a log of one seed or scenario; 1 for a violation.
 
     Raises:
         ConfigError: The seeds or the number of processes make no sense.
@@ -40,7 +40,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         return lambda: _play(arguments.scenario)
     seeds = _seeds(arguments.seeds)
     if arguments.jobs < 1:
-        raise ConfigError("option must be positive", jobs=arguments.jobs)
+        raise ConfigError("option must be positive", option="--jobs", value=arguments.jobs)
     return lambda: _run(seeds, arguments.jobs, is_json=arguments.json)
 
 
@@ -56,7 +56,7 @@ def _run(seeds: range, jobs: int, *, is_json: bool) -> int:
 def _seeds(text: str) -> range:
     found = RANGE.fullmatch(text)
     if found is None or int(found[1]) >= int(found[2]):
-        raise ConfigError("seeds are given as A:B with A below B", seeds=text)
+        raise ConfigError("seeds must be given as A:B with A less than B", seeds=text)
     return range(int(found[1]), int(found[2]))
 
 
@@ -70,7 +70,7 @@ def _summary(report: Report) -> str:
         f"{report.seeds} seeds in {report.jobs} processes, {report.seeds_per_s:.0f} seeds/s",
         f"{report.successes} of {report.requests} requests succeeded",
         "faults injected",
-        *(f"  {kind:20} {count:8}" for kind, count in report.faults_injected.items()),
+        *(f"  {kind:24} {count:8}" for kind, count in report.faults_injected.items()),
         f"violations: {len(report.violations)}",
     ]
     lines += [f"  seed {one.seed}, {one.time:.3f} s: {one.message}" for one in report.violations[:MAX_SHOWN]]

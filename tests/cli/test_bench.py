@@ -2,6 +2,10 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -9,6 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+import kvflow
 from kvflow.cli.bench.loads import SHAPES, Load, PairOptions, Table, Way, tables_of
 from kvflow.cli.bench.pair import open_pair
 from kvflow.cli.bench.rows import Measured, Row, Tail, compare, grouped, percentile, rows_as_json, rows_as_table
@@ -140,6 +145,36 @@ def test_row_without_another_side_has_no_ratio() -> None:
     row = compare(REQUESTS, [3.0])
     assert (row.bare, row.ratio, row.paired_ratio) == (None, None, None)
     assert "3.00" in rows_as_table([row])
+
+
+WITHOUT_NIXL = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class NoNixl(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.startswith("nixl"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoNixl())
+"""
+
+
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_NIXL)
+    paths = [str(tmp_path), str(Path(kvflow.__file__).parent.parent)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    command = [sys.executable, "-m", "kvflow.cli", "bench", "handover", "--shape", "tiny", *SMALL]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert shown.returncode == 2
+    assert shown.stderr.startswith("kvflow bench: NIXL is not installed or does not load; install kvflow[nixl-cu12]")
+    assert len(shown.stderr.splitlines()) == 1
+
+
+def test_a_table_says_what_its_columns_are() -> None:
+    shown = rows_as_table([compare(replace(REQUESTS, unit="us"), [3.0], [2.0])])
+    assert "µs (higher is better)" in shown
+    assert "paired: median of the ratios of single rounds" in shown.splitlines()[-1]
 
 
 def test_rows_come_back_from_json() -> None:

@@ -1,6 +1,7 @@
 """The smaller commands."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -73,14 +74,39 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kvflow {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["demo", "registry", "simulate", "explore", "replay", "bench handover"])
-def test_help_shows_defaults_where_there_are_some(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+COMMANDS = ["demo", "registry", "simulate", "explore", "replay", "bench handover", "proxy", "serve"]
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit):
         main([*command.split(), "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "(default: None)" not in shown
-    assert "(default: False)" not in shown
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_defaults_where_there_are_some(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = " ".join(help_of(command, capsys).split())
+    for nothing in ("None", "False", "[]", ""):
+        assert f"(default: {nothing})" not in shown
     assert ("(default: " in shown) == (command != "replay")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "bench transfer", "keys new", "keys show"])
+def test_help_begins_with_a_sentence(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _usage, description, *_ = help_of(command, capsys).split("\n\n")
+    assert re.fullmatch(r"[A-Z].*\.", description, re.DOTALL)
+
+
+@pytest.mark.parametrize("text", ["abc", "1,,2", "0", "-1", "1.5", ""])
+def test_numbers_that_are_none_are_refused_in_plain_words(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "handover", f"--tokens={text}"])
+    assert f"argument --tokens: expected positive numbers separated by commas, not {text!r}" in capsys.readouterr().err
+
+
+def test_a_fault_that_there_is_not_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explore", "--faults", "earthquake"]) == 2
+    assert "kvflow explore: unknown fault (unknown=['earthquake'], known=[" in capsys.readouterr().err
 
 
 INTERRUPTED = {

@@ -102,7 +102,12 @@ def test_person_sees_both_answers_of_managers(capsys: pytest.CaptureFixture[str]
     options = ["--engine", "transformers", "--model", "tiny", "--backend", "memory", "--tokens", "5"]
     assert main(["demo", *options]) == 0
     shown = capsys.readouterr()
-    for words in ("the decode side says", "one manager alone says", "32 tokens on prefill, 16 on decode", "identical"):
+    for words in (
+        "output of the decode side",
+        "output of a single manager",
+        "32 tokens on prefill, 16 on decode",
+        "identical",
+    ):
         assert words in shown.out
 
 
@@ -118,7 +123,7 @@ def test_tiny_model_over_memory_in_one_process(
 def test_person_sees_text_figures_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--model", "tiny", "--backend", "memory", "--tokens", "5"]) == 0
     shown = capsys.readouterr()
-    for words in ("the decode side says", "goodput", "handover", "planning", "identical: all 5 tokens"):
+    for words in ("output of the decode side", "throughput", "GB/s", "handover", "planning", "identical: all 5 tokens"):
         assert words in shown.out
     for words in ("prefill: ready", "decode: ready", "MB received in"):
         assert words in shown.err
@@ -202,7 +207,7 @@ def test_directory_says_how_many_kv_heads_its_model_has(config: str, kv_heads: i
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [("{", "unreadable"), ("[]", "how many heads"), ('{"num_attention_heads": "8"}', "how many heads")],
+    [("{", "cannot be read"), ("[]", "number of KV heads"), ('{"num_attention_heads": "8"}', "number of KV heads")],
 )
 def test_directory_whose_config_cannot_be_used_is_refused(config: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config)

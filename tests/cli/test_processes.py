@@ -86,15 +86,26 @@ async def test_what_a_child_prints_is_a_failure_that_shows_it() -> None:
 
 async def test_child_that_ends_early_is_named_with_what_it_printed() -> None:
     with pytest.raises(ChildFailed) as caught:
-        await talk({"do": "fail"}, expecting=("echoed", 1))
+        await talk({"do": "crash"}, expecting=("echoed", 1))
     assert caught.value.values["event"] == "echoed"
-    assert "told so" in str(caught.value.values["printed"])
+    assert "cannot go on" in str(caught.value.values["printed"])
+
+
+async def test_the_error_of_a_child_is_raised_as_it_was_told() -> None:
+    with pytest.raises(ChildFailed) as caught:
+        await talk({"do": "fail"}, expecting=("echoed", 1))
+    assert str(caught.value) == "child cannot go on (because='told so') (child='echo')"
+
+
+async def test_an_error_is_a_failure_although_nothing_is_expected() -> None:
+    with pytest.raises(ChildFailed, match="child cannot go on"):
+        await talk({"do": "fail"})
 
 
 async def test_exit_code_is_a_failure_although_nothing_is_expected() -> None:
     with pytest.raises(ChildFailed) as caught:
-        await talk({"do": "fail"})
-    assert caught.value.values["exit_code"] == 2
+        await talk({"do": "exit"})
+    assert caught.value.values == {"child": "echo", "exit_code": 3, "printed": ""}
 
 
 async def test_room_that_is_refused_is_not_waited_for() -> None:

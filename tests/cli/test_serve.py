@@ -113,10 +113,10 @@ def test_a_pair_shares_the_cpus_and_nothing_else(tmp_path: Path) -> None:
     [
         (["--port", "0"], "port is out of range"),
         (["--port", "65535"], "port is out of range"),
-        (["--extra-config", "{"], "not JSON"),
-        (["--extra-config", "[]"], "not a JSON object"),
-        (["--engine-arguments='"], "not words"),
-        ([], "the command needs more packages"),  # vLLM is not installed here
+        (["--extra-config", "{"], "option is not valid JSON"),
+        (["--extra-config", "[]"], "option must be a JSON object"),
+        (["--engine-arguments='"], "option cannot be split into words"),
+        ([], "command requires packages that are not installed"),  # vLLM is not installed here
     ],
 )
 def test_command_says_what_is_wrong(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,12 @@ def test_a_scenario_tells_its_story_with_its_own_lines() -> None:
     ("text", "message", "values"),
     [
         ("prefill P\n", "first line must say what happened", {}),
-        ("# a\nP dances\n", "line is not understood", {"line": 2, "text": "P dances"}),
+        ("# a\nP dances\n", "cannot parse line", {"line": 2, "text": "P dances"}),
+        (
+            "# a\nP open 7\n",
+            "cannot parse line",
+            {"line": 2, "text": "P open 7", "did_you_mean": ["RANK opens|cannot open ROOM"]},
+        ),
         ("# a\nprefill P: ranks many\nP opens 7\n", "invalid literal", {"line": 2, "text": "prefill P: ranks many"}),
         ("# a\nprefill P: wheels 4\n", "no such option", {"line": 2}),
         ("# a\nstaging: slots 1, wheels 4\n", "no such option", {"line": 2}),

@@ -29,6 +29,10 @@ def serve(options: EchoOptions, line: Line) -> None:
                 line.report("refused", room=room, detail="pool is full")
             case {"do": "fail"}:
                 raise ConfigError("child cannot go on", because="told so")
+            case {"do": "crash"}:
+                raise RuntimeError("child cannot go on")
+            case {"do": "exit"}:
+                sys.exit(3)
             case {"do": "hang"}:
                 sys.stdin.readlines()
             case _:

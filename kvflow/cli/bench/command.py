@@ -1,10 +1,10 @@
-"""Measure kvflow on this machine, next to the transport that it uses."""
+"""Benchmark kvflow against the bare transport on this machine."""
 
 import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvflow.cli.options import HelpFormatter, check_positive, counts, names
+from kvflow.cli.options import HelpFormatter, check_positive, counts, names, sentence
 from kvflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,24 +18,26 @@ PAGE_SIZE = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the measurements and their options."""
     cases = parser.add_subparsers(dest="case", required=True, metavar="CASE")
-    transfer = cases.add_parser("transfer", help="goodput of one transfer at a time", formatter_class=HelpFormatter)
+    text = "throughput of one transfer at a time"
+    transfer = cases.add_parser("transfer", help=text, description=sentence(text), formatter_class=HelpFormatter)
     transfer.add_argument(
         "--shapes",
         type=names,
         default="llama3-8b,mla",
         metavar="NAME,...",
-        help="shapes of the cache",
+        help="cache shapes",
     )
     _add_common(transfer, "16,256,512,2048,8192,32768")
     transfer.set_defaults(load=_transfer)
-    handover = cases.add_parser("handover", help="small requests: latency, rate and CPU", formatter_class=HelpFormatter)
+    text = "latency, rate and CPU time of small requests"
+    handover = cases.add_parser("handover", help=text, description=sentence(text), formatter_class=HelpFormatter)
     handover.add_argument(
         "--shape",
         dest="shapes",
         type=names,
         default="llama3-8b",
         metavar="NAME",
-        help="shape of the cache",
+        help="cache shape",
     )
     _add_common(handover, "16,256")
     handover.add_argument(
@@ -43,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=counts,
         default="1,16,64",
         metavar="N,...",
-        help="requests in flight at once",
+        help="numbers of requests in flight",
     )
     handover.add_argument("--requests", type=int, default=256, metavar="N", help="requests in each round")
-    handover.add_argument("--keys", action="store_true", help="let the control channel have keys")
+    handover.add_argument("--keys", action="store_true", help="encrypt the control channel")
     handover.set_defaults(load=_handover)
 
 
@@ -58,14 +60,14 @@ def _add_common(parser: argparse.ArgumentParser, tokens: str) -> None:
         type=int,
         default=11,
         metavar="N",
-        help="rounds of kvflow and of the bare transport",
+        help="rounds with kvflow and with the bare transport",
     )
     parser.add_argument(
         "--pool-megabytes",
         type=int,
         default=256,
         metavar="N",
-        help="least size of the pool on each side",
+        help="minimum pool size on each side, in MB",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object for each row and nothing else")
 
@@ -81,10 +83,10 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
     unknown = [name for name in arguments.shapes if name not in SHAPES]
     if unknown:
-        raise ConfigError("no such shape", unknown=unknown, shapes=list(SHAPES))
+        raise ConfigError("unknown shape", unknown=unknown, shapes=list(SHAPES))
     odd = [number for number in arguments.tokens if number % PAGE_SIZE]
     if odd:
-        raise ConfigError("tokens must fill whole pages", tokens=odd, page_size=PAGE_SIZE)
+        raise ConfigError("tokens must be a multiple of the page size", tokens=odd, page_size=PAGE_SIZE)
     check_positive(arguments, "rounds", "pool_megabytes")
     measure: Measure = arguments.load(arguments)
     return lambda: print_rows(measure, is_json=arguments.json)
@@ -107,7 +109,7 @@ def _handover(arguments: argparse.Namespace) -> "Measure":
     from kvflow.cli.bench.handover import HandoverSettings, measure_handovers  # noqa: PLC0415 - as above
 
     if len(arguments.shapes) > 1:
-        raise ConfigError("one shape at a time", option="--shape", value=",".join(arguments.shapes))
+        raise ConfigError("only one shape is allowed", option="--shape", value=",".join(arguments.shapes))
     check_positive(arguments, "requests")
     settings = HandoverSettings(
         backend=arguments.backend,

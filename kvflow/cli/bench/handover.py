@@ -97,7 +97,7 @@ def _time_row(settings: HandoverSettings, tokens: int, rounds: Rounds) -> Row:
         bench="handover",
         group=_group(settings, tokens),
         case="one at a time",
-        quantity="time from last chunk ready to decode may run",
+        quantity="handover latency",
         unit="us",
         better="lower",
     )

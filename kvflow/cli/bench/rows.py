@@ -10,7 +10,7 @@ import math
 import statistics
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import anyio
 import msgspec
@@ -33,6 +33,14 @@ __all__ = [
 ]
 
 DIGITS = 4
+
+UNITS: Final = {"us": "µs"}
+"""How units are shown that JSON spells in ASCII."""
+
+LEGEND: Final = (
+    "kvflow, bare: medians of the rounds, with the lowest and the highest round; p99 is over single requests",
+    "ratio: kvflow / bare; paired: median of the ratios of single rounds, which is steadier on a busy machine",
+)
 
 Case = TypeVar("Case")
 
@@ -188,14 +196,15 @@ def rows_as_table(rows: Sequence[Row]) -> str:
         first, width = group[0], max(len(row.case) for row in group)
         others = "".join(f" {name:>{_width(name)}}" for name in first.others)
         columns = f"{'kvflow':>9} {'low - high':>17} {'bare':>9} {'low - high':>17} {'ratio':>6} {'paired':>6}"
-        lines.append(f"{first.group}: {first.quantity}, {first.unit} ({first.better} is better)")
+        unit = UNITS.get(first.unit, first.unit)
+        lines.append(f"{first.group}: {first.quantity}, {unit} ({first.better} is better)")
         lines.append(f"  {'':{width}} {columns}{others}")
         for row in group:
             lines.append(f"  {row.case:{width}} {_cells(row)}")
             if row.tail is not None:
                 lines.append(f"  {'':{width}} {_tail(row.tail)}")
         lines.append("")
-    return "\n".join(lines[:-1])
+    return "\n".join([*lines, *LEGEND])
 
 
 def grouped(rows: Iterable[Row]) -> list[list[Row]]:

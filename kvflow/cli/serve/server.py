@@ -91,7 +91,7 @@ class Server:
                 if self.has_ended():
                     raise ServerFailed("server has ended", self)
                 if time.monotonic() > deadline:
-                    raise ServerFailed("server is not ready in time", self)
+                    raise ServerFailed("server was not ready in time", self)
                 await anyio.sleep(POLL_S)
 
     async def _is_healthy(self, session: aiohttp.ClientSession) -> bool:

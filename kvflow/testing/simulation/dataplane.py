@@ -364,7 +364,7 @@ class DataPlane:
                 self.stop(write)
             elif write.captured is None:
                 if rng.random() < faults.writes_of_dead and write.pieces:
-                    self.world.count("write after death")
+                    self.world.count("write after process end")
                     self._capture(write)
                     write.fails_at = -1
                 else:

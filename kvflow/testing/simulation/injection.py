@@ -86,13 +86,13 @@ class FaultInjector:
     def _kill(self, rank: RankId | None) -> None:
         worker = self._victim(rank)
         if worker is not None:
-            self._world.count("death")
+            self._world.count("process killed")
             worker.process.kill()
 
     def _vanish(self, rank: RankId | None) -> None:
         worker = self._victim(rank)
         if worker is not None:
-            self._world.count("death of a host")
+            self._world.count("host lost")
             worker.process.kill(vanish=True)
 
     def _crash(self, rank: RankId | None) -> None:
@@ -108,13 +108,13 @@ class FaultInjector:
         self._world.loop.call_in(0.5 + self._rng.random(), worker.process.kill)
 
     def _stop(self, rank: RankId | None) -> None:
-        self._pause(rank, "stop", stalls=True, stops_clock=False)
+        self._pause(rank, "process suspended", stalls=True, stops_clock=False)
 
     def _block(self, rank: RankId | None) -> None:
         self._pause(rank, "blocked loop", stalls=False, stops_clock=False)
 
     def _stop_clock(self, rank: RankId | None) -> None:
-        self._pause(rank, "stopped clock", stalls=True, stops_clock=True)
+        self._pause(rank, "host suspended", stalls=True, stops_clock=True)
 
     def _pause(self, rank: RankId | None, kind: str, *, stalls: bool, stops_clock: bool) -> None:
         worker = self._victim(rank)
@@ -126,7 +126,7 @@ class FaultInjector:
     def _close(self, rank: RankId | None) -> None:
         worker = self._victim(rank)
         if worker is not None and not worker.is_leaving and worker.is_ready:
-            self._world.count("closing")
+            self._world.count("rank closed")
             self._world.tell(f"{rank} is told to close")
             worker.process.call(worker.close, 0.0 if self._rng.random() < 0.5 else self._rng.random())
 

@@ -65,8 +65,8 @@ MUTING: Final = frozenset(
         "registry restart",
         "refused peer",
         "blocked loop",
-        "stop",
-        "stopped clock",
+        "process suspended",
+        "host suspended",
     }
 )
 """Faults after which what a decode rank announces may not have reached prefill soon."""

@@ -269,7 +269,7 @@ class Router:
             for rank in self.deployment.instances[side].ranks:
                 on_end = self._on_end(attempt, request, rank)
                 if faults.absence and rng.random() < faults.absence:
-                    self.world.count("absent engine")
+                    self.world.count("engine absent")
                     on_end(False)
                     continue
                 worker = self.deployment.workers[rank]

@@ -24,11 +24,18 @@ may be left.
 
 import re
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
 from kvflow.errors import KvflowError
 
 __all__ = ["STATEMENTS", "ScenarioError", "Statement", "parse", "seconds"]
+
+MAX_FORMS: Final = 3
+"""Of statements that are shown for a line that cannot be parsed."""
+
+WORD_SIMILARITY: Final = 0.7
+"""From 0 to 1, as `difflib` counts it."""
 
 WHO: Final = r"\w[\w-]*(?:/\d+)?"
 DURATION: Final = r"[\d.]+ (?:ms|s)"
@@ -167,9 +174,29 @@ def _parse_line(number: int, line: str) -> Statement:
         found = pattern.fullmatch(line)
         if found is not None:
             return Statement(number, line, act, _read(number, line, found.groupdict()))
-    first = line.split(maxsplit=1)[0]
-    near = [pattern for pattern in STATEMENTS.values() if pattern.startswith(first)]
-    raise ScenarioError("line is not understood", did_you_mean=near or sorted(STATEMENTS)).at(number, line)
+    near = _similar_forms(line)
+    raise ScenarioError("cannot parse line", **{"did_you_mean": near} if near else {}).at(number, line)
+
+
+def _similar_forms(line: str) -> list[str]:
+    """List the statements with the most words in common with a line, as somebody would write them."""
+    words = line.split()
+    found: dict[str, int] = {}
+    for form in map(_form, STATEMENTS.values()):
+        known = re.findall(r"\b[a-z]+", form)
+        found[form] = sum(bool(get_close_matches(word, known, 1, WORD_SIMILARITY)) for word in words)
+    most = max(found.values())
+    near = [form for form, count in found.items() if count == most > 0]
+    return sorted(near, key=lambda form: not form.startswith(words[0]))[:MAX_FORMS]
+
+
+def _form(pattern: str) -> str:
+    """Turn a pattern into text: RANK opens|cannot open ROOM."""
+    form = pattern.replace(WHO, "RANK").replace(DURATION, "TIME")
+    form = re.sub(r"\(\?:[^()]*\)\*", "", form)
+    form = re.sub(r"\(\?P<\w+>([A-Za-z| ]+)\)", r"\1", form)
+    form = re.sub(r"\(\?P<(\w+)>[^()]*\)", lambda found: found[1].upper(), form)
+    return re.sub(r"\(\?:([^()]*)\)\?", r"[\1]", form)
 
 
 def _read(number: int, line: str, groups: dict[str, str | None]) -> dict[str, Any]:
