@@ -169,7 +169,7 @@ def test_slots_that_do_not_come_back_are_noticed(monkeypatch: pytest.MonkeyPatch
 
 def test_credit_that_is_not_given_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Window, "end", lambda *_: None)
-    assert "nothing has gone wrong, but a transfer fails" in violation_of(ONE_POST)
+    assert "a transfer fails without any fault" in violation_of(ONE_POST)
 
 
 def test_two_rooms_wait_for_the_only_post_and_for_the_only_slot() -> None:
@@ -190,14 +190,14 @@ def test_a_world_notices_pages_that_are_given_back_too_early() -> None:
     """Its own checks are what all else rests on."""
     world = taken(SmallWorld(Setup()), *SENT)
     world.received[0, 1] = (Outcome.ABORTED, Memory.SAFE)
-    with pytest.raises(PromiseBroken, match="a write lands in pages that were given back"):
+    with pytest.raises(PromiseBroken, match="a write lands in pages that were released"):
         taken(world, "write 0 of P0 ends")
 
 
 def test_a_world_notices_that_a_transfer_fails_for_no_reason() -> None:
     world = taken(SmallWorld(Setup(max_faults=0)), *SENT)
     world.tell("D", 0, ev.ReceiveAborted(1, failed()))
-    with pytest.raises(PromiseBroken, match="nothing has gone wrong, but a transfer fails"):
+    with pytest.raises(PromiseBroken, match="a transfer fails without any fault"):
         world.check_end()
 
 
@@ -216,5 +216,5 @@ def test_a_world_notices_that_service_does_not_come_back(monkeypatch: pytest.Mon
             carry_out(world, number, effect, event)
 
     monkeypatch.setattr(SmallWorld, "_carry_out_decode", carry_out_blindly)
-    with pytest.raises(PromiseBroken, match="service does not come back"):
+    with pytest.raises(PromiseBroken, match="service does not recover"):
         world.check_end()

@@ -42,7 +42,7 @@ def test_a_scenario_tells_its_story_with_its_own_lines() -> None:
 @pytest.mark.parametrize(
     ("text", "message", "values"),
     [
-        ("prefill P\n", "first line must say what happened", {}),
+        ("prefill P\n", "first line must begin", {}),
         ("# a\nP dances\n", "cannot parse line", {"line": 2, "text": "P dances"}),
         (
             "# a\nP open 7\n",
@@ -52,19 +52,19 @@ def test_a_scenario_tells_its_story_with_its_own_lines() -> None:
         ("# a\nprefill P: ranks many\nP opens 7\n", "invalid literal", {"line": 2, "text": "prefill P: ranks many"}),
         ("# a\nprefill P: wheels 4\n", "no such option", {"line": 2}),
         ("# a\nstaging: slots 1, wheels 4\n", "no such option", {"line": 2}),
-        ("# a\ntimeouts lease=x\n", "wrong value", {"line": 2}),
-        ("# a\nrun 10 ms\n", "no instance is described", {"line": 2}),
-        (f"{START}run 1 ms\nprefill Q\n", "must be said before", {"line": 6}),
+        ("# a\ntimeouts lease=x\n", "line contains an invalid value", {"line": 2}),
+        ("# a\nrun 10 ms\n", "no instance has been described yet", {"line": 2}),
+        (f"{START}run 1 ms\nprefill Q\n", "statement must come before any action", {"line": 6}),
         (f"{START}Q opens 7\n", "no such instance", {"line": 5}),
         (f"{START}P opens 8\n", "8", {"line": 5}),
         (f"{START}P aborts 7\n", "has never had this room", {"line": 5}),
-        (f"{START}P cannot open 7\n", "transfer has begun", {"line": 5}),
+        (f"{START}P cannot open 7\n", "transfer has started", {"line": 5}),
         (f"{START}P opens 7\nP opens 7\n", "room is in use", {"line": 6}),
-        (f"{START}held writes fail\n", "no write is held", {"line": 5}),
-        (f"{START}repeat Grant from D to P\n", "no such message was sent", {"line": 5}),
+        (f"{START}held writes fail\n", "no write is being held", {"line": 5}),
+        (f"{START}repeat Grant from D to P\n", "no such message has been sent", {"line": 5}),
         (f"{START}D receives 7\nexpect D 7: success\n", "not as expected", {"line": 6}),
         (f"{START}D receives 7\nexpect D pages: 8 free\n", "pages are not as expected", {"line": 6}),
-        (f"{START}expect D ignored: notice_duplicate\n", "nothing of that kind", {"line": 5}),
+        (f"{START}expect D ignored: notice_duplicate\n", "no anomaly of this kind was counted", {"line": 5}),
     ],
 )
 def test_what_is_wrong_with_a_scenario_is_said(text: str, message: str, values: dict[str, object]) -> None:

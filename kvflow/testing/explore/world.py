@@ -350,7 +350,7 @@ class SmallWorld:
         else:
             memory = self.received.get((post.decode, piece.generation), (None, None))[1]
             if memory is Memory.SAFE:
-                raise PromiseBroken("a write lands in pages that were given back", post=post.seq)
+                raise PromiseBroken("a write lands in pages that were released", post=post.seq)
             self.landed[piece] = None
         self._add_task("D", post.decode, ev.NoticeDelivered(post.notice))
         self._add_task("P", post.prefill, ev.PostEnded(post.delivery, post.seq, None))
@@ -437,7 +437,7 @@ class SmallWorld:
             case ef.ReportGranted() | ef.DisconnectTransport() | ef.AdmitChunks() | ef.CountAnomaly() | ef.LogEvent():
                 pass  # no chunk waits for capacity here, and nobody reads the logs
             case ef.PlanPiece() | ef.PostPlan() | ef.DropPlan() | ef.AwaitData():
-                raise PromiseBroken("explored worlds plan at once", effect=type(effect).__name__)
+                raise PromiseBroken("explored worlds plan immediately", effect=type(effect).__name__)
             case _:
                 assert_never(effect)
 
@@ -491,7 +491,7 @@ class SmallWorld:
     def _begin_scatter(self, number: int, effect: ef.ScatterStaged) -> None:
         notice, window = effect.notice, effect.rank.staging
         if notice.staged is None or window is None:
-            raise PromiseBroken("what is scattered is in no slot", seq=notice.seq)
+            raise PromiseBroken("scattered data is in no slot", seq=notice.seq)
         slot = (number, window.slot_address(notice.staged.slot))
         piece = PieceId(notice.generation, notice.engine_rank, number, notice.seq)
         self._check_not_written(slot)
@@ -525,15 +525,15 @@ class SmallWorld:
         outcome, memory = after
         told = {"before": before, "after": after, "event": type(event).__name__}
         if before[0] is not Outcome.PENDING and outcome is not before[0]:
-            raise PromiseBroken("what was decided changes", **told)
+            raise PromiseBroken("a decided outcome changes", **told)
         if before[1] is Memory.SAFE and memory is not Memory.SAFE:
-            raise PromiseBroken("pages that were given back are not free any more", **told)
+            raise PromiseBroken("released pages are no longer free", **told)
         if outcome is not Outcome.PENDING and memory is Memory.HELD:
-            raise PromiseBroken("a transfer that is over needs no pages", **told)
+            raise PromiseBroken("an ended transfer still holds pages", **told)
         is_given_up = isinstance(event, (ev.SendAborted, ev.ReceiveAborted))
         is_decided = before[0] is Outcome.PENDING and outcome is not Outcome.PENDING
         if is_decided and (outcome is Outcome.ABORTED) != is_given_up:
-            raise PromiseBroken("what an engine gives up is aborted, and nothing else", **told)
+            raise PromiseBroken("a transfer must end as aborted exactly when its engine aborts it", **told)
         is_unfenced = self.may_lack_proof and isinstance(event, (ev.TimePassed, ev.PostInDoubt))
         if memory is Memory.QUARANTINED and before[1] is not memory and not is_unfenced:
             raise PromiseBroken("pages are in quarantine although a proof may come", **told)
@@ -547,11 +547,11 @@ class SmallWorld:
             post.prefill == number and post.delivery.room == room for post in (*self.posts, *self.in_doubt)
         )
         if memory is Memory.SAFE and is_reading:
-            raise PromiseBroken("source pages are given back while a write may read them", room=room)
+            raise PromiseBroken("source pages are released while a write may read them", room=room)
         generation = self._generations[room]
         received = [self.received.get((decode, generation)) for decode in range(self.setup.num_decode)]
         if outcome is Outcome.SUCCESS and any(facts is None or facts[0] is not outcome for facts in received):
-            raise PromiseBroken("prefill calls it a success before decode does", room=room)
+            raise PromiseBroken("prefill reports success before decode does", room=room)
 
     def _check_received(self, number: int, report: ef.ReportReceiver) -> None:
         generation = report.generation
@@ -566,25 +566,25 @@ class SmallWorld:
         if report.memory is Memory.SAFE and report.outcome is not Outcome.SUCCESS:
             direct = [post for post in (*self.posts, *self.in_doubt) if post.address is None]
             if any((post.decode, post.delivery.generation) == (number, generation) for post in direct):
-                raise PromiseBroken("pages are given back while a write may land", generation=generation)
+                raise PromiseBroken("pages are released while a write may land", generation=generation)
         if report.memory is Memory.SAFE:
             for piece in self.scattering:
                 if (piece.decode, piece.generation) == (number, generation):
-                    raise PromiseBroken("pages are given back while bytes are scattered into them", piece=piece)
+                    raise PromiseBroken("pages are released while bytes are scattered into them", piece=piece)
 
     def _check_told(self, number: int) -> None:
         """See that an engine which has asked for its pages hears of it when every write has ended."""
         for rank, room in self.quiescing:
             if rank == number and self.sent.get((number, room)) == (Outcome.PENDING, Memory.SAFE):
-                raise PromiseBroken("pages are quiet, but the engine is not told", room=room)
+                raise PromiseBroken("pages are quiesced, but the engine is not told", room=room)
 
     def _check_quiesced(self, number: int, room: RoomId) -> None:
         if (number, room) not in self.quiescing:
-            raise PromiseBroken("an engine is told that its pages are quiet, but has not asked", room=room)
+            raise PromiseBroken("an engine is told that its pages are quiesced, but has not asked", room=room)
         del self.quiescing[number, room]
         writes = [post for post in (*self.posts, *self.in_doubt) if post.local is None]
         if any((post.prefill, post.delivery.room) == (number, room) for post in writes):
-            raise PromiseBroken("a write may read pages that are said to be quiet", room=room)
+            raise PromiseBroken("a write may read pages that are reported as quiesced", room=room)
 
     def _sends(self, prefill: int, decode: int) -> bool:
         return bool(self._routes(decode, self._records)[prefill].expected)
@@ -622,13 +622,13 @@ class SmallWorld:
         self._settle()
         outcomes = [outcome for outcome, _ in (*self.sent.values(), *self.received.values())]
         if not self.num_faults and any(outcome is not Outcome.SUCCESS for outcome in outcomes):
-            raise PromiseBroken("nothing has gone wrong, but a transfer fails", sent=str(self.sent))
+            raise PromiseBroken("a transfer fails without any fault", sent=str(self.sent))
         self._restart()
         for number in range(MAX_TRIALS):
             if self._succeeds(FIRST_TRIAL_ROOM + number):
                 return
             self._wait(self.now + (SLOT_S if self.setup.slots else TRIAL_S))
-        raise PromiseBroken("service does not come back", sent=str(self.sent), received=str(self.received))
+        raise PromiseBroken("service does not recover", sent=str(self.sent), received=str(self.received))
 
     def _restart(self) -> None:
         """Start the prefill processes again that were killed, as other incarnations."""

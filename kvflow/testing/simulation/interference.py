@@ -63,7 +63,7 @@ class Interference:
             if name == kind and is_meant(source, one) and is_meant(target, other)
         ]
         if not found:
-            raise ScenarioError("no such message was sent", kind=kind, source=source, target=target)
+            raise ScenarioError("no such message has been sent", kind=kind, source=source, target=target)
         for deliver in found:
             self._world.loop.call_in(0.0, deliver)
 
@@ -96,7 +96,7 @@ class Interference:
             ScenarioError: None is held.
         """
         if not self._writes:
-            raise ScenarioError("no write is held")
+            raise ScenarioError("no write is being held")
         for write in list(self._writes):
             if verb == "are in doubt":
                 self._world.plane.doubt(write)

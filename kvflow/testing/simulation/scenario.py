@@ -214,7 +214,7 @@ class Scenario:
         """Everything is set when it is needed first; nothing can be described after that."""
         if self._on_stage is None:
             if not self._instances:
-                raise ScenarioError("no instance is described yet")
+                raise ScenarioError("no instance has been described yet")
             outlives = "that outlives the process" in self._transport
             world = World(
                 0,
@@ -243,7 +243,7 @@ class Scenario:
 
     def _describe(self) -> None:
         if self._on_stage is not None:
-            raise ScenarioError("this must be said before anything is done")
+            raise ScenarioError("statement must come before any action")
 
     def _set_model(self, name: str) -> None:
         self._describe()
@@ -303,7 +303,7 @@ class Scenario:
         for rank in self._ranks(who):
             worker = self._worker(rank)
             if not isinstance(worker, PrefillWorker):
-                raise ScenarioError("only a prefill rank gives tickets", rank=str(rank))
+                raise ScenarioError("only prefill ranks give tickets", rank=str(rank))
             reference = worker.rank.ticket(room)
             self._requests[room] = dataclasses.replace(self._requests[room], reference=reference)
 
@@ -311,7 +311,7 @@ class Scenario:
         for rank in self._ranks(who):
             worker = self._worker(rank)
             if not isinstance(worker, PrefillWorker):
-                raise ScenarioError("only a prefill rank opens rooms", rank=str(rank))
+                raise ScenarioError("only prefill ranks open rooms", rank=str(rank))
             self._begin(worker, room, worker.prepare(self._requests[room]), is_allowed=verb == "opens")
 
     def _receive(self, who: str, verb: str, room: RoomId, within: float | None) -> None:
@@ -329,7 +329,7 @@ class Scenario:
         for rank in self._ranks(who):
             worker, one = self._decode_worker(rank), self._transfer(rank, room)
             if not isinstance(one, Receiving):
-                raise ScenarioError("only a room that is received is granted", rank=str(rank))
+                raise ScenarioError("room can be granted only where it is being received", rank=str(rank))
             worker.process.call(worker.grant, one)
             self._world.run(0.0)
             if one.is_announced is (verb == "grants"):
@@ -338,7 +338,7 @@ class Scenario:
     def _decode_worker(self, rank: RankId) -> DecodeWorker:
         worker = self._worker(rank)
         if not isinstance(worker, DecodeWorker):
-            raise ScenarioError("only a decode rank can do this", rank=str(rank))
+            raise ScenarioError("only decode ranks can do this", rank=str(rank))
         return worker
 
     def _begin(self, worker: Worker, room: RoomId, one: Sending | Receiving | None, *, is_allowed: bool) -> None:
@@ -353,7 +353,7 @@ class Scenario:
         if engine.refusal is None:
             self._engines[worker.rank_id, room] = engine
             if not is_allowed:
-                raise ScenarioError("transfer has begun")
+                raise ScenarioError("transfer has started")
 
     def _reuse(self, who: str) -> None:
         for rank in self._ranks(who):
@@ -475,7 +475,7 @@ class Scenario:
         for rank in self._ranks(who):
             counts = self._worker(rank).rank.statistics().anomalies
             if kind not in counts:
-                raise ScenarioError("nothing of that kind was ignored", rank=str(rank), found=counts)
+                raise ScenarioError("no anomaly of this kind was counted", rank=str(rank), found=counts)
 
     def _ranks(self, who: str) -> list[RankId]:
         name, _, number = who.partition("/")
@@ -491,7 +491,7 @@ class Scenario:
     def _sending(self, rank: RankId, room: RoomId) -> tuple[Sending, PrefillWorker]:
         one, worker = self._transfer(rank, room), self._worker(rank)
         if not isinstance(one, Sending) or not isinstance(worker, PrefillWorker):
-            raise ScenarioError("only a prefill rank computes", rank=str(rank))
+            raise ScenarioError("only prefill ranks compute", rank=str(rank))
         return one, worker
 
     def _transfer(self, rank: RankId, room: RoomId) -> Sending | Receiving:

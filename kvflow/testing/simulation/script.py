@@ -160,7 +160,7 @@ def parse(text: str) -> list[Statement]:
         ScenarioError: The first line does not say what happened, or a line is not understood.
     """
     if not text.startswith("# "):
-        raise ScenarioError("the first line must say what happened in the field, after '# '")
+        raise ScenarioError("first line must begin with '# ' and say what happened in the field")
     statements = []
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.partition("#")[0].strip()
@@ -206,4 +206,4 @@ def _read(number: int, line: str, groups: dict[str, str | None]) -> dict[str, An
             for name, value in groups.items()
         }
     except (ValueError, IndexError) as error:
-        raise ScenarioError("line has a wrong value", detail=str(error)).at(number, line) from error
+        raise ScenarioError("line contains an invalid value", detail=str(error)).at(number, line) from error
