@@ -1,6 +1,7 @@
 """The contract between a rank and its transport.
 
-A backend belongs to one rank. It hides the library's threads and exceptions: every method is called on the event
+A backend is one endpoint of a transport. It belongs to one rank, or to a `SharedBackend` that several ranks use. It
+hides the library's threads and exceptions: every method but `view`, which any thread may call, is called on the event
 loop, none blocks it, and they raise only `BackendError`s.
 
 `kvflow.testing.contract` tests a transport against this contract, and docs/backends.md explains it.

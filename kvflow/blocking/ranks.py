@@ -374,7 +374,7 @@ class PrefillRank(BlockingRank[prefill.PrefillRank, BlockingSender]):
         """Give what a decode rank needs to receive a room from this instance; see `kvflow.PrefillRank.ticket`.
 
         Raises:
-            LocalProtocolError: The room or the label is none, or the rank is not open.
+            LocalProtocolError: The room is not a valid one, or the rank is not open.
             RankBroken: The rank is broken.
         """
         self._check_open()

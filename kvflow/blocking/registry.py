@@ -21,7 +21,7 @@ class Registry:
         bind: "tcp://host:port"; port 0 takes a free one.
         advertise: Host to give to others, if not the one bound; needed if `bind` is a wildcard.
         loop: The thread to run on; one of its own by default.
-        trust: Own keys, and those of the instances that may register and look up; as in `kvflow.RankConfig`.
+        trust: Own keys, and those of the instances that may register and look up; as in `kvflow.PrefillConfig`.
 
     Attributes:
         endpoint: Address for the `registry` setting of ranks.

@@ -93,7 +93,7 @@ class BlockingTransfer:
 
     @property
     def is_settled(self) -> bool:
-        """Its outcome is decided, and its pages are quiet or in quarantine: nothing is left to wait for."""
+        """Its outcome is decided, and its pages are safe or in quarantine; those may still become safe."""
         if self.outcome is Outcome.PENDING:
             return False
         return self.memory in (Memory.SAFE, Memory.QUARANTINED)

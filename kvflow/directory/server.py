@@ -28,7 +28,7 @@ class Registry:
         bind: "tcp://host:port"; port 0 takes a free one.
         advertise: Host to give to others, if not the one bound; needed if `bind` is a wildcard.
         ports: Sockets and clock; the real ones if None.
-        trust: Own keys, and those of the instances that may register and look up; as in `kvflow.RankConfig`.
+        trust: Own keys, and those of the instances that may register and look up; as in `kvflow.PrefillConfig`.
 
     Attributes:
         endpoint: Address for the `registry` setting of ranks.
