@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from sglang.srt.disaggregation.base.conn import KVPoll
+
 import kvflow
 import kvflow.blocking
 from kvflow.engines.sglang.buffers import Shard
@@ -37,12 +39,12 @@ def ask_for(side: sides.Side, tables: list[dict[str, list[int] | None]], starts:
         for receiver, pages, start in zip(receivers, tables, starts, strict=True):
             receiver.grant(tokens=(start, start + 2 * side.model.page), pages=pages)
         deadline = time.monotonic() + STEPS_S
-        while time.monotonic() < deadline and any(end.poll() == sides.KVPoll.Bootstrapping for end in ends):
+        while time.monotonic() < deadline and any(end.poll() == KVPoll.Bootstrapping for end in ends):
             time.sleep(1e-3)
         found = []
         for end in ends:
             status = end.poll()
-            found.append((int(status), sides.reason_of(end) if status == sides.KVPoll.Failed else ""))
+            found.append((int(status), sides.reason_of(end) if status == KVPoll.Failed else ""))
             end.clear()
     return found
 
