@@ -193,8 +193,7 @@ class Proxy:
         told = PREFILL_PARAMS if transfer is None else {**PREFILL_PARAMS, "transfer_id": transfer}
         body = {key: value for key, value in asked.body.items() if key not in ("stream_options", "min_tokens")}
         body |= {"stream": False, "max_tokens": 1, "kv_transfer_params": told}
-        if "max_completion_tokens" in body:
-            body["max_completion_tokens"] = 1
+        body |= {name: 1 for name in ("max_completion_tokens", "n", "best_of") if name in body}
         async with self._reached(asked.prefill, body, asked.headers) as answer:
             if answer.status != 200:
                 raise BadAnswer(answer.status, await answer.read())
