@@ -106,7 +106,7 @@ async def test_decode_refuses_the_request(pair: Deployment, client: aiohttp.Clie
 
 
 async def test_two_answers_to_one_prompt(pair: Deployment, client: aiohttp.ClientSession) -> None:
-    """VLLM makes two requests of it on decode, with one ticket. With the most likely token they are equal."""
+    """On decode they are two requests with one ticket, and equal, since only the most likely tokens count."""
     prompt = prompt_of(77, 300)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0.5, "top_k": 1, "n": 2}
     proxy = serve_proxy([pair.prefill.url], [pair.decode.url], "127.0.0.1", 0)
