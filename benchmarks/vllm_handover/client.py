@@ -10,9 +10,10 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
+from kvflow.cli.processes import open_tasks
 from kvflow.cli.proxy.application import PREFILL_PARAMS
 
-__all__ = ["MODEL", "Answer", "ask", "hand_over", "metrics", "open_client", "prompt_of", "prompts"]
+__all__ = ["MODEL", "Answer", "ask", "hand_over", "hand_over_at_once", "metrics", "open_client", "prompt_of", "prompts"]
 
 ANSWER_S: Final = 240.0
 MODEL: Final = "smollm2"
@@ -108,6 +109,26 @@ async def hand_over(
     if first.params is None:
         return first, None
     return first, await ask(session, decode, prompt, tokens, first.params, stream=True, name=name)
+
+
+async def hand_over_at_once(  # noqa: PLR0913 - as `hand_over`
+    session: aiohttp.ClientSession, prefill: str, decode: str, address: str, prompt: str, tokens: int, *, name: str
+) -> tuple[Answer, Answer]:
+    """Do what a concurrent proxy does, which knows the address of prefill's rank."""
+    answers: dict[str, Answer] = {}
+    params = {"do_remote_prefill": True, "transfer_id": name, "remote_engine_id": address}
+
+    async def ask_prefill() -> None:
+        told = {**PREFILL_PARAMS, "transfer_id": name}
+        answers["prefill"] = await ask(session, prefill, prompt, 1, told, name=name)
+
+    async def ask_decode() -> None:
+        answers["decode"] = await ask(session, decode, prompt, tokens, params, stream=True, name=name)
+
+    async with open_tasks() as tasks:
+        tasks.start_soon(ask_prefill)
+        tasks.start_soon(ask_decode)
+    return answers["prefill"], answers["decode"]
 
 
 async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import anyio
 
-from benchmarks.vllm_handover.client import ask, hand_over, prompt_of, prompts
+from benchmarks.vllm_handover.client import Answer, ask, hand_over, hand_over_at_once, prompt_of, prompts
 from benchmarks.vllm_handover.soak import soak
 from benchmarks.vllm_handover.timeline import FIRST_TOKEN, HANDOVER, SPANS, WITHIN_MOVE, read_events, spans
 from kvflow.cli.bench.rows import Measured, Row, compare, print_rows, there_and_back
@@ -29,6 +29,7 @@ __all__ = ["add_arguments", "prepare"]
 
 TOKENS: Final = 12
 WAYS: Final = ("kvflow", "NixlConnector", "none")
+AT_ONCE: Final = "both servers asked at once with kvflow"
 FIRST_PORT: Final = 8110
 SETTLE_S: Final = 3.0
 SPIN_S: Final = 1.5
@@ -120,20 +121,22 @@ class _Run:
 
     def __init__(self, pairs: "Sequence[Pair]", client: "aiohttp.ClientSession", add: Callable[[Row], None]) -> None:
         self._all = {pair.way: pair for pair in pairs}
-        self._pairs = {pair.way: pair for pair in pairs if pair.way != "none"}
+        self._pairs: dict[str, Pair] = {pair.way: pair for pair in pairs if pair.way != "none"}
         self._client = client
         self._add = add
-        self._failures: dict[str, list[str]] = {way: [] for way in self._pairs}
+        self._failures: dict[str, list[str]] = {way: [] for way in (*self._pairs, AT_ONCE)}
+        self._address = ""
 
     async def times(self, words: int, rounds: int) -> None:
         """Hand over one request at a time, of one length."""
-        found: dict[str, list[dict[str, float]]] = {way: [] for way in self._pairs}
+        found: dict[str, list[dict[str, float]]] = {way: [] for way in (*self._pairs, AT_ONCE)}
         prompt = prompt_of(0, words)
-        for pair in self._pairs.values():  # the first connects
-            await self._timed(pair, prompt)
-        for way in there_and_back(list(self._pairs), rounds):
-            found[way].append(await self._timed(self._pairs[way], prompt))
+        for way in found:  # the first connects
+            await self._timed(way, prompt)
+        for way in there_and_back(list(found), rounds):
+            found[way].append(await self._timed(way, prompt))
         tokens = (await ask(self._client, self._pairs["kvflow"].urls[0], prompt, 1)).prompt_tokens
+        at_once = found.pop(AT_ONCE)
         for quantity in (HANDOVER, FIRST_TOKEN):
             facts: dict[str, float | str] = {
                 f"{span}, {way}": _ms(found[way], span)
@@ -141,14 +144,11 @@ class _Run:
                 for span in (*SPANS, *WITHIN_MOVE)
                 if any(span in each for each in found[way])
             }
-            self._row(
-                "one request at a time",
-                f"{tokens} tokens",
-                quantity,
-                "ms",
-                {way: [each[quantity] * 1e3 for each in times] for way, times in found.items()},
-                facts if quantity == HANDOVER else None,
-            )
+            values = {way: [each[quantity] * 1e3 for each in times] for way, times in found.items()}
+            case = f"{tokens} tokens"
+            self._row("one request at a time", case, quantity, "ms", values, facts if quantity == HANDOVER else None)
+            values["kvflow"] = [each[quantity] * 1e3 for each in at_once]
+            self._row(f"the same, {AT_ONCE}", case, quantity, "ms", values)
 
     def failures(self) -> None:
         """Say how many of the timed requests failed, and were asked again."""
@@ -165,17 +165,25 @@ class _Run:
         kvflow = counted.pop("kvflow")
         self._add(compare(measured, kvflow, others=counted, facts=facts))  # a ratio would divide by zero
 
-    async def _timed(self, pair: "Pair", prompt: str) -> dict[str, float]:
+    async def _timed(self, way: str, prompt: str) -> dict[str, float]:
         name = uuid.uuid4().hex
         await anyio.sleep(SPIN_S)
-        first, second = await hand_over(self._client, *pair.urls, prompt, TOKENS, name=name)
+        pair = self._pairs["kvflow" if way == AT_ONCE else way]
+        first, second = await self._handed_over(way, pair, prompt, name)
         if second is None or second.status != 200 or second.error:
-            self._failures[pair.way].append(first.error or (second.error if second is not None else "no ticket"))
-            if len(self._failures[pair.way]) > MOST_FAILURES:
-                raise BenchFailed("too many requests failed", way=pair.way, details=self._failures[pair.way])
-            return await self._timed(pair, prompt)
+            self._failures[way].append(first.error or (second.error if second is not None else "no ticket"))
+            if len(self._failures[way]) > MOST_FAILURES:
+                raise BenchFailed("too many requests failed", way=way, details=self._failures[way])
+            return await self._timed(way, prompt)
+        if way == "kvflow" and first.params is not None:
+            self._address = f"tcp://{first.params['remote_host']}:{first.params['remote_port']}"
         prefill, decode = (read_events(trace) for trace in pair.traces)
         return spans(name, prefill, decode, (first, second))
+
+    async def _handed_over(self, way: str, pair: "Pair", prompt: str, name: str) -> tuple[Answer, Answer | None]:
+        if way == AT_ONCE:
+            return await hand_over_at_once(self._client, *pair.urls, self._address, prompt, TOKENS, name=name)
+        return await hand_over(self._client, *pair.urls, prompt, TOKENS, name=name)
 
     async def texts(self, count: int) -> None:
         """Compare texts with those that one server gives alone."""

@@ -75,7 +75,7 @@ def spans(
         first_s, all_s = brought[0].values["first_notice_s"], brought[0].values["elapsed_s"]
         within = (asked[0].at - noted["allocated"][0], first_s, all_s - first_s, received - asked[0].at - all_s)
         parts |= dict(zip(WITHIN_MOVE, within, strict=True))
-    return {**parts, HANDOVER: began - ended, FIRST_TOKEN: second.first_at - first.began_at}
+    return {**parts, HANDOVER: began - ended, FIRST_TOKEN: second.first_at - min(first.began_at, second.began_at)}
 
 
 def _times(name: str, events: Sequence[Event]) -> Mapping[str, list[float]]:

@@ -1,7 +1,7 @@
 """The proxy between servers that note what they are asked."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,6 +29,8 @@ class FakeServer:
         left: Set when a client leaves in the middle.
         is_slow: It generates without end.
         breaks: It closes the connection after its first token.
+        awaited: It answers once this is set.
+        was_asked: Set when it is asked.
     """
 
     def __init__(self, params: dict[str, Any] | None = None) -> None:
@@ -39,10 +41,15 @@ class FakeServer:
         self.left = anyio.Event()
         self.is_slow = False
         self.breaks = False
+        self.awaited: anyio.Event | None = None
+        self.was_asked = anyio.Event()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.asked.append((request.path, body, request.headers["X-Request-Id"]))
+        self.was_asked.set()
+        if self.awaited is not None:
+            await self.awaited.wait()
         if self.status != 200:
             return web.json_response({"error": "no"}, status=self.status)
         if not body.get("stream"):
@@ -65,7 +72,9 @@ class FakeServer:
 
 
 @asynccontextmanager
-async def deployed(prefill: FakeServer, decode: FakeServer) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+async def deployed(
+    prefill: FakeServer, decode: FakeServer, *, is_concurrent: bool = False
+) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
     runners = []
     for server in (prefill, decode):
         application = web.Application()
@@ -78,7 +87,8 @@ async def deployed(prefill: FakeServer, decode: FakeServer) -> AsyncIterator[tup
         server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         runners.append(runner)
     try:
-        async with serve_proxy([prefill.url], [decode.url], "127.0.0.1", 0) as url, aiohttp.ClientSession() as client:
+        proxy = serve_proxy([prefill.url], [decode.url], "127.0.0.1", 0, is_concurrent=is_concurrent)
+        async with proxy as url, aiohttp.ClientSession() as client:
             yield client, url
     finally:
         for runner in runners:
@@ -173,6 +183,68 @@ async def test_a_client_that_leaves_stops_decode() -> None:
             await answer.content.readline()
         with anyio.fail_after(20):
             await decode.left.wait()
+
+
+@asynccontextmanager
+async def concurrent(*ports: int) -> AsyncIterator[tuple[FakeServer, FakeServer, Callable[[], Awaitable[int]]]]:
+    """Deploy a concurrent proxy that knows where prefill's rank is; the ports are those of prefill's next answers."""
+    prefill, decode = FakeServer(TICKET | {"remote_host": "10.0.0.1", "remote_port": ports[0]}), FakeServer()
+    async with deployed(prefill, decode, is_concurrent=True) as (client, url):
+
+        async def ask() -> int:
+            async with client.post(f"{url}/v1/completions", json={"stream": True}) as answer:
+                await answer.read()
+                return answer.status
+
+        assert await ask() == 200
+        assert "transfer_id" not in prefill.asked[0][1]["kv_transfer_params"]
+        assert decode.asked[0][1]["kv_transfer_params"] == prefill.params
+        prefill.asked.clear()
+        decode.asked.clear()
+        prefill.params = TICKET | {"remote_host": "10.0.0.1", "remote_port": ports[-1]}
+        yield prefill, decode, ask
+
+
+async def test_concurrent_proxy_asks_decode_while_prefill_computes() -> None:
+    async with concurrent(7000) as (prefill, decode, ask):
+        prefill.awaited = decode.was_asked = anyio.Event()
+        assert await ask() == 200
+    (asked_prefill,), (asked_decode,) = ([it[1]["kv_transfer_params"] for it in one.asked] for one in (prefill, decode))
+    assert asked_prefill == PREFILL_PARAMS | {"transfer_id": asked_decode["transfer_id"]}
+    assert asked_decode["remote_engine_id"] == "tcp://10.0.0.1:7000"
+    assert asked_decode["do_remote_prefill"]
+
+
+async def test_concurrent_proxy_asks_decode_again_where_prefill_was_restarted() -> None:
+    async with concurrent(7000, 7001) as (prefill, decode, ask):
+        assert await ask() == 200
+        assert len(prefill.asked) == 1
+        assert [it[1]["kv_transfer_params"].get("remote_port") for it in decode.asked] == [None, 7001]
+
+
+async def test_concurrent_proxy_begins_again_if_decode_fails() -> None:
+    async with concurrent(7000) as (_, decode, ask):
+        decode.status = 500
+        assert await ask() == 500
+        in_turn = [it[1]["kv_transfer_params"] for it in decode.asked]
+        assert ["transfer_id" in params for params in in_turn] == [True, False]
+
+
+@pytest.mark.parametrize("status", [400, 503])
+async def test_concurrent_proxy_lets_decode_go_if_prefill_fails(status: int) -> None:
+    async with concurrent(7000) as (prefill, decode, ask):
+        prefill.awaited, decode.is_slow = decode.was_asked, True
+        prefill.status = status
+        assert await ask() == status
+        with anyio.fail_after(20):
+            await decode.left.wait()
+
+
+async def test_concurrent_proxy_lets_prefill_go_if_decode_refuses_the_request() -> None:
+    async with concurrent(7000) as (prefill, decode, ask):
+        prefill.awaited, decode.status = anyio.Event(), 400
+        assert await ask() == 400
+        assert len(decode.asked) == 1
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 
 from kvflow import ConfigError, Outcome, TokenPages, ticket_for_room
 from kvflow.blocking import BlockingReceiver, BlockingSender
+from kvflow.engines.vllm import worker
 from kvflow.engines.vllm.bootstrap import serve_query
 from kvflow.engines.vllm.dialect import Reference, digest_of, reply, take_reference
 from kvflow.engines.vllm.groups import describe_groups
@@ -87,6 +88,8 @@ class Server:
     Attributes:
         cells: The caches.
         ended: Transfers that have ended.
+        told: Ids that vLLM was told.
+        awaited: Ids that vLLM waits to be told.
     """
 
     def __init__(self, options: Options, *groups: Any, is_prefill: bool, patience_s: float = 0.001) -> None:
@@ -105,6 +108,7 @@ class Server:
         if self.ranks.ticket is not None:
             self.scheduler.know_worker(self.ranks.ticket)
         self.told = Results()
+        self.awaited: set[str] = set()
 
     def step(
         self,
@@ -123,6 +127,7 @@ class Server:
         """
         computed = {it: (*has[:2], self._tables(has[2])) for it, has in (computed or {}).items()}
         orders: StepOrders = self.scheduler.step(scheduled(computed, preempted))
+        self.awaited |= {*orders.awaited, *orders.granted}
         self.worker.preempt(orders)
         self.worker.begin(orders)
         for has in computed.values():
@@ -142,6 +147,7 @@ class Server:
     def _take(self, results: Results, report: WorkerReport | None) -> None:
         assert not self.told.sent & results.sent, "an id was told twice"
         assert not self.told.received & results.received, "an id was told twice"
+        assert results.sent | results.received <= self.awaited, "an id was told that vLLM does not know any more"
         self.told.sent |= results.sent
         self.told.received |= results.received
         self.told.failed |= results.failed
@@ -202,6 +208,7 @@ def begin_decode(server: Server, params: Mapping[str, Any], num_local: int = 0) 
     server.scheduler.add(request)
     server.step()
     num_elsewhere = server.scheduler.num_elsewhere(request, num_local)
+    assert num_elsewhere is not None
     server.scheduler.allocated(request, [DECODE], num_elsewhere)
     server.step()
     return request
@@ -233,7 +240,7 @@ def test_step_that_computes_nothing_waits_for_the_end_of_a_request(pair: tuple[S
     _, params = source.scheduler.finished(request, is_complete=True)
     taken_over = asked("d", params or {})
     target.scheduler.add(taken_over)
-    target.scheduler.allocated(taken_over, [DECODE], target.scheduler.num_elsewhere(taken_over, 0))
+    target.scheduler.allocated(taken_over, [DECODE], PROMPT - 1)
     target.step()
     assert target.told.received == {"d"}
     assert not target.told.failed
@@ -301,7 +308,7 @@ def test_prefill_leaves_in_the_middle(pair: tuple[Server, Server]) -> None:
 def reply_of(server: Server) -> Mapping[str, Any]:
     """What the reply to request `p` will be."""
     assert server.ranks.ticket is not None
-    return reply(server.ranks.ticket, "p", request_id="p", prompt=range(PROMPT))
+    return reply(server.ranks.ticket, "p", request_id="p", num_tokens=PROMPT, prompt=digest_of(asked("p", {})))
 
 
 def test_request_that_never_had_blocks_is_not_told_of(pair: tuple[Server, Server]) -> None:
@@ -312,6 +319,79 @@ def test_request_that_never_had_blocks_is_not_told_of(pair: tuple[Server, Server
     assert source.scheduler.finished(request, is_complete=False) == (False, None)
     source.step(finished=["p"])
     for _ in range(10):
+        source.step()
+    assert not source.told.sent
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+@pytest.mark.parametrize("kinds", [["window"], ["state"], ["full", "window"]], ids=" and ".join)
+def test_every_request_that_vllm_waits_for_is_told(kinds: list[str], *, is_complete: bool) -> None:
+    """Also one that ends before blocks of it were offered, of which only the last chunk has some."""
+    made = {
+        "window": group("SlidingWindowSpec", sliding_window=5),
+        "state": SimpleNamespace(kv_cache_spec=mamba().kv_cache_spec, layer_names=["layer0", "layer1", "layer2"]),
+        "full": group(layers=[0]),
+    }
+    groups = describe_groups([made[kind] for kind in kinds])
+    scheduler = ConnectorScheduler(groups, is_prefill=True, is_decode=False)
+    scheduler.know_pool(Pool())
+    request = asked("p", {"do_remote_decode": True})
+    request._all_token_ids, request.num_prompt_tokens = list(range(PROMPT)), PROMPT
+    scheduler.add(request)
+    scheduler.step(scheduled({"p": (0, PROMPT - 1 if is_complete else 6, [PREFILL] * len(kinds))}))
+    delays, _ = scheduler.finished(request, is_complete=is_complete)
+    assert delays == (scheduler.step(scheduled({})).awaited == ["p"]) is True
+
+
+def test_prefill_of_a_window_ends_between_chunks() -> None:
+    with servers(group("SlidingWindowSpec", sliding_window=5)) as (source, _):
+        request = asked("p", {"do_remote_decode": True})
+        source.scheduler.add(request)
+        source.step({"p": (0, 6, PREFILL)})
+        assert source.scheduler.finished(request, is_complete=False) == (True, None)
+        source.step(finished=["p"])
+        source.until(lambda: "p" in source.told.sent)
+
+
+def test_preempted_when_all_of_it_was_sent(pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM computes it again, and is told of its end although nothing of it is sent again."""
+    source, target = pair
+    request = asked("p", {"do_remote_decode": True})
+    source.scheduler.add(request)
+    source.step({"p": (0, PROMPT, PREFILL)})
+    begin_decode(target, reply_of(source))
+    target.until(lambda: "d" in target.told.received)
+    quiesce = BlockingSender.quiesce
+
+    def quiesced(sender: BlockingSender) -> None:
+        quiesce(sender)
+        assert sender.wait(20.0) is Outcome.SUCCESS  # the event loop is quicker than vLLM
+
+    monkeypatch.setattr(BlockingSender, "quiesce", quiesced)
+    source.step(preempted=["p"])
+    source.step({"p": (0, PROMPT, [1, 2, 4])})
+    delays, _ = source.scheduler.finished(request, is_complete=True)
+    assert delays
+    source.step(finished=["p"])
+    source.until(lambda: "p" in source.told.sent)
+
+
+def test_preempted_and_read_for_too_long_and_aborted(
+    pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM has forgotten it, and would end if it was told of it."""
+    source, _ = pair
+    request = asked("p", {"do_remote_decode": True})
+    source.scheduler.add(request)
+    source.step({"p": (0, 6, PREFILL)})
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "PREEMPTION_S", 0.0)
+        patch.setattr(BlockingSender, "is_quiesced", False)
+        patch.setattr(worker._Move, "is_safe", False)
+        source.step(preempted=["p"])
+    assert source.scheduler.finished(request, is_complete=False) == (False, None)
+    source.step(finished=["p"])
+    for _ in range(50):
         source.step()
     assert not source.told.sent
 
@@ -391,11 +471,129 @@ def test_reply_of_another_connector_is_computed_here(params: dict[str, Any]) -> 
     assert scheduler.num_elsewhere(request, 0) == 0
 
 
+@pytest.mark.parametrize(
+    ("request_id", "params"),
+    [("p", {"transfer_id": "x" * 300}), ("p", {"transfer_id": "\ud800"}), ("p", {"transfer_id": {}}), ("x" * 300, {})],
+    ids=["long", "no text", "no string", "long id of vLLM"],
+)
+def test_ids_of_any_kind_are_handed_over(pair: tuple[Server, Server], request_id: str, params: dict[str, Any]) -> None:
+    """They come from clients. An error in vLLM's scheduler would end the server."""
+    source, target = pair
+    request = asked(request_id, {"do_remote_decode": True, **params})
+    source.scheduler.add(request)
+    source.step({request_id: (0, PROMPT, PREFILL)})
+    delays, reply_params = source.scheduler.finished(request, is_complete=True)
+    assert delays
+    taken_over = asked(f"decode {request_id}", reply_params or {})
+    target.scheduler.add(taken_over)
+    target.scheduler.allocated(taken_over, [DECODE], PROMPT - 1)
+    target.until(lambda: taken_over.request_id in target.told.received)
+    assert not target.told.failed
+
+
+def test_requests_of_one_ticket_wait_for_the_first(pair: tuple[Server, Server]) -> None:
+    """As with `n` of 2: vLLM asks again in its next step, and finds the blocks of the first among its own."""
+    source, target = pair
+    _, params = prefill(source)
+    first, second = (asked(f"{number}_d", params) for number in range(2))
+    for request in (first, second):
+        target.scheduler.add(request)
+    assert target.scheduler.num_elsewhere(first, 0) == PROMPT - 1
+    assert target.scheduler.num_elsewhere(second, 0) is None
+    target.scheduler.allocated(first, [DECODE], PROMPT - 1)
+    target.until(lambda: first.request_id in target.told.received)
+    assert target.scheduler.num_elsewhere(second, 0) is None
+    target.scheduler.take_received(target.told.received)
+    assert target.scheduler.num_elsewhere(second, 8) == 0
+    target.scheduler.allocated(second, [DECODE], 0)
+    target.step()
+    assert target.told.received == {first.request_id}
+    assert not target.told.failed
+
+
+@pytest.mark.parametrize("ends", ["aborted", "computed here"])
+def test_request_that_others_wait_for_is_not_received(pair: tuple[Server, Server], ends: str) -> None:
+    source, target = pair
+    _, params = prefill(source)
+    first, second = (asked(f"{number}_d", params) for number in range(2))
+    for request in (first, second):
+        target.scheduler.add(request)
+    if ends == "aborted":
+        target.scheduler.finished(first, is_complete=False)
+    else:
+        target.scheduler.allocated(first, [DECODE], 0)
+    assert target.scheduler.num_elsewhere(second, 0) == 0
+
+
+def test_prefill_is_told_of_a_request_that_decode_has_refused(pair: tuple[Server, Server]) -> None:
+    """VLLM hands a stand-in on, with another prompt, and aborts it at once."""
+    source, target = pair
+    _, params = prefill(source)
+    request = asked("d", params, num_tokens=1)
+    request.abort_immediately = True
+    target.scheduler.add(request)
+    assert target.scheduler.finished(request, is_complete=False) == (False, None)
+    target.step(finished=["d"])
+    source.until(lambda: "p" in source.told.sent)
+
+
+def test_prompt_that_is_given_as_embeddings_is_computed_here(pair: tuple[Server, Server]) -> None:
+    source, target = pair
+    params = {"do_remote_prefill": True, "transfer_id": "room", "remote_engine_id": "tcp://127.0.0.1:5"}
+    for server, asked_for in ((source, {"do_remote_decode": True}), (target, params)):
+        request = SimpleNamespace(request_id="embeddings", prompt_token_ids=None, kv_transfer_params=asked_for)
+        server.scheduler.add(request)
+        assert server.scheduler.num_elsewhere(request, 0) == 0
+        server.step()
+        assert server.scheduler.finished(request, is_complete=True) == (False, None)
+
+
+def test_other_prompt_fails_where_the_router_makes_the_rooms(pair: tuple[Server, Server]) -> None:
+    """Decode cannot compare before the cache comes; then it does not use it."""
+    source, target = pair
+    prefill(source, transfer_id="shared")
+    assert source.ranks.ticket is not None
+    params = {"do_remote_prefill": True, "transfer_id": "shared", "remote_engine_id": source.ranks.ticket["address"]}
+    request = asked("d", params)
+    request.prompt_token_ids = [token + 1 for token in request.prompt_token_ids]
+    target.scheduler.add(request)
+    target.scheduler.allocated(request, [DECODE], PROMPT - 1)
+    target.until(lambda: "d" in target.told.received)
+    assert target.told.failed == {"d"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"lora_request": SimpleNamespace(lora_name="other")}, {"mm_features": [SimpleNamespace(identifier="image")]}],
+)
+def test_equal_tokens_are_not_all_of_a_prompt(more: dict[str, Any]) -> None:
+    plain, other = asked("d", {}), asked("d", {})
+    vars(other).update(more)
+    assert digest_of(plain) != digest_of(other)
+
+
+@pytest.mark.parametrize("pair", [{"timeouts": {**TIMEOUTS, "grant_s": 0.3}}], indirect=True)
+def test_decode_may_wait_for_blocks_for_longer_than_prefill_for_decode(pair: tuple[Server, Server]) -> None:
+    source, target = pair
+    _, params = prefill(source)
+    request = asked("d", params)
+    target.scheduler.add(request)
+    for _ in range(100):  # a second, in which decode's queue does not move
+        target.step()
+        source.step()
+        time.sleep(0.01)
+    assert not source.told.sent
+    target.scheduler.allocated(request, [DECODE], PROMPT - 1)
+    target.until(lambda: "d" in target.told.received)
+    assert not target.told.failed
+
+
 @pytest.mark.parametrize("prompt", [range(PROMPT + 1), range(1, PROMPT + 1)])
 def test_other_prompt_is_computed_here(prompt: Sequence[int]) -> None:
     """A router that mixes requests up does not make a server answer another one's."""
     scheduler = ConnectorScheduler(describe_groups([group()]), is_prefill=False, is_decode=True)
-    request = asked("d", {"do_remote_prefill": True, "kvflow_ticket": {}, "kvflow_prompt": digest_of(prompt)})
+    digest = digest_of(SimpleNamespace(prompt_token_ids=list(prompt)))
+    request = asked("d", {"do_remote_prefill": True, "kvflow_ticket": {}, "kvflow_prompt": digest})
     scheduler.add(request)
     assert scheduler.num_elsewhere(request, 0) == 0
 
@@ -451,9 +649,9 @@ def test_unusable_options_are_refused(found: dict[str, Any]) -> None:
 
 
 def test_unknown_timeouts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown timeout"):
+    with pytest.raises(ConfigError, match="unknown setting"):
         read_options({"timeouts": {"unknown_s": 1.0}}).make_timeouts()
-    with pytest.raises(ConfigError, match="unknown limit"):
+    with pytest.raises(ConfigError, match="unknown setting"):
         read_options({"limits": {"unknown": 1}}).make_limits()
 
 
@@ -614,7 +812,7 @@ def test_other_states_are_refused(values: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("num_tokens", [1, PROMPT])
 def test_state_is_sent_as_it_is_before_the_last_token(num_tokens: int, pair: tuple[Server, Server]) -> None:
     """Decode computes the last token again, which would otherwise go into the state twice."""
-    prompt = list(range(num_tokens))
+    prompt, digest = list(range(num_tokens)), digest_of(asked("p", {}, num_tokens))
     scheduler = ConnectorScheduler(describe_groups([group(layers=[0]), mamba()]), is_prefill=True, is_decode=False)
     ticket, pool = pair[0].ranks.ticket, Pool()
     assert ticket is not None
@@ -631,4 +829,4 @@ def test_state_is_sent_as_it_is_before_the_last_token(num_tokens: int, pair: tup
     assert pool.holders[9] == 1
     _, params = scheduler.finished(request, is_complete=True)
     assert params is not None
-    assert params["kvflow_prompt"] == digest_of(prompt)
+    assert params["kvflow_prompt"] == digest

@@ -1,20 +1,24 @@
-"""The proxy itself: each request goes to a prefill server first, then to a decode server.
+"""The proxy itself: each request goes to a prefill server and to a decode server.
 
 It speaks to vLLM as vLLM's own router does with `--kv-connector nixl`: prefill is asked for one token with
-`do_remote_decode`, and what it answers in `kv_transfer_params` goes to decode as it is.
+`do_remote_decode`, and what it answers in `kv_transfer_params` goes to decode unchanged.
+
+If it is concurrent, it asks both servers at the same time, so that pages move while prefill computes. Decode has to
+know the address of prefill's rank for that, which the proxy takes from the last answer of the prefill server.
 """
 
 import itertools
 import json
 import sys
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Final
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any, Final, NamedTuple
 
 import aiohttp
 from aiohttp import web
 
+from kvflow.cli.processes import open_tasks
 from kvflow.errors import ConfigError
 
 __all__ = ["PREFILL_PARAMS", "BadAnswer", "Proxy", "serve_proxy"]
@@ -49,6 +53,26 @@ class BadAnswer(Exception):
         self.body = body
 
 
+class DecodeFailed(BadAnswer):
+    """A decode server that was asked at the same time as prefill answered with an error."""
+
+
+class Asked(NamedTuple):
+    """What a client has asked for.
+
+    Attributes:
+        prefill: URL to ask on a prefill server.
+        decode: URL to ask on a decode server.
+        body: Of the request.
+        headers: Likewise, those that are forwarded.
+    """
+
+    prefill: str
+    decode: str
+    body: dict[str, Any]
+    headers: dict[str, str]
+
+
 class Proxy:
     """Takes the servers of each kind in turn.
 
@@ -56,10 +80,15 @@ class Proxy:
         prefill: URLs of the prefill servers, at least one.
         decode: URLs of the decode servers, at least one.
         session: With which they are asked.
+        is_concurrent: Ask both servers at the same time.
     """
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, prefill: Sequence[str], decode: Sequence[str], session: aiohttp.ClientSession, *, is_concurrent: bool
+    ) -> None:
         self._servers = [*prefill, *decode]
+        self._is_concurrent = is_concurrent
+        self._addresses: dict[str, str] = {}
         self._prefill = itertools.cycle(prefill)
         self._decode = itertools.cycle(decode)
         self._session = session
@@ -79,9 +108,9 @@ class Proxy:
         headers["X-Request-Id"] = request.headers.get("X-Request-Id") or uuid.uuid4().hex
         try:
             body = _object(await request.read())
-            params = await self._ask_prefill(next(self._prefill) + request.path, body, headers)
-            url = next(self._decode) + request.path
-            async with self._reached(url, {**body, "kv_transfer_params": params}, headers) as answer:
+            prefill, decode = (next(servers) + request.path for servers in (self._prefill, self._decode))
+            async with AsyncExitStack() as stack:
+                answer = await self._hand_over(Asked(prefill, decode, body, headers), stack)
                 return await _pass_on(request, answer)
         except BadAnswer as error:
             return web.Response(status=error.status, body=error.body, content_type="application/json")
@@ -106,18 +135,80 @@ class Proxy:
             return web.Response(status=503, body=error.body, content_type="application/json")
         return web.Response()
 
-    async def _ask_prefill(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
-        asked = {key: value for key, value in body.items() if key not in ("stream_options", "min_tokens")}
-        asked |= {"stream": False, "max_tokens": 1, "kv_transfer_params": PREFILL_PARAMS}
-        if "max_completion_tokens" in asked:
-            asked["max_completion_tokens"] = 1
-        async with self._reached(url, asked, headers) as answer:
+    async def _hand_over(self, asked: Asked, stack: AsyncExitStack) -> aiohttp.ClientResponse:
+        """Have prefill compute a request that decode continues; returns the answer of decode.
+
+        Args:
+            asked: The request.
+            stack: Closes the answer.
+
+        Raises:
+            BadAnswer: From one of the servers.
+        """
+        answer, params = None, None
+        if asked.prefill in self._addresses:
+            answer, params = await self._ask_both(asked, stack)
+        if answer is None:
+            if params is None:
+                params = await self._ask_prefill(asked)
+            answer = await stack.enter_async_context(self._decoding(asked, params))
+        return answer
+
+    async def _ask_both(
+        self, asked: Asked, stack: AsyncExitStack
+    ) -> tuple[aiohttp.ClientResponse | None, dict[str, Any] | None]:
+        """Ask both servers at the same time.
+
+        Returns:
+            The answer of decode, and what prefill has given for it. Without the first, decode has to be asked with the
+            second; without both, all has to begin again.
+
+        Raises:
+            BadAnswer: From prefill, or from decode if the request is at fault.
+        """
+        address, transfer = self._addresses[asked.prefill], uuid.uuid4().hex
+        told = {"do_remote_prefill": True, "transfer_id": transfer, "remote_engine_id": address}
+        answers: list[aiohttp.ClientResponse] = []
+
+        async def ask_decode() -> None:
+            answers.append(await stack.enter_async_context(self._decoding(asked, told)))
+            if answers[0].status != 200:
+                raise DecodeFailed(answers[0].status, await answers[0].read())
+
+        try:
+            async with open_tasks() as tasks:
+                tasks.start_soon(ask_decode)
+                params = await self._ask_prefill(asked, transfer)
+        except DecodeFailed as error:
+            if error.status < 500:
+                raise
+            self._addresses.pop(asked.prefill, None)  # prefill may have been restarted at another one
+            return None, None
+        if _address_in(params) != address:
+            answers[0].close()
+            return None, params
+        return answers[0], params
+
+    async def _ask_prefill(self, asked: Asked, transfer: str | None = None) -> dict[str, Any]:
+        told = PREFILL_PARAMS if transfer is None else {**PREFILL_PARAMS, "transfer_id": transfer}
+        body = {key: value for key, value in asked.body.items() if key not in ("stream_options", "min_tokens")}
+        body |= {"stream": False, "max_tokens": 1, "kv_transfer_params": told}
+        body |= {name: 1 for name in ("max_completion_tokens", "n", "best_of") if name in body}
+        async with self._reached(asked.prefill, body, asked.headers) as answer:
             if answer.status != 200:
                 raise BadAnswer(answer.status, await answer.read())
             params = _object(await answer.read(), 502).get("kv_transfer_params")
         if not isinstance(params, dict):
-            raise _bad_gateway(f"{url} answered without kv_transfer_params: is it a prefill server with a connector?")
+            raise _bad_gateway(
+                f"{asked.prefill} answered without kv_transfer_params: is it a prefill server with a connector?"
+            )
+        address = _address_in(params)
+        if self._is_concurrent and address is not None:
+            self._addresses[asked.prefill] = address
         return params
+
+    def _decoding(self, asked: Asked, params: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._reached(asked.decode, {**asked.body, "kv_transfer_params": params}, asked.headers)
 
     @asynccontextmanager
     async def _reached(
@@ -130,6 +221,14 @@ class Proxy:
             raise _bad_gateway(f"{url} cannot be reached: {error}") from error
         async with answer:
             yield answer
+
+
+def _address_in(params: Mapping[str, Any]) -> str | None:
+    """Find the address of prefill's rank in its answer, if it has one."""
+    host, port = params.get("remote_host"), params.get("remote_port")
+    if not isinstance(host, str) or not isinstance(port, int):
+        return None
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def _object(text: bytes, status: int = 400) -> dict[str, Any]:
@@ -166,7 +265,9 @@ def _error(status: int, message: str) -> bytes:
 
 
 @asynccontextmanager
-async def serve_proxy(prefill: Sequence[str], decode: Sequence[str], host: str, port: int) -> AsyncIterator[str]:
+async def serve_proxy(
+    prefill: Sequence[str], decode: Sequence[str], host: str, port: int, *, is_concurrent: bool = False
+) -> AsyncIterator[str]:
     """Serve until the block is left.
 
     Args:
@@ -174,6 +275,7 @@ async def serve_proxy(prefill: Sequence[str], decode: Sequence[str], host: str, 
         decode: URLs of the decode servers.
         host: Where to listen.
         port: Likewise; 0 takes one that is free.
+        is_concurrent: Ask prefill and decode at the same time.
 
     Yields:
         The proxy's URL.
@@ -183,9 +285,8 @@ async def serve_proxy(prefill: Sequence[str], decode: Sequence[str], host: str, 
     """
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        runner = web.AppRunner(
-            Proxy(prefill, decode, session).application(), handler_cancellation=True, access_log=None
-        )
+        proxy = Proxy(prefill, decode, session, is_concurrent=is_concurrent)
+        runner = web.AppRunner(proxy.application(), handler_cancellation=True, access_log=None)
         await runner.setup()
         try:
             try:

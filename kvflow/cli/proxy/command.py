@@ -10,7 +10,7 @@ import anyio
 
 from kvflow.errors import ConfigError
 
-__all__ = ["add_arguments", "check_installed", "prepare"]
+__all__ = ["add_arguments", "add_concurrent", "check_installed", "prepare"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{side}", action="append", default=[], metavar="URL", help=text)
     parser.add_argument("--host", default="127.0.0.1", help="host to listen on")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 picks a free one")
+    add_concurrent(parser)
+
+
+def add_concurrent(parser: argparse.ArgumentParser) -> None:
+    """Declare the option that both commands with a proxy have."""
+    parser.add_argument(
+        "--concurrent",
+        action="store_true",
+        help="ask prefill and decode at the same time, so that pages move while the prompt is computed",
+    )
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
@@ -35,7 +45,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         raise ConfigError("proxy needs at least one prefill and one decode server", prefill=prefill, decode=decode)
 
     def serve() -> int:
-        anyio.run(_serve, prefill, decode, arguments.host, arguments.port)
+        anyio.run(_serve, prefill, decode, arguments)
         return 0
 
     return serve
@@ -64,11 +74,12 @@ def _checked(option: str, url: str) -> str:
     return url.rstrip("/")
 
 
-async def _serve(prefill: Sequence[str], decode: Sequence[str], host: str, port: int) -> None:
+async def _serve(prefill: Sequence[str], decode: Sequence[str], arguments: argparse.Namespace) -> None:
     from kvflow.cli.proxy.application import serve_proxy  # noqa: PLC0415 - the library may be missing
 
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with serve_proxy(prefill, decode, host, port) as url:
+        proxy = serve_proxy(prefill, decode, arguments.host, arguments.port, is_concurrent=arguments.concurrent)
+        async with proxy as url:
             print(url, flush=True)
             async for received in signals:
                 print(f"kvflow proxy: stopped by {received.name}", file=sys.stderr)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 
 from kvflow.cli.processes import open_tasks
-from kvflow.cli.proxy.command import check_installed
+from kvflow.cli.proxy.command import add_concurrent, check_installed
 from kvflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="smollm2, a directory, or a model name that the engine knows")
     parser.add_argument("--host", default="127.0.0.1", help="host that the proxy listens on; the servers use loopback")
     parser.add_argument("--port", type=int, default=8000, help="proxy port; the servers use the next two")
+    add_concurrent(parser)
     parser.add_argument("--extra-config", metavar="JSON", help="settings of kvflow's connector, see docs/vllm.md")
     parser.add_argument(
         "--engine-arguments",
@@ -72,7 +73,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     ]
 
     def serve() -> int:
-        return anyio.run(_serve, servers, arguments.host, arguments.port, arguments.model)
+        return anyio.run(_serve, servers, arguments)
 
     return serve
 
@@ -116,22 +117,22 @@ def _model(name: str) -> str:
     return str(prepare_smollm2(lambda text: print(text, file=sys.stderr)))
 
 
-async def _serve(servers: "list[Server]", host: str, port: int, model: str) -> int:
+async def _serve(servers: "list[Server]", arguments: argparse.Namespace) -> int:
     """Run until a signal comes, or a server ends.
 
     Args:
         servers: Prefill and decode, see `kvflow.cli.serve.server`.
-        host: Of the proxy.
-        port: Likewise.
-        model: As clients call it.
+        arguments: Of the command.
     """
     from kvflow.cli.proxy.application import serve_proxy  # noqa: PLC0415 - aiohttp may be missing
     from kvflow.cli.serve.server import ServerFailed  # noqa: PLC0415 - as above
 
+    prefill, decode = ([server.url] for server in servers)
+    proxy = serve_proxy(prefill, decode, arguments.host, arguments.port, is_concurrent=arguments.concurrent)
     try:
         async with (
             open_tasks() as tasks,
-            serve_proxy([servers[0].url], [servers[1].url], host, port) as url,
+            proxy as url,
             anyio.create_task_group() as watching,
         ):
             tasks.start_soon(_stop_on_signal, tasks.cancel_scope)
@@ -142,7 +143,7 @@ async def _serve(servers: "list[Server]", host: str, port: int, model: str) -> i
             print("starting (takes a minute or more)", flush=True)
             for server in servers:
                 await server.wait_until_ready()
-            print(f"ready: {url}\n\n{_curl(url, model)}\n", flush=True)
+            print(f"ready: {url}\n\n{_curl(url, arguments.model)}\n", flush=True)
     except ServerFailed as failed:
         print(f"kvflow serve: {failed.message}: {failed.server.name}\n{failed.server.tail()}", file=sys.stderr)
         return EXIT_SERVER_ENDED

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from kvflow import LayoutError, head_range
 from kvflow.geometry import BufferLists, OpaqueItem, PagePart, PageRows, Region, regions_from_pointers
 
-__all__ = ["Buffer", "Parts", "Shard", "buffers_in", "keys_and_values", "latents", "regions_of"]
+__all__ = ["Buffer", "Parts", "Shard", "buffers_in", "keys_and_values", "latents", "of_one_rank", "regions_of"]
 
 Parts = Sequence[PagePart | PageRows] | OpaqueItem
 """What an item of a buffer holds."""
@@ -22,6 +22,7 @@ class Shard(NamedTuple):
         pp_size: Pipeline stages.
         pp_rank: This one's stage.
         is_mla: Each rank holds the latents of all heads.
+        has_unknown_order: Nobody knows where a page of the main pool has which head.
     """
 
     kv_heads: int
@@ -30,6 +31,7 @@ class Shard(NamedTuple):
     pp_size: int = 1
     pp_rank: int = 0
     is_mla: bool = False
+    has_unknown_order: bool = False
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -82,6 +84,18 @@ def regions_of(
     return tuple(regions)
 
 
+def of_one_rank(
+    buffers: Iterable[Buffer], shard: Shard, name: str, *, page_size: int, optional: bool = False
+) -> tuple[Region, ...]:
+    """Describe pages of unknown content, which only ranks of as many TP ranks exchange.
+
+    Raises:
+        LayoutError: A buffer is not a whole number of pages.
+    """
+    item = OpaqueItem(f"{name} of {shard.tp_size} ranks", shard.tp_rank)
+    return regions_of(buffers, lambda _: item, page_size=page_size, optional=optional)
+
+
 def latents(buffers: Iterable[Buffer], *, page_size: int, optional: bool = False) -> tuple[Region, ...]:
     """Describe latents, which every rank holds whole, and whose pages move whole.
 
@@ -99,6 +113,7 @@ def keys_and_values(  # noqa: PLR0913 - each one is said by name
     dtype: str,
     order: str = "NHD",
     are_heads_known: bool = True,
+    is_opaque: bool = False,
     optional: bool = False,
 ) -> tuple[Region, ...]:
     """Describe `[K of each layer, V of each layer]`.
@@ -112,6 +127,7 @@ def keys_and_values(  # noqa: PLR0913 - each one is said by name
         are_heads_known: They have as many heads as the model. A draft model or a sliding window may have others, which
             SGLang does not say. Cut into as many parts as the model has heads they are right for every rank, as long
             as no head is on two ranks. If one is, only ranks of as many TP ranks exchange them.
+        is_opaque: Only ranks of as many TP ranks exchange them in any case.
         optional: Decode can do without them.
 
     Raises:
@@ -121,7 +137,7 @@ def keys_and_values(  # noqa: PLR0913 - each one is said by name
         raise LayoutError("list must have as many buffers of K as of V", found=len(buffers))
     half = len(buffers) // 2
     heads = shard.heads
-    is_opaque = not are_heads_known and shard.tp_size > shard.kv_heads
+    is_opaque = is_opaque or (not are_heads_known and shard.tp_size > shard.kv_heads)
     regions: tuple[Region, ...] = ()
     for tensor, part in (("k", buffers[:half]), ("v", buffers[half:])):
 

@@ -6,14 +6,14 @@ timeouts and its consensus of pipeline stages stay as they are.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
 from typing_extensions import override
 
-from kvflow import Endpoint, FailureReason, KvflowError, Memory, Outcome
+from kvflow import ConfigError, Endpoint, FailureReason, KvflowError, Memory, Outcome
 from kvflow.blocking import BlockingReceiver, BlockingSender, TransferUpdate
 from kvflow.engines.sglang.manager import KvflowKVManager
 
@@ -74,6 +74,11 @@ class End:
         reason = "kvflow gave no reason" if failure is None else f"{failure.reason}: {failure.detail} ({failure.rank})"
         self.kv_mgr.fail(self.bootstrap_room, reason)
 
+    def _refuse(self, reason: str) -> None:
+        """Fail the request on both sides."""
+        self._give_up()
+        self.kv_mgr.fail(self.bootstrap_room, reason)
+
     def _give_up(self) -> None:
         if self.transfer is not None:
             self.transfer.abort()
@@ -106,8 +111,18 @@ class KvflowKVSender(End, CommonKVSender):
         room, manager = self.bootstrap_room, self.kv_mgr
         if wanted is None or manager.request_status.get(room) != KVPoll.Bootstrapping:
             return
-        self._prefix = manager.req_to_decode_prefix_len[room] = wanted["kv"][0]
+        tokens = wanted.get("kv")
+        if tokens is None or tokens[0] % manager.pools.page_size:
+            self._refuse(f"decode wants tokens {tokens}, which do not start at a page")
+            return
+        self._prefix = manager.req_to_decode_prefix_len[room] = tokens[0]
         manager.update_status(room, KVPoll.WaitingForInput)
+
+    @override
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        super().init(num_kv_indices, aux_index)
+        if num_kv_indices < 0:
+            self._refuse(f"decode wants tokens from {self._prefix} on, which is behind the end of the prompt")
 
     @override
     def poll(self) -> Any:
@@ -193,11 +208,8 @@ class KvflowKVReceiver(End, CommonKVReceiver):
         manager = self.kv_mgr
         if manager.request_status.get(self.bootstrap_room) != KVPoll.WaitingForInput:
             return
-        answering = self.bootstrap_infos[0]
         try:
-            self.transfer = manager.rank.announce(
-                self.bootstrap_room, prefill=Endpoint(answering["rank_ip"], int(answering["rank_port"]))
-            )
+            self.transfer = manager.rank.announce(self.bootstrap_room, prefill=_address_in(self.bootstrap_infos[0]))
         except KvflowError as error:
             manager.fail(self.bootstrap_room, str(error))
         else:
@@ -230,8 +242,7 @@ class KvflowKVReceiver(End, CommonKVReceiver):
             pages = pools.pages(kv_indices) | pools.state_pages(tokens[1], state_indices)
             self.transfer.grant(tokens=tokens, pages=pages)
         except KvflowError as error:
-            self._give_up()
-            self.kv_mgr.fail(self.bootstrap_room, str(error))
+            self._refuse(str(error))
         else:
             self.init_time = time.time()  # noqa: TID251 - SGLang compares it with the wall clock
 
@@ -272,3 +283,15 @@ class KvflowKVReceiver(End, CommonKVReceiver):
         self._give_up()
         self._is_over = True
         super().clear()
+
+
+def _address_in(info: Mapping[str, Any]) -> Endpoint:
+    """Read the address of a prefill rank from an answer of the bootstrap server.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    try:
+        return Endpoint(info["rank_ip"], int(info["rank_port"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError("bootstrap server gave no address of a prefill rank", found=dict(info)) from error

@@ -88,6 +88,14 @@ class KvflowKVManager(CommonKVManager):
         self.local_ip, self.rank_port = leader.host, leader.port
 
     def _make_prefill(self, instance: str, leader: str | None, port: int) -> None:
+        try:
+            self._open_rank(instance, leader, port)
+        except kvflow.ConfigError:
+            if not port:
+                raise
+            self._open_rank(instance, leader, 0)  # the former rank keeps its port while one of its writes may land
+
+    def _open_rank(self, instance: str, leader: str | None, port: int) -> None:
         config = kvflow.PrefillConfig(
             instance=instance,
             engine_rank=self._prefill_unique_rank(),
@@ -106,7 +114,8 @@ class KvflowKVManager(CommonKVManager):
             num_ranks=self.attn_tp_size,
             advertise=self.local_ip,
             digest_every=self.settings.digest_every,
-            **self._common_settings(self.waiting_timeout),
+            proofs=self.settings.make_proofs(),
+            **self._common_settings(max(self.waiting_timeout, envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())),
         )
         self.rank = kvflow.blocking.DecodeRank(config, self.pools.layout, affinity=self.settings.affinity)
         self.rank.open()
@@ -136,9 +145,14 @@ class KvflowKVManager(CommonKVManager):
         self.rank.close()
 
     def register_buffer_to_engine(self) -> None:
-        """Use the pools again, at the same address."""
+        """Use the pools again, at the same address if it is free."""
+        self._ends.clear()
+        self._held.clear()
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            before = self.local_ip, self.rank_port
             self._open_prefill(Endpoint.parse(self.rank.endpoint).port)
+            if (self.local_ip, self.rank_port) != before:
+                super().register_to_bootstrap()
         else:
             self._open_decode()
 
@@ -180,6 +194,11 @@ class KvflowKVManager(CommonKVManager):
         with self.failure_lock:
             self.failure_records.setdefault(room, reason)
         self.update_status(room, KVPoll.Failed)
+
+    @override
+    def get_kv_replica_factor(self) -> int:
+        """Return 1: bytes are counted once, however many decode ranks get a copy of latents."""
+        return 1
 
     @override
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
@@ -239,12 +258,18 @@ def _describe(args: Any, *, is_mla: bool, fingerprint: str | None) -> PoolMap:
         pp_size=parallel.pp_size,
         pp_rank=args.pp_rank,
         is_mla=is_mla,
+        has_unknown_order=_is_vectorized(),
     )
     if fingerprint is None:
         sizes = f"{model.num_hidden_layers}x{model.hidden_size}"
         fingerprint = f"{model.hf_config.architectures[0]}/{sizes}/{args.kv_cache_dtype_str}/{args.kv_layout}"
     location = Location("DRAM", 0) if get_device().device == "cpu" else Location("VRAM", args.gpu_id)
     return describe_pools(args, shard, fingerprint=fingerprint, location=location)
+
+
+def _is_vectorized() -> bool:
+    """Say whether AITER may have ordered the pages of the main pool, which `KVArgs` does not tell."""
+    return bool(envs.SGLANG_USE_AITER.get()) and envs.SGLANG_AITER_KV_CACHE_LAYOUT.get().lower() != "nhd"
 
 
 def _refuse_unserved(mode: Any) -> None:

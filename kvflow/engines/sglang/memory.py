@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow import KVLayout, LayoutError, PlanError, TokenPages
-from kvflow.engines.sglang.buffers import Buffer, Shard, buffers_in, keys_and_values, latents
+from kvflow.engines.sglang.buffers import Buffer, Shard, buffers_in, keys_and_values, latents, of_one_rank
 from kvflow.engines.sglang.states import State, describe_state
 from kvflow.geometry import BufferLists, Component, Location, layout_from_pointers
 
@@ -86,7 +86,7 @@ def describe_pools(args: Any, shard: Shard, *, fingerprint: str, location: Locat
     main, draft = _main_buffers(args, shard)
     components = [Component("kv", _cells(main, args, shard))]
     if draft:
-        components.append(Component("draft", _cells(draft, args, shard, is_draft=True)))
+        components.append(Component("draft", _draft_cells(draft, main, args, shard)))
     paged = [component.name for component in components]
     groups = 1 if shard.is_mla else 2
     layers = [one.layer for one in main[: len(main) // groups]]
@@ -130,14 +130,29 @@ def _main_buffers(args: Any, shard: Shard) -> tuple[list[Buffer], list[Buffer]]:
     return buffers[: total - num_draft], buffers[total - num_draft :] if is_last else []
 
 
-def _cells(buffers: Sequence[Buffer], args: Any, shard: Shard, *, is_draft: bool = False) -> Any:
-    page_size = args.page_size
+def _cells(buffers: Sequence[Buffer], args: Any, shard: Shard) -> Any:
+    page_size, dtype = args.page_size, args.kv_cache_dtype_str
     if shard.is_mla:
-        return latents(buffers, page_size=page_size, optional=is_draft)
-    dtype = args.kv_cache_dtype_str
-    return keys_and_values(
-        buffers, shard, page_size=page_size, dtype=dtype, are_heads_known=not is_draft, optional=is_draft
-    )
+        return latents(buffers, page_size=page_size)
+    return keys_and_values(buffers, shard, page_size=page_size, dtype=dtype, is_opaque=shard.has_unknown_order)
+
+
+def _draft_cells(buffers: Sequence[Buffer], main: Sequence[Buffer], args: Any, shard: Shard) -> Any:
+    page_size, dtype = args.page_size, args.kv_cache_dtype_str
+    if not shard.is_mla:
+        return keys_and_values(
+            buffers,
+            shard,
+            page_size=page_size,
+            dtype=dtype,
+            are_heads_known=False,
+            is_opaque=shard.has_unknown_order,
+            optional=True,
+        )
+    if {one.item for one in buffers} <= {one.item for one in main}:
+        return latents(buffers, page_size=page_size, optional=True)
+    # A draft model with ordinary attention beside latents: its heads are sharded, and SGLang does not say how many.
+    return of_one_rank(buffers, shard, "draft", page_size=page_size, optional=True)
 
 
 def _state_names(kinds: Sequence[Any]) -> list[str]:

@@ -5,6 +5,7 @@ closed enum `TransferBackend` is the one thing that is added without being asked
 """
 
 import functools
+import importlib.metadata
 import math
 from typing import Any, Final
 
@@ -13,9 +14,12 @@ from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from kvflow import ConfigError
+
 __all__ = ["NAME", "activate"]
 
 NAME: Final = "kvflow"
+SERVED: Final = "0.5.23"
 DEFER: Final = "sglang.srt.disaggregation.decode.DecodeTransferQueue._defer_release"
 AGREE: Final = "sglang.srt.disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group"
 AGREE_STAGES: Final = "sglang.srt.disaggregation.utils.poll_and_all_reduce_prefill_pp"
@@ -47,6 +51,7 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
     from kvflow.engines.sglang.manager import KvflowKVManager  # noqa: PLC0415
 
     if class_type == kinds.MANAGER:
+        _check_version()
         _hook_queues()
     return {
         kinds.MANAGER: KvflowKVManager,
@@ -59,10 +64,21 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 @functools.cache
 def _hook_queues() -> None:
     """Keep SGLang's queues from freeing pages that may still be written to or read, and have every stage polled."""
-    HookRegistry.register(DEFER, _forget_deadline, HookType.AFTER)
-    HookRegistry.register(AGREE, _await_readers, HookType.AROUND)
-    HookRegistry.register(AGREE_STAGES, _take_changes, HookType.BEFORE)
-    HookRegistry.apply_hooks()
+    # Not by `register` and `apply_hooks`: those skip what another plugin has hooked before, and only log what fails.
+    HookRegistry._apply_target(DEFER, [(HookType.AFTER, _forget_deadline, None)])
+    HookRegistry._apply_target(AGREE, [(HookType.AROUND, _await_readers, None)])
+    HookRegistry._apply_target(AGREE_STAGES, [(HookType.BEFORE, _take_changes, None)])
+
+
+def _check_version() -> None:
+    """Refuse another version of SGLang, on whose internals the adapter relies.
+
+    Raises:
+        ConfigError: It is another one.
+    """
+    found = importlib.metadata.version("sglang")
+    if found.split("+")[0].split(".post")[0] != SERVED:
+        raise ConfigError("kvflow does not serve this version of SGLang", served=SERVED, found=found)
 
 
 def _forget_deadline(result: Any, queue: Any, decode_req: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from kvflow import ConfigError, Limits, Timeouts
+from kvflow import ConfigError, Limits, Proofs, Timeouts
 
 Made = TypeVar("Made")
 
@@ -25,6 +25,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         limits: `kvflow.Limits` to use instead of the defaults.
         staging_bytes: As in `kvflow.RankConfig`.
         digest_every: As in `kvflow.DecodeConfig`.
+        proofs: `kvflow.Proofs` to use instead of the defaults, on decode.
         affinity: CPUs of kvflow's threads; by default those of the scheduler.
         keys: Directory of keys, see `kvflow keys` and docs/security.md.
         plain: Ask nobody for a key. Without it and without `keys`, only the loopback interface is used.
@@ -37,6 +38,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: dict[str, int] = {}
     staging_bytes: int | None = None
     digest_every: int = 0
+    proofs: dict[str, Any] = {}
     affinity: tuple[int, ...] | None = None
     keys: str | None = None
     plain: bool = False
@@ -47,8 +49,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             ConfigError: One that was set is unknown or out of range.
         """
-        defaults = dict.fromkeys(("transfer_s", "open_s", "grant_s", "first_bytes_s", "announced_s"), wait_s)
-        return _make(Timeouts, {"lease_s": 10.0, **defaults, **self.timeouts}, "timeouts")
+        names = ("transfer_s", "open_s", "grant_s", "first_bytes_s", "progress_s", "announced_s")
+        return _make(Timeouts, {"lease_s": 10.0, **dict.fromkeys(names, wait_s), **self.timeouts}, "timeouts")
+
+    def make_proofs(self) -> Proofs:
+        """Return what proves that a prefill process can write nothing any more.
+
+        Raises:
+            ConfigError: One that was set is unknown or out of range.
+        """
+        return _make(Proofs, self.proofs, "proofs")
 
     def limits_for(self, metadata_bytes: int) -> Limits:
         """Give limits that the metadata fits into.

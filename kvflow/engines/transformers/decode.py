@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from typing_extensions import override
 
 import kvflow
 from kvflow import KvflowError, LocalProtocolError, Outcome, PlanError
@@ -91,16 +92,17 @@ class DecodeManager(End[DecodeRank]):
             How the transfer stands; its `room` is the id of the request. `abort` fails the request.
 
         Raises:
-            TicketError, ConfigError: As `announce` of the rank.
+            TicketError: As `announce` of the rank.
+            ConfigError: As `announce`; or A setting of the request is unknown or has the wrong type.
             PlanError: The prompt is empty, or does not fit into an empty cache.
             LocalProtocolError: The room is in use or no string, or the rank or the manager takes no requests.
         """
-        self.engine.check_accepts()
+        self.engine.check_accepts(logit_processor_kwargs)
         self._check_fits(input_ids)
         settings = self.engine.manager.generation_config
         receiver = self.rank.announce(prefill=ticket, timeout_s=timeout_s)
         room = receiver.room
-        if not isinstance(room, str) or room in self._arriving or room in self.engine.scheduler.active_requests:
+        if not isinstance(room, str) or room in self._arriving or self.engine.has(room):
             receiver.abort()
             raise LocalProtocolError("room is in use or no string", room=room)
         state = RequestState(
@@ -167,7 +169,6 @@ class DecodeManager(End[DecodeRank]):
         metadata = one.receiver.result().metadata
         try:
             first = read_first_token(metadata, engine.processor.config.vocab_size)
-            engine.processor.logit_processor.check_kwargs(state.logit_processor_kwargs)
         except (KvflowError, ValueError) as error:
             self._give_up(one, error)
             return
@@ -209,6 +210,13 @@ class DecodeManager(End[DecodeRank]):
             self.engine.scheduler.add_waiting_request(state)
         else:
             self.engine.fail(state, error)
+
+    @override
+    def fail_all(self, error: Exception) -> None:
+        for one in list(self._arriving.values()):
+            one.receiver.abort()
+            one.on_failure = "fail"
+            self._give_up(one, error)
 
     def lose(self, request_id: str) -> bool:
         """End the transfer of a request that was cancelled."""

@@ -1,10 +1,11 @@
 """Where an end takes part in a manager's generation loop, and how it holds the manager's blocks.
 
-transformers has no hooks for that, so this module replaces five of its functions, on the objects of one manager:
+transformers has no hooks for that, so this module replaces six of its functions, on the objects of one manager:
 
 - `prepare_next_batch` begins with the end's step, on the thread of the generation loop;
 - `free_blocks` asks the end first: it keeps the blocks of a request that somebody may still read or write;
 - `schedule_batch` waits while such blocks are missing, where the manager would fail all requests;
+- `fail_all_requests`, with which a generation loop ends that has failed, ends the transfers, too;
 - `has_pending_requests` is true while transfers are under way, so that `manager.stop()` lets them end;
 - the event that wakes an idle loop rings for news of transfers, too.
 """
@@ -14,7 +15,7 @@ import importlib.metadata
 import os
 import select
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar
@@ -60,7 +61,8 @@ class Engine:
     def join(self, end: "End[Any]", rank: PrefillRank | DecodeRank) -> None:
         """Let an end take part in the generation loop."""
         prepare, schedule = self.processor.prepare_next_batch, self.scheduler.schedule_batch
-        has_pending, wake_up = self.processor.has_pending_requests, WakeUp(rank)
+        has_pending, fail_all = self.processor.has_pending_requests, self.processor.fail_all_requests
+        wake_up = WakeUp(rank)
 
         def prepare_next_batch() -> bool:
             end.step()
@@ -79,6 +81,11 @@ class Engine:
                 batch = []
             return batch, *rest
 
+        def fail_all_requests(error: Exception) -> None:
+            fail_all(error)
+            end.fail_all(error)
+
+        self._replace(self.processor, "fail_all_requests", fail_all_requests)
         self._replace(self.processor, "prepare_next_batch", prepare_next_batch)
         self._replace(self.cache, "free_blocks", free_blocks)
         self._replace(self.scheduler, "schedule_batch", schedule_batch)
@@ -109,15 +116,33 @@ class Engine:
                     stack.enter_context(self.manager.pause())
             yield
 
-    def check_accepts(self) -> None:
-        """Refuse requests where the manager does.
+    def check_accepts(self, settings: Mapping[str, Any]) -> None:
+        """Check that the manager takes requests, and these settings of one.
+
+        Args:
+            settings: Keyword arguments of its logits processors.
 
         Raises:
-            LocalProtocolError: It is stopping or has failed.
+            LocalProtocolError: It is stopping, has failed, or was restarted, which makes it forget this end.
+            ConfigError: A setting is unknown or has the wrong type.
         """
         reason = self.manager.background_thread_status.can_accept_new_requests()
+        if reason is None and self.manager.batch_processor is not self.processor:
+            reason = "it was restarted; make a new end of kvflow"
         if reason is not None:
             raise LocalProtocolError("manager takes no requests", detail=reason)
+        try:
+            self.processor.logit_processor.check_kwargs(dict(settings))
+        except (TypeError, ValueError) as error:
+            raise ConfigError("settings of the request cannot be used", detail=str(error)) from error
+
+    def has(self, request_id: str) -> bool:
+        """Return whether the manager has a request of this id, its own ones included. Any thread may ask."""
+        waiting = self.manager.input_queue
+        with waiting.mutex:
+            if any(state.request_id == request_id for state in waiting.queue):
+                return True
+        return request_id in self.scheduler.active_requests or request_id in self.scheduler.waiting_requests
 
     @property
     def _can_offload(self) -> bool:
@@ -221,6 +246,10 @@ class End(abc.ABC, Generic[AnyRank]):
 
         It holds them then, if somebody may still read or write them.
         """
+
+    @abc.abstractmethod
+    def fail_all(self, error: Exception) -> None:
+        """End all transfers, since the generation loop has failed."""
 
     @property
     @abc.abstractmethod

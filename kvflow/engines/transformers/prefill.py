@@ -1,9 +1,10 @@
 """The prefill end: computes prompts, and sends their cache while later chunks of them are computed."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from transformers.generation.continuous_batching.requests import RequestStatus
+from typing_extensions import override
 
 import kvflow
 from kvflow import KvflowError, LocalProtocolError, Outcome
@@ -13,6 +14,10 @@ from kvflow.engines.transformers.memory import CacheMap
 from kvflow.engines.transformers.metadata import FirstToken
 
 __all__ = ["PrefillManager", "Sent"]
+
+
+OWN_SETTINGS: Final = frozenset({"max_new_tokens", "streaming", "record_timestamps", "eos_token_id"})
+"""Of `manager.add_request`, which are not for the logits processors."""
 
 
 class Sent(NamedTuple):
@@ -62,18 +67,31 @@ class PrefillManager(End[PrefillRank]):
             settings: Of `manager.add_request`, but `max_new_tokens`.
 
         Raises:
-            LocalProtocolError: The room is none or in use, or the rank or the manager takes no requests.
+            LocalProtocolError: The room is not valid or in use, or the rank or the manager takes no requests.
+            ConfigError: A setting of the request is unknown or has the wrong type.
         """
         if not input_ids:
             raise LocalProtocolError("prompt is empty", room=room)
-        if room in self._senders:
+        if room in self._senders or self.engine.has(room):
             raise LocalProtocolError("room is in use", room=room)
-        self.engine.check_accepts()
+        self.engine.check_accepts({name: value for name, value in settings.items() if name not in OWN_SETTINGS})
         ticket = self.rank.ticket(room)
         sender = self.rank.send(room)
         self._senders[room], self._offered[room] = sender, 0
-        self.engine.manager.add_request(list(input_ids), request_id=room, max_new_tokens=1, **settings)
+        accepted = None
+        try:
+            accepted = self.engine.manager.add_request(list(input_ids), request_id=room, max_new_tokens=1, **settings)
+        finally:
+            if accepted is None:
+                self._withdraw(room)
+        if accepted is None:
+            raise LocalProtocolError("manager takes no requests", room=room)
         return Sent(ticket, sender)
+
+    def _withdraw(self, room: str) -> None:
+        """End the transfer of a request that the manager has not taken."""
+        self._offered.pop(room, None)
+        self._senders.pop(room).abort()
 
     # On the thread of the generation loop
 
@@ -109,6 +127,13 @@ class PrefillManager(End[PrefillRank]):
             except KvflowError:  # it has failed meanwhile, which `completed` tells
                 return
             self._offered[room] = stop
+
+    @override
+    def fail_all(self, error: Exception) -> None:
+        self._offered.clear()
+        for sender in self._senders.values():
+            sender.abort()
+        self._senders.clear()
 
     def lose(self, request_id: str) -> bool:
         """Send the last tokens of a request that has finished, and end one that was given up."""

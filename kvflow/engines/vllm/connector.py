@@ -19,6 +19,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
+from vllm.version import __version__ as vllm_version
 
 from kvflow import ConfigError
 from kvflow.engines.vllm.groups import describe_groups
@@ -61,8 +62,8 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        _refuse_unserved(vllm_config.parallel_config)
         self._options = read_options(transfer.kv_connector_extra_config)
+        _refuse_unserved(vllm_config.parallel_config, self._options)
         self._groups = describe_groups(kv_cache_config.kv_cache_groups, channels_first=is_conv_state_dim_first())
         self._stats = Stats()
         self._ranks: Ranks | None = None
@@ -111,7 +112,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         count = self._scheduler.num_elsewhere(request, num_computed_tokens)
-        return count, count > 0
+        return count, bool(count)
 
     @override
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -125,6 +126,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.take_sent(connector_output.finished_sending or ())
+        self._scheduler.take_received(connector_output.finished_recving or ())
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._scheduler.take_report(report)
@@ -166,6 +168,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
             is_prefill=transfer.is_kv_producer,
             is_decode=transfer.is_kv_consumer,
             share=_share,
+            port=self._options.port and self._options.port + (parallel.data_parallel_rank_local or 0),
         )
         self._ranks = open_ranks(self._options, place, caches.layout)
         self._worker = ConnectorWorker(
@@ -215,8 +218,8 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def build_connector_worker_meta(self) -> WorkerReport | None:
         report: WorkerReport | None = self._worker.take_report()
-        if report is not None and report.held:
-            self._stats.note_held(len(report.held))
+        if report is not None:
+            self._stats.note_blocks(held=len(report.held), freed=len(report.freed))
         return report
 
     @override
@@ -243,7 +246,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _refuse_unserved(parallel: Any) -> None:
+def _refuse_unserved(parallel: Any, options: Options) -> None:
     """Refuse what would not work, before anything is opened.
 
     Raises:
@@ -252,6 +255,7 @@ def _refuse_unserved(parallel: Any) -> None:
     unserved = {
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        "mooncake_port with data parallelism": parallel.data_parallel_size > 1 and options.mooncake_port is not None,
     }
     found = [name for name, is_used in unserved.items() if is_used]
     if found:
@@ -273,9 +277,9 @@ def _attention_backend(config: Any) -> str:
 
     layers = get_layers_from_vllm_config(config, AttentionLayerBase)
     names = {layer.get_attn_backend().get_name() for layer in layers.values() if not isinstance(layer, MambaBase)}
-    if len(names) != 1:
+    if len(names) > 1:
         raise ConfigError("models with several attention backends are not served", found=sorted(names))
-    return str(names.pop())
+    return str(names.pop()) if names else ""
 
 
 def _fingerprint(config: Any, options: Options) -> str:
@@ -284,18 +288,19 @@ def _fingerprint(config: Any, options: Options) -> str:
         return options.fingerprint
     model, cache = config.model_config, config.cache_config
     backend = _attention_backend(config)
-    parts = [model.model, model.revision, model.dtype, cache.cache_dtype, backend, _instruction_set(config, backend)]
+    parts = [model.model, model.revision, model.dtype, cache.cache_dtype, backend, _block_order(config, backend)]
     return "/".join(str(part) for part in ("vllm", *parts) if part is not None)
 
 
-def _instruction_set(config: Any, backend: str) -> str | None:
-    """Name the instructions for which the CPU backend has ordered a block; None for others."""
+def _block_order(config: Any, backend: str) -> str | None:
+    """Name what the order of a block depends on in the CPU backend; None for others, whose strides say it."""
     if backend != "CPU_ATTN":
         return None
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - it has no public name
 
     model, cache = config.model_config, config.cache_config
-    return str(_get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype))
+    isa = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
+    return f"{isa}/{vllm_version}"  # another one may order them otherwise
 
 
 def _log_with_vllm() -> None:

@@ -8,12 +8,15 @@ it has made, and the id of prefill's engine, for which it has asked when it star
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from kvflow import Endpoint, KvflowError, ticket_for_room
 
 __all__ = ["Reference", "digest_of", "is_for_decode", "reply", "room_of", "take_reference"]
+
+MAX_NAME_BYTES: Final = 200
+"""Ids of requests come from clients and routers. A longer one, or one that is no text, is hashed."""
 
 TICKET: Final = "kvflow_ticket"
 PROMPT: Final = "kvflow_prompt"
@@ -34,10 +37,24 @@ class Reference(NamedTuple):
     room: str | None
     prompt: str | None
 
+    @property
+    def key(self) -> str:
+        """The same for two requests that are to take over the same one."""
+        return repr((self.prefill, self.room))
 
-def digest_of(prompt: Sequence[int]) -> str:
-    """Name a prompt by its tokens, so that decode takes over no other one."""
-    return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).hexdigest()
+
+def digest_of(request: Any) -> str:
+    """Return a name of what a request's cache is computed from, so that decode takes over no other one.
+
+    Args:
+        request: vLLM's `Request`: its tokens, and what else vLLM tells equal tokens apart by.
+    """
+    lora = getattr(request, "lora_request", None)
+    features = getattr(request, "mm_features", None) or ()
+    rest = [lora.lora_name if lora is not None else "", *(str(one.identifier) for one in features)]
+    digest = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=16)
+    digest.update("\0".join(rest).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
 def is_for_decode(params: Mapping[str, Any] | None) -> bool:
@@ -47,7 +64,19 @@ def is_for_decode(params: Mapping[str, Any] | None) -> bool:
 
 def room_of(params: Mapping[str, Any], request_id: str) -> str:
     """Name the room of a request on prefill: as the router says, or by vLLM's own id."""
-    return str(params.get(TRANSFER) or request_id)
+    return _as_room(str(params.get(TRANSFER) or request_id))
+
+
+def _as_room(name: str) -> str:
+    encoded = name.encode("utf-8", "surrogatepass")
+    try:
+        encoded.decode()
+    except UnicodeDecodeError:  # lone surrogates, which JSON may bring
+        pass
+    else:
+        if len(encoded) <= MAX_NAME_BYTES:
+            return name
+    return hashlib.blake2b(encoded, digest_size=32).hexdigest()
 
 
 def take_reference(params: Mapping[str, Any] | None) -> Reference | None:
@@ -59,21 +88,25 @@ def take_reference(params: Mapping[str, Any] | None) -> Reference | None:
     if not params or not params.get("do_remote_prefill"):
         return None
     if TICKET not in params and TRANSFER in params:
-        return Reference(Endpoint.parse(str(params.get(ENGINE))), str(params[TRANSFER]), None)
+        return Reference(Endpoint.parse(str(params.get(ENGINE))), _as_room(str(params[TRANSFER])), None)
     ticket, prompt = params.get(TICKET), params.get(PROMPT)
     if not isinstance(ticket, Mapping) or not isinstance(prompt, str):
         raise KvflowError("request was not prefilled by a server with kvflow", found=sorted(map(str, params)))
     return Reference(ticket, None, prompt)
 
 
-def reply(ticket: Mapping[str, object], room: str, *, request_id: str, prompt: Sequence[int]) -> dict[str, Any]:
-    """Give what a router is to hand to decode.
+def reply(ticket: Mapping[str, object], room: str, *, request_id: str, num_tokens: int, prompt: str) -> dict[str, Any]:
+    """Return what a router is to hand to decode.
 
     Args:
         ticket: Of any room of this server.
         room: Of the request.
         request_id: vLLM's id of it on prefill.
-        prompt: Its tokens, which were computed.
+        num_tokens: Of its prompt, which was computed.
+        prompt: `digest_of` it.
+
+    Raises:
+        KvflowError: The room is not valid, or the ticket is not.
     """
     own = ticket_for_room(ticket, room)
     endpoint = Endpoint.parse(str(own["address"]))
@@ -85,7 +118,7 @@ def reply(ticket: Mapping[str, object], room: str, *, request_id: str, prompt: S
         "remote_block_ids": [],
         "remote_host": endpoint.host,
         "remote_port": endpoint.port,
-        "remote_num_tokens": len(prompt),
+        "remote_num_tokens": num_tokens,
         TICKET: own,
-        PROMPT: digest_of(prompt),
+        PROMPT: prompt,
     }

@@ -30,12 +30,14 @@ class ChunkOrder:
         stop: One past the last one.
         blocks: Of each group of vLLM's caches; None if nothing of it moves.
         is_last: No chunk follows.
+        prompt: `digest_of` the prompt, which decode compares.
     """
 
     start: int
     stop: int
     blocks: Sequence[GroupBlocks | None]
     is_last: bool
+    prompt: str
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class StepOrders:
         announced: Requests to receive, and from where.
         declined: Such requests that vLLM computes here after all.
         granted: Tokens to receive.
+        awaited: Requests that are over, whose blocks vLLM gives back once it is told that they were sent.
         is_empty: The step computes nothing.
     """
 
@@ -67,6 +70,7 @@ class StepOrders:
     announced: dict[str, Reference] = field(default_factory=dict)
     declined: list[str] = field(default_factory=list)
     granted: dict[str, GrantOrder] = field(default_factory=dict)
+    awaited: list[str] = field(default_factory=list)
     is_empty: bool = False
 
 

@@ -7,13 +7,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvflow import Outcome
+from kvflow import FailureReason, Outcome
 from kvflow.blocking import BlockingReceiver, BlockingSender
 
 __all__ = ["Metrics", "Stats"]
 
 FAILURES: Final = "kvflow_failures"
+ABORTED: Final = "kvflow_aborted_transfers"
 HELD: Final = "kvflow_held_blocks"
+FREED: Final = "kvflow_freed_blocks"
+COUNTERS: Final = {
+    ABORTED: "Transfers of KV caches that one side gave up.",
+    HELD: "Blocks kept out of the pool until nothing can be written to them any more.",
+    FREED: "Such blocks that are back in the pool.",
+}
+OWN: Final = (FAILURES, *COUNTERS)
 
 
 class Stats(NixlKVConnectorStats):
@@ -22,16 +30,19 @@ class Stats(NixlKVConnectorStats):
     @override
     def reset(self) -> None:
         super().reset()
-        self.data |= {FAILURES: [], HELD: []}
+        self.data |= {name: [] for name in OWN}
 
     @override
     def is_empty(self) -> bool:
-        return super().is_empty() and not self.data[FAILURES] and not self.data[HELD]
+        return super().is_empty() and not any(self.data[name] for name in OWN)
 
     def note(self, transfer: BlockingSender | BlockingReceiver) -> None:
         """Count a transfer that has ended."""
         if transfer.outcome is not Outcome.SUCCESS:
             reason = "unknown" if transfer.failure is None else str(transfer.failure.reason.value)
+            if reason == FailureReason.ABORTED.value:  # a client has left, or decode had the prompt itself
+                self.data[ABORTED].append(1)
+                return
             self.data[FAILURES].append(reason)
             self.data["num_failed_transfers"].append(1)
             if reason == "not_granted":
@@ -43,9 +54,10 @@ class Stats(NixlKVConnectorStats):
             self.data["bytes_transferred"].append(handover.num_bytes)
             self.data["num_descriptors"].append(handover.num_notices)
 
-    def note_held(self, num_blocks: int) -> None:
-        """Count blocks that are kept until a proof."""
-        self.data[HELD].append(num_blocks)
+    def note_blocks(self, *, held: int, freed: int) -> None:
+        """Count blocks that are kept until a proof, and those of them that are free again."""
+        self.data[HELD] += [held] if held else []
+        self.data[FREED] += [freed] if freed else []
 
     @override
     def reduce(self) -> dict[str, Any]:
@@ -69,18 +81,19 @@ class Metrics(NixlPromMetrics):
             documentation="Transfers of KV caches that failed, by reason.",
             labelnames=[*labelnames, "reason"],
         )
-        held = self._counter_cls(
-            name="vllm:kvflow_held_blocks",
-            documentation="Blocks kept out of the pool until nothing can be written to them any more.",
-            labelnames=labelnames,
-        )
         self._failures, self._labelvalues = failures, labelvalues
-        self._held_blocks = create_metric_per_engine(held, self.per_engine_labelvalues)
+        self._counters = {
+            series: create_metric_per_engine(
+                self._counter_cls(name=f"vllm:{series}", documentation=text, labelnames=labelnames),
+                self.per_engine_labelvalues,
+            )
+            for series, text in COUNTERS.items()
+        }
 
     @override
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         super().observe(transfer_stats_data, engine_idx)
         for reason in transfer_stats_data.get(FAILURES, ()):
             self._failures.labels(*self._labelvalues[engine_idx], reason).inc()
-        for count in transfer_stats_data.get(HELD, ()):
-            self._held_blocks[engine_idx].inc(count)
+        for series, counter in self._counters.items():
+            counter[engine_idx].inc(sum(transfer_stats_data.get(series, ())))

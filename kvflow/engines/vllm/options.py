@@ -1,17 +1,19 @@
 """`kv_connector_extra_config`: what vLLM's own options have no words for. Pure."""
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from kvflow import ConfigError, Limits, Timeouts
+from kvflow import ConfigError, Limits, Proofs, Timeouts
+
+Made = TypeVar("Made")
 
 __all__ = ["Options", "read_options"]
 
-VLLM_TIMEOUTS: Final = {"lease_s": 10.0, "handshake_s": 15.0, "open_s": 5.0, "transfer_s": 600.0}
-"""A worker that computes, or shares its cores, does not answer for seconds; queues of vLLM last for minutes. But
-prefill has opened a room before it gives its ticket away, so one that is not open is over."""
+VLLM_TIMEOUTS: Final = {"lease_s": 1.0, "handshake_s": 15.0, "transfer_s": 600.0, "progress_s": 120.0}
+"""Prefill's blocks are free within a second after decode was killed. A worker that computes, or shares its cores, may
+not answer for seconds, which it may for ten leases; queues of vLLM last for minutes."""
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,6 +32,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         limits: `kvflow.Limits` to use instead of the defaults.
         staging_bytes: As in `kvflow.RankConfig`.
         digest_every: As in `kvflow.DecodeConfig`.
+        proofs: `kvflow.Proofs` to use instead of the defaults, on decode.
         layerwise: Send each layer of a step as soon as it is computed, and not all of them after it.
         affinity: CPUs of kvflow's threads; by default those of the process that started the worker, which vLLM may have
             pinned to one.
@@ -48,32 +51,42 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: dict[str, int] = {}
     staging_bytes: int | None = None
     digest_every: int = 0
+    proofs: dict[str, Any] = {}
     layerwise: bool = False
     affinity: tuple[int, ...] | None = None
     keys: str | None = None
     plain: bool = False
 
     def make_timeouts(self) -> Timeouts:
-        """Give the timeouts.
+        """Return the timeouts.
 
         Raises:
             ConfigError: One is unknown or out of range.
         """
-        try:
-            return Timeouts(**{**VLLM_TIMEOUTS, **self.timeouts})
-        except TypeError as error:
-            raise ConfigError("unknown timeout", setting="timeouts", value=self.timeouts) from error
+        return _make(Timeouts, {**VLLM_TIMEOUTS, **self.timeouts}, "timeouts")
 
     def make_limits(self) -> Limits:
-        """Give the limits.
+        """Return the limits.
 
         Raises:
             ConfigError: One is unknown or out of range.
         """
-        try:
-            return Limits(**self.limits)
-        except TypeError as error:
-            raise ConfigError("unknown limit", setting="limits", value=self.limits) from error
+        return _make(Limits, self.limits, "limits")
+
+    def make_proofs(self) -> Proofs:
+        """Return what proves that a prefill process can write nothing any more.
+
+        Raises:
+            ConfigError: One is unknown or out of range.
+        """
+        return _make(Proofs, self.proofs, "proofs")
+
+
+def _make(kind: Callable[..., Made], values: Mapping[str, Any], setting: str) -> Made:
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ConfigError("unknown setting", setting=setting, value=dict(values)) from error
 
 
 def read_options(extra_config: Mapping[str, Any]) -> Options:

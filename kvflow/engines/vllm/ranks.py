@@ -31,6 +31,7 @@ class Place:
         is_prefill: Requests are computed here for other servers.
         is_decode: Requests that others have computed are continued here.
         share: Gives all workers what the first one says.
+        port: Of the first prefill worker; 0 for a free one.
     """
 
     instance: str
@@ -39,6 +40,7 @@ class Place:
     is_prefill: bool
     is_decode: bool
     share: Callable[[str | None], str]
+    port: int = 0
 
 
 class Ranks:
@@ -115,7 +117,7 @@ def open_ranks(options: Options, place: Place, layout: KVLayout) -> Ranks:
 
         prefill = decode = None
         if place.is_prefill and place.engine_rank == 0:
-            prefill = make(kvflow.blocking.PrefillRank, _prefill_config(options, place, options.registry, options.port))
+            prefill = make(kvflow.blocking.PrefillRank, _prefill_config(options, place, options.registry, place.port))
         if place.is_prefill:
             first = place.share(None if prefill is None else prefill.endpoint)
             if options.mooncake_port is not None and place.engine_rank == 0:
@@ -135,7 +137,11 @@ def _prefill_config(options: Options, place: Place, registry: str | None, port: 
 def _decode_config(options: Options, place: Place) -> kvflow.DecodeConfig:
     common = _common_settings(options, place)
     return kvflow.DecodeConfig(
-        registry=options.registry, advertise=options.host, digest_every=options.digest_every, **common
+        registry=options.registry,
+        advertise=options.host,
+        digest_every=options.digest_every,
+        proofs=options.make_proofs(),
+        **common,
     )
 
 

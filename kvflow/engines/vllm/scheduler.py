@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvflow import KvflowError
-from kvflow.engines.vllm.dialect import Reference, digest_of, is_for_decode, reply, room_of, take_reference
+from kvflow.engines.vllm.dialect import digest_of, is_for_decode, reply, room_of, take_reference
 from kvflow.engines.vllm.groups import Group
 from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, GroupBlocks, StepOrders, WorkerReport
 
@@ -29,13 +29,15 @@ class _Sending:
 
     Attributes:
         room: Where it is sent.
-        prompt: Its tokens.
+        prompt: `digest_of` its prompt.
+        num_tokens: Of its prompt.
         stop: How many of them are computed here.
         sent: Tokens that the workers were told to send.
     """
 
     room: str
-    prompt: Sequence[int]
+    prompt: str
+    num_tokens: int
     stop: int
     sent: int = 0
 
@@ -60,7 +62,10 @@ class ConnectorScheduler:
         self._is_decode = is_decode
         self._ticket: Mapping[str, object] = {}
         self._sending: dict[str, _Sending] = {}
-        self._announced: dict[str, Reference] = {}
+        self._announced: dict[str, None] = {}
+        self._taken_over: dict[str, str] = {}
+        self._leaders: dict[str, str] = {}
+        self._followers: dict[str, str] = {}
         self._orders = StepOrders()
         self._pool: Any = None
         self._kept: dict[str, list[int]] = {}
@@ -78,57 +83,80 @@ class ConnectorScheduler:
 
     def add(self, request: Any) -> None:
         """Take a request in: both sides begin before there are blocks for it."""
-        params, request_id = request.kv_transfer_params, request.request_id
-        prompt = request.prompt_token_ids or ()
-        if self._is_prefill and is_for_decode(params):
-            room = room_of(params, request_id)
-            prompt = tuple(prompt)
-            self._leave_last_token(request)
-            self._sending[request_id] = _Sending(room, prompt, len(request.prompt_token_ids or ()))
-            self._orders.opened[request_id] = room
+        if self._is_prefill and is_for_decode(request.kv_transfer_params):
+            self._open(request)
         elif self._is_decode:
-            self._announce(request_id, params, prompt)
+            self._announce(request)
+
+    def _open(self, request: Any) -> None:
+        """Let decode ranks ask for a request; a prompt that is not given in tokens is computed for nobody else."""
+        request_id, params = request.request_id, request.kv_transfer_params
+        if not request.prompt_token_ids:
+            LOGGER.warning("kvflow: %s is not handed over: its prompt has no tokens", request_id)
+            return
+        room, prompt, num_tokens = room_of(params, request_id), digest_of(request), len(request.prompt_token_ids)
+        self._leave_last_token(request)
+        self._sending[request_id] = _Sending(room, prompt, num_tokens, len(request.prompt_token_ids))
+        self._orders.opened[request_id] = room
 
     def _leave_last_token(self, request: Any) -> None:
         """Compute all but the last token of a prompt: decode computes that one again, and needs the state before it."""
         has_state = any(group.state is not None for group in self._groups)
-        if has_state and len(request.prompt_token_ids or ()) > 1:
+        if has_state and len(request.prompt_token_ids) > 1:
             del request.prompt_token_ids[-1:]
             del request._all_token_ids[-1:]
             request.num_prompt_tokens -= 1
             request.max_tokens = 1
 
-    def _announce(self, request_id: str, params: Mapping[str, Any] | None, prompt: Sequence[int]) -> None:
+    def _announce(self, request: Any) -> None:
         """Tell prefill that its request will be taken over; one that cannot be is computed here."""
+        request_id = request.request_id
         try:
-            reference = take_reference(params)
+            reference = take_reference(request.kv_transfer_params)
         except KvflowError as error:
             LOGGER.warning("kvflow: %s is computed here: %s", request_id, error)
             return
         if reference is None:
             return
-        if reference.prompt not in (None, digest_of(prompt)):
+        if not request.prompt_token_ids:
+            LOGGER.warning("kvflow: %s is computed here: its prompt has no tokens", request_id)
+            return
+        prompt = digest_of(request)
+        if reference.prompt not in (None, prompt) and not _is_only_to_be_told(request):
             LOGGER.warning("kvflow: %s is computed here: its ticket is of another prompt", request_id)
             return
-        self._announced[request_id] = reference
-        self._orders.announced[request_id] = reference
+        if reference.key in self._leaders:
+            self._followers[request_id] = reference.key
+            return
+        self._leaders[reference.key] = request_id
+        self._taken_over[request_id] = reference.key
+        self._announced[request_id] = None
+        self._orders.announced[request_id] = reference._replace(prompt=prompt)
 
-    def num_elsewhere(self, request: Any, num_computed: int) -> int:
-        """Say how many tokens, beyond those that are here, can be received.
+    def num_elsewhere(self, request: Any, num_computed: int) -> int | None:
+        """Say how many tokens, beyond those that are here, can be received; None while that is not known.
 
         vLLM computes the last one again in any case, so it is not received: a window has to reach back from there.
+        A request that follows another one of the same reference (`n` > 1, say) waits for that one, and finds its blocks
+        here.
         """
-        if request.request_id not in self._announced:
-            return 0
-        return max(len(request.prompt_token_ids) - 1 - num_computed, 0)
+        request_id = request.request_id
+        if request_id in self._announced:
+            return max(len(request.prompt_token_ids) - 1 - num_computed, 0)
+        if self._followers.get(request_id) in self._leaders:
+            return None
+        self._followers.pop(request_id, None)
+        return 0
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_elsewhere: int) -> None:
         """Receive into blocks; vLLM may want nothing of what was computed elsewhere."""
-        reference = self._announced.pop(request.request_id, None)
-        if reference is None:
+        request_id = request.request_id
+        if request_id not in self._announced:
             return
+        del self._announced[request_id]
         if not num_elsewhere:
-            self._orders.declined.append(request.request_id)
+            self._is_here(request_id)
+            self._orders.declined.append(request_id)
             return
         stop = len(request.prompt_token_ids) - 1
         start = stop - num_elsewhere
@@ -136,7 +164,7 @@ class ConnectorScheduler:
             group.blocks_of(table, max(start, group.first_seen(stop)), stop)
             for group, table in zip(self._groups, blocks, strict=True)
         ]
-        self._orders.granted[request.request_id] = GrantOrder(start, stop, wanted)
+        self._orders.granted[request_id] = GrantOrder(start, stop, wanted)
 
     def step(self, output: Any) -> StepOrders:
         """Give the orders of a step: what was decided since the last one, and what it computes."""
@@ -163,7 +191,8 @@ class ConnectorScheduler:
             if stop > start:
                 blocks = output.kv_connector_block_state.get_block_ids(request_id)
                 sending.sent = stop
-                order = ChunkOrder(start, stop, self._offered(blocks, start, stop, sending), is_last=sending.is_sent)
+                given = self._offered(blocks, start, stop, sending)
+                order = ChunkOrder(start, stop, given, is_last=sending.is_sent, prompt=sending.prompt)
                 self._orders.chunks[request_id] = order
                 if order.is_last:
                     self._keep(request_id, order)
@@ -205,17 +234,36 @@ class ConnectorScheduler:
         """
         request_id = request.request_id
         self._announced.pop(request_id, None)
+        self._followers.pop(request_id, None)
+        self._is_here(request_id)
         sending = self._sending.pop(request_id, None)
         if sending is None or sending.sent == 0:
             return False, None
+        self._orders.awaited.append(request_id)
         if not is_complete or not sending.is_sent:
             return True, None
-        return True, reply(self._ticket, sending.room, request_id=request_id, prompt=sending.prompt)
+        try:
+            return True, reply(
+                self._ticket, sending.room, request_id=request_id, num_tokens=sending.num_tokens, prompt=sending.prompt
+            )
+        except KvflowError as error:
+            LOGGER.warning("kvflow: %s is not handed over: %s", request_id, error)
+            return True, None
 
     def take_sent(self, request_ids: Iterable[str]) -> None:
         """Take note of requests whose blocks nobody needs any more."""
         for request_id in self._kept.keys() & set(request_ids):
             self._let_go(request_id)
+
+    def take_received(self, request_ids: Iterable[str]) -> None:
+        """Take note of requests that have their blocks, or have failed."""
+        for request_id in request_ids:
+            self._is_here(request_id)
+
+    def _is_here(self, request_id: str) -> None:
+        """Let requests go on that wait for this one to be received, which is over."""
+        if (key := self._taken_over.pop(request_id, None)) is not None:
+            del self._leaders[key]
 
     def take_report(self, report: WorkerReport) -> None:
         """Keep blocks that somebody may still touch out of vLLM's pool, by a reference of our own, until it is proved.
@@ -235,3 +283,8 @@ class ConnectorScheduler:
 
     def _of_pool(self, blocks: Iterable[int]) -> list[Any]:
         return [self._pool.blocks[block] for block in blocks]
+
+
+def _is_only_to_be_told(request: Any) -> bool:
+    """Say whether vLLM has refused a request, and hands a stand-in on so that prefill is told."""
+    return bool(getattr(request, "abort_immediately", False))

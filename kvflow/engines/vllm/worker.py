@@ -1,8 +1,9 @@
 """A worker's side: a transfer for each request that moves.
 
 Everything is called by vLLM's worker thread, in this order in each step: `preempt`, `begin`, the model, `receive`,
-`saved`, and `take_results`. Nothing waits for kvflow's threads but `preempt`, because vLLM is about to overwrite the
-pages, and no error of kvflow leaves this module, because vLLM would end with it.
+`saved`, and `take_results`. Two of them wait for kvflow's threads: `preempt`, because vLLM is about to overwrite the
+pages, and `take_results` for a moment, in a step that computes nothing. No error of kvflow leaves this module, because
+vLLM would end with it.
 
 vLLM is told of a request's end as soon as it is decided. Blocks that are not proved to be quiet by then are held for
 somebody who may still touch them; see `ConnectorScheduler.take_report`.
@@ -27,6 +28,9 @@ from kvflow.engines.vllm.ranks import Ranks
 __all__ = ["ConnectorWorker", "Results"]
 
 LOGGER: Final = logging.getLogger("vllm.kvflow")
+
+LABEL_LENGTH: Final = 200
+"""Ids of requests may be longer; the room has the whole."""
 
 PREEMPTION_S: Final = 10.0
 """How long vLLM waits for pages that it takes away."""
@@ -76,6 +80,7 @@ class _Move:
     Attributes:
         request_id: vLLM's id.
         transfer: On kvflow's side; None if it could not begin.
+        prompt: `digest_of` the prompt, which a received one is compared with.
         blocks: That kvflow was given.
         is_offered: All of its tokens were.
         is_awaited: vLLM waits to be told of its end.
@@ -86,6 +91,7 @@ class _Move:
 
     request_id: str
     transfer: BlockingSender | BlockingReceiver | None
+    prompt: str = ""
     blocks: dict[int, None] = field(default_factory=dict)
     is_offered: bool = False
     is_awaited: bool = False
@@ -97,6 +103,14 @@ class _Move:
     def is_decided(self) -> bool:
         """It has succeeded or failed."""
         return self.transfer is None or self.transfer.outcome is not Outcome.PENDING
+
+    @property
+    def has_arrived(self) -> bool:
+        """It was received, and is of the prompt that it was wanted for."""
+        transfer = self.transfer
+        if not isinstance(transfer, BlockingReceiver) or transfer.outcome is not Outcome.SUCCESS:
+            return False
+        return transfer.result().metadata == self.prompt.encode()
 
     @property
     def is_safe(self) -> bool:
@@ -139,6 +153,7 @@ class ConnectorWorker:
         self._layerwise = layerwise
         self._patience_s = patience_s
         self._is_empty_step = False
+        self._awaited: frozenset[str] = frozenset()
         self._on_end = on_end
         self._sending: dict[str, _Move] = {}
         self._receiving: dict[str, _Move] = {}
@@ -173,8 +188,8 @@ class ConnectorWorker:
         until = time.monotonic() + PREEMPTION_S
         while not (sender.is_quiesced or move.is_safe) and (left_s := until - time.monotonic()) > 0:
             self._take(self._ranks.wait_any(left_s))
+        move.blocks.clear()  # vLLM has taken them, whatever comes
         if sender.is_quiesced or move.is_safe:
-            move.blocks.clear()
             move.is_offered = sender.is_quiesced and sender.resume_at is None
             return
         move.abort()
@@ -182,11 +197,13 @@ class ConnectorWorker:
 
     def begin(self, orders: StepOrders) -> None:
         """Begin with what is new, before the model runs."""
-        self._is_empty_step = orders.is_empty
+        self._is_empty_step, self._awaited = orders.is_empty, frozenset(orders.awaited)
         for request_id, room in orders.opened.items():
-            self._sending[request_id] = self._begin(request_id, partial(self._ranks.send, room, request_id))
+            self._sending[request_id] = self._begin(request_id, partial(self._ranks.send, room))
         for request_id, reference in orders.announced.items():
-            self._receiving[request_id] = self._begin(request_id, partial(self._ranks.announce, reference, request_id))
+            move = self._begin(request_id, partial(self._ranks.announce, reference))
+            move.prompt = reference.prompt or ""
+            self._receiving[request_id] = move
         for request_id in orders.declined:
             self._give_up(self._receiving[request_id])
         if self._layerwise:
@@ -207,7 +224,8 @@ class ConnectorWorker:
         if self._gates:
             event = _record(self._caches)
             for gates in self._gates:
-                gates[name].open(event)
+                if name in gates:  # those of a draft model, say, are not moved
+                    gates[name].open(event)
 
     def saved(self, orders: StepOrders) -> None:
         """Let everything go that this step has computed."""
@@ -226,7 +244,7 @@ class ConnectorWorker:
         """
         for request_id in finished:
             if request_id in self._sending:
-                self._over(self._sending[request_id])
+                self._over(self._sending[request_id], is_awaited=request_id in self._awaited)
             if request_id in self._receiving:
                 self._give_up(self._receiving[request_id])
         self._take(self._ranks.completed())
@@ -248,9 +266,9 @@ class ConnectorWorker:
 
     # Requests --------------------------------------------------------------------------------------------------------
 
-    def _begin(self, request_id: str, begin: Callable[[], BlockingSender | BlockingReceiver]) -> _Move:
+    def _begin(self, request_id: str, begin: Callable[[str], BlockingSender | BlockingReceiver]) -> _Move:
         try:
-            move = _Move(request_id, begin())
+            move = _Move(request_id, begin(request_id[:LABEL_LENGTH]))
         except KvflowError as error:
             LOGGER.warning("kvflow: %s does not move: %s", request_id, error)
             return _Move(request_id, None)
@@ -268,7 +286,9 @@ class ConnectorWorker:
         if not isinstance(move.transfer, BlockingSender):
             return
         layers = [LayersReady(number + 1, gates[name]) for name, number in self._caches.layers.items()] if gates else ()
-        offer = move.transfer.finish if order.is_last else move.transfer.chunk
+        offer = move.transfer.chunk
+        if order.is_last:
+            offer = partial(move.transfer.finish, metadata=order.prompt.encode())
         try:
             offer((order.start, order.stop), self._caches.pages(order.blocks, order.stop), ready=ready, layers=layers)
         except KvflowError as error:
@@ -286,10 +306,9 @@ class ConnectorWorker:
         else:
             move.note(order.blocks)
 
-    def _over(self, move: _Move) -> None:
+    def _over(self, move: _Move, *, is_awaited: bool) -> None:
         """Let a request go on to decode that vLLM is over with, if all of it was computed."""
-        move.is_over = True
-        move.is_awaited = bool(move.blocks)
+        move.is_over, move.is_awaited = True, is_awaited
         if not move.is_offered:
             move.abort()
         if move.is_awaited:
@@ -333,7 +352,7 @@ class ConnectorWorker:
             return
         del self._receiving[move.request_id]
         self._results.received.add(move.request_id)
-        if transfer is None or transfer.outcome is not Outcome.SUCCESS:
+        if not move.has_arrived:
             self._results.failed.add(move.request_id)
             if not move.is_over:
                 LOGGER.warning("kvflow: %s was not received: %s", move.request_id, _reason(transfer))
@@ -346,8 +365,10 @@ class ConnectorWorker:
 
 
 def _reason(transfer: BlockingSender | BlockingReceiver | None) -> str:
-    if transfer is None or transfer.failure is None:
+    if transfer is None:
         return "it could not begin"
+    if transfer.failure is None:
+        return "prefill has computed another prompt"
     failure = transfer.failure
     return f"{failure.reason}: {failure.detail} ({failure.rank})"
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engines.sglang.processes import Deployment, deployment
+from tests.engines.sglang.processes import Deployment, deployment, free_port
 from tests.engines.sglang.steps import TOKENS, announce, begin, check_arrived, check_failed, check_nothing_is_left, send
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(200)]
 
 SETTINGS = {"backend": "nixl", "timeouts": {"lease_s": 2.0, "drain_s": 1.0}}
-FAILED, SUCCESS = 0, 4
+FAILED, WAITING, SUCCESS = 0, 2, 4
 PAGE_BYTES = 4 * 2 * 16 * 8 * 64 * 2
 """Layers, K and V, tokens, heads, their elements and their bytes."""
 
@@ -162,6 +162,20 @@ def test_health_checks_move_nothing(pair: Deployment) -> None:
     for one in (fake, room):
         pair.decode.tell("ask", what="finish", room=one)
     check_nothing_is_left(pair)
+
+
+def test_grant_that_sglang_cannot_serve_fails_its_room_alone() -> None:
+    """A decode rank may ask for anything that fits the layout; no request of another one suffers."""
+    with deployment({"backend": "memory"}) as pair:
+        pair.prefill.tell("open", name="dsa", port=free_port())
+        no_pages, from_within, rightly = pair.prefill.tell(
+            "strangers",
+            tables=[{"kv": None, "dsa": [1, 2]}, {"kv": [1, 2, 3], "dsa": None}, {"kv": [4, 5], "dsa": [4, 5]}],
+            starts=[0, 7, 0],
+        )
+    for status, reason in (no_pages, from_within):
+        assert (status, "do not start at a page" in reason) == (FAILED, True)
+    assert rightly == [WAITING, ""]
 
 
 # Receivers and decode's queues

@@ -70,6 +70,32 @@ def test_draft_with_heads_on_several_ranks_goes_to_as_many_ranks() -> None:
     assert not [one for route in routes(four, two) for one in route.slices if one.component == "draft"]
 
 
+def test_draft_with_heads_beside_latents_goes_to_the_same_rank() -> None:
+    """Latents are replicated, the draft's K and V are not."""
+    args = kv_args(4, 1, groups=1, draft=2)
+    args.kv_item_lens[4:] = [PAGE * 64] * 2
+    two = [describe(args, Shard(1, 2, rank, is_mla=True)) for rank in range(2)]
+    for rank in range(2):
+        drafts = {
+            route.engine_rank
+            for route in routes(two, two[rank], rank=rank)
+            for one in route.slices
+            if one.component == "draft"
+        }
+        assert drafts == {rank}
+    whole = describe(args, Shard(1, is_mla=True))
+    assert {one.component for route in routes(two, whole) for one in route.slices} == {"kv"}
+
+
+def test_pages_of_an_unknown_order_go_to_as_many_ranks() -> None:
+    two = [
+        describe(kv_args(2, 4), WHOLE._replace(tp_size=2, tp_rank=rank, has_unknown_order=True)) for rank in range(2)
+    ]
+    assert {route.engine_rank for route in routes(two, two[1], rank=1) for _ in route.slices} == {1}
+    with pytest.raises(RouteError, match="no prefill rank holds"):
+        routes(two, describe(kv_args(2), WHOLE._replace(has_unknown_order=True)))
+
+
 def test_index_pairs_by_the_layers_of_its_stage() -> None:
     stages = [
         describe(

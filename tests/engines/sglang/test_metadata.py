@@ -47,14 +47,20 @@ def test_settings_have_defaults_that_leave_waiting_to_sglang() -> None:
     settings = read_settings({})
     timeouts = settings.timeouts_for(300.0)
     assert (settings.backend, timeouts.grant_s, timeouts.transfer_s, timeouts.lease_s) == ("nixl", 300.0, 300.0, 10.0)
+    assert (timeouts.progress_s, timeouts.announced_s) == (300.0, 300.0)
+    assert settings.make_proofs().process_end
     assert settings.limits_for(3_000_000).metadata_bytes == 3_000_000
 
 
 def test_settings_are_read() -> None:
-    text = '{"backend": "memory", "timeouts": {"lease_s": 2}, "limits": {"transfers": 9}, "affinity": [0, 1]}'
+    text = (
+        '{"backend": "memory", "timeouts": {"lease_s": 2}, "limits": {"transfers": 9}, "affinity": [0, 1], '
+        '"proofs": {"process_end": false}}'
+    )
     settings = read_settings({"KVFLOW_SGLANG": text})
     assert (settings.backend, settings.affinity) == ("memory", (0, 1))
     assert (settings.timeouts_for(1.0).lease_s, settings.limits_for(1).transfers) == (2, 9)
+    assert not settings.make_proofs().process_end
 
 
 @pytest.mark.parametrize("text", ["{", '{"lease_s": 3}', '{"backend": 3}', "[]"])

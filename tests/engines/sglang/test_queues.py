@@ -116,6 +116,27 @@ def test_pages_without_a_proof_are_held_after_sglangs_deadline(pair: Deployment)
     check_arrived(pair, next_room)
 
 
+def test_memory_is_released_and_used_again_while_a_write_lingers() -> None:
+    """The port of the former rank stays taken; decode finds the new one after a failure."""
+    with deployment(SETTINGS) as pair:
+        pair.start()
+        room = begin(pair)
+        pair.prefill.tell("ask", what="slow_down")
+        send(pair, room, 40)
+        pair.prefill.tell("rest", seconds=0.3)
+        assert pair.prefill.tell("ask", what="retire", room=room)
+        pair.prefill.tell("ask", what="release_memory")
+        pair.prefill.tell("ask", what="speed_up")
+        pair.prefill.tell("ask", what="resume_memory")
+        assert pair.decode.tell("until", what="was_told", room=room)
+        lost = pair.room()
+        announce(pair, lost)
+        assert pair.decode.tell("until", what="was_told", room=lost)
+        next_room = begin(pair)
+        send(pair, next_room, 70, last=True)
+        check_arrived(pair, next_room)
+
+
 def test_prefill_is_killed() -> None:
     """Decode fails the request within the lease, and does not free its pages without a proof."""
     with deployment(SETTINGS, SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT="1") as pair:

@@ -13,14 +13,14 @@ from typing import Any
 
 warnings.filterwarnings("ignore")
 
-from tests.engines.sglang import shim  # noqa: E402 - before anything of SGLang
+from benchmarks.embedded import sglang_shim  # noqa: E402 - before anything of SGLang
 
-shim.install()
+sglang_shim.install()
 
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
 from kvflow.engines.sglang import plugin  # noqa: E402
-from tests.engines.sglang import models, schedulers, sides, soak  # noqa: E402
+from tests.engines.sglang import models, schedulers, sides, soak, strangers  # noqa: E402
 
 __all__: list[str] = []
 
@@ -78,6 +78,10 @@ class Worker:
     def give_up(self, **arguments: Any) -> Any:
         """Begin a request, and let decode abort it."""
         return self.side.give_up(**arguments)
+
+    def strangers(self, **arguments: Any) -> Any:
+        """Let decode ranks that are not SGLang's ask for rooms."""
+        return strangers.ask_for(self.side, **arguments)
 
     def soak(self, **arguments: Any) -> Any:
         """Send or receive many requests."""

@@ -47,7 +47,9 @@ def make_model(name: str) -> Any:
     return model.eval()
 
 
-def make_manager(name: str = "full", *, page_size: int = 16, num_blocks: int = 64, **settings: Any) -> Any:
+def make_manager(
+    name: str = "full", *, page_size: int = 16, num_blocks: int = 64, samples: bool = False, **settings: Any
+) -> Any:
     """Make a manager that is not running, with chunks of 32 tokens."""
     config = ContinuousBatchingConfig(
         page_size=page_size,
@@ -57,8 +59,9 @@ def make_manager(name: str = "full", *, page_size: int = 16, num_blocks: int = 6
         auto_switch_to_flash=False,
         **settings,
     )
-    greedy = GenerationConfig(do_sample=False, max_new_tokens=24, eos_token_id=None)
-    return ContinuousBatchingManager(make_model(name), greedy, config)
+    choice = {"do_sample": True, "temperature": 0.7} if samples else {"do_sample": False}
+    generation = GenerationConfig(max_new_tokens=24, eos_token_id=None, **choice)
+    return ContinuousBatchingManager(make_model(name), generation, config)
 
 
 def prompt(seed: int, num_tokens: int) -> list[int]:

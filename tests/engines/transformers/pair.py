@@ -43,7 +43,7 @@ class Pair(AdapterUnderTest):
         self._model = model
         self._backend = backend
         self._timeouts = kvflow.Timeouts(handshake_s=handshake_s, drain_s=drain_s)
-        self._settings = {"num_blocks": num_blocks, "allow_block_sharing": allow_block_sharing}
+        self._settings: dict[str, Any] = {"num_blocks": num_blocks, "allow_block_sharing": allow_block_sharing}
         self._sizes: dict[SideName, int] = dict(zip(("prefill", "decode"), page_sizes, strict=True))
         self.receivers: dict[str, Any] = {}
         self._outputs: dict[str, Any] = {}

@@ -8,10 +8,11 @@ import pytest
 pytest.importorskip("transformers")
 
 import kvflow
-from kvflow import ConfigError, LayoutError, LocalProtocolError, PlanError, RemoteProtocolError, TicketError
+from kvflow import ConfigError, LayoutError, LocalProtocolError, Outcome, PlanError, RemoteProtocolError, TicketError
 from kvflow.engines.transformers.memory import CacheMap
 from kvflow.engines.transformers.metadata import FirstToken, read_first_token
 from kvflow.engines.transformers.prefill import PrefillManager
+from kvflow.testing.adapter import SideName
 from tests.engines.transformers.models import make_manager, prompt
 from tests.engines.transformers.pair import Pair
 
@@ -42,6 +43,77 @@ def test_bad_requests_are_refused_and_harm_nobody(pair: Pair) -> None:
     with pytest.raises(LocalProtocolError, match="in use"):
         pair.decode(tokens, ticket)
     assert pair.result("twice") == pair.reference(tokens)
+
+
+@pytest.mark.parametrize("settings", [{"bogus": 3}, {"max_new_tokens": 4}], ids=["unknown", "not to be set"])
+def test_settings_that_prefill_cannot_use_end_the_request_on_both_sides(pair: Pair, settings: dict[str, int]) -> None:
+    tokens, room = prompt(5, 45), f"prefill {settings}"
+    with pytest.raises((ConfigError, TypeError)):
+        pair.prefill_end.add_request(tokens, room, **settings)
+    assert not pair.prefill_end.is_busy
+    pair.decode(tokens, pair.prefill(tokens, room))
+    assert pair.result(room) == pair.reference(tokens)
+
+
+def test_settings_that_decode_cannot_use_are_refused(pair: Pair) -> None:
+    """The next request is right."""
+    tokens = prompt(6, 45)
+    ticket = pair.prefill(tokens, "decode")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        pair.decode(tokens, ticket, bogus=3)
+    pair.decode(tokens, ticket)
+    assert pair.result("decode") == pair.reference(tokens)
+
+
+def test_settings_of_a_wrong_type_are_refused() -> None:
+    manager = make_manager(samples=True, per_request_processors=True)
+    with PrefillManager(manager, CONFIG, fingerprint="x") as end:
+        manager.start()
+        with pytest.raises(ConfigError, match="temperature"):
+            end.add_request(prompt(0, 20), "room", temperature="hot")
+        manager.stop(hard_stop=True)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_id_of_another_request_of_the_manager_is_refused(pair: Pair, side: SideName) -> None:
+    """Its cache would be sent, or overwritten."""
+    manager = pair.end(side).engine.manager
+    with manager.pause():  # it stays in the queue of what comes in
+        manager.add_request(prompt(1, 30), request_id=f"own {side}")
+        tokens, ticket = prompt(2, 30), pair.prefill_end.rank.ticket("own decode")
+        with pytest.raises(LocalProtocolError, match="in use"):
+            pair.prefill(tokens, "own prefill") if side == "prefill" else pair.decode(tokens, ticket)
+
+
+def test_manager_that_was_restarted_takes_no_requests() -> None:
+    with Pair() as pair:
+        manager = pair.prefill_end.engine.manager
+        manager.stop()
+        manager.start()
+        with pytest.raises(LocalProtocolError, match="restarted"):
+            pair.prefill(prompt(0, 45), "late")
+
+
+def test_generation_loop_that_fails_ends_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On decode before the pages have come, and on prefill before the prompt is computed."""
+    with Pair() as pair, monkeypatch.context() as patch:
+        tokens = prompt(0, 45)
+        ticket = pair.prefill_end.rank.ticket("never computed")
+        sender = pair.prefill_end.rank.send("never computed")
+        pair.decode(tokens, ticket)
+        patch.setattr(pair.decode_end, "step", fail)
+        pair.decode_end.engine.wake()
+        assert "on purpose" in pair.output("never computed").error
+        assert sender.wait(20) is Outcome.FAILED
+        with pair.prefill_end.engine.manager.pause():
+            left = pair.prefill_end.add_request(tokens, "left").sender
+            patch.setattr(pair.prefill_end, "step", fail)
+        assert left.wait(20) is Outcome.ABORTED
+        assert not pair.prefill_end.is_busy
+
+
+def fail() -> None:
+    raise RuntimeError("on purpose")
 
 
 def test_first_token_may_be_the_last(pair: Pair) -> None:

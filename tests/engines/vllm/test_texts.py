@@ -13,13 +13,18 @@ pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(900)]
 TOKENS = 12
 
 
-@pytest.mark.parametrize("at_once", [1, 4])
-async def test_texts_are_those_of_one_server(pair: Deployment, client: aiohttp.ClientSession, at_once: int) -> None:
+@pytest.mark.parametrize(
+    ("at_once", "is_concurrent"), [(1, False), (4, False), (4, True)], ids=["one", "four", "four, concurrent"]
+)
+async def test_texts_are_those_of_one_server(
+    pair: Deployment, client: aiohttp.ClientSession, *, at_once: int, is_concurrent: bool
+) -> None:
     """Of 5 to 1,200 tokens, through the proxy; decode gets every prompt but a token from prefill."""
-    asked = [f"{at_once} {prompt}" for prompt in prompts(12, 4, 900)]
+    asked = [f"{at_once} {is_concurrent} {prompt}" for prompt in prompts(12, 4, 900)]
     before = await metrics(client, pair.decode.url)
     found: dict[str, str] = {}
-    async with serve_proxy([pair.prefill.url], [pair.decode.url], "127.0.0.1", 0) as url:
+    proxy = serve_proxy([pair.prefill.url], [pair.decode.url], "127.0.0.1", 0, is_concurrent=is_concurrent)
+    async with proxy as url:
         slots = anyio.Semaphore(at_once)
 
         async def one(prompt: str) -> None:
