@@ -1,8 +1,8 @@
-"""Capabilities: who may have a room, signed by whoever routes requests. Pure; the time comes from outside.
+"""Capabilities: signed permissions to receive a room, issued by the router. Pure; the time is passed in.
 
-A capability is text that names a room, the prefill instance that has it, the decode instance that may have it, and when
-that ends, followed by HMAC-SHA256 of all of it. Whoever has the key can make one: the router, and each prefill rank,
-which has the pages anyway.
+A capability is a string that names a room, the prefill instance that has it, the decode instance that may receive it
+and an expiry time, followed by an HMAC-SHA256 of these. Anyone with the key can create one: the router, and every
+prefill rank, which has the pages anyway.
 """
 
 import base64
@@ -24,10 +24,10 @@ FORMAT: Final = 1
 KEY_BYTES: Final = 32
 MAC_BYTES: Final = 32
 CLOCK_SKEW_S: Final = 5.0
-"""By so much may the clock of who checks be ahead of that of who signs."""
+"""How far the verifier's clock may be ahead of the signer's."""
 
 MAX_CAPABILITY: Final = 4_096
-"""Characters of one."""
+"""Maximum length of a capability, in characters."""
 
 
 class _Fields(NamedTuple):
@@ -39,17 +39,17 @@ class _Fields(NamedTuple):
 
 
 def sign(key: bytes, room: RoomId, *, prefill: str, decode: str, expires_at: float) -> str:
-    """Make a capability.
+    """Create a capability.
 
     Args:
-        key: 32 bytes, which prefill ranks have, too.
+        key: 32 bytes, shared with the prefill ranks.
         room: The router's id of the request.
         prefill: Instance that computes it.
-        decode: Instance that may have it. With `*` at its end it stands for every name that begins with the rest.
-        expires_at: Seconds of Unix time. A transfer that has begun may last longer.
+        decode: Instance that may receive it. A trailing `*` matches any suffix.
+        expires_at: Unix time in seconds. A transfer that has started may take longer.
 
     Raises:
-        ConfigError: The key or the room is none, or the names are too long.
+        ConfigError: The key or the room is invalid, or the names are too long.
     """
     if len(key) != KEY_BYTES:
         raise ConfigError("capability key must have 32 bytes", num_bytes=len(key))
@@ -63,15 +63,15 @@ def sign(key: bytes, room: RoomId, *, prefill: str, decode: str, expires_at: flo
 
 
 def denial(keys: Sequence[bytes], capability: str, room: RoomId, *, prefill: str, decode: str, now: float) -> str:
-    """Say why a capability does not give a room to a decode instance; empty if it does.
+    """Return why a capability does not allow a decode instance to receive a room; empty if it does.
 
     Args:
-        keys: Any of them may have made it.
+        keys: Accepted signing keys.
         capability: From a peer; not trusted.
-        room: That is asked for.
-        prefill: Instance that is asked.
-        decode: Instance that asks.
-        now: Seconds of Unix time.
+        room: The requested room.
+        prefill: The instance that was asked.
+        decode: The instance that asks.
+        now: Unix time in seconds.
     """
     if not capability:
         return "a capability is required"

@@ -1,10 +1,10 @@
-"""Settings: frozen, checked once, passed in; none comes from the environment.
+"""Settings: frozen, validated once and passed in explicitly; none is read from the environment.
 
-Only the command line reads that, adapters of engines that have no other way to be told, and backends, which look at
-what the libraries they load will read from it.
+Only three places read environment variables: the command line, engine adapters that have no other way to be configured,
+and backends, which check the variables that their libraries will read.
 
-Every setting is checked when it is made, and what is wrong is named with its value. Integers of any kind that can be an
-index are taken, numpy's among them, and become plain ones.
+Settings are validated when they are created; errors name the setting and its value. Any integer type that works as an
+index is accepted, including numpy's, and is converted to int.
 """
 
 import ipaddress
@@ -54,24 +54,25 @@ MAX_COUNT = 2**53
 MAX_SLOTS_PER_PEER = 4_096
 
 MAX_STAGING_BYTES: Final = 2**40
-"""Catches a mistake in the unit; nobody stages a tebibyte."""
+"""Catches unit mistakes; no rank needs a tebibyte of staging memory."""
 
 MAX_METADATA_BYTES: Final = 32 * 2**20
-"""Half of what a message may take, so that a notice with digests and ranges always fits."""
+"""Half the maximum message size, so that a notice with digests and ranges always fits."""
 
 MAX_INSTANCE_CHARACTERS: Final = 256
 
 MAX_LEASE_S: Final = 600.0
-"""Nobody is taken for alive for longer than this after he was last heard."""
+"""A peer never counts as alive for longer than this after it was last heard."""
 
 
 PINGS_PER_LEASE = 3
 
 NUM_PRIORITIES = 8
-"""Classes of transfers: 0 goes first, 7 last."""
+"""Number of priority classes: 0 goes first, 7 last."""
 
 Packing = Literal["auto", "never", "always"]
-"""Whether small pieces are gathered, moved in one piece, and scattered: when it pays off, never, or wherever it can."""
+"""Whether small pieces are gathered, sent as one write and scattered: when it is faster, never, or whenever possible.
+"""
 
 SCHEME: Final = "tcp://"
 ADDRESS: Final = re.compile(r"tcp://(\*|[A-Za-z0-9._-]+|\[[A-Za-z0-9:._%-]+\]):([0-9]{1,5})", re.ASCII)
@@ -79,7 +80,9 @@ HOST: Final = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 
 
 def split_address(setting: str, address: object) -> tuple[str, int]:
-    """Take `tcp://host:port` apart; ZMQ itself takes ports beyond 65535 and uses others instead.
+    """Split `tcp://host:port`.
+
+    ZMQ accepts ports above 65535 and silently uses different ones; they are refused here.
 
     Returns:
         The host, an IPv6 address without brackets; the port.
@@ -105,16 +108,16 @@ def join_address(host: str, port: int) -> str:
 
 
 def check_address(setting: str, address: object) -> None:
-    """Refuse what is not `tcp://host:port`.
+    """Check that an address has the form `tcp://host:port`.
 
     Raises:
-        ConfigError: Naming the setting.
+        ConfigError: It has not; the error names the setting.
     """
     split_address(setting, address)
 
 
 def check_endpoint(setting: str, address: object) -> None:
-    """Refuse an address that nobody can connect to: a wildcard, or port 0.
+    """Check that an address can be connected to: not a wildcard, not port 0.
 
     Raises:
         ConfigError: It is malformed, or such an address. Names the setting.
@@ -127,15 +130,15 @@ def check_endpoint(setting: str, address: object) -> None:
 
 
 def check_reach(setting: str, address: str, trust: Trust | None) -> None:
-    """Refuse an address beyond this host if nobody has said whom to trust there.
+    """Reject a non-loopback address if no trust is configured.
 
     Args:
-        setting: For the error.
+        setting: Name for the error.
         address: "tcp://host:port".
-        trust: None if nobody has.
+        trust: None if it is not configured.
 
     Raises:
-        ConfigError: The address is malformed, or others may be there. Names the setting, and what to do.
+        ConfigError: The address is malformed, or other hosts can reach it. The error names the setting and the remedy.
     """
     host, _ = split_address(setting, address)
     if trust is None and not _is_loopback(host):
@@ -156,14 +159,14 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a prefill rank listens that answers for its instance.
+    """Address of the prefill rank that acts as the registry for its instance.
 
     Attributes:
-        host: A name, or an IPv4 or IPv6 address, with or without brackets.
-        port: Of its control socket.
+        host: A host name, or an IPv4 or IPv6 address, with or without brackets.
+        port: Port of its control socket.
 
     Raises:
-        ConfigError: Nobody can connect there.
+        ConfigError: The address cannot be connected to.
     """
 
     host: str
@@ -179,17 +182,17 @@ class Endpoint:
 
     @classmethod
     def parse(cls, address: str) -> "Endpoint":
-        """Make one of "tcp://host:port", which is what `PrefillRank.endpoint` gives.
+        """Parse "tcp://host:port", the format of `PrefillRank.endpoint`.
 
         Raises:
-            ConfigError: It does not look like that, or nobody can connect there.
+            ConfigError: The address is malformed or cannot be connected to.
         """
         check_endpoint("address", address)
         return cls(*split_address("address", address))
 
 
 def check_bind(bind: object, advertise: object) -> None:
-    """Refuse an address that cannot be served, or that others could not reach.
+    """Check that an address can be bound and that peers can reach it.
 
     Args:
         bind: "tcp://host:port".
@@ -207,10 +210,10 @@ def check_bind(bind: object, advertise: object) -> None:
 
 
 def check_host(setting: str, host: object) -> None:
-    """Refuse what is no host that others can connect to.
+    """Check that a value is a host that peers can connect to.
 
     Raises:
-        ConfigError: It is a wildcard, or has a scheme or a port, or is none at all. Names the setting.
+        ConfigError: It is a wildcard, has a scheme or a port, or is not a host at all. The error names the setting.
     """
     if not isinstance(host, str) or not _is_host(host) or _is_wildcard(host.strip("[]")):
         raise ConfigError("setting must be a host, without a scheme or a port", setting=setting, value=host)
@@ -238,7 +241,7 @@ def _is_wildcard(host: str) -> bool:
 
 
 def is_instance_name(name: object) -> TypeGuard[str]:
-    """Say whether something can be the name of an instance: text that can travel, and not too long of it."""
+    """Return whether a value is a valid instance name: text that can be encoded, and not too long."""
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_INSTANCE_CHARACTERS:
         return False
     try:
@@ -266,10 +269,10 @@ def check_instance_name(setting: str, name: object) -> None:
 
 
 def check_num_ranks(value: SupportsIndex) -> int:
-    """Turn any kind of integer into a number of ranks.
+    """Convert an integer of any type to a number of ranks.
 
     Raises:
-        ConfigError: It is none, or out of range.
+        ConfigError: It is not an integer, or out of range.
     """
     return _check_integer("num_ranks", value, 1, MAX_RANKS - 1)
 
@@ -290,7 +293,7 @@ def check_priority(setting: str, value: SupportsIndex) -> int:
 
 
 def check_duration(setting: str, value: object) -> None:
-    """Refuse what is not a positive number of seconds up to a day, which is what messages can carry.
+    """Check for a positive number of seconds, at most a day, the limit in messages.
 
     Raises:
         ConfigError: Naming the setting.
@@ -323,26 +326,26 @@ def _check_integer(setting: str, value: object, minimum: int, maximum: int) -> i
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long each phase may take, in seconds on a monotonic clock.
+    """Timeouts of each phase, in seconds on a monotonic clock.
 
     Attributes:
-        handshake_s: Finding an instance and shaking hands with all of its ranks, on first contact.
+        handshake_s: Time to look up an instance and complete the handshake with all of its ranks, on first contact.
         announced_s: How long a decode rank may keep a room announced without granting pages for it.
-        transfer_s: A whole transfer as the decode rank sees it, queueing and computing on prefill included. That of an
-            announced one begins with its grant.
-        open_s: How long a grant waits on prefill for an engine that has not opened its room.
-        grant_s: How long finished pages wait on prefill for a decode rank that has neither announced the room nor asked
-            for them, because it is late or because it died before it could.
+        transfer_s: Time for a whole transfer as seen by the decode rank, including queueing and computing on prefill.
+            For an announced room it starts with the grant.
+        open_s: How long a grant waits on prefill until the engine opens its room.
+        grant_s: How long finished pages are kept on prefill if a decode rank has neither announced the room nor asked
+            for it, because it is late or died first.
         first_bytes_s: How long a granted transfer may wait, queueing and computing on prefill included, until its first
             bytes have arrived.
-        progress_s: How long nothing may arrive or leave, once something has, before a transfer is given up.
+        progress_s: How long a transfer may go without progress, once the first bytes have moved, before it fails.
         drain_s: How long to wait for the proof that pages are quiet before they are put into quarantine.
-        ageing_s: How long a chunk waits for its turn until it is lifted by one class of priority. A class is worth this
-            much of a head start over the next one: 0.1 s lets the lowest of 8 wait for 0.7 s before it takes turns with
-            the highest.
-        lease_s: Silence after which a peer is taken for lost, if its connection is gone, too; pings go out three times
-            as often. While its connection stands, an event loop may be blocked (by a model step, say) for ten times as
-            long.
+        ageing_s: Waiting time that raises a chunk by one priority class. In other words, each class has a head start of
+            this much over the next one: with 0.1 s, the lowest of 8 classes waits 0.7 s before it takes turns with the
+            highest.
+        lease_s: Silence after which a peer counts as lost if its connection is also gone; pings are sent three times
+            per lease. While the connection is up, the peer may be silent for ten times as long, for example because a
+            model step blocks its event loop.
     """
 
     handshake_s: float = 5.0
@@ -377,32 +380,35 @@ class Timeouts:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds, so that no peer and no burst can take more than its share.
+    """Resource limits, so that no peer and no burst can take more than its share.
 
     Attributes:
-        transfers: Rooms open at once on a rank.
-        peers: Decode ranks that a prefill rank is connected to. One instance has at most as many as are left for all
-            others; so it is with the next two.
-        pending_grants: Grants and announcements kept for rooms that the prefill engine has not opened yet.
-        pending_grant_bytes: Bytes of the page tables of such grants.
-        queued_chunks: Pieces of granted chunks that wait for one peer, for their data, turn or credit; beyond it
-            `chunk()` waits for rooms that go to that peer, and for no others. A chunk comes in with all of its pieces,
-            or not at all.
+        transfers: Maximum number of open rooms on a rank.
+        peers: Maximum number of decode ranks connected to a prefill rank. One instance may never take more than is
+            still free; the same applies to the next two limits.
+        pending_grants: Maximum number of grants and announcements for rooms that the prefill engine has not opened yet.
+        pending_grant_bytes: Maximum size of the page tables of such grants.
+        queued_chunks: Maximum number of pieces of granted chunks that may wait for one peer (for their data, their turn
+            or credit). Beyond that, `chunk()` blocks for rooms that go to that peer, but not for others. A chunk is
+            queued with all of its pieces or not at all.
         bytes_per_post: Size above which a chunk is split into pieces, each a write of its own. Splits fall between
             pages, so a single page that is larger, over all layers, is still sent.
-        bytes_per_layer_piece: Bytes up to which layers that get ready apart are joined into one piece; more make pieces
-            of their own, so that the first layers are on their way while the others are computed.
+        bytes_per_layer_piece: Layers that become ready at different times are merged into one piece up to this size;
+            beyond it they are sent as separate pieces, so that the first layers are sent while the others are still
+            being computed.
         posts_per_peer: Writes posted to one peer and not yet ended.
         bytes_per_peer: Bytes of such writes; a single larger piece is still sent, alone.
-        descriptors_per_peer: Most descriptors that such writes can have, counted before they are planned; as
-            above.
-        quarantined_pages: Pages in quarantine beyond which nothing new is admitted.
-        quarantined_bytes: Bytes of such pages, as above.
-        unfenced: Ended transfers of a prefill rank of which bytes may still land at a decode rank. Beyond it, those to
-            decode ranks that are gone are not followed any more: such a rank must restart before it is served again.
-            If all are connected, nothing new is admitted. One decode rank that has an eighth of them is refused.
-        metadata_bytes: Metadata of one transfer, at most 32 MiB.
-        descriptors_planned_inline: Descriptors above which planning leaves the event loop for a worker thread.
+        descriptors_per_peer: Maximum number of descriptors in such writes, estimated before planning; a single larger
+            piece is still sent, alone.
+        quarantined_pages: Number of quarantined pages at which new transfers are refused.
+        quarantined_bytes: Size of quarantined pages at which new transfers are refused.
+        unfenced: Maximum number of ended transfers that a prefill rank tracks because their bytes may still land at a
+            decode rank. Beyond it, the rank stops tracking those to decode ranks that are gone; such a decode rank must
+            restart before it is served again. If all of their decode ranks are connected, new transfers are refused. A
+            decode rank that accounts for an eighth of the limit is refused new transfers.
+        metadata_bytes: Maximum size of a transfer's metadata; at most 32 MiB.
+        descriptors_planned_inline: Number of descriptors above which planning moves from the event loop to a worker
+            thread.
     """
 
     transfers: int = 16_384
@@ -428,35 +434,36 @@ class Limits:
 
 
 def _set(config: object, name: str, value: object) -> None:
-    """Put a setting in its plain form, while a frozen object is made."""
+    """Store a normalised setting while a frozen object is being created."""
     object.__setattr__(config, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankConfig:
-    """What every rank needs to know.
+    """Settings of every rank.
 
     Attributes:
         instance: Name of the serving instance this rank belongs to, unique in the registry.
         engine_rank: This worker's number within its instance.
         num_ranks: Workers of the instance.
-        registry: ZMQ address of the registry, e.g. "tcp://10.0.0.1:7100", or of a prefill rank that answers for its
-            instance. None for a prefill rank that answers for its instance itself; its siblings give its address. None
-            for a decode rank that needs no names: it receives by address or ticket.
-        backend: Transport by name: "nixl", "mooncake", "memory", or one that another distribution brings.
-        backend_options: Passed to the backend, see its class.
+        registry: Address of the registry, e.g. "tcp://10.0.0.1:7100", or of the prefill rank that acts as the registry
+            for its instance. Leave it None on that prefill rank itself (the instance's other ranks set it to that
+            rank's address), and on a decode rank that receives only by address or ticket.
+        backend: Name of the transport: "nixl", "mooncake", "memory", or one from another package.
+        backend_options: Options for the transport; see its documentation.
         timeouts: How long each phase may take.
         limits: Upper bounds on what the rank holds.
-        staging_bytes: Memory for packed pieces (docs/packing.md); 0 for none. It is taken from the device if the pools
-            are there and torch can use it. None takes some if the pools are in host memory and the transport says
-            what a descriptor costs (else nothing would be packed), and none from a device:
-            384 MiB on a decode rank, which gives a window of it to each prefill rank that it connects to, for as long
-            as there are any; 64 MiB on a prefill rank, which gathers into it.
-            Less than a slot on prefill, or than a window on decode, is refused.
-        staging_slot_bytes: Most bytes that are packed at once; the smaller value of the two sides counts.
-        record: File to which every event of the rank is written, to be replayed; nothing is written if None.
-        trust: Own keys, and those of others (`kvflow.load_trust`). None for plain transport on the loopback interface
-            and an error everywhere else; `Trust.none()` for plain transport everywhere. See docs/security.md.
+        staging_bytes: Memory for packed pieces (docs/packing.md); 0 for none. It is allocated on the device if the
+            pools are there and torch can use it. With None, host pools get the default if the transport reports a cost
+            per descriptor (otherwise nothing would be packed), and device pools get none. The default is 384 MiB on a
+            decode rank, which assigns a window of it to each prefill rank it connects to while windows last, and 64 MiB
+            on a prefill rank, which gathers into it. Values smaller than one slot (prefill) or one window (decode) are
+            rejected.
+        staging_slot_bytes: Maximum size of a packed piece; the smaller value of the two sides applies.
+        record: File to which every event of the rank is written for later replay; None for no recording.
+        trust: This rank's keys and the trusted keys of others (`kvflow.load_trust`). None allows plain transport on the
+            loopback interface only; any other address is an error. `Trust.none()` allows plain transport everywhere.
+            See docs/security.md.
 
     Raises:
         ConfigError: A setting has the wrong type or is out of range; `values` has its name and its value.
@@ -510,11 +517,11 @@ class RankConfig:
 
     @property
     def trust_in_force(self) -> Trust:
-        """The keys to go by; plain transport if nothing was said."""
+        """The effective keys; plain transport if none are configured."""
         return self.trust or PLAIN
 
     def _check_staging(self, minimum: int) -> None:
-        """Refuse staging memory of which nothing could be used.
+        """Reject staging memory that is too small to be used.
 
         Raises:
             ConfigError: There is some, but less than that.
@@ -583,7 +590,7 @@ class PrefillConfig(RankConfig):
     Attributes:
         bind: Address of its control socket; port 0 takes a free one.
         advertise: Host under which decode ranks reach it; needed if `bind` is a wildcard.
-        packing: "auto" packs where that is quicker by the transport's own figures, "always" wherever there is a slot,
+        packing: "auto" packs where the transport's figures say it is faster, "always" whenever a slot is available,
             "never" not at all.
     """
 
@@ -609,17 +616,17 @@ class PrefillConfig(RankConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Proofs:
-    """What proves to a decode rank, besides what a prefill rank says itself, that this can write nothing any more.
+    """What a decode rank accepts as proof that a prefill rank can no longer write, besides that rank's own messages.
 
     What always counts is in docs/failure-model.md: all bytes have arrived, Drained, a Goodbye that is a fence, and an
     operator's `release`. Over TCP, time proves nothing, however long ago a process has ended.
 
     Attributes:
-        process_end: The end of its process counts, where the transport has found out that nothing can land after it,
-            or when the last bytes have landed.
-        queue_pairs_die_with_process_s: The word of the deployment that each prefill rank writes over queue pairs of
-            RDMA, and that its fabric delivers nothing any more so many seconds after their process has ended; None if
-            it does not say so. It is only taken with a transport that may use such queue pairs.
+        process_end: Accept the end of the process as proof, if the transport knows that nothing can land afterwards or
+            has seen the last bytes land.
+        queue_pairs_die_with_process_s: Your assurance that every prefill rank writes over RDMA queue pairs and that
+            your fabric delivers nothing more this many seconds after the process has ended; None if you cannot promise
+            that. Accepted only with a transport that may use RDMA queue pairs.
 
     Raises:
         ConfigError: A setting has the wrong type or is out of range; `values` has its name and its value.
@@ -636,15 +643,15 @@ class Proofs:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(RankConfig):
-    """Settings of a decode rank. It opens no port, it only connects.
+    """Settings of a decode rank. A decode rank opens no port; it only connects.
 
     Attributes:
-        advertise: Host under which transports of prefill ranks reach this one. By default the address of this host on
-            the network that leads to the registry, or to the default route if there is no registry.
-        digest_every: Compare the digests of what was sent and what has arrived in one of so many transfers: 1 for each
-            transfer, 0 for none. Needs host memory on both sides. Both sides read all of its pages once more.
-        staging_slots: Slots of the window of one prefill rank.
-        proofs: What proves that a prefill process can write nothing any more.
+        advertise: Host at which the prefill ranks' transports reach this rank. By default, this host's address on the
+            route to the registry, or on the default route if there is no registry.
+        digest_every: Compare digests of sent and received data in one of this many transfers: 1 for every transfer, 0
+            for none. Needs host memory on both sides, and both sides read the transfer's pages once more.
+        staging_slots: Number of slots in each prefill rank's window.
+        proofs: What counts as proof that a prefill process can no longer write.
     """
 
     staging_slots: int = 3

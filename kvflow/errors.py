@@ -1,7 +1,7 @@
-"""The error tree: one class for each thing a caller does differently.
+"""The exception hierarchy: one class for each case that callers handle differently.
 
-Every error carries its facts as `values`, never only as text, so that a caller (or a log line) reads them
-without parsing: `error.values["page"]`.
+Every error has its details in `values`, not only in the text, so that callers (and log lines) need not parse them:
+`error.values["page"]`.
 """
 
 import enum
@@ -39,11 +39,11 @@ __all__ = [
 
 
 class KvflowError(Exception):
-    """Base of every error that kvflow raises on purpose.
+    """Base class of all errors that kvflow raises deliberately.
 
     Args:
-        message: What is wrong, without values in it, so that equal problems read equal.
-        values: The values that made it wrong, by name.
+        message: What is wrong, without values, so that the same problem always has the same text.
+        values: The offending values, by name.
     """
 
     def __init__(self, message: str, /, **values: object) -> None:
@@ -58,63 +58,63 @@ class KvflowError(Exception):
 
 
 class ConfigError(KvflowError):
-    """A setting is unusable: change the settings."""
+    """A setting is invalid. Change the settings."""
 
 
 class LayoutError(KvflowError):
-    """A description of memory contradicts itself or the tensor it describes: change the pools."""
+    """A memory layout contradicts itself or the tensor it describes. Fix the layout or the pools."""
 
 
 class RouteError(KvflowError):
-    """Two sides do not fit each other; `values` names the cell or the field: pair other instances."""
+    """The two sides are incompatible; `values` names the cell or the field. Pair different instances."""
 
 
 class PlanError(KvflowError):
-    """Page tables or a token range do not fit the pools: nothing was posted."""
+    """A page table or token range does not match the pools. Nothing was posted."""
 
 
 class ProtocolError(KvflowError):
-    """A rule of the protocol was broken; the subclass says by whom. No state changed."""
+    """A protocol rule was violated; the subclass says by whom. No state has changed."""
 
 
 class LocalProtocolError(ProtocolError):
-    """This process broke the rule: fix the calling code."""
+    """This process violated the protocol. Fix the calling code."""
 
 
 class PagesInUse(LocalProtocolError):
-    """Another transfer of this rank may still be written to a page; `values` names page and room: take other pages."""
+    """Another transfer of this rank may still write to a page; `values` names the page and room. Use other pages."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer broke the rule: its message was dropped."""
+    """A peer violated the protocol. Its message was dropped."""
 
 
 class RankBroken(KvflowError):
-    """A task of this rank failed, which no input should cause; the cause is attached: close it, open another."""
+    """The rank has failed because of an internal error (`__cause__`). Close it and open a new one."""
 
 
 class RankDraining(KvflowError):
-    """This rank is about to close and takes nothing new: use another one."""
+    """The rank is draining and accepts no new work. Use another rank."""
 
 
 class CapacityExceeded(KvflowError):
-    """A bound from the settings is reached: retry later or raise the bound."""
+    """A configured limit is reached. Retry later, or raise the limit."""
 
 
 class TicketError(KvflowError):
-    """A ticket cannot be used here: fail its request; `values` says what is wrong."""
+    """The ticket cannot be used; `values` says why. Fail its request."""
 
 
 class Unreachable(KvflowError):
-    """Nobody answered in time, or a connection is gone: check addresses, start the other side, try again."""
+    """There was no answer in time, or a connection is gone. Check the addresses, start the other side, and retry."""
 
 
 class ThreadShortage(KvflowError):
-    """This process could not start a thread; the function that it was for was not called: try again, or do without."""
+    """A thread could not be started, and its function was not called. Retry, or do without it."""
 
 
 class BackendError(KvflowError):
-    """The transport library refused or failed an operation."""
+    """An operation of the transport library was refused or failed."""
 
 
 class BackendUnavailable(BackendError):
@@ -126,10 +126,10 @@ class RegistrationError(BackendError):
 
 
 class Stage(enum.StrEnum):
-    """Where in the pipeline something happened."""
+    """The stage of the pipeline at which something happened."""
 
     BOOTSTRAP = "bootstrap"
-    """Two ranks find each other, do the handshake, and watch each other."""
+    """Lookup, handshake and liveness checks between ranks."""
     ENQUEUE = "enqueue"
     """A chunk waits for its grant, its data, its turn or credit."""
     PLANNING = "planning"
@@ -137,24 +137,24 @@ class Stage(enum.StrEnum):
     SUBMIT = "submit"
     """A write is under way."""
     AGGREGATE = "aggregate"
-    """What has arrived is counted, scattered and compared."""
+    """Received data is counted, scattered and compared."""
 
 
 class FailureReason(enum.StrEnum):
-    """Why a transfer did not succeed."""
+    """Why a transfer failed."""
 
     UNREACHABLE = "unreachable"
     """No registry, instance or rank answered in time."""
     REFUSED = "refused"
     """The peer answered the handshake with a refusal; `detail` has its reason."""
     STALE_TICKET = "stale_ticket"
-    """The prefill process that gave the ticket has ended: its rank has restarted, or another instance answers."""
+    """The process that issued the ticket has ended: its rank has restarted, or a different instance answers."""
     UNKNOWN_ROOM = "unknown_room"
     """The prefill engine did not open this room before the deadline of the grant."""
     ROOM_IN_USE = "room_in_use"
     """The same decode rank asked twice for a room that is still being sent."""
     NOT_GRANTED = "not_granted"
-    """The pages were ready, but a decode rank did not ask for them in time."""
+    """The pages were ready, but not every decode rank asked for them in time."""
     TOKENS_NOT_SERVED = "tokens_not_served"
     """Decode wants tokens that prefill does not have."""
     INVALID_PAGES = "invalid_pages"
@@ -162,31 +162,34 @@ class FailureReason(enum.StrEnum):
     NOT_READY = "not_ready"
     """The device failed before the pages were computed."""
     INCOMPLETE = "incomplete"
-    """A rank said that it was finished, but its notices do not add up to the expected bytes."""
+    """A rank reported that it had finished, but its notices do not account for all expected bytes."""
     CORRUPT = "corrupt"
-    """What arrived is not what was sent: the digests of a component differ."""
+    """The received data differs from the sent data: the digests of a component differ."""
     STALLED = "stalled"
-    """Nothing moved for longer than the deadline of progress."""
+    """There was no progress for longer than `progress_s`, or no first bytes within `first_bytes_s`."""
     WRITE_FAILED = "write_failed"
     """The transport reported that a write failed."""
     ABORTED = "aborted"
     """An engine cancelled; `detected_by` says on which side."""
     DEADLINE = "deadline"
-    """The deadline of the transfer passed."""
+    """The transfer took longer than allowed."""
     PEER_LOST = "peer_lost"
-    """A peer was not heard from within its lease."""
+    """A peer was silent for longer than its lease, has died or has restarted."""
     PEER_FAILING = "peer_failing"
-    """The prefill instance could not be reached when it was tried last; the handshake goes on being tried."""
+    """The last attempt to reach the prefill instance failed; kvflow keeps retrying the handshake."""
     PEER_CLOSED = "peer_closed"
     """A peer said that it is leaving."""
     BROKEN = "broken"
-    """A rank could not carry out what follows from an event, which no input should cause; its exit raises the error."""
+    """A rank could not carry out the effects of an event, which should never happen; closing the rank raises the cause.
+    """
     CAPACITY = "capacity"
-    """A bound of the peer is reached."""
+    """A limit of the peer is reached."""
     PAGES_IN_USE = "pages_in_use"
-    """It did not begin: another transfer of this rank may still be written to one of its pages."""
+    """The transfer was not started: another transfer on this rank may still write to one of its pages."""
     PROTOCOL = "protocol"
-    """A peer broke the protocol within this transfer; or, before it began, the engine did: its room is in use, say."""
+    """A peer violated the protocol in this transfer, or the engine did before it started (for example, the room is in
+    use).
+    """
 
 
 class TransferFailed(KvflowError):
@@ -227,10 +230,10 @@ class TransferFailed(KvflowError):
 
     @property
     def memory(self) -> "Memory":
-        """Whether somebody can still touch the pages of the transfer: now, not when it failed."""
+        """Whether anyone can still touch the transfer's pages, as of now, not as of the failure."""
         return self._memory()
 
     @property
     def quarantined(self) -> bool:
-        """The pages cannot be proved quiet yet: they must not be used again before `memory` is SAFE."""
+        """True while the pages are in quarantine; do not reuse them before `memory` is SAFE."""
         return self.memory.value == "quarantined"

@@ -15,17 +15,17 @@ __all__ = ["QuarantineRecord"]
 
 @dataclass(frozen=True, eq=False)
 class QuarantineRecord:
-    """A transfer that has ended while somebody may still touch its pages. What it says is of the moment it was made.
+    """An ended transfer whose pages may still be in use. A snapshot.
 
     Attributes:
-        room: Of the transfer.
-        label: The engine's own id of it, if it gave one.
-        key: Number of the transfer in its rank, which a room need not be: it may have been used again.
+        room: Room of the transfer.
+        label: The engine's own ID for it, if it set one.
+        key: Identifies the transfer within its rank; a room does not, because it may have been reused.
         pages: Pages of each component that must not be used, int32.
         num_bytes: Their size in the pools.
-        since_s: Seconds that they have been in quarantine.
-        failure: Why the transfer has failed.
-        missing: For each peer of which a proof is missing, what would be one.
+        since_s: How long they have been in quarantine, in seconds.
+        failure: Why the transfer failed.
+        missing: The missing proof, for each peer that still owes one.
     """
 
     room: RoomId

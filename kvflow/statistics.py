@@ -8,7 +8,7 @@ __all__ = ["RankStatistics", "StagingStatistics"]
 
 
 class StagingStatistics(NamedTuple):
-    """How often and how much was packed so far, and what there is of staging memory now (docs/packing.md).
+    """Packing counters so far, and the current use of staging memory (docs/packing.md).
 
     Attributes:
         packed_posts: Writes that went through staging memory (prefill).
@@ -16,8 +16,8 @@ class StagingStatistics(NamedTuple):
         direct_posts: Writes that went to the pages directly (prefill).
         direct_bytes: Their bytes.
         slots_taken: Own slots that are in use (prefill).
-        slots_lost: Slots, own ones and those of decode ranks, that are out of use because it cannot be told whether a
-            write still touches them (prefill).
+        slots_lost: Slots (this rank's and decode ranks') that are unusable because a write may still touch them
+            (prefill).
         windows_taken: Windows that belong to an incarnation of a prefill rank, dead ones without a proof included
             (decode).
         windows_free: Windows that are left (decode).
@@ -34,7 +34,7 @@ class StagingStatistics(NamedTuple):
 
 
 class RankStatistics(NamedTuple):
-    """Counts at one moment. The first eight go back to zero when nothing is open.
+    """A snapshot of a rank's counters. The first eight return to zero when nothing is open.
 
     Attributes:
         rooms: Transfers that are open.
@@ -49,8 +49,8 @@ class RankStatistics(NamedTuple):
         peers: Peers that are known.
         anomalies: Ignored messages, by kind.
         times: How long each stage took so far.
-        loop_lag: How late timers of the rank were served: long ones mean that the event loop does not get to run, since
-            a callback, another thread that holds the interpreter, or another process on its CPU keeps it from that.
+        loop_lag: How late the rank's timers ran. Large values mean that the event loop is starved by a callback, by a
+            thread that holds the GIL, or by another process on its CPU.
         staging: What was packed.
     """
 

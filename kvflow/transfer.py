@@ -1,4 +1,4 @@
-"""One room, as an engine holds it: two facts, and a way to wait for each."""
+"""A transfer as the engine sees it: outcome and memory, and a way to wait for each."""
 
 import abc
 from collections.abc import Callable
@@ -19,10 +19,10 @@ MAX_LABEL = 256
 
 
 def check_room(room: object) -> RoomId:
-    """Turn any kind of integer, or a string, into a room.
+    """Convert an integer of any type, or a string, to a room.
 
     Raises:
-        LocalProtocolError: It is none.
+        LocalProtocolError: The value is not a valid room.
     """
     checked = as_room(room)
     if checked is None:
@@ -32,7 +32,7 @@ def check_room(room: object) -> RoomId:
 
 
 def check_label(label: object) -> str | None:
-    """Give the label of a transfer.
+    """Check the label of a transfer, and return it.
 
     Raises:
         LocalProtocolError: It is neither a string of at most 256 characters nor None.
@@ -43,13 +43,13 @@ def check_label(label: object) -> str | None:
 
 
 class Home(Protocol):
-    """The rank of a transfer, as far as a transfer needs it."""
+    """What a transfer needs from its rank."""
 
     def check_loop(self) -> None:
         """Refuse a call from another event loop or thread.
 
         Raises:
-            LocalProtocolError: It is one.
+            LocalProtocolError: The call comes from another event loop or thread.
         """
 
     def now(self) -> float:
@@ -57,15 +57,15 @@ class Home(Protocol):
 
 
 class Transfer(abc.ABC):
-    """Base of both ends.
+    """Base class of senders and receivers.
 
     Attributes:
         room: The router's id of the request.
         label: The engine's own id of it, for log lines.
-        outcome: Whether it succeeded; decided once.
-        memory: Whether somebody can still touch its pages.
-        failure: Why it did not succeed, once that is decided.
-        on_change: Called on the event loop when any of the three has changed.
+        outcome: Whether it succeeded; set once.
+        memory: Whether anyone can still touch its pages.
+        failure: Why it failed; None until then.
+        on_change: Called on the event loop whenever one of these three has changed.
     """
 
     __slots__ = (
@@ -107,41 +107,41 @@ class Transfer(abc.ABC):
 
     @property
     def is_settled(self) -> bool:
-        """Its outcome is decided, and its pages are quiet or in quarantine."""
+        """True if the outcome is decided and the pages are safe or in quarantine."""
         return self.outcome is not Outcome.PENDING and self.memory in (Memory.SAFE, Memory.QUARANTINED)
 
     @property
     def is_quarantined(self) -> bool:
-        """Its pages are not proved quiet: they must not be used."""
+        """True if its pages are in quarantine: they must not be reused."""
         return self.memory is Memory.QUARANTINED
 
     @property
     def quarantined_s(self) -> float:
-        """Seconds that its pages have been in quarantine; 0 if they are not."""
+        """How long its pages have been in quarantine, in seconds; 0 if they are not."""
         return self._home.now() - self._quarantined_at if self.is_quarantined else 0.0
 
     async def until_safe(self) -> Memory:
-        """Wait until nobody can touch the pages any more, also after the block; for whoever holds them meanwhile.
+        """Wait until nobody can touch the pages. May also be called after the block has exited.
 
         Returns:
-            `memory`: SAFE, or something else if the rank was left before that was proved. Nothing follows then.
+            `memory`: SAFE, or another value if the rank was closed before there was proof; it will not change any more.
 
         Raises:
-            LocalProtocolError: The transfer was not entered, was refused, or this is another event loop.
+            LocalProtocolError: The transfer was not entered or was refused, or this is the wrong event loop.
         """
         self._check_begun()
         await self._safe.wait()
         return self.memory
 
     def rank_left(self) -> None:
-        """Note that nothing is proved any more."""
+        """Record that no further proof will arrive."""
         self._safe.set()
 
     def begin(self, memory: Memory) -> None:
-        """Note that it is on record now, with pages that are HELD, or without any.
+        """Mark the transfer as started, with its pages HELD, or without pages.
 
         Raises:
-            LocalProtocolError: It was before; another try is another transfer.
+            LocalProtocolError: It was already started; use a new transfer to retry.
         """
         if self._has_begun:
             raise LocalProtocolError("transfer can be entered only once; create a new one", room=self.room)
@@ -150,12 +150,12 @@ class Transfer(abc.ABC):
         self.memory = memory
 
     def never_begin(self) -> None:
-        """Note that it was refused: nobody will ever touch its pages, and its room is that of another transfer."""
+        """Mark the transfer as refused: nothing will ever touch its pages, and its room belongs to another transfer."""
         self._is_refused = True
         self.memory = Memory.SAFE
 
     def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
-        """Take in what the core says."""
+        """Update the state from the core's report."""
         if memory is Memory.QUARANTINED and not self.is_quarantined:
             self._quarantined_at = self._home.now()
         self.failure, self.memory, self.outcome = failure, memory, outcome  # other threads look at the outcome first
@@ -169,10 +169,10 @@ class Transfer(abc.ABC):
             self.on_change()
 
     def error(self) -> TransferFailed:
-        """Make the exception that says why it failed.
+        """Return the exception that describes the failure.
 
         Raises:
-            LocalProtocolError: It has not.
+            LocalProtocolError: The transfer has not failed.
         """
         failure = self.failure
         if failure is None:
@@ -183,18 +183,19 @@ class Transfer(abc.ABC):
 
     @abc.abstractmethod
     def log_line(self) -> TransferLine:
-        """Give what the log says about it when it is decided."""
+        """Return the log line for the end of the transfer."""
 
     @abc.abstractmethod
     def open(self) -> None:
-        """Begin, as entering the block does.
+        """Start the transfer, as entering the block does.
 
         Raises:
-            LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: It may not begin; nothing has changed.
+            LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: The transfer was refused; nothing has
+                changed.
         """
 
     def abort(self) -> None:
-        """Give it up, unless it is decided. Its pages may not be safe yet: `memory` says so.
+        """Abort the transfer, unless its outcome is already decided. Its pages may not be safe yet; check `memory`.
 
         Raises:
             LocalProtocolError: It is called on another event loop or thread.
@@ -220,7 +221,7 @@ class Transfer(abc.ABC):
         self._raise_if_failed()
 
     async def _wait_until_settled(self) -> None:
-        """Give up what is not decided, and wait until the pages are quiet or in quarantine, whatever happens."""
+        """Abort the transfer if it is open, then wait until its pages are safe or in quarantine, even if cancelled."""
         self.abort()
         if not self._settled.is_set:
             await to_the_end(self._settled.wait())

@@ -23,22 +23,22 @@ SWITCH_INTERVAL_S: Final = 0.0005
 class LoopThread:
     """An event loop in a thread, which several ranks of a process can share. Use it as a context manager.
 
-    One that is left open holds nothing up when the process ends.
+    A LoopThread that is left open does not delay process exit.
 
     Args:
-        affinity: CPUs that it may run on, and with it the threads that it starts: those of the transport and of libzmq.
-            By default they are those of the thread that enters the context. An engine that has pinned its thread to one
-            CPU names others here, or kvflow's threads wait whenever that one computes.
-        switch_interval_s: `sys.setswitchinterval` of the process while a transfer of its ranks is open, unless it is
-            shorter already; it is put back afterwards. With Python's own 5 ms, each thread of a handover may wait as
-            long for an engine that computes in Python. None leaves it alone.
-        warm_up_interval_s: How often ranks warm up what a transfer that waits will run (`kvflow.PrefillRank.warm_up`),
-            which is quicker then when its time has come, where cores are free. Never by default.
+        affinity: CPUs for this thread and the threads it starts (those of the transport and of libzmq). By default, the
+            CPUs of the thread that enters the context. If your engine pins that thread to one CPU, pass other CPUs, or
+            kvflow's threads have to wait whenever the engine computes.
+        switch_interval_s: Value for `sys.setswitchinterval` while a transfer of its ranks is open, unless it is already
+            shorter; restored afterwards. With Python's default of 5 ms, each thread involved in a handover may wait
+            that long for an engine that computes in Python. None leaves it unchanged.
+        warm_up_interval_s: How often ranks run the code path of waiting transfers in advance
+            (`kvflow.PrefillRank.warm_up`), so that it is fast when needed. Useful if cores are idle. Never by default.
 
     Raises:
         LocalProtocolError: On entry: it is entered already. On exit: ranks still use it.
-        ConfigError: An interval is no duration. On entry: the system does not know these CPUs, or has no
-            affinity.
+        ConfigError: An interval is not a valid duration. On entry: the CPUs do not exist, or the system does not
+            support affinity.
     """
 
     def __init__(

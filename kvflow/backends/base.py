@@ -38,17 +38,17 @@ class Capabilities:
     """What a transport can do.
 
     Attributes:
-        in_band_notices: A notice can travel with a write, and arrives after its bytes. Without it, notices go over the
+        in_band_notices: A notice can be sent with a write and arrives after its bytes. Otherwise notices go over the
             control channel when the write has ended.
         memory_kinds: Kinds of memory it can register.
         max_descriptor_bytes: Longest single descriptor it takes; None for no limit.
-        ends_with_process: Nothing lands any more once the process that wrote has ended. It is False where bytes can
-            wait in the network, or in the receiver's library, and land later.
-        queue_pairs: It may write over queue pairs of RDMA, of which a deployment can know how long they outlive their
+        ends_with_process: Nothing lands after the writing process has ended. False if bytes can wait in the network or
+            in the receiver's library and land later.
+        queue_pairs: It may write over RDMA queue pairs, for which an operator may know how long they outlive their
             process (`Proofs.queue_pairs_die_with_process_s`).
-        prepared_lists: `post_blocks` is faster than `post`, because it refers to lists that are kept for each peer.
-        descriptor_overhead_s: Measured cost of a descriptor besides its bytes, in seconds; 0 if unknown. Where it
-            exceeds the time to copy the bytes twice, small pieces are packed.
+        prepared_lists: `post_blocks` is faster than `post`, because it uses descriptor lists prepared for each peer.
+        descriptor_overhead_s: Measured fixed cost of a descriptor, in seconds; 0 if unknown. Small pieces are packed if
+            it exceeds the time to copy their bytes twice.
     """
 
     in_band_notices: bool
@@ -67,12 +67,12 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class PostEnded:
-    """A posted write has ended: the transport will not read its pages any more.
+    """A posted write has ended: the transport no longer reads its source pages.
 
     Attributes:
-        error: None if every byte is in the peer's memory, else what went wrong.
-        lingers: Only with an error: bytes that have left this process may still land in the peer's memory, and
-            nothing here will ever show when.
+        error: None if every byte is in the peer's memory; otherwise the error.
+        lingers: Only with an error: bytes already sent may still land in the peer's memory, and this side cannot tell
+            when.
     """
 
     post_id: int
@@ -82,7 +82,7 @@ class PostEnded:
 
 @dataclass(frozen=True)
 class PostInDoubt:
-    """Nobody knows whether a posted write has ended. A `PostEnded` follows when it has, at the latest in `aclose`."""
+    """It is unknown whether a posted write has ended. A `PostEnded` follows when it has, in `aclose` at the latest."""
 
     post_id: int
     error: str
@@ -90,7 +90,7 @@ class PostInDoubt:
 
 @dataclass(frozen=True)
 class NoticeArrived:
-    """A notice has arrived in band. Nothing authenticates its sender."""
+    """A notice has arrived in band. Its sender is not authenticated."""
 
     payload: bytes
 
@@ -98,17 +98,17 @@ class NoticeArrived:
 BackendEvent = PostEnded | PostInDoubt | NoticeArrived
 
 OnEvents = Callable[[Sequence[BackendEvent]], None]
-"""Takes what has happened, in order, at least one event. It must not raise, and may call the backend."""
+"""Called with one or more events, in order. It must not raise, and may call the backend."""
 
 OnBroken = Callable[[BackendError], None]
-"""Takes the reason why a backend works no more."""
+"""Called with the reason if a backend has stopped working."""
 
 
 class Backend(abc.ABC):
     """One transport endpoint. Use it as an async context manager; leaving it is `aclose`.
 
     Attributes:
-        name: As in the settings; both sides of a transfer must use the same.
+        name: As in the settings; must be the same on both sides of a transfer.
         capabilities: What it can do.
     """
 
@@ -116,12 +116,13 @@ class Backend(abc.ABC):
     capabilities: Capabilities
 
     def advertise(self, host: str) -> None:  # noqa: B027 - most transports need not know
-        """Learn under which host peers reach this process. Called before `open`, or not at all.
+        """Set the host at which peers reach this process. Called before `open`, or not at all.
 
         A transport that tells its peers an address overrides this; by default it does nothing.
 
         Args:
-            host: A name, or an IPv4 or IPv6 address without brackets. An option of the backend that says the same wins.
+            host: A name, or an IPv4 or IPv6 address without brackets. A backend option for the same purpose takes
+                precedence.
         """
 
     @abc.abstractmethod
@@ -129,14 +130,14 @@ class Backend(abc.ABC):
         """Start the endpoint.
 
         Both callbacks are called on the event loop that calls this, from the loop itself: never from another thread,
-        and never from inside a call into the backend other than `aclose`. None is called if this raises, and none
+        and never from inside a call into the backend other than `aclose`. Neither is called if this method raises, or
         after `aclose` has returned.
 
         Args:
-            agent_name: Unique in the deployment and new at every start.
-            on_events: Called with what has happened since it was called last. Events do not wait for a task.
-            on_broken: Called at most once, when the library has broken down. After it, `on_events` is only called by
-                `aclose`, which is all that is left to do.
+            agent_name: Unique in the deployment and different at every start.
+            on_events: Called with the events since the last call, without waiting for a task to be scheduled.
+            on_broken: Called at most once, when the library has failed. After that only `aclose` may be called, and
+                only `aclose` calls `on_events`.
 
         Raises:
             BackendUnavailable: The library is missing or broken; says what to install.
@@ -153,23 +154,23 @@ class Backend(abc.ABC):
         """
 
     async def extend(self, layout: KVLayout) -> None:
-        """Do the same for the memory of another rank, as far as it is not registered yet; `metadata` tells of it then.
+        """Register the parts of another rank's memory that are not registered yet; `metadata` includes them afterwards.
 
-        Only a backend that ranks share is asked to. By default it is refused.
+        Called only on a backend that several ranks share. The default raises RegistrationError.
 
         Raises:
-            RegistrationError: The transport cannot, or refused.
+            RegistrationError: The transport does not support this, or refused.
         """
         raise RegistrationError("backend can register the memory of one rank only", backend=self.name)
 
     @property
     def shared_agent(self) -> str | None:
-        """Name under which peers connect to this endpoint if ranks share it; None if that is the name in `open`."""
+        """Name by which peers connect to this endpoint if several ranks share it; None if it is the `agent_name`."""
         return None
 
     @abc.abstractmethod
     def metadata(self) -> bytes:
-        """Give what a peer needs to write here, opaque to kvflow.
+        """Return what a peer needs in order to write here; opaque to kvflow.
 
         Raises:
             BackendError: No memory is registered yet.
@@ -177,7 +178,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def view(self, memory: MemoryRange) -> NDArray[np.uint8]:
-        """Give registered bytes as an array that shares their memory. Callable from any thread.
+        """Return registered memory as an array, without copying. Can be called from any thread.
 
         Args:
             memory: Addresses as in the layout. The array must not be used once they are freed.
@@ -191,7 +192,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def connect(self, peer: str, metadata: bytes) -> None:
-        """Get ready to write to a peer. Connecting to a connected peer again does nothing.
+        """Prepare for writes to a peer. Does nothing if the peer is already connected.
 
         A peer that was disconnected can be connected again, with other metadata if it has restarted.
 
@@ -200,20 +201,20 @@ class Backend(abc.ABC):
             metadata: What its `metadata()` gave; not trusted.
 
         Raises:
-            BackendError: The metadata is broken or of another transport.
+            BackendError: The metadata is damaged or belongs to another transport.
         """
 
     @abc.abstractmethod
     async def disconnect(self, peer: str) -> None:
-        """Release what is held for a peer, once its posts have ended.
+        """Release a peer's resources once its posts have ended.
 
         Does nothing if the peer is unknown or the backend is closed.
         """
 
     def unclosed(self) -> Collection[str]:
-        """Name peers that were disconnected, or refused, and still have descriptors of this process open.
+        """Return the peers that were disconnected or refused but still hold file descriptors of this process open.
 
-        There are none by default.
+        Empty by default.
         """
         return ()
 
@@ -226,8 +227,8 @@ class Backend(abc.ABC):
         Args:
             post_id: Chosen by the caller, never reused.
             peer: A connected peer.
-            descriptors: At least one, uint64[n, 3] on each side, all of one kind of memory and on one device at each
-                end. The backend owns the arrays from now on.
+            descriptors: At least one; uint64[n, 3] on each side. On each side all are of one memory kind and device.
+                The backend takes ownership of the arrays.
             notice: Delivered to the peer after the last byte; empty for none. Only with `in_band_notices`.
 
         Raises:
@@ -235,7 +236,7 @@ class Backend(abc.ABC):
         """
 
     def post_blocks(self, post_id: int, peer: str, blocks: Blocks, notice: bytes) -> None:
-        """Start to write blocks; otherwise like `post`, which a backend without prepared lists calls.
+        """Start writing blocks; otherwise like `post`. The default calls `post`.
 
         Args:
             post_id: As in `post`.
@@ -251,39 +252,40 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def watch(self, *, active: bool) -> None:
-        """Say whether notices are expected, so that a transport that polls does so often or rarely.
+        """Hint whether notices are expected, so that a polling transport can poll more or less often.
 
         Does nothing if the backend is closed.
         """
 
     def domain(self) -> bytes:
-        """Name the part of the world in which it can be seen whether bytes of an ended process are still on their way.
+        """Identify the scope, such as one kernel, within which bytes in flight of an ended process can be seen.
 
-        A prefill rank tells it to decode ranks, which give it to `outlast`. Called after `register`.
+        A prefill rank sends it to decode ranks, which pass it to `outlast`. Called after `register`.
 
         Returns:
-            At most 256 bytes, the same for two endpoints that are in one such part; empty, the default, if there is no
-            such part or it does not matter.
+            At most 256 bytes, equal for two endpoints in the same scope. Empty (the default) if there is no such scope
+            or it does not matter.
         """
         return b""
 
     async def outlast(self, domain: bytes) -> bool:
-        """Wait until nothing that was written by processes of a domain that have already ended can land here.
+        """Wait until no write from already-ended processes of a domain can still land here.
 
         Args:
-            domain: What `domain` gave in the ended process; not trusted.
+            domain: What `domain` returned in the ended process; not trusted.
 
         Returns:
-            True then, or False if that can never be known. By default `capabilities.ends_with_process`.
+            True when nothing can land any more, or False if that can never be known. The default returns
+            `capabilities.ends_with_process`.
         """
         return self.capabilities.ends_with_process
 
     @abc.abstractmethod
     async def aclose(self) -> None:
-        """Wait for posted writes within the backend's own bound, then stop: a fence for every write of this endpoint.
+        """Wait for posted writes, up to the backend's own time limit, then stop.
 
-        What was not delivered yet is delivered before this returns, so that every post has had its `PostEnded`.
-        Does nothing on a backend that is not open.
+        This is a fence for every write of the endpoint. Pending events are delivered before this returns, so that every
+        post has had its `PostEnded`. Does nothing on a backend that is not open.
         """
 
     async def __aenter__(self) -> Self:

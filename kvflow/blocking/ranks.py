@@ -1,4 +1,4 @@
-"""The two ranks on the event loop of a thread."""
+"""Both ranks, running on an event loop in a thread."""
 
 import os
 import weakref
@@ -42,12 +42,12 @@ AnyTransfer = TypeVar("AnyTransfer", bound=BlockingTransfer)
 
 
 class BlockingRank(Generic[AnyRank, AnyTransfer]):
-    """A rank on the event loop of a thread. Use it as a context manager, or call `open` and `close`.
+    """A rank whose event loop runs in a thread. Use it as a context manager, or call `open` and `close`.
 
     Args:
-        make_rank: Makes the rank; called on the event loop.
-        loop: The thread to run on; one of its own by default.
-        affinity: CPUs of its own thread, see `LoopThread`.
+        make_rank: Creates the rank; called on the event loop.
+        loop: The loop thread to use; by default the rank starts its own.
+        affinity: CPUs for its own thread, see `LoopThread`.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         """Open the rank, as entering the context does.
 
         Raises:
-            LocalProtocolError: It was opened before.
-            As the constructor and the entry of the rank for event loops.
+            LocalProtocolError: It was already opened.
+            Also everything that the constructor and entry of the async rank raise.
         """
         if self._was_opened:
             raise LocalProtocolError("rank can be opened only once; create a new one")
@@ -98,9 +98,9 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         return self
 
     def close(self) -> None:
-        """End every transfer that is open, and close the rank, as leaving the context does. Waits for that.
+        """Fail all open transfers and close the rank, as leaving the context does. Blocks until done.
 
-        May be called twice, and from several threads. Does nothing in a fork of the process.
+        May be called repeatedly and from several threads. Does nothing in a forked child.
         """
         self._is_open = False
         if self._is_forked:
@@ -123,10 +123,11 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         self.close()
 
     def completed(self) -> list[TransferUpdate[AnyTransfer]]:
-        """Tell of each transfer whose outcome or memory has changed since the last call. Call it in every step.
+        """Return an update for each transfer whose outcome or memory has changed since the last call.
 
-        A sender is told of also when every decode rank has granted (`wanted`), and when it `is_quiesced`. Changes that
-        come together are told together. What nobody has asked for is kept. Works after closing, too.
+        Call it in every step. A sender is also reported when every decode rank has granted (`wanted`) and when it
+        `is_quiesced`. Several changes of one transfer are combined into one update. Updates are kept until you ask for
+        them. Also works after the rank is closed.
         """
         changed = self._changes.take()
         if not changed:  # what engines find in nearly every step
@@ -135,9 +136,9 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         return [update for update in updates if update is not None]
 
     def wait_any(self, timeout_s: float | None = None) -> list[TransferUpdate[AnyTransfer]]:
-        """Wait until `completed` has something to tell, or until the time is up, and give it. For idle engines.
+        """Wait until `completed` has updates or the timeout expires, and return them. For idle engines.
 
-        A rank that is closed meanwhile ends the wait.
+        Closing the rank ends the wait.
 
         Raises:
             LocalProtocolError: The rank was not opened.
@@ -154,9 +155,9 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         return updates
 
     def fileno(self) -> int:
-        """Give a descriptor that is readable while `completed` has something to tell, for engines that select.
+        """Return a file descriptor that is readable while `completed` has updates, for use with `select`.
 
-        The rank closes it, which does not end a `select`. It may be readable once although there is nothing to tell.
+        The rank closes it, which does not wake up a pending `select`. Spurious wake-ups are possible.
 
         Raises:
             LocalProtocolError: The rank is closed.
@@ -167,7 +168,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
             raise LocalProtocolError("rank is not open") from error
 
     def statistics(self) -> RankStatistics:
-        """Give counts at this moment. Waits for the event loop.
+        """Return the current counters. Waits for the event loop.
 
         Raises:
             LocalProtocolError: The rank is not open.
@@ -175,7 +176,9 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         return self._call(self._opened.statistics)
 
     def quarantined(self) -> list[QuarantineRecord]:
-        """List ended transfers whose pages are not proved quiet; see `kvflow.DecodeRank.quarantined`. Waits for it.
+        """List ended transfers whose pages may still be in use; see `kvflow.DecodeRank.quarantined`.
+
+        Waits for the event loop.
 
         Raises:
             LocalProtocolError: The rank is not open.
@@ -183,7 +186,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         return self._call(self._opened.quarantined)
 
     def release(self, which: RoomId | QuarantineRecord) -> None:
-        """Take pages in quarantine back without a proof; see `kvflow.DecodeRank.release`. Waits for it.
+        """Release quarantined pages without proof; see `kvflow.DecodeRank.release`. Waits for the event loop.
 
         Args:
             which: A room, or one of `quarantined()`.
@@ -194,7 +197,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         self._call(lambda: self._opened.release(which))
 
     def reload_trust(self, trust: Trust | None = None) -> None:
-        """Go by other keys from now on; see `kvflow.DecodeRank.reload_trust`. Waits for it.
+        """Replace the keys; see `kvflow.DecodeRank.reload_trust`. Waits for the event loop.
 
         Args:
             trust: The keys; by default those that are now in the directory that they were read from.
@@ -206,9 +209,9 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         self._call(lambda: self._opened.reload_trust(trust))
 
     def start_drain(self) -> None:
-        """Take nothing new, and let what is open end; see `kvflow.DecodeRank.start_drain`.
+        """Refuse new work and let open transfers finish; see `kvflow.DecodeRank.start_drain`.
 
-        Waits for the event loop, not for transfers: a scheduler goes on with its steps, chunks of open rooms included,
+        Waits for the event loop, not for transfers: the scheduler keeps running steps, including chunks of open rooms,
         until `is_drained`.
 
         Raises:
@@ -227,7 +230,9 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         return self._opened.is_drained
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Start to drain, and wait until all is done. For scripts: chunks must come from another thread meanwhile.
+        """Start draining and block until everything has finished.
+
+        For scripts: remaining chunks must come from another thread.
 
         Args:
             timeout_s: How long to wait; without limit by default.
@@ -359,19 +364,19 @@ class PrefillRank(BlockingRank[prefill.PrefillRank, BlockingSender]):
         return self._opened.endpoint
 
     def send(self, room: RoomId, *, label: str | None = None) -> BlockingSender:
-        """Start to send a room; see `kvflow.PrefillRank.send`.
+        """Start sending a room; see `kvflow.PrefillRank.send`.
 
-        Does not wait: a room that is in use, or a rank that drains, shows in `outcome` soon. Chunks are queued without
-        bound here: a scheduler that must not run ahead looks at `queued_chunks` of the sender.
+        Does not block: if the room is in use or the rank is draining, `outcome` soon becomes FAILED. The queue of
+        chunks is unbounded; to limit it, check the sender's `queued_chunks`.
 
         Raises:
-            LocalProtocolError: The room or the label is none, or the rank is not open.
+            LocalProtocolError: The room or the label is invalid, or the rank is not open.
         """
         self._check_open()
         return BlockingSender(self, self._opened.send(room, label=label))
 
     def ticket(self, room: RoomId) -> dict[str, object]:
-        """Give what a decode rank needs to receive a room from this instance; see `kvflow.PrefillRank.ticket`.
+        """Return a ticket for a room; see `kvflow.PrefillRank.ticket`.
 
         Raises:
             LocalProtocolError: The room is not a valid one, or the rank is not open.
@@ -420,9 +425,9 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
         label: str | None = None,
         capability: str | None = None,
     ) -> BlockingReceiver:
-        """Start to receive a room; see `kvflow.DecodeRank.receive`.
+        """Start receiving a room; see `kvflow.DecodeRank.receive`.
 
-        Does not wait: a room that is in use, or a rank that drains, shows in `outcome` soon.
+        Does not block: if the room is in use or the rank is draining, `outcome` soon becomes FAILED.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
@@ -456,9 +461,10 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
         label: str | None = None,
         capability: str | None = None,
     ) -> BlockingReceiver:
-        """Tell prefill that a room will be received, before there are pages for it; see `kvflow.DecodeRank.announce`.
+        """Tell prefill that a room will be received, before pages are allocated; see `kvflow.DecodeRank.announce`.
 
-        Does not wait, and nor does `grant` of the result. A room that prefill gives up meanwhile shows in `outcome`.
+        Does not block, and neither does `grant` on the result. If prefill gives up the room in the meantime, `outcome`
+        shows it.
 
         Raises:
             ConfigError, TicketError, LocalProtocolError: As in `receive`.

@@ -19,16 +19,17 @@ class Registry:
 
     Args:
         bind: "tcp://host:port"; port 0 takes a free one.
-        advertise: Host to give to others, if not the one bound; needed if `bind` is a wildcard.
+        advertise: Host name or address given to others, if different from the bound one; required if `bind` is a
+            wildcard.
         loop: The thread to run on; one of its own by default.
         trust: Own keys, and those of the instances that may register and look up; as in `kvflow.PrefillConfig`.
 
     Attributes:
-        endpoint: Address for the `registry` setting of ranks.
+        endpoint: Address to use as the `registry` setting of ranks.
 
     Raises:
-        ConfigError: The address is malformed, or others could not use it; on entry: it cannot be bound.
-        LocalProtocolError: On entry: it is open.
+        ConfigError: The address is malformed or unusable for others; on entry: it cannot be bound.
+        LocalProtocolError: On entry: it is already open.
     """
 
     endpoint: str
@@ -57,10 +58,10 @@ class Registry:
         return self
 
     def reload_trust(self, trust: Trust | None = None) -> None:
-        """Go by other keys from now on; see `kvflow.Registry.reload_trust`. Waits for it.
+        """Replace the keys; see `kvflow.Registry.reload_trust`. Waits for the event loop.
 
         Args:
-            trust: The keys; by default those that are now in the directory that they were read from.
+            trust: The new keys; by default they are reread from the directory they were loaded from.
 
         Raises:
             ConfigError: They cannot be read or used; nothing has changed.

@@ -1,4 +1,4 @@
-"""One room each, as a scheduler holds it: what may be done and asked in its thread."""
+"""Senders and receivers for a scheduler thread."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -36,15 +36,15 @@ AnyTransfer = TypeVar("AnyTransfer", bound="BlockingTransfer")
 
 
 class TransferUpdate(NamedTuple, Generic[AnyTransfer]):
-    """How a transfer stands, from `completed`.
+    """The state of a transfer, as reported by `completed`.
 
     Attributes:
-        transfer: What `send` or `receive` gave.
+        transfer: The sender or receiver, as returned by `send`, `receive` or `announce`.
         room: Its room.
-        outcome: Whether it succeeded; decided once.
-        failure: Why it did not succeed, once that is decided.
-        memory: Whether somebody can still touch the pages: they may be used again when it is SAFE. It can change long
-            after the outcome was decided; that of a sender may be SAFE before the outcome.
+        outcome: Whether it succeeded; set once.
+        failure: Why it failed; None until then.
+        memory: Whether anyone can still touch the pages; they may be reused when it is SAFE. It can change long after
+            the outcome; for a sender it may become SAFE before the outcome is decided.
     """
 
     transfer: AnyTransfer
@@ -55,11 +55,11 @@ class TransferUpdate(NamedTuple, Generic[AnyTransfer]):
 
 
 class BlockingTransfer:
-    """One room: what the engine's thread may do and ask.
+    """Base class of blocking senders and receivers, used in the engine's thread.
 
     Args:
-        rank: Where it belongs.
-        transfer: Not begun yet; it begins on the event loop.
+        rank: The rank it belongs to.
+        transfer: The async transfer, not started yet; it starts on the event loop.
     """
 
     __slots__ = ("_error", "_failure", "_is_changed", "_rank", "_told", "_transfer", "room")
@@ -78,17 +78,17 @@ class BlockingTransfer:
 
     @property
     def outcome(self) -> Outcome:
-        """Whether it succeeded; decided once. FAILED if it could not even begin."""
+        """Whether it succeeded; set once. FAILED if it could not start."""
         return Outcome.FAILED if self._error is not None else self._transfer.outcome
 
     @property
     def failure(self) -> Failure | None:
-        """Why it did not succeed, once that is decided."""
+        """Why it failed; None until then."""
         return self._failure or self._transfer.failure
 
     @property
     def memory(self) -> Memory:
-        """Whether somebody can still touch the pages: they may be used again when it is SAFE."""
+        """Whether anyone can still touch the pages; they may be reused when it is SAFE."""
         return self._transfer.memory
 
     @property
@@ -99,22 +99,22 @@ class BlockingTransfer:
         return self.memory in (Memory.SAFE, Memory.QUARANTINED)
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
-        """Wait until `is_settled`, until the rank is closed, or until the time is up. For scripts, not schedulers."""
+        """Block until `is_settled`, until the rank is closed, or until the timeout. For scripts, not schedulers."""
         changes = self._rank._changes
         changes.wait(lambda: self.is_settled or changes.is_closed, timeout_s)
         return self.outcome
 
     def until_safe(self, timeout_s: float | None = None) -> Memory:
-        """Wait until nobody can touch the pages any more, until the rank is closed, or until the time is up.
+        """Block until nobody can touch the pages, until the rank is closed, or until the timeout.
 
-        For scripts; a scheduler sees it in `completed`.
+        For scripts; a scheduler learns this from `completed`.
         """
         changes = self._rank._changes
         changes.wait(lambda: self.memory is Memory.SAFE or changes.is_closed, timeout_s)
         return self.memory
 
     def abort(self) -> None:
-        """Give the transfer up. Its pages may not be safe yet: `memory` says so. Does nothing after the end."""
+        """Abort the transfer. Its pages may not be safe yet; check `memory`. Does nothing if it has already ended."""
         if self.outcome is Outcome.PENDING:
             with suppress(LocalProtocolError):  # closing the rank ends it as well
                 self._rank._call_soon(self._transfer.abort)
@@ -167,7 +167,7 @@ class BlockingTransfer:
 
 
 def take_update(transfer: AnyTransfer) -> TransferUpdate[AnyTransfer] | None:
-    """Say how a transfer stands, if it is news."""
+    """Return the transfer's state if it has changed since the last report."""
     transfer._is_changed = False  # first: what changes from here on is told the next time
     update = TransferUpdate(transfer, transfer.room, transfer.outcome, transfer.failure, transfer.memory)
     news = (update.outcome, update.memory, transfer._progress)
@@ -178,7 +178,7 @@ def take_update(transfer: AnyTransfer) -> TransferUpdate[AnyTransfer] | None:
 
 
 def _reason_of(error: KvflowError) -> FailureReason:
-    """Say with which reason a transfer fails that the rank did not even begin."""
+    """Return the failure reason of a transfer that could not start."""
     match error:
         case CapacityExceeded():
             return FailureReason.CAPACITY
@@ -234,7 +234,7 @@ class BlockingSender(BlockingTransfer):
 
     @property
     def queued_chunks(self) -> int:
-        """Chunks that wait in this object: the rank has as many as it takes (`Limits.queued_chunks`)."""
+        """Number of chunks queued in this object, because the rank's own queue is full (`Limits.queued_chunks`)."""
         return len(self._chunks)
 
     def chunk(
@@ -250,7 +250,7 @@ class BlockingSender(BlockingTransfer):
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;
                 the room stays open.
-            LocalProtocolError: After `finish`, after the end, or while the sender is being quiesced.
+            LocalProtocolError: Called after `finish`, after the transfer has ended, or while `quiesce` is in progress.
             TransferFailed: The transfer has failed; there is no need to compute the rest.
         """
         self._check_unfinished()
@@ -276,14 +276,14 @@ class BlockingSender(BlockingTransfer):
         self._is_finished = True
 
     def quiesce(self) -> None:
-        """Take the source pages back, and keep the room; see `kvflow.RoomSender.quiesce`. Does not wait.
+        """Get the source pages back but keep the room open; see `kvflow.RoomSender.quiesce`. Does not block.
 
-        `is_quiesced` and `completed` show that the pages may be overwritten. Chunks are refused until then, and go on
-        at `resume_at`. If the pages do not get quiet, the transfer fails.
+        `is_quiesced` and `completed` show when the pages may be overwritten. Chunks are refused until then; continue at
+        `resume_at`. If the pages stay in use too long, the transfer fails.
 
         Raises:
             LocalProtocolError: The rank is not open.
-            As `result`, if the transfer has failed.
+            If the transfer has failed, the same errors as `result`.
         """
         if self.outcome in (Outcome.FAILED, Outcome.ABORTED):
             self._check_success()
@@ -297,13 +297,13 @@ class BlockingSender(BlockingTransfer):
             raise
 
     def result(self) -> None:
-        """Return if every decode rank has everything.
+        """Return if every decode rank has received everything; raise otherwise.
 
         Raises:
             LocalProtocolError: The transfer has not ended yet, or its room was in use.
             CapacityExceeded, RankDraining, RankBroken: It could not begin.
-            TransferFailed: It failed or was aborted. If it was aborted because its chunks did not follow on each other,
-                `__cause__` is a LocalProtocolError with both.
+            TransferFailed: It failed or was aborted. If it was aborted because its chunks were not contiguous,
+                `__cause__` is a LocalProtocolError that names both chunks.
         """
         self._check_success()
 
@@ -400,7 +400,7 @@ class BlockingReceiver(BlockingTransfer):
     @property
     @override
     def memory(self) -> Memory:
-        """Whether somebody can still touch the pages. Before `grant` there are none, and it is SAFE."""
+        """Whether anyone can still touch the pages. SAFE before `grant`, because there are no pages yet."""
         if self._queued is not None and self.outcome is Outcome.PENDING:
             return Memory.HELD
         return super().memory
@@ -413,9 +413,9 @@ class BlockingReceiver(BlockingTransfer):
         digest: bool | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Give pages to a room that was announced; see `kvflow.RoomReceiver.grant`. Does not wait.
+        """Provide the pages of an announced room; see `kvflow.RoomReceiver.grant`. Does not block.
 
-        Pages that another transfer may still be written to, or a quarantine that is full, fail the transfer:
+        If another transfer may still write to one of the pages, or the quarantine is full, the transfer fails;
         `outcome` and `memory` show it soon.
 
         Raises:
@@ -454,7 +454,7 @@ class BlockingReceiver(BlockingTransfer):
         return not self._receiver.is_announced
 
     def result(self) -> Handover:
-        """Give what the transfer brought.
+        """Return the result of the transfer.
 
         Raises:
             LocalProtocolError: The transfer has not ended yet, or its room was in use.

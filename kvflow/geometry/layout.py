@@ -1,10 +1,11 @@
 """Memory layout of one rank: regions, components, layouts.
 
-A *cell* is the smallest unit that is moved: one head of one token, in one tensor of one layer. A `Region` locates its
-cells by strides alone. Page order (NHD), head order (HND), interleaved K and V and one allocation for all layers differ
-only in strides, so the planner treats them alike. Nor does it distinguish kinds of models: an MLA latent is a tensor
-with one head, a block scale is a tensor whose cells several tokens share, a recurrent state is a tensor of a component
-that is addressed by request instead of by token, and the head axis is whatever axis tensor parallelism shards.
+A *cell* is the smallest unit that kvflow moves: one head of one token, in one tensor of one layer. A `Region` locates
+its cells by strides alone. Page order (NHD), head order (HND), interleaved K and V and one allocation for all layers
+differ only in strides, so the planner treats them alike. It does not distinguish kinds of models either: an MLA latent
+is a tensor with one head; a block scale is a tensor whose cells are shared by several tokens; a recurrent state is a
+tensor in a component addressed by request instead of by token; and the head axis is whichever axis tensor parallelism
+shards.
 
 All addresses are unsigned 64-bit. Device addresses with bit 63 set are valid (Intel XPU has them).
 """
@@ -36,7 +37,7 @@ ADDRESS_LIMIT = 2**64
 """One past the last address, in bytes."""
 
 MAX_SLOTS = 2**31
-"""Bound for the pages of a pool: indices are uint32 on the wire, and int32 in NIXL."""
+"""Exclusive limit for the pages of a pool: indices are uint32 on the wire and int32 in NIXL."""
 
 MAX_COMPONENTS = 16
 
@@ -48,16 +49,16 @@ MAX_NAME = 256
 MAX_FINGERPRINT = 1_024
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-"""Of a component, tensor, type, or transport. Counts characters."""
+"""Name of a component, tensor, type or transport. The limit is in characters."""
 
 MemoryKind = str
-"""Where memory is: "DRAM" (host) or "VRAM" (device), as transports call it."""
+"""Kind of memory: "DRAM" (host) or "VRAM" (device), the terms that transports use."""
 
 MEMORY_KINDS = ("DRAM", "VRAM")
 
 
 class RegionKey(NamedTuple):
-    """Identifies a region on every rank: regions with equal keys hold the same data."""
+    """Identifies a region across ranks: regions with equal keys hold the same data."""
 
     component: str
     tensor: str
@@ -80,9 +81,9 @@ class MemoryRange(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Bytes to register with a transport: `[address, address + length)`.
 
     Attributes:
-        address: Of the first byte, uint64.
-        length: In bytes.
-        location: Where they are; None where the owner of the range says it for all of its ranges.
+        address: Address of the first byte, uint64.
+        length: Length in bytes.
+        location: Location of the memory; None to use the default of the owner (for example the layout).
     """
 
     address: int
@@ -107,14 +108,14 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         layer: Global layer number of the model.
         address: Address of the first cell, uint64.
         slots: Number of pages in the pool.
-        slot_stride: From one page to the next.
+        slot_stride: Distance from one page to the next.
         tokens_per_slot: Page size in tokens.
-        token_stride: From one cell of a page to the next along the tokens.
-        heads: Global KV heads that this rank holds, `(start, stop)`. An MLA latent has one head.
-        head_stride: From one head of a token to the next.
+        token_stride: Distance from one cell to the next along the tokens of a page.
+        heads: KV heads `(start, stop)` that this rank holds, numbered over the whole model. An MLA latent has one head.
+        head_stride: Distance from one head to the next within a token.
         head_bytes: Size of one cell.
         dtype: Name of the element type as in torch ("bfloat16").
-        optional: The decode side can do without it (draft layers).
+        optional: Decode can run without it (draft layers).
         tokens_per_cell: Tokens that share one cell (block scales); divides `tokens_per_slot`.
 
     Raises:
@@ -143,12 +144,12 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_heads(self) -> int:
-        """Heads held here."""
+        """Number of heads held here."""
         return self.heads[1] - self.heads[0]
 
     @property
     def cells_per_slot(self) -> int:
-        """Cells of one head along the tokens of a page."""
+        """Number of cells along the tokens of a page, for one head."""
         return self.tokens_per_slot // self.tokens_per_cell
 
     @property
@@ -192,7 +193,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
             raise self._error("layer must not be negative")
 
     def _check_cells_are_disjoint(self) -> None:
-        """Check that each axis, from the smallest stride up, steps over all below it."""
+        """Check that each stride is large enough to skip all axes with smaller strides."""
         axes = [
             (self.head_stride, self.num_heads, "head_stride"),
             (self.token_stride, self.cells_per_slot, "token_stride"),
@@ -217,9 +218,9 @@ class Component(msgspec.Struct, frozen=True, dict=True):
     Attributes:
         name: "kv", "swa", "mamba", ...
         regions: Its tensors.
-        kind: "paged" if its pages hold tokens; "slot" if a request has one slot, which is always moved whole (recurrent
-            states, auxiliary rows).
-        shard: Tokens of a request that this rank holds; all by default.
+        kind: "paged" if its pages hold tokens; "slot" if each request has one slot, which is always moved as a whole
+            (recurrent states, auxiliary rows).
+        shard: The tokens of a request that this rank holds (context parallelism); all by default.
 
     Raises:
         LayoutError: There is no region, two regions have one key, regions differ in slots or page size, or two cells of
@@ -330,7 +331,7 @@ class Component(msgspec.Struct, frozen=True, dict=True):
 
 
 class HeldRegion(NamedTuple):
-    """A region, with the kind and the token shard of its component."""
+    """A region together with its component's kind and token shard."""
 
     region: Region
     kind: str
@@ -338,21 +339,21 @@ class HeldRegion(NamedTuple):
 
 
 class KVLayout(msgspec.Struct, frozen=True, dict=True):
-    """All KV memory of one rank.
+    """The KV memory of one rank.
 
     Attributes:
-        components: Pools, each with its own page table; the main one is usually called "kv".
-        fingerprint: Identifies the content: model, revision, whatever makes two caches interchangeable. Ranks with
-            different fingerprints exchange no data.
+        components: Pools, each with its own page table; the main one is usually named "kv".
+        fingerprint: Identifies the content: model, revision, and everything else that must match for two caches to be
+            interchangeable. Ranks with different fingerprints exchange no data.
         allocations: Memory to register with the transport, sorted and disjoint; every region lies inside one, and all
-            regions of a component in memory of one location. An allocation may say where it is (states on the host of
-            a rank whose pages are on a GPU).
-        memory_kind: "DRAM" or "VRAM", of the allocations that do not say it.
-        device_id: Device ordinal, of the same allocations; 0 for host memory.
+            regions of a component are in the same location. An allocation may have its own location (for example states
+            in host memory while the pages are on a GPU).
+        memory_kind: "DRAM" or "VRAM"; default for allocations without their own location.
+        device_id: Device ordinal, likewise a default; 0 for host memory.
 
     Raises:
-        LayoutError: Two components have one name, the fingerprint is no text, a region lies outside every allocation,
-            or a component lies in several locations.
+        LayoutError: Two components have the same name, the fingerprint is not a string, a region lies outside every
+            allocation, or a component spans several locations.
     """
 
     components: Annotated[tuple[Component, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
@@ -378,7 +379,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         self._check_allocations()
 
     def _check_bounds(self) -> None:
-        """Refuse at home what no peer would take."""
+        """Reject layouts that no peer would accept."""
         num_regions = sum(len(component.regions) for component in self.components)
         for field, found, maximum in (
             ("components", len(self.components), MAX_COMPONENTS),
@@ -397,12 +398,12 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def location(self) -> Location:
-        """Where the allocations are that do not say it."""
+        """Default location of the allocations."""
         return Location(self.memory_kind, self.device_id)
 
     @cached_property
     def registered_locations(self) -> frozenset[Location]:
-        """Where the allocations are."""
+        """Locations of all allocations."""
         return frozenset(allocation.location or self.location for allocation in self.allocations)
 
     @property
@@ -417,14 +418,14 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def whole_slots(self) -> Mapping[str, TokenRange]:
-        """All rows of a slot, for each component that is addressed by request."""
+        """The full row range of a slot, for each component of kind "slot"."""
         return {name: (0, part.tokens_per_slot) for name, part in self.by_name.items() if part.kind == "slot"}
 
     def component(self, name: str) -> Component:
-        """Return a component.
+        """Return a component by name.
 
         Raises:
-            LayoutError: There is none of this name.
+            LayoutError: There is no component with this name.
         """
         component = self.by_name.get(name)
         if component is None:
@@ -440,7 +441,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         }
 
     def held_regions(self) -> dict[RegionKey, HeldRegion]:
-        """Every region by its key, with what its component says about it."""
+        """Every region by key, together with its component's kind and shard."""
         return {
             RegionKey(component.name, region.tensor, region.layer): HeldRegion(region, component.kind, component.shard)
             for component in self.components
@@ -470,7 +471,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def locations(self) -> Mapping[str, Location]:
-        """Where each component is, by name."""
+        """Location of each component, by name."""
         return {component.name: self._location_of(component.regions[0]) for component in self.components}
 
     def _location_of(self, region: Region) -> Location:
@@ -486,9 +487,9 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
 
 
 def merge_ranges(ranges: Iterable[MemoryRange]) -> tuple[MemoryRange, ...]:
-    """Sort ranges and join those that overlap.
+    """Sort ranges and merge those that overlap.
 
-    Ranges that only touch stay apart: they may be separate allocations, which a transport cannot register as one.
+    Adjacent ranges are not merged: they may be separate allocations, which a transport cannot register as one.
 
     Raises:
         LayoutError: Two ranges that overlap are in different locations.

@@ -1,13 +1,15 @@
-"""Layouts from torch tensors and numpy arrays; below, a tensor is either.
+"""Layouts from torch tensors and numpy arrays ("tensor" means either).
 
-Strides and addresses are read from the tensors, never computed from shapes, so views, transposed pools and one
-allocation for all layers need no special case. The meaning of an axis cannot be read, so it is declared: `Axes` names
-each dimension in order. From tensors to a layout:
+Strides and addresses are read from the tensors, never computed from shapes, so views, transposed pools and a single
+allocation for all layers need no special case. The meaning of an axis cannot be read from a tensor, so you declare it:
+`Axes` names each dimension in order. The steps from tensors to a layout:
 
 1. `split_tensors` splits an axis whose parts are sharded separately (q, k and v of a convolution state) into views.
 2. `regions_from_tensors` turns the pools of one tensor name into regions.
 3. `Component` combines regions that share a page table.
-4. `layout_from_components` adds what must be registered. `layout_from_tensors` does 2 to 4 for one ordinary pool.
+4. `layout_from_components` adds the memory to register.
+
+`layout_from_tensors` does steps 2 to 4 for an ordinary pool.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ __all__ = ["layout_from_components", "layout_from_tensors", "regions_from_tensor
 
 
 class _View(NamedTuple):
-    """A tensor with a name for each dimension; the tensor name and the layer are for error messages."""
+    """A tensor with named dimensions; the tensor name and layer are used in error messages."""
 
     tensor: Strided
     names: tuple[str, ...]
@@ -48,7 +50,7 @@ class _View(NamedTuple):
         return LayoutError(message, tensor=self.name, layer=self.layer, field=field, expected=expected, found=found)
 
     def size(self, name: str) -> int:
-        """Entries along an axis; 1 if there is none of the name."""
+        """Size of an axis; 1 if there is no axis with this name."""
         return self.tensor.shape[self.names.index(name)] if name in self.names else 1
 
     def stride(self, name: str, absent: int) -> int:
@@ -58,7 +60,7 @@ class _View(NamedTuple):
         return self.tensor.strides[self.names.index(name)]
 
     def unbind(self, name: str) -> list[_View]:
-        """One view for each index of an axis; this one alone if there is none of the name."""
+        """One view for each index of an axis, or just this view if there is no axis with this name."""
         if name not in self.names:
             return [self]
         position = self.names.index(name)
@@ -74,24 +76,25 @@ def regions_from_tensors(
     layers: int | Sequence[int] = 0,
     optional: bool = False,
 ) -> tuple[Region, ...]:
-    """Describe the pools of one tensor name (or of several, along a `kv` axis).
+    """Describe the pools of one named tensor (or of several, along a `kv` axis).
 
     Args:
-        tensor: Name of the tensor ("k", "latent", "conv.q"); with a `kv` axis one name for each of its indices.
+        tensor: Name of the tensor ("k", "latent", "conv.q"); with a `kv` axis, one name for each index.
         tensors: One pool for each layer, in layer order; with a `layer` axis each of them holds several layers. Torch
             tensors of any device, or writable numpy arrays; any strides. The caller keeps them alive as long as any
             rank that was given the layout.
         axes: What the dimensions mean, the same for all pools.
         layers: Global number of each layer, or of the first if they are consecutive; the same for all pools of a name.
-        optional: The decode side can do without them (draft layers).
+        optional: Decode can run without them (draft layers).
 
     Returns:
         One region for each layer and name, layer by layer.
 
     Raises:
         LayoutError: The number of dimensions, layers, names, heads or tokens differs from what is declared, a buffer is
-            not a whole number of pages, cells are not contiguous or overlap, or a tensor has no memory. Names tensor,
-            layer, field and both values. A pool is no tensor, or an array that is read-only or holds no plain numbers.
+            not a whole number of pages, cells are not contiguous or overlap, or a tensor has no memory. The error names
+            the tensor, layer, field and both values. Also raised if a pool is not a tensor, or is an array that is
+            read-only or not numeric.
     """
     names = (tensor,) if isinstance(tensor, str) else tuple(tensor)
     layers = _whole_layers(layers)
@@ -120,13 +123,13 @@ def regions_from_tensors(
 
 
 def split_tensors(tensors: Sequence[AnyPool], sizes: Sequence[int], *, dimension: int) -> tuple[list[AnyPool], ...]:
-    """Split one dimension of each pool into parts that are described, and sharded, separately.
+    """Split one dimension of each pool into parts that are described and sharded separately.
 
-    Tensor parallelism shards q, k and v of a convolution state one by one, so a rank's dimension of `q + k + v`
-    channels is not one range of the model's channels but three; each must be a tensor of its own.
+    Tensor parallelism shards q, k and v of a convolution state separately, so a rank's `q + k + v` dimension covers
+    three ranges of the model's channels instead of one; each must be a separate tensor.
 
     Args:
-        tensors: Pools, split alike.
+        tensors: Pools, all split the same way.
         sizes: Entries of each part; they add up to the dimension.
         dimension: Index of the dimension, from 0.
 
@@ -154,20 +157,21 @@ def split_tensors(tensors: Sequence[AnyPool], sizes: Sequence[int], *, dimension
 
 
 def layout_from_components(components: Sequence[Component], fingerprint: str, *, tensors: Iterable[Pool]) -> KVLayout:
-    """Build a layout from components, and find out what to register.
+    """Build a layout from components, and determine the memory to register.
 
     Args:
         components: All pools of the rank, each with its own page table.
         fingerprint: Identifies the content (model and revision).
-        tensors: The tensors whose memory the components describe; those of one component are on one device.
+        tensors: The tensors whose memory the components describe. All tensors of a component must be on the same
+            device.
 
     Returns:
-        A layout with one allocation for each storage, from its first to its last byte in use, so that one pool is one
-        registration. Each is where its tensors are.
+        A layout with one allocation per storage, from its first to its last used byte, so that each pool is registered
+        once, at the location of its tensors.
 
     Raises:
-        LayoutError: There are no tensors, those of a component differ in device, a region lies outside all of them, or
-            a pool is refused as above.
+        LayoutError: There are no tensors, tensors of one component are on different devices, a region lies outside all
+            tensors, or a pool is invalid as in `regions_from_tensors`.
     """
     pools = [strided(tensor) for tensor in tensors]
     if not pools:
@@ -193,7 +197,7 @@ def layout_from_tensors(  # noqa: PLR0913 - what a pool is like, by keyword, eac
     layers: int | Sequence[int] = 0,
     component: str = "kv",
 ) -> KVLayout:
-    """Describe a paged KV pool that is held in torch tensors or numpy arrays.
+    """Describe a paged KV pool in torch tensors or numpy arrays.
 
     Args:
         tensors: For each tensor name ("k", "v"), one pool for each layer, in layer order: torch tensors of one device,
@@ -201,16 +205,16 @@ def layout_from_tensors(  # noqa: PLR0913 - what a pool is like, by keyword, eac
         axes: What each dimension means, e.g. "page token head dim" (NHD) or "page head token dim" (HND); see `Axes`.
         heads: Global KV heads `(start, stop)` in these tensors, see `head_range`.
         fingerprint: Identifies the content (model and revision).
-        page_size: Tokens of a page. Required if the axes have no `token`, or fuse it; otherwise read from the tensors,
-            and compared if given.
-        tokens_per_cell: Tokens that share one cell. If the order within a page is not known, a page is one cell for
-            each head: axes "page head dim dim", `page_size=16`, `tokens_per_cell=16`.
-        layers: Global number of each layer, or of the first if they are consecutive (pipeline-parallel stages, models
-            of which only some layers have a cache).
+        page_size: Tokens per page. Required if the axes have no `token` axis or fuse it; otherwise it is read from the
+            tensors and, if given, checked.
+        tokens_per_cell: Tokens that share one cell. If the order within a page is unknown, each head of a page is one
+            cell: axes "page head dim dim", `page_size=16`, `tokens_per_cell=16`.
+        layers: Layer number (in the whole model) of each layer, or of the first one if they are consecutive. For
+            pipeline-parallel stages and for models where only some layers have a cache.
         component: Name of the component.
 
     Returns:
-        A layout whose allocations are the used parts of the tensors' storages.
+        A layout whose allocations cover the used parts of the tensors' storages.
 
     Raises:
         LayoutError: An argument has the wrong type, an axis has no known name, the page size is missing, a tensor's
@@ -250,7 +254,7 @@ def _check_lists(tensors: object) -> None:
 
 
 def _whole_layers(layers: object) -> int | tuple[int, ...]:
-    """Convert to Python integers, which engines may have as numpy's."""
+    """Convert to Python integers (engines may pass numpy integers)."""
     try:
         return operator.index(layers)  # type: ignore[arg-type]
     except TypeError:
