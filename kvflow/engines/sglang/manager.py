@@ -165,6 +165,10 @@ class KvflowKVManager(CommonKVManager):
 
     # Requests
 
+    def has(self, room: int) -> bool:
+        """Return whether a room is that of a request. One that has failed is SGLang's to refuse."""
+        return self.request_status.get(room) not in (None, KVPoll.Failed)
+
     def follow(self, end: "End") -> None:
         """Tell an end of each change of its transfer, until nothing can change any more."""
         self._ends[end.transfer] = end

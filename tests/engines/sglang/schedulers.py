@@ -224,10 +224,20 @@ class Scheduler:
         """Give what the client of a request was told."""
         return next((message for rid, message in self.told if rid == self.requests[room].rid), "")
 
+    def add_twin(self, room: int, tokens: int) -> None:
+        """Let another request of a room arrive; it is asked about by the negative number."""
+        first = self.requests[room]
+        self.add(room, tokens)
+        self.requests[-room], self.requests[room] = self.requests[room], first
+
     def forget(self, room: int) -> None:
         """Forget what was said about a request, whose room another one gets."""
         rid = self.requests.pop(room).rid
         self.told = [entry for entry in self.told if entry[0] != rid]
+
+    def add(self, room: int, tokens: int) -> None:
+        """Let a request arrive."""
+        raise NotImplementedError
 
     def end(self, room: int) -> Any:
         """Give the sender or receiver of a request."""
