@@ -7,13 +7,14 @@ timeouts and its consensus of pipeline stages stay as they are.
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender, KVTransferError
 from typing_extensions import override
 
-from kvflow import ConfigError, Endpoint, FailureReason, KvflowError, Memory, Outcome
+from kvflow import ConfigError, Endpoint, FailureReason, KvflowError, Memory, Outcome, TransferFailed
 from kvflow.blocking import BlockingReceiver, BlockingSender, TransferUpdate
 from kvflow.engines.sglang.manager import KvflowKVManager
 
@@ -88,7 +89,16 @@ class End:
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
 
     def _fail(self, update: "TransferUpdate[Any]") -> None:
+        """Fail the request.
+
+        Raises:
+            RankBroken: It could not begin, because this rank has failed.
+        """
         failure = update.failure
+        if failure is not None and failure.reason is FailureReason.BROKEN:
+            # It ends SGLang's server, which would otherwise fail all requests and go on to pass its health checks.
+            with suppress(TransferFailed):  # a peer is broken, or this rank broke when the transfer had begun
+                update.transfer.result()
         reason = "kvflow gave no reason" if failure is None else f"{failure.reason}: {failure.detail} ({failure.rank})"
         self.kv_mgr.fail(self.bootstrap_room, reason)
 

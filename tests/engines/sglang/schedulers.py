@@ -243,6 +243,11 @@ class Scheduler:
         """Give the sender or receiver of a request."""
         raise NotImplementedError
 
+    def break_rank(self) -> None:
+        """Let the rank fail, as it does when something happens that no input should cause."""
+        rank = self.manager.rank
+        rank._portal.call(rank._rank._break, RuntimeError("on purpose"))
+
     def poll(self, room: int) -> int:
         """Ask how a request stands, as the queues do."""
         return int(self.end(room).poll())

@@ -200,6 +200,23 @@ def test_grant_that_sglang_cannot_serve_fails_its_room_alone() -> None:
     assert rightly == [WAITING, ""]
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_rank_that_is_broken_ends_its_scheduler(side: str) -> None:
+    """What is under way fails; the next request would, too, as would all others."""
+    with deployment(SETTINGS) as pair:
+        pair.start()
+        process = getattr(pair, side)
+        room, next_room = pair.room(), pair.room()
+        announce(pair, room)
+        assert pair.decode.tell("until", what="is_asked_for", room=room)
+        process.tell("ask", what="break_rank")
+        assert process.tell("until", what="was_told", room=room)
+        assert "on purpose" in process.tell("ask", what="was_told", room=room)
+        process.tell("ask", what="add", room=next_room, tokens=TOKENS)
+        with pytest.raises(AssertionError, match=r"RankBroken: this rank has failed"):
+            process.tell("until", what="was_told", room=next_room)
+
+
 # Receivers and decode's queues
 
 
