@@ -5,6 +5,7 @@ Queues are made by their own constructors, which make the manager. What they ask
 
 import functools
 import itertools
+import logging
 import tempfile
 import threading
 import time
@@ -247,6 +248,22 @@ class Scheduler:
         """Let the rank fail, as it does when something happens that no input should cause."""
         rank = self.manager.rank
         rank._portal.call(rank._rank._break, RuntimeError("on purpose"))
+
+    def has_noticed_quarantine(self) -> bool:
+        """The manager knows of pages without a proof."""
+        return bool(self.manager._quarantine._touched)
+
+    def reminders(self) -> list[str]:
+        """Give what the manager says about such pages a minute later."""
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logger, watch = logging.getLogger("kvflow.engines.sglang"), self.manager._quarantine
+        logger.addHandler(handler)
+        watch.look(self.manager.rank, self.manager._ends, watch._remind_at)
+        logger.removeHandler(handler)
+        watch._look_at = 0.0
+        return lines
 
     def poll(self, room: int) -> int:
         """Ask how a request stands, as the queues do."""
