@@ -1,6 +1,8 @@
 """What the ends refuse."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ pytest.importorskip("transformers")
 
 import kvflow
 from kvflow import ConfigError, LayoutError, LocalProtocolError, Outcome, PlanError, RemoteProtocolError, TicketError
+from kvflow.engines.transformers.engine import VERSION
 from kvflow.engines.transformers.memory import CacheMap
 from kvflow.engines.transformers.metadata import FirstToken, read_first_token
 from kvflow.engines.transformers.prefill import PrefillManager
@@ -16,6 +19,7 @@ from kvflow.testing.adapter import SideName
 from tests.engines.transformers.models import make_manager, prompt
 from tests.engines.transformers.pair import Pair
 
+PROJECT = Path(__file__).parents[3] / "pyproject.toml"
 CONFIG = kvflow.PrefillConfig(instance="prefill", backend="memory")
 
 
@@ -153,6 +157,12 @@ def test_managers_that_are_not_served() -> None:
     with pytest.raises(LocalProtocolError, match="before `start`"):
         PrefillManager(manager, CONFIG, fingerprint="x")
     manager.stop(hard_stop=True)
+
+
+def test_extras_install_the_version_that_is_served() -> None:
+    """That of the adapter, and that of the demo."""
+    found = re.findall(r'"transformers([=<>][^"]*)"', PROJECT.read_text())
+    assert found == [f"=={VERSION}*"] * 2
 
 
 def test_caches_that_are_not_moved() -> None:
