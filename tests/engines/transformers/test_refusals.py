@@ -89,6 +89,17 @@ def test_id_of_another_request_of_the_manager_is_refused(pair: Pair, side: SideN
             pair.prefill(tokens, "own prefill") if side == "prefill" else pair.decode(tokens, ticket)
 
 
+def test_request_of_the_manager_cannot_take_the_id_of_one_under_way(pair: Pair) -> None:
+    """Its cache would be sent, or overwritten by what arrives."""
+    tokens, other = prompt(7, 100), prompt(8, 30)
+    with pair.prefill_end.engine.manager.pause(), pair.decode_end.engine.manager.pause():
+        pair.decode(tokens, pair.prefill(tokens, "taken"))
+        for end in (pair.prefill_end, pair.decode_end):
+            with pytest.raises(LocalProtocolError, match="in use"):
+                end.engine.manager.add_request(other, request_id="taken")
+    assert pair.result("taken") == pair.reference(tokens)
+
+
 def test_manager_that_was_restarted_takes_no_requests() -> None:
     with Pair() as pair:
         manager = pair.prefill_end.engine.manager
@@ -120,11 +131,9 @@ def fail() -> None:
     raise RuntimeError("on purpose")
 
 
-def test_first_token_may_be_the_last(pair: Pair) -> None:
+def test_first_token_may_end_the_output(pair: Pair) -> None:
     tokens = prompt(3, 40)
     expected = pair.reference(tokens)[:1]
-    pair.decode(tokens, pair.prefill(tokens, "one"), max_new_tokens=1)
-    assert pair.result("one") == expected
     pair.decode(tokens, pair.prefill(tokens, "end"), eos_token_id=expected)
     assert pair.result("end") == expected
 
