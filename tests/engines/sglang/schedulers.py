@@ -302,11 +302,8 @@ class Scheduler:
         return not self.leftovers()
 
     def leftovers(self) -> dict[str, int]:
-        """Count what the manager still knows of requests, once it has taken what has changed, as with any poll."""
-        self.manager.advance()
-        names = ["request_status", "failure_records", "_ends", "_held", "transfer_infos", "prefill_response_tracker"]
-        names += ["req_to_decode_prefix_len", "required_prefill_response_num_table"]
-        return {name: len(getattr(self.manager, name)) for name in names if getattr(self.manager, name, None)}
+        """Count what the manager still knows of requests."""
+        return sides.leftovers(self.manager)
 
     def close(self) -> None:
         """Close the manager."""

@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.utils import (
 from kvflow.engines.sglang import manager as adapter
 from tests.engines.sglang.models import MODELS, PAGES, Held, Model, Rank
 
-__all__ = ["FIRST_TOKEN", "Side", "prepare"]
+__all__ = ["FIRST_TOKEN", "Side", "leftovers", "prepare", "reason_of"]
 
 ROWS = 64
 FIRST_TOKEN = 42
@@ -292,3 +292,11 @@ def reason_of(end: Any) -> str:
     except Exception as error:  # noqa: BLE001 - whatever it is
         return str(error)
     return ""
+
+
+def leftovers(manager: Any) -> dict[str, int]:
+    """Count what a manager still knows of requests, once it has taken what has changed, as with any poll."""
+    manager.advance()
+    names = ["request_status", "failure_records", "_ends", "_held", "transfer_infos", "prefill_response_tracker"]
+    names += ["req_to_decode_prefix_len", "required_prefill_response_num_table"]
+    return {name: len(getattr(manager, name)) for name in names if getattr(manager, name, None)}
