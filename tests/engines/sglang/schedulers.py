@@ -199,9 +199,13 @@ class Scheduler:
         pairs = []
         for layer, number in enumerate(self.model.span(self.rank)):
             for buffers, seed in ((self.pool.k_buffer, 2 * number), (self.pool.v_buffer, 2 * number + 1)):
-                data = content(seed + 1_000 * room, tokens, self.model.heads, self.model.dim)
+                data = content(seed + 1_000 * self.seed(room), tokens, self.model.heads, self.model.dim)
                 pairs.append((buffers[layer], found, data[:, share(self.model.heads, self.rank)]))
         return pairs
+
+    def seed(self, room: int) -> int:
+        """Give what the content of a request depends on."""
+        return room
 
     def table(self) -> torch.Tensor:
         """Give the table of the pool of requests."""
