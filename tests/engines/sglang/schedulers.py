@@ -106,13 +106,13 @@ def make_groups(rank: Rank, store: str) -> tuple[Group, Group]:
         rank: This one.
         store: File where ranks find each other; one rank needs none.
     """
-    size, number = rank.tp_size * rank.pp_size * rank.dp_size, rank.tp_rank + rank.pp_rank + rank.dp_rank
+    size, number = rank.tp_size * rank.pp_size * rank.dp_size * rank.replicas, sum(rank[1::2])
     if not distributed.is_initialized():
         place = store or Path(tempfile.mkdtemp()) / "store"
         distributed.init_process_group("gloo", init_method=f"file://{place}", rank=number, world_size=size)
     alone = Group(0, [distributed.new_group([one]) for one in range(size)][number])
     everybody = Group(number, distributed.group.WORLD)
-    if rank.dp_size > 1:
+    if rank.dp_size * rank.replicas > 1:
         return alone, alone
     return (everybody, alone) if rank.tp_size > 1 else (alone, everybody)
 
@@ -135,7 +135,7 @@ class Scheduler:
         self.server_args = sides.prepare(self.mode, port, self.model)
         sides.set_rank(rank)
         self.group, self.stages = make_groups(rank, store)
-        runtime.get_parallel().override_permanently(attn_tp_group=self.group, pp_group=self.stages, dp_rank=0)
+        runtime.get_parallel().override_permanently(attn_tp_group=self.group, pp_group=self.stages)
         self.pool = self.model.pool(rank)
         self.allocator = PagedTokenToKVPoolAllocator(
             self.model.page * PAGES, self.model.page, torch.bfloat16, "cpu", self.pool, need_sort=False
@@ -177,7 +177,9 @@ class Scheduler:
         for request in requests:
             self.told.append((request.rid, getattr(request.finished_reason, "message", "")))
 
-    def request(self, room: int, tokens: int, host: str = "127.0.0.1", port: int = 0) -> Any:
+    def request(
+        self, room: int, tokens: int, host: str = "127.0.0.1", port: int = 0, dp_rank: int | None = None
+    ) -> Any:
         """Make a request as the tokenizer does."""
         made = Req(
             f"request {next(self._numbers)}",
@@ -187,6 +189,7 @@ class Scheduler:
             bootstrap_host=host,
             bootstrap_port=port or self.port,
             bootstrap_room=room,
+            disagg_prefill_dp_rank=dp_rank,
             vocab_size=1000,
         )
         made.time_stats = MagicMock()
@@ -404,10 +407,10 @@ class PrefillScheduler(Scheduler):
     def end(self, room: int) -> Any:
         return self.requests[room].disagg_kv_sender
 
-    def add(self, room: int, tokens: int, *, fake: bool = False) -> None:
-        """Let a request arrive: one of the health check, if it is a fake."""
+    def add(self, room: int, tokens: int, *, fake: bool = False, dp_rank: int | None = None) -> None:
+        """Let a request arrive: one of the health check, if it is a fake; the router may name the rank."""
         host = {"host": FAKE_BOOTSTRAP_HOST} if fake else {}
-        self.queue.add(self.request(room, tokens, **host), self.model.heads)
+        self.queue.add(self.request(room, tokens, dp_rank=dp_rank, **host), self.model.heads)
 
     def park(self, room: int, tokens: int) -> None:
         """Compute a request before decode has said where it wants it."""
@@ -575,10 +578,10 @@ class DecodeScheduler(Scheduler):
         waiting = [*self.queue.queue, *self.transfers.queue]
         return next(one.kv_receiver for one in waiting if one.req.bootstrap_room == room)
 
-    def add(self, room: int, tokens: int, port: int = 0, *, fake: bool = False) -> None:
+    def add(self, room: int, tokens: int, port: int = 0, *, fake: bool = False, dp_rank: int | None = None) -> None:
         """Let a request arrive: one of the health check, if it is a fake; a port is that of another prefill server."""
         host = {"host": FAKE_BOOTSTRAP_HOST} if fake else {}
-        self.queue.add(self.request(room, tokens, port=port, **host))
+        self.queue.add(self.request(room, tokens, port=port, dp_rank=dp_rank, **host))
 
     def is_asked_for(self, room: int) -> bool:
         """Prefill has been told where to write."""

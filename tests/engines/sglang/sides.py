@@ -71,6 +71,7 @@ def prepare(mode: str, port: int, model: Model) -> Any:
             page_size=model.page,
             disaggregation_mode=mode,
             tp_size=1,
+            load_balance_method="follow_bootstrap_room" if mode == "prefill" else "round_robin",
         )
         .install()
     )
@@ -88,7 +89,9 @@ def set_rank(rank: Rank) -> None:
         attn_dcp_rank=0,
         attn_dp_size=rank.dp_size,
         attn_dp_rank=rank.dp_rank,
-        num_dp_ranks=rank.dp_size,
+        dp_size=rank.replicas,
+        dp_rank=rank.replica,
+        num_dp_ranks=rank.dp_size * rank.replicas,
         attn_cp_rank=0,
         pp_size=rank.pp_size,
         pp_rank=rank.pp_rank,

@@ -64,6 +64,10 @@ class Worker:
             self.side.step()
             time.sleep(5e-4)
 
+    def set_variable(self, name: str, value: str) -> None:
+        """Set an environment variable that SGLang reads each time it needs it."""
+        os.environ[name] = value
+
     def ask(self, what: str, **arguments: Any) -> Any:
         """Call the scheduler."""
         return getattr(self.side, what)(**arguments)
