@@ -31,7 +31,13 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def test_extras_exist() -> None:
-    named = {(page.name, name) for page in DOCUMENTS for name in re.findall(r"kvflow\[([\w-]+)\]", page.read_text())}
+    """Those of `kvflow[...]` and of `.[...]`, of which there may be several at once."""
+    named = {
+        (page.name, name)
+        for page in DOCUMENTS
+        for names in re.findall(r"(?:kvflow|\.)\[([\w,-]+)\]", page.read_text())
+        for name in names.split(",")
+    }
     assert named
     assert not {(page, name) for page, name in named if name not in extras()}
 

@@ -6,5 +6,6 @@
 - `memory`: SGLang's pointer lists as a layout, and its index lists as page tables. Pure; `states` is its part for what
   is not K and V.
 - `metadata`: the first token and what belongs to it, as bytes.
+- `quarantine`: what an operator sees of pages without a proof, and how they are released by hand.
 - `settings`: what SGLang's command line has no words for.
 """

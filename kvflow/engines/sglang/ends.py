@@ -7,13 +7,14 @@ timeouts and its consensus of pipeline stages stay as they are.
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender, KVTransferError
 from typing_extensions import override
 
-from kvflow import ConfigError, Endpoint, FailureReason, KvflowError, Memory, Outcome
+from kvflow import ConfigError, Endpoint, FailureReason, KvflowError, Memory, Outcome, TransferFailed
 from kvflow.blocking import BlockingReceiver, BlockingSender, TransferUpdate
 from kvflow.engines.sglang.manager import KvflowKVManager
 
@@ -38,12 +39,30 @@ class End:
         kv_mgr: The manager of both.
         bootstrap_room: The router's number of the request.
         transfer: On kvflow's side; None until it begins.
+        conclude_state: How the request has ended, for SGLang; None until it has.
     """
 
     kv_mgr: KvflowKVManager
     bootstrap_room: int
     transfer: BlockingSender | BlockingReceiver | None = None
+    conclude_state: Any
     _is_over = False
+    _owns_bootstrap_room: bool
+    """SGLang's own name for it: what it notes about the room is about this request."""
+
+    def _leave_room(self) -> None:
+        """Fail this request alone: another one has its room."""
+        self._owns_bootstrap_room = False
+        self.conclude_state = KVPoll.Failed
+
+    def _check_has_room(self) -> None:
+        """Refuse to give the failure of the request that has the room for that of this one.
+
+        Raises:
+            KVTransferError: Another request has the room.
+        """
+        if not self._owns_bootstrap_room:
+            raise KVTransferError(self.bootstrap_room, "another request has this room")
 
     @property
     def is_safe(self) -> bool:
@@ -70,7 +89,16 @@ class End:
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
 
     def _fail(self, update: "TransferUpdate[Any]") -> None:
+        """Fail the request.
+
+        Raises:
+            RankBroken: It could not begin, because this rank has failed.
+        """
         failure = update.failure
+        if failure is not None and failure.reason is FailureReason.BROKEN:
+            # It ends SGLang's server, which would otherwise fail all requests and go on to pass its health checks.
+            with suppress(TransferFailed):  # a peer is broken, or this rank broke when the transfer had begun
+                update.transfer.result()
         reason = "kvflow gave no reason" if failure is None else f"{failure.reason}: {failure.detail} ({failure.rank})"
         self.kv_mgr.fail(self.bootstrap_room, reason)
 
@@ -93,8 +121,12 @@ class KvflowKVSender(End, CommonKVSender):
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
     ) -> None:
+        is_taken = mgr.has(bootstrap_room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._prefix = 0
+        if is_taken:
+            self._leave_room()
+            return
         if self.kv_mgr.request_status.get(bootstrap_room) == KVPoll.Failed:  # SGLang refuses it
             return
         try:
@@ -178,16 +210,22 @@ class KvflowKVSender(End, CommonKVSender):
 
         Of ranks that share a request some may be done, so that they would not end together otherwise.
         """
-        if self._is_offered:
+        if self._is_offered or not self._owns_bootstrap_room:
             return
         super().abort()
         self._give_up()
 
     @override
+    def failure_exception(self) -> None:
+        self._check_has_room()
+        super().failure_exception()
+
+    @override
     def clear(self) -> None:
         self._give_up()
         self._is_over = True
-        super().clear()
+        if self._owns_bootstrap_room:
+            super().clear()
 
 
 class KvflowKVReceiver(End, CommonKVReceiver):
@@ -195,6 +233,12 @@ class KvflowKVReceiver(End, CommonKVReceiver):
 
     transfer: BlockingReceiver | None = None
     _metadata_row = -1
+
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int) -> None:
+        is_taken = mgr.has(bootstrap_room)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        if is_taken:
+            self._leave_room()
 
     @override
     def _register_kv_args(self) -> bool:
@@ -206,7 +250,8 @@ class KvflowKVReceiver(End, CommonKVReceiver):
         """Tell every prefill rank that the request will come for its pages."""
         super().init(prefill_dp_rank)
         manager = self.kv_mgr
-        if manager.request_status.get(self.bootstrap_room) != KVPoll.WaitingForInput:
+        is_waiting = manager.request_status.get(self.bootstrap_room) == KVPoll.WaitingForInput
+        if not is_waiting or not self._owns_bootstrap_room:
             return
         try:
             self.transfer = manager.rank.announce(self.bootstrap_room, prefill=_address_in(self.bootstrap_infos[0]))
@@ -277,6 +322,11 @@ class KvflowKVReceiver(End, CommonKVReceiver):
     def is_abort_release_safe(self) -> bool:
         self.kv_mgr.advance()
         return self.is_safe
+
+    @override
+    def failure_exception(self) -> None:
+        self._check_has_room()
+        super().failure_exception()
 
     @override
     def clear(self) -> None:

@@ -6,6 +6,7 @@ bootstrap server the address of the first rank of their group, which answers for
 """
 
 import os
+import time
 import uuid
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from kvflow import Endpoint, Memory, Outcome
 from kvflow.engines.sglang.buffers import Shard
 from kvflow.engines.sglang.memory import PoolMap, describe_pools
 from kvflow.engines.sglang.metadata import MetadataRows
+from kvflow.engines.sglang.quarantine import QuarantineWatch
 from kvflow.engines.sglang.settings import read_settings
 from kvflow.engines.trust import chosen_trust
 from kvflow.geometry import Location
@@ -59,8 +61,9 @@ class KvflowKVManager(CommonKVManager):
         self.settings = read_settings(os.environ)
         self.pools: PoolMap = _describe(args, is_mla=bool(is_mla_backend), fingerprint=self.settings.fingerprint)
         self.metadata = MetadataRows(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
-        self._ends: dict[object, End] = {}
+        self._ends: dict[Any, End] = {}
         self._held: defaultdict[int, list[End]] = defaultdict(list)
+        self._quarantine = QuarantineWatch(self.settings.releases)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == DisaggregationMode.DECODE:
             self._open_decode()
@@ -165,6 +168,10 @@ class KvflowKVManager(CommonKVManager):
 
     # Requests
 
+    def has(self, room: int) -> bool:
+        """Return whether a room is that of a request. One that has failed is SGLang's to refuse."""
+        return self.request_status.get(room) not in (None, KVPoll.Failed)
+
     def follow(self, end: "End") -> None:
         """Tell an end of each change of its transfer, until nothing can change any more."""
         self._ends[end.transfer] = end
@@ -179,6 +186,8 @@ class KvflowKVManager(CommonKVManager):
             end.take(update)
             if update.outcome is not Outcome.PENDING and update.memory is Memory.SAFE:
                 self._forget(end)
+        if self._ends:
+            self._quarantine.look(self.rank, self._ends, time.monotonic())
 
     def _forget(self, end: "End") -> None:
         self._ends.pop(end.transfer, None)

@@ -26,6 +26,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         staging_bytes: As in `kvflow.RankConfig`.
         digest_every: As in `kvflow.DecodeConfig`.
         proofs: `kvflow.Proofs` to use instead of the defaults, on decode.
+        releases: Directory in which an operator names rooms whose pages are to be used again without a proof.
         affinity: CPUs of kvflow's threads; by default those of the scheduler.
         keys: Directory of keys, see `kvflow keys` and docs/security.md.
         plain: Ask nobody for a key. Without it and without `keys`, only the loopback interface is used.
@@ -39,6 +40,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staging_bytes: int | None = None
     digest_every: int = 0
     proofs: dict[str, Any] = {}
+    releases: str | None = None
     affinity: tuple[int, ...] | None = None
     keys: str | None = None
     plain: bool = False

@@ -102,7 +102,7 @@ class DecodeManager(End[DecodeRank]):
         settings = self.engine.manager.generation_config
         receiver = self.rank.announce(prefill=ticket, timeout_s=timeout_s)
         room = receiver.room
-        if not isinstance(room, str) or room in self._arriving or self.engine.has(room):
+        if not isinstance(room, str) or self.has(room) or self.engine.has(room):
             receiver.abort()
             raise LocalProtocolError("room is in use or no string", room=room)
         state = RequestState(
@@ -123,6 +123,10 @@ class DecodeManager(End[DecodeRank]):
             needed += -(-allocator.needs_new_blocks("", 0, len(input_ids) + 1) // allocator.blocks_per_sector)
         if not input_ids or needed > cache.num_sectors:
             raise PlanError("prompt is empty or does not fit into the cache", num_tokens=len(input_ids))
+
+    @override
+    def has(self, request_id: str) -> bool:
+        return request_id in self._arriving
 
     # On the thread of the generation loop
 

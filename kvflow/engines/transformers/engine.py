@@ -1,9 +1,11 @@
 """Where an end takes part in a manager's generation loop, and how it holds the manager's blocks.
 
-transformers has no hooks for that, so this module replaces six of its functions, on the objects of one manager:
+transformers has no hooks for that, so this module replaces eight of its functions, on the objects of one manager:
 
+- `add_request` refuses the id of a request that is handed over: the two would share its blocks;
 - `prepare_next_batch` begins with the end's step, on the thread of the generation loop;
 - `free_blocks` asks the end first: it keeps the blocks of a request that somebody may still read or write;
+- `_handle_request_error`, with which a request fails that may have no blocks yet, ends its transfer;
 - `schedule_batch` waits while such blocks are missing, where the manager would fail all requests;
 - `fail_all_requests`, with which a generation loop ends that has failed, ends the transfers, too;
 - `has_pending_requests` is true while transfers are under way, so that `manager.stop()` lets them end;
@@ -54,6 +56,7 @@ class Engine:
         self.cache = self.processor.cache
         self._held: list[tuple[BlockingSender | BlockingReceiver, dict[str, list[int]]]] = []
         self._free_blocks: Callable[..., None] = self.cache.free_blocks
+        self.add_request: Callable[..., str | None] = manager.add_request
         self._undo: list[tuple[Any, str, Any]] = []
 
     # Taking part
@@ -62,7 +65,13 @@ class Engine:
         """Let an end take part in the generation loop."""
         prepare, schedule = self.processor.prepare_next_batch, self.scheduler.schedule_batch
         has_pending, fail_all = self.processor.has_pending_requests, self.processor.fail_all_requests
+        fail_one = self.processor._handle_request_error
         wake_up = WakeUp(rank)
+
+        def add_request(input_ids: Any, request_id: str | None = None, *rest: Any, **settings: Any) -> str | None:
+            if request_id is not None and end.has(request_id):
+                raise LocalProtocolError("id is in use by a request that is handed over", request_id=request_id)
+            return self.add_request(input_ids, request_id, *rest, **settings)
 
         def prepare_next_batch() -> bool:
             end.step()
@@ -85,6 +94,12 @@ class Engine:
             fail_all(error)
             end.fail_all(error)
 
+        def handle_request_error(error: Exception, state: Any) -> None:
+            fail_one(error, state)
+            end.lose(state.request_id)
+
+        self._replace(self.manager, "add_request", add_request)
+        self._replace(self.processor, "_handle_request_error", handle_request_error)
         self._replace(self.processor, "fail_all_requests", fail_all_requests)
         self._replace(self.processor, "prepare_next_batch", prepare_next_batch)
         self._replace(self.cache, "free_blocks", free_blocks)
@@ -239,6 +254,10 @@ class End(abc.ABC, Generic[AnyRank]):
     @abc.abstractmethod
     def step(self) -> None:
         """Do what is to be done between two batches."""
+
+    @abc.abstractmethod
+    def has(self, request_id: str) -> bool:
+        """Return whether a request is handed over at the moment. Any thread may ask."""
 
     @abc.abstractmethod
     def lose(self, request_id: str) -> bool:

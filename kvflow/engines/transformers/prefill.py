@@ -72,7 +72,7 @@ class PrefillManager(End[PrefillRank]):
         """
         if not input_ids:
             raise LocalProtocolError("prompt is empty", room=room)
-        if room in self._senders or self.engine.has(room):
+        if self.has(room) or self.engine.has(room):
             raise LocalProtocolError("room is in use", room=room)
         self.engine.check_accepts({name: value for name, value in settings.items() if name not in OWN_SETTINGS})
         ticket = self.rank.ticket(room)
@@ -80,7 +80,7 @@ class PrefillManager(End[PrefillRank]):
         self._senders[room], self._offered[room] = sender, 0
         accepted = None
         try:
-            accepted = self.engine.manager.add_request(list(input_ids), request_id=room, max_new_tokens=1, **settings)
+            accepted = self.engine.add_request(list(input_ids), request_id=room, max_new_tokens=1, **settings)
         finally:
             if accepted is None:
                 self._withdraw(room)
@@ -92,6 +92,10 @@ class PrefillManager(End[PrefillRank]):
         """End the transfer of a request that the manager has not taken."""
         self._offered.pop(room, None)
         self._senders.pop(room).abort()
+
+    @override
+    def has(self, request_id: str) -> bool:
+        return request_id in self._senders
 
     # On the thread of the generation loop
 

@@ -20,7 +20,7 @@ UNTOUCHED: Final = 0xEE
 
 
 class Rank(NamedTuple):
-    """Which rank a pool is of."""
+    """Which rank a pool is of; with data parallelism, of attention or of replicas, which one of them."""
 
     tp_size: int
     tp_rank: int
@@ -28,6 +28,8 @@ class Rank(NamedTuple):
     pp_rank: int = 0
     dp_size: int = 1
     dp_rank: int = 0
+    replicas: int = 1
+    replica: int = 0
 
 
 class Held(NamedTuple):

@@ -5,6 +5,7 @@ Queues are made by their own constructors, which make the manager. What they ask
 
 import functools
 import itertools
+import logging
 import tempfile
 import threading
 import time
@@ -105,13 +106,13 @@ def make_groups(rank: Rank, store: str) -> tuple[Group, Group]:
         rank: This one.
         store: File where ranks find each other; one rank needs none.
     """
-    size, number = rank.tp_size * rank.pp_size * rank.dp_size, rank.tp_rank + rank.pp_rank + rank.dp_rank
+    size, number = rank.tp_size * rank.pp_size * rank.dp_size * rank.replicas, sum(rank[1::2])
     if not distributed.is_initialized():
         place = store or Path(tempfile.mkdtemp()) / "store"
         distributed.init_process_group("gloo", init_method=f"file://{place}", rank=number, world_size=size)
     alone = Group(0, [distributed.new_group([one]) for one in range(size)][number])
     everybody = Group(number, distributed.group.WORLD)
-    if rank.dp_size > 1:
+    if rank.dp_size * rank.replicas > 1:
         return alone, alone
     return (everybody, alone) if rank.tp_size > 1 else (alone, everybody)
 
@@ -134,7 +135,7 @@ class Scheduler:
         self.server_args = sides.prepare(self.mode, port, self.model)
         sides.set_rank(rank)
         self.group, self.stages = make_groups(rank, store)
-        runtime.get_parallel().override_permanently(attn_tp_group=self.group, pp_group=self.stages, dp_rank=0)
+        runtime.get_parallel().override_permanently(attn_tp_group=self.group, pp_group=self.stages)
         self.pool = self.model.pool(rank)
         self.allocator = PagedTokenToKVPoolAllocator(
             self.model.page * PAGES, self.model.page, torch.bfloat16, "cpu", self.pool, need_sort=False
@@ -176,7 +177,9 @@ class Scheduler:
         for request in requests:
             self.told.append((request.rid, getattr(request.finished_reason, "message", "")))
 
-    def request(self, room: int, tokens: int, host: str = "127.0.0.1", port: int = 0) -> Any:
+    def request(
+        self, room: int, tokens: int, host: str = "127.0.0.1", port: int = 0, dp_rank: int | None = None
+    ) -> Any:
         """Make a request as the tokenizer does."""
         made = Req(
             f"request {next(self._numbers)}",
@@ -186,6 +189,7 @@ class Scheduler:
             bootstrap_host=host,
             bootstrap_port=port or self.port,
             bootstrap_room=room,
+            disagg_prefill_dp_rank=dp_rank,
             vocab_size=1000,
         )
         made.time_stats = MagicMock()
@@ -198,9 +202,13 @@ class Scheduler:
         pairs = []
         for layer, number in enumerate(self.model.span(self.rank)):
             for buffers, seed in ((self.pool.k_buffer, 2 * number), (self.pool.v_buffer, 2 * number + 1)):
-                data = content(seed + 1_000 * room, tokens, self.model.heads, self.model.dim)
+                data = content(seed + 1_000 * self.seed(room), tokens, self.model.heads, self.model.dim)
                 pairs.append((buffers[layer], found, data[:, share(self.model.heads, self.rank)]))
         return pairs
+
+    def seed(self, room: int) -> int:
+        """Give what the content of a request depends on."""
+        return room
 
     def table(self) -> torch.Tensor:
         """Give the table of the pool of requests."""
@@ -224,14 +232,45 @@ class Scheduler:
         """Give what the client of a request was told."""
         return next((message for rid, message in self.told if rid == self.requests[room].rid), "")
 
+    def add_twin(self, room: int, tokens: int) -> None:
+        """Let another request of a room arrive; it is asked about by the negative number."""
+        first = self.requests[room]
+        self.add(room, tokens)
+        self.requests[-room], self.requests[room] = self.requests[room], first
+
     def forget(self, room: int) -> None:
         """Forget what was said about a request, whose room another one gets."""
         rid = self.requests.pop(room).rid
         self.told = [entry for entry in self.told if entry[0] != rid]
 
+    def add(self, room: int, tokens: int) -> None:
+        """Let a request arrive."""
+        raise NotImplementedError
+
     def end(self, room: int) -> Any:
         """Give the sender or receiver of a request."""
         raise NotImplementedError
+
+    def break_rank(self) -> None:
+        """Let the rank fail, as it does when something happens that no input should cause."""
+        rank = self.manager.rank
+        rank._portal.call(rank._rank._break, RuntimeError("on purpose"))
+
+    def has_noticed_quarantine(self) -> bool:
+        """The manager knows of pages without a proof."""
+        return bool(self.manager._quarantine._touched)
+
+    def reminders(self) -> list[str]:
+        """Give what the manager says about such pages a minute later."""
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logger, watch = logging.getLogger("kvflow.engines.sglang"), self.manager._quarantine
+        logger.addHandler(handler)
+        watch.look(self.manager.rank, self.manager._ends, watch._remind_at)
+        logger.removeHandler(handler)
+        watch._look_at = 0.0
+        return lines
 
     def poll(self, room: int) -> int:
         """Ask how a request stands, as the queues do."""
@@ -270,11 +309,8 @@ class Scheduler:
         return not self.leftovers()
 
     def leftovers(self) -> dict[str, int]:
-        """Count what the manager still knows of requests, once it has taken what has changed, as with any poll."""
-        self.manager.advance()
-        names = ["request_status", "failure_records", "_ends", "_held", "transfer_infos", "prefill_response_tracker"]
-        names += ["req_to_decode_prefix_len", "required_prefill_response_num_table"]
-        return {name: len(getattr(self.manager, name)) for name in names if getattr(self.manager, name, None)}
+        """Count what the manager still knows of requests."""
+        return sides.leftovers(self.manager)
 
     def close(self) -> None:
         """Close the manager."""
@@ -371,10 +407,10 @@ class PrefillScheduler(Scheduler):
     def end(self, room: int) -> Any:
         return self.requests[room].disagg_kv_sender
 
-    def add(self, room: int, tokens: int, *, fake: bool = False) -> None:
-        """Let a request arrive: one of the health check, if it is a fake."""
+    def add(self, room: int, tokens: int, *, fake: bool = False, dp_rank: int | None = None) -> None:
+        """Let a request arrive: one of the health check, if it is a fake; the router may name the rank."""
         host = {"host": FAKE_BOOTSTRAP_HOST} if fake else {}
-        self.queue.add(self.request(room, tokens, **host), self.model.heads)
+        self.queue.add(self.request(room, tokens, dp_rank=dp_rank, **host), self.model.heads)
 
     def park(self, room: int, tokens: int) -> None:
         """Compute a request before decode has said where it wants it."""
@@ -542,10 +578,10 @@ class DecodeScheduler(Scheduler):
         waiting = [*self.queue.queue, *self.transfers.queue]
         return next(one.kv_receiver for one in waiting if one.req.bootstrap_room == room)
 
-    def add(self, room: int, tokens: int, port: int = 0, *, fake: bool = False) -> None:
+    def add(self, room: int, tokens: int, port: int = 0, *, fake: bool = False, dp_rank: int | None = None) -> None:
         """Let a request arrive: one of the health check, if it is a fake; a port is that of another prefill server."""
         host = {"host": FAKE_BOOTSTRAP_HOST} if fake else {}
-        self.queue.add(self.request(room, tokens, port=port, **host))
+        self.queue.add(self.request(room, tokens, port=port, dp_rank=dp_rank, **host))
 
     def is_asked_for(self, room: int) -> bool:
         """Prefill has been told where to write."""

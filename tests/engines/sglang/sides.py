@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.utils import (
 from kvflow.engines.sglang import manager as adapter
 from tests.engines.sglang.models import MODELS, PAGES, Held, Model, Rank
 
-__all__ = ["FIRST_TOKEN", "Side", "prepare"]
+__all__ = ["FIRST_TOKEN", "Side", "leftovers", "prepare", "reason_of"]
 
 ROWS = 64
 FIRST_TOKEN = 42
@@ -71,6 +71,7 @@ def prepare(mode: str, port: int, model: Model) -> Any:
             page_size=model.page,
             disaggregation_mode=mode,
             tp_size=1,
+            load_balance_method="follow_bootstrap_room" if mode == "prefill" else "round_robin",
         )
         .install()
     )
@@ -88,7 +89,9 @@ def set_rank(rank: Rank) -> None:
         attn_dcp_rank=0,
         attn_dp_size=rank.dp_size,
         attn_dp_rank=rank.dp_rank,
-        num_dp_ranks=rank.dp_size,
+        dp_size=rank.replicas,
+        dp_rank=rank.replica,
+        num_dp_ranks=rank.dp_size * rank.replicas,
         attn_cp_rank=0,
         pp_size=rank.pp_size,
         pp_rank=rank.pp_rank,
@@ -292,3 +295,11 @@ def reason_of(end: Any) -> str:
     except Exception as error:  # noqa: BLE001 - whatever it is
         return str(error)
     return ""
+
+
+def leftovers(manager: Any) -> dict[str, int]:
+    """Count what a manager still knows of requests, once it has taken what has changed, as with any poll."""
+    manager.advance()
+    names = ["request_status", "failure_records", "_ends", "_held", "transfer_infos", "prefill_response_tracker"]
+    names += ["req_to_decode_prefix_len", "required_prefill_response_num_table"]
+    return {name: len(getattr(manager, name)) for name in names if getattr(manager, name, None)}

@@ -15,7 +15,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from tests.engines.sglang.models import Held
-from tests.engines.sglang.sides import FIRST_TOKEN, Side
+from tests.engines.sglang.sides import FIRST_TOKEN, Side, leftovers, reason_of
 
 __all__ = ["soak"]
 
@@ -125,14 +125,24 @@ class Request:
             is_right = is_right and found == (self.room, FIRST_TOKEN)
         self._mark()
         for end in self.ends:
+            if end.poll() == KVPoll.Failed:
+                reason_of(end)
             end.clear()
         if not is_right:
             return "wrong"
         return "received" if has_succeeded else "failed"
 
 
-def soak(side: Side, first_room: int, count: int) -> dict[str, int]:
-    """Send or receive rooms, and count how they end; then what this process has open."""
+def _wait_for_the_rest(side: Side) -> list[dict[str, int]]:
+    """Give what is left in each manager. Prefill may still wait for proofs of pages that were being read."""
+    deadline = time.monotonic() + STUCK_S
+    while any(left := [leftovers(manager) for manager in side.managers]) and time.monotonic() < deadline:
+        time.sleep(2e-3)
+    return left
+
+
+def soak(side: Side, first_room: int, count: int) -> dict[str, Any]:
+    """Send or receive rooms, and count how they end; then what its managers know of them and this process has open."""
     torch.set_num_threads(1)
     if side.mode == "decode":
         for number, manager in enumerate(side.managers):
@@ -140,7 +150,7 @@ def soak(side: Side, first_room: int, count: int) -> dict[str, int]:
         for pool in side.pools:
             for buffer in [*pool.k_buffer, *pool.v_buffer]:
                 buffer.fill_(MARK)
-    found = dict.fromkeys(("received", "failed", "wrong", "late", "stuck"), 0)
+    found: dict[str, Any] = dict.fromkeys(("received", "failed", "wrong", "late", "stuck"), 0)
     rooms, lanes = deque(range(first_room, first_room + count)), dict[int, Request]()
     while rooms or lanes:
         for lane in range(LANES):
@@ -153,5 +163,6 @@ def soak(side: Side, first_room: int, count: int) -> dict[str, int]:
                 found[how] += 1
                 del lanes[lane]
         time.sleep(2e-4)
+    left = _wait_for_the_rest(side)
     files, threads = (len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task"))
-    return found | {"files": files, "threads": threads}
+    return found | {"left": left, "files": files, "threads": threads}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engines.sglang.processes import Deployment, deployment, free_port
+from tests.engines.sglang.processes import Deployment, Process, deployment, free_port
 from tests.engines.sglang.steps import TOKENS, announce, begin, check_arrived, check_failed, check_nothing_is_left, send
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(200)]
@@ -147,6 +147,28 @@ def test_request_that_is_computed_before_decode_asks(pair: Deployment) -> None:
     check_arrived(pair, room)
 
 
+def test_room_that_another_request_has(pair: Deployment) -> None:
+    """The second request fails, on either side, and the first one does not; nor when it has just ended."""
+    room = begin(pair)
+    send(pair, room, 40)
+    check_twins_fail(pair, room)
+    send(pair, room, TOKENS, last=True)
+    assert poll_until(pair.prefill, room, SUCCESS)
+    assert poll_until(pair.decode, room, SUCCESS)
+    check_twins_fail(pair, room)
+    check_arrived(pair, room)
+    pair.decode.tell("ask", what="finish", room=room)
+    check_nothing_is_left(pair)
+
+
+def check_twins_fail(pair: Deployment, room: int) -> None:
+    for side in (pair.prefill, pair.decode):
+        side.tell("ask", what="add_twin", room=room, tokens=TOKENS)
+    for side in (pair.prefill, pair.decode):
+        assert side.tell("until", what="was_told", room=-room)
+        assert "another request has this room" in side.tell("ask", what="was_told", room=-room)
+
+
 def test_health_checks_move_nothing(pair: Deployment) -> None:
     """SGLang makes its own ends for them, with kvflow's manager, and polls them with those of other requests."""
     room, fake = begin(pair), pair.room()
@@ -178,6 +200,23 @@ def test_grant_that_sglang_cannot_serve_fails_its_room_alone() -> None:
     assert rightly == [WAITING, ""]
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_rank_that_is_broken_ends_its_scheduler(side: str) -> None:
+    """What is under way fails; the next request would, too, as would all others."""
+    with deployment(SETTINGS) as pair:
+        pair.start()
+        process = getattr(pair, side)
+        room, next_room = pair.room(), pair.room()
+        announce(pair, room)
+        assert pair.decode.tell("until", what="is_asked_for", room=room)
+        process.tell("ask", what="break_rank")
+        assert process.tell("until", what="was_told", room=room)
+        assert "on purpose" in process.tell("ask", what="was_told", room=room)
+        process.tell("ask", what="add", room=next_room, tokens=TOKENS)
+        with pytest.raises(AssertionError, match=r"RankBroken: this rank has failed"):
+            process.tell("until", what="was_told", room=next_room)
+
+
 # Receivers and decode's queues
 
 
@@ -195,16 +234,16 @@ def test_aborts_beyond_the_first_change_nothing(pair: Deployment) -> None:
 def test_failure_of_another_rank_overrides_success(pair: Deployment) -> None:
     room = begin(pair)
     send(pair, room, TOKENS, last=True)
-    assert poll_until(pair, room, SUCCESS)
+    assert poll_until(pair.decode, room, SUCCESS)
     reason, is_from_another_rank = pair.decode.tell("ask", what="failure", room=room)
     assert (is_from_another_rank, "another rank" in reason) == (True, True)
     assert pair.decode.tell("ask", what="poll", room=room) == FAILED
     assert pair.decode.tell("ask", what="is_safe", room=room)
 
 
-def poll_until(pair: Deployment, room: int, status: int) -> bool:
-    """Poll one end on decode; a step of the queue would end the request."""
-    return any(pair.decode.tell("ask", what="poll", room=room) == status for _ in range(20_000))
+def poll_until(side: Process, room: int, status: int) -> bool:
+    """Poll one end; a step of the queue would end the request."""
+    return any(side.tell("ask", what="poll", room=room) == status for _ in range(20_000))
 
 
 def test_request_that_is_let_go_unfinished_has_failed(pair: Deployment) -> None:

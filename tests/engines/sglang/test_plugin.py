@@ -1,15 +1,19 @@
 """How SGLang finds the adapter, and what holds when there are other plugins. Each test has a process of its own."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from kvflow.keys import make_keys
+
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(200)]
 
 ROOT = Path(__file__).parents[3]
+COMMANDS = re.search(r"```sh\n(.*?)```", (ROOT / "docs/sglang.md").read_text(), re.DOTALL)
 PREPARE = """
 import os, warnings
 warnings.filterwarnings("ignore")
@@ -40,6 +44,28 @@ words = "--model-path x --disaggregation-mode prefill --disaggregation-transfer-
 print(parser.parse_args(words).disaggregation_transfer_backend)
 """)
     assert found[-1] == "kvflow"
+
+
+def test_prefill_starts_as_the_guide_says(tmp_path: Path) -> None:
+    """At the address that SGLang chooses, which other hosts reach."""
+    assert COMMANDS is not None
+    keys = tmp_path / "keys"
+    make_keys(keys)
+    exported = re.findall(r"^export (\w+)='(.*)'$", COMMANDS[1].replace("/etc/kvflow", str(keys)), re.MULTILINE)
+    assert exported
+    found = run(f"""
+os.environ.update({exported!r})
+del os.environ["SGLANG_HOST_IP"]
+from sglang.srt.plugins.hook_registry import HookRegistry
+from kvflow.engines.sglang import plugin
+plugin.activate()
+HookRegistry.apply_hooks()
+from tests.engines.sglang import sides
+from tests.engines.sglang.processes import free_port
+manager = sides.Side("prefill", "mha", free_port()).managers[0]
+print("listens at", manager.rank.endpoint)
+""")
+    assert found[-3:-1] == ["listens", "at"]
 
 
 def test_pages_wait_for_a_proof_although_another_plugin_has_hooked_the_queue() -> None:

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -148,3 +149,24 @@ def test_prefill_is_killed() -> None:
         assert "peer" in pair.decode.tell("ask", what="was_told", room=room)
         pair.decode.tell("rest", seconds=4 * SGLANG_FREES_AFTER_S)
         assert pair.decode.tell("ask", what="outcomes") in ([], ["drained"])
+
+
+def test_operator_releases_pages_without_a_proof(tmp_path: Path) -> None:
+    """By touching a file once they are in quarantine; one that is there already does not count."""
+    settings = SETTINGS | {"proofs": {"process_end": False}, "releases": str(tmp_path)}
+    with deployment(settings) as pair:
+        pair.start()
+        room = begin(pair)
+        send(pair, room, 40)
+        named = tmp_path / str(room)
+        named.touch()
+        pair.prefill.kill()
+        assert pair.decode.tell("until", what="has_noticed_quarantine")
+        pair.decode.tell("rest", seconds=2.5)
+        assert not pair.decode.tell("ask", what="is_over", room=room)
+        (reminder,) = pair.decode.tell("ask", what="reminders")
+        assert f"bytes of 1 requests are in quarantine; the oldest: room {room}: " in reminder
+        assert "an operator must release the pages" in reminder
+        named.touch()
+        assert pair.decode.tell("until", what="is_over", room=room)
+        assert pair.decode.tell("ask", what="outcomes") == ["drained"]

@@ -1,7 +1,7 @@
 """Two ranks of an instance, each a process on a host of its own, which agree as SGLang's do.
 
-They share the heads, or are pipeline stages, or do attention for requests of their own. The hosts are addresses of the
-loopback interface.
+They share the heads, or are pipeline stages, or have requests of their own (data parallelism). The hosts are addresses
+of the loopback interface.
 """
 
 import time
@@ -24,6 +24,8 @@ STEPS = 20
 ALONE = [(1, 0)]
 HEADS, STAGES = [(2, 0), (2, 1)], [(1, 0, 2, 0), (1, 0, 2, 1)]
 DP_ATTENTION = [(1, 0, 1, 0, 2, 0), (1, 0, 1, 0, 2, 1)]
+REPLICAS = [(1, 0, 1, 0, 1, 0, 2, 0), (1, 0, 1, 0, 1, 0, 2, 1)]
+FORCE_QUERY = "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK"
 
 
 class Instance:
@@ -192,13 +194,55 @@ def test_decode_ranks_give_pages_back_together(instances: Instances) -> None:
     assert decode.all("ask", what="outcomes") == [["drained"], ["drained"]]
 
 
+@pytest.mark.parametrize(
+    "instances",
+    [(DP_ATTENTION, ALONE), (ALONE, DP_ATTENTION), (DP_ATTENTION, DP_ATTENTION), (ALONE, REPLICAS)],
+    indirect=True,
+    ids=["prefill", "decode", "both", "replicas-on-decode"],
+)
+@pytest.mark.parametrize("room", [2, 3])
+def test_requests_with_data_parallelism(instances: Instances, room: int) -> None:
+    """SGLang gives each request to one rank: on prefill by its room, on decode to any."""
+    check_one_rank_of_each(instances, room, room, room + 1)
+
+
 @pytest.mark.parametrize("instances", [(DP_ATTENTION, ALONE)], indirect=True, ids=["prefill"])
 @pytest.mark.parametrize("room", [2, 3])
-def test_requests_with_dp_attention(instances: Instances, room: int) -> None:
-    """SGLang gives each request to one of the ranks that do attention for requests of their own."""
-    prefill, (decode,) = instances.prefill.processes[room % 2], instances.decode.processes
+def test_rank_that_decode_has_to_ask_for(instances: Instances, room: int) -> None:
+    """Prefill tells SGLang's bootstrap server which rank has a request."""
+    both = (instances.prefill, instances.decode)
+    for instance in both:
+        instance.all("set_variable", name=FORCE_QUERY, value="1")
+    try:
+        check_one_rank_of_each(instances, room, room + 1, 0)
+    finally:
+        for instance in both:
+            instance.all("set_variable", name=FORCE_QUERY, value="0")
+
+
+@pytest.mark.parametrize("instances", [(REPLICAS, ALONE)], indirect=True, ids=["prefill"])
+@pytest.mark.parametrize("room", [2, 3])
+def test_replica_that_the_router_names(instances: Instances, room: int) -> None:
+    check_one_rank_of_each(instances, room, room + 1, 0, dp_rank=(room + 1) % 2)
+
+
+@pytest.mark.parametrize("instances", [(REPLICAS, ALONE)], indirect=True, ids=["prefill"])
+def test_replica_that_nobody_names(instances: Instances) -> None:
+    """SGLang's own check of the room takes every replica for the first one. The request fails alone."""
+    _, second = instances.prefill.processes
+    second.tell("ask", what="add", room=3, tokens=TOKENS)
+    assert second.tell("until", what="was_told", room=3)
+    assert "follow_bootstrap_room conflict" in second.tell("ask", what="was_told", room=3)
+    check_one_rank_of_each(instances, 5, 1, 0, dp_rank=1)
+
+
+def check_one_rank_of_each(
+    instances: Instances, room: int, prefill_rank: int, decode_rank: int, dp_rank: int | None = None
+) -> None:
+    prefill = instances.prefill.processes[prefill_rank % len(instances.prefill.processes)]
+    decode = instances.decode.processes[decode_rank % len(instances.decode.processes)]
     for process in (prefill, decode):
-        process.tell("ask", what="add", room=room, tokens=TOKENS)
+        process.tell("ask", what="add", room=room, tokens=TOKENS, dp_rank=dp_rank)
     assert decode.tell("until", what="is_asked_for", room=room)
     assert prefill.tell("until", what="is_bootstrapped", room=room)
     prefill.tell("ask", what="compute", room=room, tokens=TOKENS)

@@ -20,6 +20,7 @@ def test_nothing_is_wrong_or_stuck_or_left_over(pair: Deployment, ranks: int) ->
     after = pair.both("soak", first_room=1 + WARM_UP, count=ROOMS)
     for was, found in zip(before, after, strict=True):
         assert (found["wrong"], found["late"], found["stuck"]) == (0, 0, 0)
+        assert not any(found["left"]), found["left"]
         assert found["received"] + found["failed"] == ROOMS
         assert ROOMS // 20 < found["failed"] < ROOMS // 2
         assert found["files"] <= was["files"] + 4

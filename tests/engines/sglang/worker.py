@@ -5,6 +5,7 @@ Started by `processes`; run as `python -m tests.engines.sglang.worker prefill`.
 
 import json
 import os
+import select
 import sys
 import time
 import traceback
@@ -20,7 +21,7 @@ sglang_shim.install()
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
 from kvflow.engines.sglang import plugin  # noqa: E402
-from tests.engines.sglang import models, schedulers, sides, soak, strangers  # noqa: E402
+from tests.engines.sglang import engines, models, schedulers, sides, soak, strangers  # noqa: E402
 
 __all__: list[str] = []
 
@@ -51,6 +52,21 @@ class Worker:
         """Make a scheduler, in place of what was before."""
         self.close()
         self.side = schedulers.SCHEDULERS[self.mode](port, models.Rank(*rank), store)
+
+    def serve(self, port: int) -> None:
+        """Make an engine, which takes its steps by itself."""
+        self.close()
+        self.side = engines.ENGINES[self.mode](port, models.Rank(1, 0))
+
+    def wait(self) -> None:
+        """Wait for the next command, which is one line; an engine goes on meanwhile."""
+        while isinstance(self.side, engines.Engine) and not select.select([sys.stdin], [], [], 0)[0]:
+            self.side.step()
+            time.sleep(5e-4)
+
+    def set_variable(self, name: str, value: str) -> None:
+        """Set an environment variable that SGLang reads each time it needs it."""
+        os.environ[name] = value
 
     def ask(self, what: str, **arguments: Any) -> Any:
         """Call the scheduler."""
@@ -100,6 +116,7 @@ def main() -> None:
         except Exception:  # noqa: BLE001 - told to the test
             answer = {"error": traceback.format_exc()}
         print(json.dumps(answer), file=OUTPUT, flush=True)
+        worker.wait()
     os._exit(0)
 
 

@@ -39,9 +39,11 @@ class Pair(AdapterUnderTest):
         allow_block_sharing: bool = True,
         handshake_s: float = 20,
         drain_s: float = 5,
+        sides: Sequence[SideName] = ("prefill", "decode"),
     ) -> None:
         self._model = model
         self._backend = backend
+        self._sides = sides
         self._timeouts = kvflow.Timeouts(handshake_s=handshake_s, drain_s=drain_s)
         self._settings: dict[str, Any] = {"num_blocks": num_blocks, "allow_block_sharing": allow_block_sharing}
         self._sizes: dict[SideName, int] = dict(zip(("prefill", "decode"), page_sizes, strict=True))
@@ -51,12 +53,12 @@ class Pair(AdapterUnderTest):
 
     def __enter__(self) -> "Pair":
         self._alone.start()
-        for side in self._sizes:
+        for side in self._sides:
             self._start(side)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for side in self._sizes:
+        for side in self._sides:
             self._stop(side)
         self._alone.stop(hard_stop=True)
 
@@ -89,8 +91,10 @@ class Pair(AdapterUnderTest):
         return self.prefill_end.add_request(prompt, room).ticket
 
     @override
-    def decode(self, prompt: Sequence[int], ticket: dict[str, object], **settings: Any) -> None:
-        receiver = self.decode_end.add_request(prompt, ticket, **settings)
+    def decode(
+        self, prompt: Sequence[int], ticket: dict[str, object], *, max_tokens: int | None = None, **settings: Any
+    ) -> None:
+        receiver = self.decode_end.add_request(prompt, ticket, max_new_tokens=max_tokens, **settings)
         self.receivers[str(receiver.room)] = receiver
 
     @override
@@ -117,6 +121,28 @@ class Pair(AdapterUnderTest):
     @override
     def abort(self, side: SideName, room: str) -> None:
         self.end(side).engine.manager.cancel_request(room)
+
+    @override
+    def refuse_next(self) -> None:
+        scheduler = self.prefill_end.engine.scheduler
+        add = scheduler.add_waiting_request
+
+        def refuse(_: Any) -> None:
+            scheduler.add_waiting_request = add
+            raise ValueError("refused on purpose")
+
+        scheduler.add_waiting_request = refuse
+
+    @override
+    def fits(self, side: SideName, prompts: Sequence[Sequence[int]]) -> bool:
+        cache = self.end(side).engine.cache
+        needed: list[int] = [
+            -(-allocator.needs_new_blocks("", 0, len(prompt) + 1) // allocator.blocks_per_sector)
+            for prompt in prompts
+            for allocator in cache.cache_allocators.values()
+        ]
+        capacity: int = cache.num_sectors
+        return sum(needed) <= capacity
 
     @override
     def used_pages(self, side: SideName) -> int:

@@ -19,17 +19,6 @@ def pair() -> Iterator[Pair]:
         yield started
 
 
-def test_more_requests_than_fit_wait_on_both_sides() -> None:
-    """Twelve blocks of 16 tokens on prefill, and as many of 8 on decode, for seven prompts of 5 and 9 blocks."""
-    prompts = [prompt(seed, 65) for seed in range(7)]
-    with Pair(num_blocks=12) as pair:
-        expected = [pair.reference(tokens) for tokens in prompts]
-        tickets = [pair.prefill(tokens, f"room-{number}") for number, tokens in enumerate(prompts)]
-        for tokens, ticket in zip(prompts, tickets, strict=True):
-            pair.decode(tokens, ticket)
-        assert [pair.result(f"room-{number}") for number in range(len(prompts))] == expected
-
-
 def test_prefix_that_decode_has_is_not_sent(pair: Pair) -> None:
     first, second = prompt(0, 64) + prompt(1, 30), prompt(0, 64) + prompt(2, 30)
     sizes = []

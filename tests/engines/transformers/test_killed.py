@@ -1,4 +1,4 @@
-"""A prefill process that is killed in the middle of a handover, over NIXL."""
+"""Processes that are killed in the middle of a handover, over NIXL."""
 
 import signal
 from typing import Any
@@ -11,12 +11,20 @@ pytest.importorskip("transformers")
 import kvflow
 from kvflow import FailureReason
 from kvflow.cli.processes import ChildProcess, open_tasks
+from kvflow.testing.adapter import check_kill
 from tests.engines.transformers.models import prompt
 from tests.engines.transformers.pair import Pair
+from tests.engines.transformers.processes import Processes
 from tests.engines.transformers.worker import Options
 
 PROMPT = prompt(1, 100)
 ROOMS = ("fails", "is computed here")
+
+
+@pytest.mark.timeout(400)
+def test_either_side_is_killed() -> None:
+    with Processes() as processes:
+        check_kill(processes, PROMPT)
 
 
 def test_killed_prefill_fails_or_has_decode_compute_the_prompt() -> None:

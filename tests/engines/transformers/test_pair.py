@@ -8,6 +8,9 @@ pytest.importorskip("transformers")
 
 from kvflow.testing.adapter import (
     check_abort_frees_pages,
+    check_first_token_is_last,
+    check_more_than_fit,
+    check_refusal_is_told,
     check_restart,
     check_same_output,
     check_wrong_pages_show,
@@ -29,7 +32,7 @@ def test_same_output_in_other_blocks_of_another_size(any_pair: Pair) -> None:
         manager = any_pair.decode_end.engine.manager
         manager.add_request(prompt(50 + number, 40), request_id=f"own-{number}", max_new_tokens=4)
     check_same_output(any_pair, PROMPTS)
-    check_wrong_pages_show(any_pair, PROMPTS[0])
+    check_wrong_pages_show(any_pair, prompt(60, 45))
 
 
 def test_large_blocks_to_small_ones_and_back() -> None:
@@ -39,6 +42,21 @@ def test_large_blocks_to_small_ones_and_back() -> None:
 
 def test_abort(any_pair: Pair) -> None:
     check_abort_frees_pages(any_pair, PROMPTS[1])
+
+
+def test_more_requests_than_fit_wait_on_both_sides() -> None:
+    """Twelve blocks of 16 tokens on prefill, and as many of 8 on decode, for seven prompts of 5 and 9 blocks."""
+    with Pair(num_blocks=12) as pair:
+        check_more_than_fit(pair, [prompt(seed, 65) for seed in range(7)])
+
+
+def test_first_token_is_the_last(any_pair: Pair) -> None:
+    check_first_token_is_last(any_pair, PROMPTS[0])
+
+
+def test_request_that_prefill_refuses_when_its_ticket_is_out(any_pair: Pair) -> None:
+    """The manager looks at a request when its loop takes it in."""
+    check_refusal_is_told(any_pair, PROMPTS[0])
 
 
 def test_restart() -> None:

@@ -1,6 +1,8 @@
 """What the ends refuse."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ pytest.importorskip("transformers")
 
 import kvflow
 from kvflow import ConfigError, LayoutError, LocalProtocolError, Outcome, PlanError, RemoteProtocolError, TicketError
+from kvflow.engines.transformers.engine import VERSION
 from kvflow.engines.transformers.memory import CacheMap
 from kvflow.engines.transformers.metadata import FirstToken, read_first_token
 from kvflow.engines.transformers.prefill import PrefillManager
@@ -16,6 +19,7 @@ from kvflow.testing.adapter import SideName
 from tests.engines.transformers.models import make_manager, prompt
 from tests.engines.transformers.pair import Pair
 
+PROJECT = Path(__file__).parents[3] / "pyproject.toml"
 CONFIG = kvflow.PrefillConfig(instance="prefill", backend="memory")
 
 
@@ -85,6 +89,17 @@ def test_id_of_another_request_of_the_manager_is_refused(pair: Pair, side: SideN
             pair.prefill(tokens, "own prefill") if side == "prefill" else pair.decode(tokens, ticket)
 
 
+def test_request_of_the_manager_cannot_take_the_id_of_one_under_way(pair: Pair) -> None:
+    """Its cache would be sent, or overwritten by what arrives."""
+    tokens, other = prompt(7, 100), prompt(8, 30)
+    with pair.prefill_end.engine.manager.pause(), pair.decode_end.engine.manager.pause():
+        pair.decode(tokens, pair.prefill(tokens, "taken"))
+        for end in (pair.prefill_end, pair.decode_end):
+            with pytest.raises(LocalProtocolError, match="in use"):
+                end.engine.manager.add_request(other, request_id="taken")
+    assert pair.result("taken") == pair.reference(tokens)
+
+
 def test_manager_that_was_restarted_takes_no_requests() -> None:
     with Pair() as pair:
         manager = pair.prefill_end.engine.manager
@@ -116,11 +131,9 @@ def fail() -> None:
     raise RuntimeError("on purpose")
 
 
-def test_first_token_may_be_the_last(pair: Pair) -> None:
+def test_first_token_may_end_the_output(pair: Pair) -> None:
     tokens = prompt(3, 40)
     expected = pair.reference(tokens)[:1]
-    pair.decode(tokens, pair.prefill(tokens, "one"), max_new_tokens=1)
-    assert pair.result("one") == expected
     pair.decode(tokens, pair.prefill(tokens, "end"), eos_token_id=expected)
     assert pair.result("end") == expected
 
@@ -153,6 +166,12 @@ def test_managers_that_are_not_served() -> None:
     with pytest.raises(LocalProtocolError, match="before `start`"):
         PrefillManager(manager, CONFIG, fingerprint="x")
     manager.stop(hard_stop=True)
+
+
+def test_extras_install_the_version_that_is_served() -> None:
+    """That of the adapter, and that of the demo."""
+    found = re.findall(r'"transformers([=<>][^"]*)"', PROJECT.read_text())
+    assert found == [f"=={VERSION}*"] * 2
 
 
 def test_caches_that_are_not_moved() -> None:

@@ -1,0 +1,67 @@
+"""Pages without a proof, for the operator of a server: a reminder in its log, and a way to use them again."""
+
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from kvflow import LocalProtocolError, Memory, QuarantineRecord
+from kvflow.blocking import BlockingReceiver, BlockingSender
+
+__all__ = ["QuarantineWatch"]
+
+LOGGER: Final = logging.getLogger(__name__)
+LOOK_S: Final = 1.0
+REMIND_S: Final = 60.0
+
+
+class QuarantineWatch:
+    """Reminds of pages in quarantine, and releases those that an operator names.
+
+    The operator touches a file with the number of the room, in a directory that all ranks of the server look into. So
+    no rank removes the file: one that is there already when pages get into quarantine does not release them.
+
+    Args:
+        directory: Where those files are; None if nothing is to be released.
+    """
+
+    def __init__(self, directory: str | None) -> None:
+        self._directory = None if directory is None else Path(directory)
+        self._touched: dict[object, int] = {}
+        self._look_at = self._remind_at = 0.0
+
+    def look(self, rank: Any, transfers: Iterable[BlockingSender | BlockingReceiver], now: float) -> None:
+        """Do both, if it is time. Costs next to nothing while nothing is in quarantine.
+
+        Args:
+            rank: The blocking rank.
+            transfers: Its transfers whose pages are not safe.
+            now: Monotonic seconds.
+        """
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        records = rank.quarantined() if any(one.memory is Memory.QUARANTINED for one in transfers) else []
+        if not self._touched:
+            self._remind_at = now + REMIND_S
+        self._touched = {one.key: self._touched.get(one.key, self._touched_at(one)) for one in records}
+        for record in records:
+            if self._touched_at(record) != self._touched[record.key]:
+                with suppress(LocalProtocolError):  # a proof has come meanwhile
+                    rank.release(record)
+        if records and now >= self._remind_at:
+            self._remind_at = now + REMIND_S
+            self._remind(records)
+
+    def _touched_at(self, record: QuarantineRecord) -> int:
+        """Return when the file of a room was last touched; 0 if there is none."""
+        if self._directory is not None:
+            with suppress(OSError):
+                return (self._directory / str(record.room)).stat().st_mtime_ns
+        return 0
+
+    def _remind(self, records: list[QuarantineRecord]) -> None:
+        num_bytes = sum(record.num_bytes for record in records)
+        oldest = max(records, key=lambda record: record.since_s)
+        LOGGER.warning("%d bytes of %d requests are in quarantine; the oldest: %s", num_bytes, len(records), oldest)
