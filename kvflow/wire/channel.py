@@ -113,6 +113,8 @@ class ZmqControl:
                 stream = await anyio.connect_tcp(host, port)
             except OSError as error:
                 return _is_refusal(error.__cause__)
+            except Exception:  # noqa: BLE001 - who cannot be asked has not refused; an address is a peer's word
+                return False
             await stream.aclose()
         return False
 

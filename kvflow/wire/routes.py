@@ -81,11 +81,6 @@ class Routes:
             if name in self._latest and self._latest[name].fd == fd:
                 del self._latest[name]
 
-    def clear(self) -> None:
-        """Note that all connections are gone."""
-        self._latest.clear()
-        self._names.clear()
-
 
 def _is_later(routing_id: bytes, other: bytes) -> bool:
     count, other_count = int.from_bytes(routing_id[-4:]), int.from_bytes(other[-4:])

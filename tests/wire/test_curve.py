@@ -186,6 +186,22 @@ async def test_name_that_another_key_gives_itself_is_another_connection(monkeypa
             assert thief.received == []
 
 
+async def test_lists_that_change_while_a_name_is_looked_up() -> None:
+    """Its addresses may come when there is no key left to connect with."""
+    ends = Ends()
+    with closing(Server(trust=ends.server)) as server:
+        endpoint = server.endpoint.replace("127.0.0.1", "localhost")
+        with closing(Client(endpoint, ends.keys)) as client:
+            client.connection.renew(replace(ends.keys, servers=()))
+            await until(lambda: client.refused)
+            assert client.refused[0] == "no key is listed for who is to answer there"
+            client.connection.renew(ends.keys)
+            client.connection.renew(replace(ends.keys, servers=()))
+            client.connection.renew(ends.keys)
+            await meet(server, client)
+            assert set(client.refused) == {"no key is listed for who is to answer there"}
+
+
 async def test_contexts_are_used_again() -> None:
     ends = Ends()
     with closing(Server(trust=ends.server)) as first:
