@@ -75,6 +75,10 @@ Packing = Literal["auto", "never", "always"]
 """
 
 SCHEME: Final = "tcp://"
+MAX_ZONE: Final = 15
+"""Letters in the zone of an IPv6 address: the name of a network interface has no more. Python resolves none beyond 63,
+and says so with an error that is not one of the network."""
+
 ADDRESS: Final = re.compile(r"tcp://(\*|[A-Za-z0-9._-]+|\[[A-Za-z0-9:._%-]+\]):([0-9]{1,5})", re.ASCII)
 HOST: Final = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 
@@ -221,10 +225,10 @@ def check_host(setting: str, host: object) -> None:
 
 def _is_ipv6(host: str) -> bool:
     try:
-        ipaddress.IPv6Address(host)
+        zone = ipaddress.IPv6Address(host).scope_id
     except ValueError:
         return False
-    return True
+    return zone is None or len(zone) <= MAX_ZONE
 
 
 def _is_host(text: str) -> bool:

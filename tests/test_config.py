@@ -68,6 +68,7 @@ BAD: Final[list[tuple[str, object]]] = [
     ("registry", "tcp://127.0.0.1:65536"),
     ("registry", "tcp://a b:1"),
     ("registry", "tcp://[127.0.0.1]:1"),
+    ("registry", "tcp://[fe80::1%enp65s0f1np1x]:1"),  # no interface has so long a name
     ("registry", "tcp://::1:1"),
     ("registry", "tcp://*:1"),
     ("registry", "tcp://0.0.0.0:7100"),
@@ -266,6 +267,7 @@ def test_name_of_an_instance(name: object, is_one: bool) -> None:
         ("tcp://10.0.0.1:7100", "10.0.0.1", 7100),
         ("tcp://host_1.example:0", "host_1.example", 0),
         ("tcp://[fd00::1]:65535", "fd00::1", 65_535),
+        ("tcp://[fe80::1%enp65s0f1np1]:1", "fe80::1%enp65s0f1np1", 1),
         ("tcp://*:1", "*", 1),
     ],
 )

@@ -6,7 +6,9 @@ A context is never ended, since that waits; the next listener takes it.
 """
 
 import asyncio
+import itertools
 import os
+import struct
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -19,9 +21,14 @@ from kvflow.wire.sockets import NOBLOCK, Context, Frames, Inbox, ZmqSocket, new_
 
 __all__ = ["Doorman", "be_client", "be_server", "new_keys", "public_key_of"]
 
+IDENTITY: Final = b"\x08Identity"
+"""A property of ZMTP's handshake. In the answer to libzmq's question it replaces the one that the client has given."""
+
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 ZAP_VERSION: Final = b"1.0"
 DOMAIN: Final = b"kvflow"
+
+REFUSAL: Final = [b"400", b"", b"", b""]
 
 LISTENER_HANDSHAKE_MS: Final = 5_000
 """How long a handshake may take as the listener sees it. It is longer than for who connects, who thus knows a listener
@@ -90,7 +97,10 @@ _contexts: Final = _Contexts()
 
 
 class Doorman:
-    """Answers libzmq's question who may connect to a listener, on the event loop.
+    """Answers libzmq's question who may connect to a listener, on the event loop, and numbers the connections.
+
+    A client may give a routing id of its own to the socket, such as one that is taken, for which libzmq is not made
+    (docs/decisions/0051). The answer gives each connection another one.
 
     Args:
         trust: Whose keys are known; may be replaced at any time.
@@ -110,6 +120,7 @@ class Doorman:
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
         self._kept_out: dict[str, float] = {}
+        self._numbers = itertools.count()
         self._socket = sockets.make(zmq.REP, self.context)
         try:
             self._socket.bind(ZAP_ADDRESS)
@@ -135,14 +146,14 @@ class Doorman:
         number = request[1] if len(request) > 1 else b""
         key = self._key(request)
         if self._kept_out.get(key, 0.0) > self._loop.time():
-            status = [b"400", b"", b""]
+            answer = REFUSAL
             self._on_refused(f"key {short(key)} is locked out for a second")
         elif self.trust.knows(key):
-            status = [b"200", b"", key.encode()]
+            answer = [b"200", b"", key.encode(), IDENTITY + struct.pack("!IQ", 8, next(self._numbers))]
         else:
-            status = [b"400", b"", b""]
+            answer = REFUSAL
             self._on_refused(f"key {short(key)} is not listed" if key else "handshake without a key")
-        self._socket.send_multipart([ZAP_VERSION, number, *status, b""], NOBLOCK)
+        self._socket.send_multipart([ZAP_VERSION, number, *answer], NOBLOCK)
 
     @staticmethod
     def _key(request: Sequence[bytes]) -> str:

@@ -1,9 +1,12 @@
 """ZMQ sockets on an event loop: how they are set, read and closed, and what a forked child gives up."""
 
 import asyncio
+import ctypes
 import itertools
 import os
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import zmq
@@ -52,6 +55,8 @@ CONNECT_MS: Final = 1_000
 RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 500
 
+RAND_STATE_BYTES: Final = 128
+
 LINGER_MS: Final = 500
 """How long the last messages may take to leave after a socket was closed."""
 
@@ -70,6 +75,23 @@ def new_context() -> Context:
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
     return context
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Let C's `rand` be unpredictable meanwhile, and go on as before afterwards.
+
+    libzmq 4.3.5 numbers the connections of a ROUTER from what it gives, and seeds it never. It ends the process when
+    it comes to a number that a peer has chosen for itself (docs/decisions/0051).
+    """
+    libc = ctypes.CDLL(None)
+    libc.initstate.restype = ctypes.c_void_p
+    state = ctypes.create_string_buffer(RAND_STATE_BYTES)
+    before = libc.initstate(secrets.randbits(32), state, ctypes.c_size_t(RAND_STATE_BYTES))
+    try:
+        yield
+    finally:
+        libc.setstate(ctypes.c_void_p(before))
 
 
 class Sockets:
@@ -92,7 +114,8 @@ class Sockets:
         """
         if context is None:
             context = self._context = self._context or new_context()
-        made = context.socket(kind)
+        with _seeded():
+            made = context.socket(kind)
         for option, value in (
             (zmq.LINGER, LINGER_MS),
             (zmq.SNDHWM, QUEUE_MESSAGES),
@@ -207,8 +230,8 @@ class Inbox:
 
     def look(self) -> None:
         """Take messages soon if there are any. Call it after the socket was used."""
-        if self._soon is None and not self._is_taking and self._has_messages():
-            self._soon = self._loop.call_soon(self.take)
+        if self._has_messages():
+            self.take_soon()
 
     def take(self) -> None:
         """Take some messages now, and the others soon."""
@@ -224,6 +247,16 @@ class Inbox:
                 self._soon = self._loop.call_soon(self.take)
             elif self._on_empty is not None and not self.is_closed:
                 self._on_empty()
+
+    def take_soon(self) -> None:
+        """Take messages soon, or tell that there are none."""
+        if self._soon is None and not self._is_taking:
+            self._soon = self._loop.call_soon(self.take)
+
+    def take_all(self) -> None:
+        """Take all messages now."""
+        while self._has_messages():
+            self.take()
 
     def _has_messages(self) -> bool:
         return not self.is_closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN)

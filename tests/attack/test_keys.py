@@ -118,7 +118,7 @@ async def test_a_sniffed_hello_is_refused_under_another_key(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_a_routing_id_taken_over_by_another_key_speaks_for_nobody(
+async def test_a_connection_that_another_key_names_like_its_own_speaks_for_nobody(
     monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     async with guarded("other", backend=backend) as deployment:
@@ -126,7 +126,7 @@ async def test_a_routing_id_taken_over_by_another_key_speaks_for_nobody(
         await works(deployment)
         connection, hello = sniffed[0]
         prefill, peers = deployment.prefill[0], deployment.prefill[0].statistics().peers
-        monkeypatch.setattr("kvflow.wire.channel.secrets.token_bytes", lambda _: connection[PRINCIPAL_DIGITS + 1 :])
+        monkeypatch.setattr("kvflow.wire.dialer.new_name", lambda: connection[PRINCIPAL_DIGITS:])
         keys = ClientKeys(deployment.keys["other"], (deployment.keys["prefill"].public,))
         with closing(Attacker(prefill.endpoint, keys)) as attacker:
             monkeypatch.undo()

@@ -6,7 +6,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
 
-__all__ = ["MORE", "RawZmtp", "frame"]
+__all__ = ["COMMAND", "MORE", "RawZmtp", "Wire", "frame", "properties"]
 
 MORE: Final = 1
 LONG: Final = 2
@@ -21,36 +21,26 @@ def frame(body: bytes, flags: int = 0) -> bytes:
     return bytes([flags, len(body)]) + body
 
 
+def properties(kind: bytes, identity: bytes = b"") -> bytes:
+    """What a socket of a kind says of itself in a handshake."""
+    return _property(b"Socket-Type", kind) + _property(b"Identity", identity)
+
+
 def _property(name: bytes, value: bytes) -> bytes:
     return bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
 
 
-class RawZmtp:
-    """A connection without keys that has greeted, as that of a DEALER, or of a ROUTER if it was accepted."""
+class Wire:
+    """A TCP connection, one that was accepted or to an endpoint."""
 
-    def __init__(self, endpoint: str) -> None:
-        host, port = endpoint.removeprefix("tcp://").split(":")
-        self.line = socket.create_connection((host, int(port)), timeout=5.0)
-        self._greet(b"DEALER")
-
-    @classmethod
-    def accepted(cls, listener: socket.socket) -> Self:
-        """Take the next connection of a listener."""
-        self = cls.__new__(cls)
-        self.line, _ = listener.accept()
+    def __init__(self, other_end: str | socket.socket) -> None:
+        if isinstance(other_end, str):
+            host, port = other_end.removeprefix("tcp://").split(":")
+            other_end = socket.create_connection((host, int(port)))
+        self.line = other_end
         self.line.settimeout(5.0)
-        self._greet(b"ROUTER")
-        return self
 
-    def _greet(self, kind: bytes) -> None:
-        ready = b"\x05READY" + _property(b"Socket-Type", kind) + _property(b"Identity", b"")
-        with suppress(OSError):  # a listener with keys hangs up
-            self.line.sendall(GREETING)
-            self._read(len(GREETING))
-            self.line.sendall(frame(ready, COMMAND))
-            self._read(self._read(2)[1])  # else what follows would come in the middle of its handshake
-
-    def _read(self, num_bytes: int) -> bytes:
+    def read(self, num_bytes: int) -> bytes:
         data = b""
         while len(data) < num_bytes:
             part = self.line.recv(num_bytes - len(data))
@@ -58,6 +48,11 @@ class RawZmtp:
                 raise ConnectionResetError
             data += part
         return data
+
+    def read_frame(self) -> bytes:
+        """Give the body of the next frame."""
+        (flags,) = self.read(1)
+        return self.read(int.from_bytes(self.read(8 if flags & LONG else 1)))
 
     def send(self, data: bytes) -> bool:
         """Send bytes; say whether the connection still stood."""
@@ -79,3 +74,20 @@ class RawZmtp:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.line.close()
+
+
+class RawZmtp(Wire):
+    """A connection without keys that has greeted, as that of a DEALER, or of a ROUTER if it was accepted."""
+
+    def __init__(self, other_end: str | socket.socket, *, kind: bytes = b"DEALER", identity: bytes = b"") -> None:
+        super().__init__(other_end)
+        with suppress(OSError):  # a listener with keys hangs up
+            self.line.sendall(GREETING)
+            self.read(len(GREETING))
+            self.line.sendall(frame(b"\x05READY" + properties(kind, identity), COMMAND))
+            self.read_frame()  # else what follows would come in the middle of its handshake
+
+    @classmethod
+    def accepted(cls, listener: socket.socket) -> Self:
+        """Take the next connection of a listener."""
+        return cls(listener.accept()[0], kind=b"ROUTER")

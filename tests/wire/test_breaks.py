@@ -44,6 +44,18 @@ def free_endpoint() -> str:
         return f"tcp://{APART}:{held.getsockname()[1]}"
 
 
+def is_answered(endpoint: str) -> bool:
+    """Say whether somebody takes connections there, as a closed server does for a moment yet."""
+    host, port = endpoint.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=0.2) as line:
+        try:
+            return line.recv(1) != b""
+        except TimeoutError:
+            return False
+        except ConnectionResetError:
+            return True
+
+
 async def test_client_may_be_first() -> None:
     endpoint = free_endpoint()
     with closing(Client(endpoint)) as client:
@@ -70,6 +82,7 @@ async def test_a_client_of_a_port_that_is_kept_finds_who_binds_it_next(monkeypat
     monkeypatch.setattr(sockets, "HANDSHAKE_MS", 100)
     first = Server(f"tcp://{APART}:0")
     first.close(keep_port=True)
+    await until(lambda: not is_answered(first.endpoint))
     with closing(Client(first.endpoint)) as client:
         client.send(b"early")
         await anyio.sleep(0.5)

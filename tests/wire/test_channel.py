@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from kvflow.errors import ConfigError, RemoteProtocolError, Unreachable
-from kvflow.wire import channel, sockets
+from kvflow.wire import dialer, sockets
 from kvflow.wire.codec import decode_frames
 from tests.support.machine import has_ipv6
 from tests.support.waiting import until
@@ -118,14 +118,14 @@ async def test_name_with_an_ipv6_address_only(monkeypatch: pytest.MonkeyPatch) -
     dialled: list[bool] = []
     with closing(Server()) as server:
         monkeypatch.setattr(socket, "getaddrinfo", resolve)
-        monkeypatch.setattr(channel, "RECONNECT_MAX_MS", 10)
-        real = channel.ZmqConnection._dial
+        monkeypatch.setattr(dialer, "RECONNECT_MAX_MS", 10)
+        real = dialer.ZmqConnection._dial
 
-        def dial(connection: channel.ZmqConnection, *, is_ipv6: bool) -> None:
+        def dial(connection: dialer.ZmqConnection, *, is_ipv6: bool) -> None:
             dialled.append(is_ipv6)
             real(connection, is_ipv6=False)
 
-        monkeypatch.setattr(channel.ZmqConnection, "_dial", dial)
+        monkeypatch.setattr(dialer.ZmqConnection, "_dial", dial)
         with closing(Client(server.endpoint.replace("127.0.0.1", "localhost"))) as client:
             await meet(server, client)
     assert (asked, dialled) == (["localhost", "localhost"], [True])
@@ -133,7 +133,7 @@ async def test_name_with_an_ipv6_address_only(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_name_that_libzmq_does_not_take_at_first_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is raised in a callback would only reach the event loop, and the peer would never be dialled again."""
-    monkeypatch.setattr(channel, "RECONNECT_MAX_MS", 10)
+    monkeypatch.setattr(dialer, "RECONNECT_MAX_MS", 10)
     failures = [zmq.ZMQError(zmq.EMTHREAD), zmq.ZMQError(zmq.EINVAL)]
     real = sockets.ZmqSocket.connect
 
@@ -154,7 +154,7 @@ async def test_messages_wait_for_a_name_that_nobody_knows_yet(monkeypatch: pytes
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    for module in (channel, sockets):
+    for module in (dialer, sockets):
         monkeypatch.setattr(module, "QUEUE_MESSAGES", 10)
     with closing(Client("tcp://no.such.host.invalid:5000")) as client:
         for _ in range(10):
@@ -243,7 +243,7 @@ async def test_connection_that_has_vanished() -> None:
 
 
 async def test_full_queue_of_a_client_whose_server_is_away(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
-    for module in (channel, sockets):
+    for module in (dialer, sockets):
         monkeypatch.setattr(module, "QUEUE_MESSAGES", 10)
     with closing(Client(f"tcp://127.0.0.1:{free_port}")) as client:
         for _ in range(10):
@@ -254,7 +254,7 @@ async def test_full_queue_of_a_client_whose_server_is_away(monkeypatch: pytest.M
 
 
 async def test_peer_that_reads_nothing_fills_its_own_queue_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (channel, sockets):
+    for module in (dialer, sockets):
         monkeypatch.setattr(module, "QUEUE_MESSAGES", 10)
     with connected() as (server, busy), closing(Client(server.endpoint)) as idle:
         name = await meet(server, idle)

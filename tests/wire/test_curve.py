@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import anyio
 import pytest
-import zmq
 
 from kvflow.errors import ConfigError, Unreachable
-from kvflow.trust import ClientKeys, Trust, TrustedKey
+from kvflow.trust import PRINCIPAL_DIGITS, ClientKeys, Trust, TrustedKey
+from kvflow.wire import dialer
 from tests.support.trusts import new_trust, trusting
 from tests.support.waiting import until
 from tests.wire.ends import LOCAL, Client, Server, meet
@@ -169,20 +169,37 @@ async def test_client_changes_its_own_key() -> None:
         assert client.num_lost == 1
 
 
-async def test_routing_id_that_another_key_takes_over_is_another_connection() -> None:
+async def test_name_that_another_key_gives_itself_is_another_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     ends, insider = Ends(), new_trust()
     trust = trusting(ends.server, client=ends.client, insider=insider)
     with closing(Server(trust=trust)) as server, closing(Client(server.endpoint, ends.keys)) as client:
         name = await meet(server, client)
+        monkeypatch.setattr(dialer, "new_name", lambda: name[PRINCIPAL_DIGITS:])
         with closing(Client(server.endpoint, ClientKeys(insider, (ends.server.public,)))) as thief:
-            routing_id = client.connection._socket.getsockopt(zmq.ROUTING_ID)
-            thief.connection._socket.disconnect(server.endpoint)
-            thief.connection._socket.setsockopt(zmq.ROUTING_ID, routing_id)
-            thief.connection._socket.connect(server.endpoint)
             thief.send(b"in another's name")
             taken, _ = await server.receive()
+            assert taken[PRINCIPAL_DIGITS:] == name[PRINCIPAL_DIGITS:]
             assert server.listener.names_of(taken) == ("insider",)
             assert taken != name
+            server.send(name, b"for its owner")
+            assert await client.receive() == [b"for its owner"]
+            assert thief.received == []
+
+
+async def test_lists_that_change_while_a_name_is_looked_up() -> None:
+    """Its addresses may come when there is no key left to connect with."""
+    ends = Ends()
+    with closing(Server(trust=ends.server)) as server:
+        endpoint = server.endpoint.replace("127.0.0.1", "localhost")
+        with closing(Client(endpoint, ends.keys)) as client:
+            client.connection.renew(replace(ends.keys, servers=()))
+            await until(lambda: client.refused)
+            assert client.refused[0] == "no key is listed for who is to answer there"
+            client.connection.renew(ends.keys)
+            client.connection.renew(replace(ends.keys, servers=()))
+            client.connection.renew(ends.keys)
+            await meet(server, client)
+            assert set(client.refused) == {"no key is listed for who is to answer there"}
 
 
 async def test_contexts_are_used_again() -> None:

@@ -107,7 +107,8 @@ async def test_what_was_taken_waits_no_longer(with_keys: bool) -> None:
             client.send(bytes(size))
             server.send(name, bytes(size))
         await until(lambda: len(server.received) == len(client.received) == 4_000)
-        for own in (server.listener._intake, client.connection._intake):
+        assert client.connection._line is not None
+        for own in (server.listener._intake, client.connection._line._intake):
             own._max_bytes = own._max_in_all = 2_000
         await anyio.sleep(2 * CONNECTION_CHECK_S)
         assert (client.num_lost, server.kinds, client.refused) == (0, [], [])

@@ -7,6 +7,8 @@ from contextlib import closing, contextmanager
 import anyio
 import pytest
 
+from kvflow import config
+from kvflow.errors import ConfigError
 from kvflow.wire.channel import ZmqControl
 from tests.support.machine import has_ipv6
 from tests.support.ports import unused_port
@@ -101,6 +103,20 @@ async def test_a_name_is_refused_only_if_every_address_of_it_is(monkeypatch: pyt
 
 async def test_a_host_that_has_no_address_is_not_refused() -> None:
     assert not await is_refused("tcp://nobody.invalid:7100", ANSWERS_S)
+
+
+@pytest.mark.parametrize("host", ["-", "a" * 64, "a" * 300, "x..y", "xn--a", "255.255.255.255", "[fe80::1%nosuch]"])
+async def test_a_host_that_none_can_be_is_not_refused(host: str) -> None:
+    assert not await is_refused(f"tcp://{host}:1", ANSWERS_S)
+
+
+async def test_a_zone_that_is_too_long_is_not_even_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises a UnicodeError for it, in a group. Addresses come from peers, so it must not break a rank."""
+    endpoint = f"tcp://[fe80::1%{'a' * 64}]:1"
+    with pytest.raises(ConfigError):
+        await is_refused(endpoint, ANSWERS_S)
+    monkeypatch.setattr(config, "MAX_ZONE", 64)
+    assert not await is_refused(endpoint, ANSWERS_S)
 
 
 async def test_an_address_that_cannot_be_reached_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:

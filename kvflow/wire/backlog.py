@@ -1,0 +1,82 @@
+"""Breaks connections to which more is sent than they take.
+
+libzmq bounds its queues in messages only, and a message may have 64 MiB. What was sent over each connection is counted
+here, and what has arrived is known to the kernel. It is asked only when too much would wait if nothing had arrived
+since it was asked last.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from kvflow.wire.codec import MAX_MESSAGE_BYTES
+from kvflow.wire.tcp import Tcp
+
+__all__ = ["MAX_UNSENT_BYTES", "MAX_UNSENT_IN_ALL_BYTES", "Backlog"]
+
+MAX_UNSENT_BYTES: Final = MAX_MESSAGE_BYTES
+"""For one connection, besides the message that is sent then."""
+
+MAX_UNSENT_IN_ALL_BYTES: Final = 4 * MAX_MESSAGE_BYTES
+"""For all connections of a socket. Once it is too much, those with most are broken until half of it is left, so that
+not all of them are looked at each time."""
+
+
+class Backlog:
+    """Counts what waits to be sent over each connection of a socket.
+
+    Args:
+        tcp: Looks at the connections.
+        cut: Breaks a connection, and says why.
+    """
+
+    def __init__(self, tcp: Tcp, cut: Callable[[int, str], None]) -> None:
+        self._tcp = tcp
+        self._cut = cut
+        self._sent: dict[int, int] = {}
+        self._waiting: dict[int, int] = {}
+        self._in_all = 0
+
+    def admits(self, fd: int) -> bool:
+        """Say whether another message may be sent over a connection; one that does not take them is broken."""
+        if self._waiting.get(fd, 0) > MAX_UNSENT_BYTES and self._look(fd) > MAX_UNSENT_BYTES:
+            self._break(fd)
+        if self._in_all > MAX_UNSENT_IN_ALL_BYTES:
+            self._make_room()
+        return fd in self._waiting
+
+    def sent(self, fd: int, length: int) -> None:
+        """Note that a message was queued."""
+        num_bytes = self._tcp.bytes_on_wire(length)
+        self._sent[fd] += num_bytes
+        self._waiting[fd] += num_bytes
+        self._in_all += num_bytes
+
+    def watch(self, fd: int) -> None:
+        """Count for a new connection."""
+        self.forget(fd)
+        self._sent[fd] = self._waiting[fd] = 0
+
+    def forget(self, fd: int) -> None:
+        """Count for it no longer."""
+        self._sent.pop(fd, None)
+        self._in_all -= self._waiting.pop(fd, 0)
+
+    def _look(self, fd: int) -> int:
+        """Give the bytes that wait, as the kernel knows it. What it counts besides messages is no credit for later."""
+        acked = self._tcp.acked(fd)
+        self._sent[fd] = self._sent[fd] if acked is None else max(self._sent[fd], acked)
+        waiting = 0 if acked is None else self._sent[fd] - acked
+        self._in_all += waiting - self._waiting[fd]
+        self._waiting[fd] = waiting
+        return waiting
+
+    def _make_room(self) -> None:
+        for fd in sorted(self._waiting, key=self._look, reverse=True):
+            if self._in_all <= MAX_UNSENT_IN_ALL_BYTES // 2:
+                break
+            self._break(fd)
+
+    def _break(self, fd: int) -> None:
+        waiting = self._waiting[fd]
+        self.forget(fd)
+        self._cut(fd, f"{waiting} bytes for it were waiting to be sent")

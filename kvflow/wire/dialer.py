@@ -1,0 +1,436 @@
+"""Control connections to listeners: the end that connects, and connects again.
+
+Each attempt has a socket of its own. libzmq tries again by itself as long as nobody answers, and then keeps the
+connection that was made; once that has broken, or the two ends will not have each other, another socket begins anew. So
+no news of one attempt is taken for that of another. What libzmq has not sent of a connection that breaks is dropped
+with it.
+"""
+
+import asyncio
+import errno
+import ipaddress
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+import zmq
+
+from kvflow.config import split_address
+from kvflow.errors import ConfigError, Unreachable
+from kvflow.ports import OnRefused
+from kvflow.trust import ClientKeys, short
+from kvflow.wire.backlog import Backlog
+from kvflow.wire.curve import be_client
+from kvflow.wire.intake import MAX_WAITING_BYTES, Intake
+from kvflow.wire.routes import introduce, new_name
+from kvflow.wire.sockets import (
+    LINGER_MS,
+    QUEUE_MESSAGES,
+    RECONNECT_MAX_MS,
+    RECONNECT_MS,
+    Frames,
+    Inbox,
+    ZmqSocket,
+    send,
+    sockets,
+)
+from kvflow.wire.tcp import Tcp
+
+__all__ = ["ZmqConnection"]
+
+CONNECTED: Final = int(zmq.EVENT_CONNECTED)
+DISCONNECTED: Final = int(zmq.EVENT_DISCONNECTED)
+HANDSHAKE_SUCCEEDED: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+HANDSHAKE_FAILED_AUTH: Final = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+HANDSHAKE_FAILED_NO_DETAIL: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+EVENTS: Final = CONNECTED | DISCONNECTED | HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED_AUTH | HANDSHAKE_FAILED_NO_DETAIL
+"""Not HANDSHAKE_FAILED_PROTOCOL: telling of a message that cannot be decrypted makes libzmq 4.3.5 forget that it was
+one, and end the process at the next heartbeat (docs/decisions/0051). What fails without any other event is that."""
+
+PEER_HUNG_UP: Final = (errno.EPIPE, errno.ECONNRESET)
+"""Why a handshake has failed of which libzmq says no more: not for want of time."""
+
+TRIES_OF_A_KEY: Final = 2
+MAX_KEYS_SHOWN: Final = 4
+
+
+class _Failure(Enum):
+    """Why a handshake has failed.
+
+    Attributes:
+        NOT_LISTED: The listener refuses the own key.
+        HUNG_UP: The other end has hung up. libzmq tries again.
+        LATE: The other end is too slow. libzmq tries again.
+        MISFIT: The other end says something else than is expected of it.
+    """
+
+    NOT_LISTED = auto()
+    HUNG_UP = auto()
+    LATE = auto()
+    MISFIT = auto()
+
+
+class _Callbacks(NamedTuple):
+    """What a line tells.
+
+    Attributes:
+        on_message: Takes the frames of a message.
+        on_made: Called when its connection is made.
+        on_failed: Told why a handshake has failed.
+        on_broken: Called when its connection has broken, and all that came over it was taken.
+        on_refused: Told why it has broken the connection itself.
+    """
+
+    on_message: Callable[[Sequence[bytes]], None]
+    on_made: Callable[[], None]
+    on_failed: Callable[[_Failure], None]
+    on_broken: Callable[[], None]
+    on_refused: OnRefused
+
+
+class _Line:
+    """One socket, for one connection.
+
+    Args:
+        zmq_socket: A DEALER that is not connected yet. Closed with it, also if this fails.
+        monitor: Receives its events. Closed with it, too.
+        endpoint: Where it is to connect to.
+        callbacks: Told what happens.
+        is_encrypted: Whether there are keys.
+
+    Attributes:
+        is_made: The connection stands.
+
+    Raises:
+        zmq.ZMQError: libzmq does not take the address, or has no resources left.
+    """
+
+    def __init__(
+        self, zmq_socket: ZmqSocket, monitor: ZmqSocket, endpoint: str, callbacks: _Callbacks, *, is_encrypted: bool
+    ) -> None:
+        self.is_made = False
+        self._socket = zmq_socket
+        self._callbacks = callbacks
+        self._endpoint = endpoint
+        self._fd = -1
+        self._is_broken = False
+        self._failure = _Failure.MISFIT
+        _, port = split_address("endpoint", endpoint)
+        self._tcp = Tcp(zmq_socket, port, is_encrypted=is_encrypted)
+        self._intake = Intake(zmq_socket, self._tcp, lambda _kind, detail: callbacks.on_refused(detail))
+        self._backlog = Backlog(self._tcp, self._intake.cut)
+        self._inbox = Inbox(zmq_socket, callbacks.on_message, self._tell_if_broken, self._receive)
+        self._events = Inbox(monitor, self._take_event)
+        try:
+            zmq_socket.connect(endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def send(self, payload: bytes) -> None:
+        """Queue a message.
+
+        Raises:
+            Unreachable: Too much waits, or the connection has broken.
+        """
+        if not self._backlog.admits(self._fd):
+            raise Unreachable("queue to the peer is full", endpoint=self._endpoint)
+        try:
+            send(self._socket, [payload], endpoint=self._endpoint)
+        finally:
+            self._inbox.look()
+        self._backlog.sent(self._fd, len(payload))
+
+    def close(self) -> None:
+        """Close it. What was sent still leaves within a bound, unless the other end does not take it.
+
+        libzmq 4.3.5 ends the process if a connection breaks while what is left of it waits to be sent, and another
+        message has come (docs/decisions/0051).
+        """
+        may_linger = self.is_made and self._tcp.is_writable(self._fd)
+        self._socket.monitor(None, 0)
+        self._intake.close()
+        self._events.close(0)
+        self._inbox.close(LINGER_MS if may_linger else 0)
+
+    def _receive(self) -> Frames:
+        return [frame.bytes for frame in self._intake.receive()]
+
+    def _take_event(self, frames: Frames) -> None:
+        event, value = struct.unpack("=Hi", frames[0])
+        if self._is_broken:
+            if event == CONNECTED:  # libzmq has connected again before all that had come was taken
+                self._tcp.shut(value)
+        elif event == CONNECTED:
+            self._fd = value
+            self._intake.watch(value)
+            self._backlog.watch(value)
+            self._failure = _Failure.MISFIT
+        elif event == HANDSHAKE_SUCCEEDED:
+            self.is_made = True
+            self._callbacks.on_made()
+        elif event == HANDSHAKE_FAILED_AUTH:
+            self._failure = _Failure.NOT_LISTED
+        elif event == HANDSHAKE_FAILED_NO_DETAIL:
+            self._failure = _Failure.HUNG_UP if value in PEER_HUNG_UP else _Failure.LATE
+        elif event == DISCONNECTED:
+            self._ended()
+
+    def _ended(self) -> None:
+        self._intake.forget(self._fd)
+        self._backlog.forget(self._fd)
+        if self.is_made:
+            self.is_made = False
+            self._is_broken = True
+            self._inbox.take_soon()  # what came before the break comes before the news of it
+        else:
+            self._callbacks.on_failed(self._failure)
+
+    def _tell_if_broken(self) -> None:
+        if self._is_broken:
+            self._callbacks.on_broken()
+
+
+class ZmqConnection:
+    """A connection to one listener, see `kvflow.ports.Connection`.
+
+    libzmq resolves a host name again at each attempt, but to addresses of one kind only. Of a name with both, the older
+    kind is taken, as listeners do; which kinds there are is found out beside the event loop.
+
+    Where a listener may have one of several keys, each is tried in turn. What is sent while no connection is made waits
+    here.
+
+    Args:
+        endpoint: "tcp://host:port".
+        on_message: Takes the frames of a message.
+        on_lost: Called whenever the connection has broken after it was made.
+        keys: What it is made with; None for a plain one.
+        on_refused: Told why the two ends will not have each other.
+
+    Raises:
+        ConfigError: The address is malformed.
+        Unreachable: This process has no sockets left.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        on_message: Callable[[Sequence[bytes]], None],
+        on_lost: Callable[[], None],
+        keys: ClientKeys | None,
+        on_refused: OnRefused,
+    ) -> None:
+        self._host, _ = split_address("endpoint", endpoint)
+        self._endpoint = endpoint
+        self._name = new_name()
+        self._on_lost = on_lost
+        self._on_refused = on_refused
+        self._callbacks = _Callbacks(on_message, self._made, self._failed, self._broken, self._tell_of_cut)
+        self._keys = keys
+        self._server = ""
+        self._num_misfits = 0
+        self._line: _Line | None = None
+        self._early: list[bytes] = []
+        self._early_bytes = 0
+        self._resolving: asyncio.Future[set[int]] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self._loop = asyncio.get_running_loop()
+        try:
+            self._begin()
+        except zmq.ZMQError as error:
+            raise ConfigError("address cannot be used", endpoint=endpoint, detail=str(error)) from error
+
+    def send(self, payload: bytes) -> None:
+        """Queue a message, also while there is no connection.
+
+        Raises:
+            Unreachable: The queue is full, or the connection is closed.
+        """
+        if self._is_closed:
+            raise Unreachable("connection is closed", endpoint=self._endpoint)
+        if self._line is not None and self._line.is_made:
+            self._line.send(payload)
+            return
+        if len(self._early) >= QUEUE_MESSAGES or self._early_bytes > MAX_WAITING_BYTES:
+            raise Unreachable("queue to the peer is full", endpoint=self._endpoint)
+        self._early.append(payload)
+        self._early_bytes += len(payload)
+
+    def renew(self, keys: ClientKeys) -> None:
+        """Connect with other keys from now on, as the port says."""
+        if self._keys is None or self._is_closed:
+            return
+        is_good = keys.trust.secret == self._keys.trust.secret and self._server in keys.servers
+        self._keys = keys
+        if is_good:
+            return
+        was_made = self._line is not None and self._line.is_made
+        self._server = ""
+        self._redial()
+        if was_made:
+            self._on_lost()
+
+    def close(self) -> None:
+        """Close it."""
+        self._is_closed = True
+        self._hang_up()
+
+    # What a line tells -----------------------------------------------------------------------------------------------
+
+    def _made(self) -> None:
+        self._num_misfits = 0
+        early, self._early, self._early_bytes = self._early, [], 0
+        for payload in early:
+            self.send(payload)
+
+    def _failed(self, failure: _Failure) -> None:
+        if failure is _Failure.NOT_LISTED:
+            own = "" if self._keys is None else short(self._keys.trust.public)
+            self._refuse(f"key {own} of this process is not listed in `peers` there")
+        elif failure is _Failure.MISFIT:
+            is_plain = self._keys is None
+            self._refuse(
+                "it requires a key, and this process has none" if is_plain else "it has no keys, but this process does"
+            )
+        elif failure is _Failure.HUNG_UP and self._keys is not None:
+            self._try_next_key(self._keys)
+
+    def _broken(self) -> None:
+        self._hang_up()
+        self._redial_later(RECONNECT_MS)
+        self._on_lost()
+
+    def _tell_of_cut(self, why: str) -> None:
+        self._on_refused(f"connection was dropped: {why}")
+
+    # Attempts --------------------------------------------------------------------------------------------------------
+
+    def _try_next_key(self, keys: ClientKeys) -> None:
+        """Go on with another key: the listener has hung up, as one does whose key is not the one that was tried.
+
+        One that is about to end does so, too, which is why each key is tried twice.
+        """
+        self._num_misfits += 1
+        if self._num_misfits >= TRIES_OF_A_KEY * len(keys.servers):
+            self._num_misfits = 0
+            listed = ", ".join(map(short, keys.servers[:MAX_KEYS_SHOWN]))
+            self._refuse(f"its key is not one of those that are listed for it here: {listed}")
+        elif len(keys.servers) > 1:  # else libzmq tries again
+            self._redial()
+
+    def _refuse(self, detail: str) -> None:
+        """Say that no connection can be made for now, and try again later: lists of keys change."""
+        self._redial_later(RECONNECT_MAX_MS)
+        self._on_refused(detail)
+
+    def _refuse_unlisted(self) -> None:
+        if not self._is_closed and self._keys is not None and not self._keys.servers:
+            self._refuse("no key is listed for it here")
+
+    def _hang_up(self) -> None:
+        """End the attempt that is under way, or the connection."""
+        self._resolving = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+    def _redial_later(self, delay_ms: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(delay_ms / 1e3, self._redial)
+
+    def _redial(self) -> None:
+        """Begin anew, with the next key if there are several."""
+        self._hang_up()
+        try:
+            self._begin()
+        except (zmq.ZMQError, Unreachable):
+            self._redial_later(RECONNECT_MAX_MS)
+
+    def _begin(self) -> None:
+        """Connect, or find out how.
+
+        Raises:
+            Unreachable: As in `_dial`.
+            zmq.ZMQError: As in `_dial`.
+        """
+        if self._keys is not None and not self._keys.servers:
+            self._loop.call_soon(self._refuse_unlisted)
+        elif _is_number(self._host):
+            self._dial(is_ipv6=":" in self._host)
+        else:
+            self._resolve()
+
+    def _resolve(self) -> None:
+        """Find out which kinds of addresses a name has. Without any, the peer cannot be reached, as if it were off."""
+        try:
+            found = self._loop.run_in_executor(None, _families, self._host)
+        except RuntimeError:  # no thread could be started
+            self._redial_later(RECONNECT_MAX_MS)
+            return
+        self._resolving = found
+        found.add_done_callback(self._take_families)
+
+    def _take_families(self, found: "asyncio.Future[set[int]]") -> None:
+        is_unknown = found.cancelled() or found.exception() is not None
+        if found is not self._resolving:  # other keys have come meanwhile, or none, or it was closed
+            return
+        if is_unknown:
+            self._redial_later(RECONNECT_MAX_MS)
+            return
+        try:
+            self._dial(is_ipv6=socket.AF_INET not in found.result())
+        except (zmq.ZMQError, Unreachable):
+            self._redial_later(RECONNECT_MAX_MS)
+
+    def _dial(self, *, is_ipv6: bool) -> None:
+        """Begin to connect.
+
+        Raises:
+            Unreachable: This process has no sockets left.
+            zmq.ZMQError: libzmq does not take the address, or has no resources left.
+        """
+        made, monitor = self._make_sockets()
+        made.setsockopt(zmq.IPV6, int(is_ipv6))
+        introduce(made, self._name)
+        if self._keys is not None:
+            self._server = self._keys.after(self._server)
+            be_client(made, self._keys.trust, self._server)
+        self._line = _Line(made, monitor, self._endpoint, self._callbacks, is_encrypted=self._keys is not None)
+
+    def _make_sockets(self) -> tuple[ZmqSocket, ZmqSocket]:
+        """Make a socket, and one that receives its events.
+
+        Raises:
+            Unreachable: This process has no sockets left.
+        """
+        with ExitStack() as stack:
+            try:
+                made = sockets.make(zmq.DEALER)
+                stack.callback(made.close, 0)
+                stack.callback(made.monitor, None, 0)
+                monitor = sockets.make_monitor(made, EVENTS)
+            except zmq.ZMQError as error:
+                raise Unreachable("cannot create a socket", endpoint=self._endpoint, detail=str(error)) from error
+            stack.pop_all()
+        return made, monitor
+
+
+def _families(host: str) -> set[int]:
+    """Give the kinds of addresses that a name has."""
+    return {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
