@@ -305,6 +305,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
     @override
     def _go_by(self, trust: Trust) -> None:
+        is_same = trust.keeps(self._trust)
         self._listener.renew(trust)
         self._gate.trust = trust
         if self._registry is not None:
@@ -312,6 +313,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         for connection, peer in self._core.peers_by_connection().items():
             if not self._gate.may_speak(connection, peer):
                 self.dispatch(ev.PeerRevoked(peer))
+            elif not is_same:  # connections are made anew by all whose own key is still good, within their lease
+                self.dispatch(ev.ReplyLost(connection))
 
     def _registry_keys(self, trust: Trust) -> ClientKeys | None:
         """Give what the registry, or the rank that answers for this instance, must have one of."""

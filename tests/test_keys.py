@@ -1,6 +1,7 @@
 """Keys in files, and the lists that are made of them."""
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,8 @@ def test_names_of_keys() -> None:
     assert Trust.none().for_instance("d") is None
     assert trust.keeps(Trust(A, B, trust.peers[:1]))
     assert not Trust(A, B, trust.peers[:1]).keeps(trust)
+    moved = replace(trust, peers=(TrustedKey(A, "e"), *trust.peers[1:]))
+    assert not moved.keeps(trust), "key that is listed for another instance now"
 
 
 def test_names_do_not_run_into_each_other() -> None:

@@ -1,6 +1,6 @@
 """Keys that change while transfers are under way, without a restart."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +87,32 @@ async def test_a_key_that_is_struck_off_is_disconnected_and_its_transfers_fail(b
         assert f"key {deployment.keys['decode'].public[:12]} of this process is not listed" in failure.detail
         prefill.reload_trust(deployment.keys["prefill"])
         await eventually_works(deployment)
+
+
+async def test_a_key_that_is_moved_to_another_instance_is_disconnected_although_its_own_has_a_second_one() -> None:
+    """As at the end of a rotation, when the old key is given to somebody else."""
+    async with guarded() as deployment:
+        prefill, own, second = deployment.prefill[0], deployment.keys["decode"].public, new_trust().public
+        listed = (*deployment.keys["prefill"].peers, TrustedKey(second, "decode"))
+        prefill.reload_trust(replace(deployment.keys["prefill"], peers=listed))
+        await works(deployment)
+        request = deployment.request(2, 12)
+        deployment.faults[0].hold()
+        failures: dict[str, TransferFailed | None] = {}
+
+        async def note(side: str, transfer: Callable[[], Awaitable[object]]) -> None:
+            failures[side] = await outcome(transfer)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(note, "prefill", request.send)
+            tasks.start_soon(note, "decode", request.receive)
+            await until(lambda: prefill.statistics().posted)
+            moved = tuple(TrustedKey(one.key, "elsewhere") if one.key == own else one for one in listed)
+            prefill.reload_trust(replace(deployment.keys["prefill"], peers=moved))
+            with anyio.fail_after(3 * prefill.config.timeouts.lease_s):
+                await until(lambda: not prefill.statistics().peers)
+            deployment.faults[0].release()
+        assert None not in failures.values()
 
 
 async def eventually_works(deployment: Deployment) -> None:
