@@ -125,9 +125,7 @@ class Trust:
         return key in self._known
 
     def keeps(self, before: "Trust") -> bool:
-        """Say whether who was let in before may stay: the own key is the same, and each key is still listed, for the
-        same instances.
-        """
+        """Say whether who was let in before may stay: no key is another one, missing, or for other instances."""
         is_same = before._principals.items() <= self._principals.items()
         return self.secret == before.secret and before._known <= self._known and is_same
 

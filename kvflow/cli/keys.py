@@ -1,4 +1,4 @@
-"""Make and show keys."""
+"""Make, list and show keys."""
 
 import argparse
 from collections.abc import Callable
@@ -13,22 +13,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     new = commands.add_parser("new", help="make a key pair, and print its public key", formatter_class=HelpFormatter)
     new.add_argument("directory", metavar="DIRECTORY", help="where to put it; made if it is not there")
-    new.add_argument("--capability", action="store_true", help="make a key for capabilities as well")
+    new.add_argument(
+        "--capability",
+        action="store_true",
+        help="make only a key for capabilities, which routers and prefill ranks share",
+    )
+    trust = commands.add_parser("trust", help="list the public key of somebody else", formatter_class=HelpFormatter)
+    trust.add_argument("directory", metavar="DIRECTORY", help="of the keys of the process that is to trust it")
+    trust.add_argument("key", metavar="PUBLIC-KEY", help="as `kvflow keys new` has printed it")
+    whose = trust.add_mutually_exclusive_group(required=True)
+    whose.add_argument("instance", metavar="INSTANCE", nargs="?", help="whose it is; `NAME*` is all that begin so")
+    whose.add_argument("--registry", action="store_true", help="it is the registry's")
     show = commands.add_parser("show", help="print the public key, and who is trusted", formatter_class=HelpFormatter)
     show.add_argument("directory", metavar="DIRECTORY", help="of the keys")
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what makes or shows keys."""
-    return lambda: _new(arguments) if arguments.action == "new" else _show(arguments)
+    """Give what makes, lists or shows keys."""
+    actions = {"new": _new, "trust": _trust, "show": _show}
+    return lambda: actions[arguments.action](arguments)
 
 
 def _new(arguments: argparse.Namespace) -> int:
     from kvflow.keys import make_capability_key, make_keys  # noqa: PLC0415 - `kvflow --help` works without zmq
 
-    print(make_keys(arguments.directory))
     if arguments.capability:
         make_capability_key(arguments.directory)
+    else:
+        print(make_keys(arguments.directory))
+    return 0
+
+
+def _trust(arguments: argparse.Namespace) -> int:
+    from kvflow.keys import add_peer, add_registry  # noqa: PLC0415 - as above
+
+    if arguments.registry:
+        add_registry(arguments.directory, arguments.key)
+    else:
+        add_peer(arguments.directory, arguments.key, arguments.instance)
     return 0
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import kvflow
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, TransferFailed
-from kvflow.keys import make_keys
+from kvflow.keys import add_peer, add_registry, make_capability_key, make_keys
 from kvflow.trust import ClientKeys, Trust, TrustedKey
 from tests.attack.guarded import BACKENDS, Attacker, Guarded, guarded, outcome, works
 from tests.support.instances import Deployment, deploy
@@ -156,6 +156,32 @@ async def test_lists_are_read_again_from_files(tmp_path: Path) -> None:
         (path / "peers").write_text(f"# those who may ask\n{keys['decode'].public} decode\n")
         deployment.prefill[0].reload_trust()
         await eventually_works(deployment)
+
+
+async def test_capabilities_are_not_switched_off_by_a_file_that_is_being_replaced(tmp_path: Path) -> None:
+    registry, keys = trusts("prefill", "decode")
+    path = tmp_path / "keys"
+    make_keys(path)
+    make_capability_key(path)
+    add_registry(path, registry.public)
+    add_peer(path, keys["decode"].public, "decode")
+    own = kvflow.load_trust(path)
+    listed = replace(keys["decode"], peers=(TrustedKey(own.public, "prefill"),))
+    served = replace(registry, peers=(TrustedKey(own.public, "prefill"), TrustedKey(keys["decode"].public, "decode")))
+    async with deploy(sending={"trust": own}, receiving={"trust": listed}, registry_trust=served) as deployment:
+        request = deployment.request(1, 12)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(outcome, request.send)
+            (path / "capability.key").write_text("")
+            with pytest.raises(ConfigError, match="cut short"):
+                deployment.prefill[0].reload_trust()
+            (path / "capability.key").unlink()
+            with pytest.raises(ConfigError, match="capabilities end with a restart only"):
+                deployment.prefill[0].reload_trust()
+            failure = await outcome(request.receive)
+            assert failure is not None
+            assert failure.detail.endswith("a capability is needed")
+            tasks.cancel_scope.cancel()
 
 
 async def test_misuse(tmp_path: Path) -> None:
