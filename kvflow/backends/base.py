@@ -166,6 +166,10 @@ class Backend(abc.ABC):
         """Name under which peers connect to this endpoint if ranks share it; None if that is the name in `open`."""
         return None
 
+    def is_shared_with(self, agent_name: str) -> bool:
+        """Say whether a rank that has given this name to `open` shares this endpoint, so that its memory is the own."""
+        return False
+
     @abc.abstractmethod
     def metadata(self) -> bytes:
         """Give what a peer needs to write here, opaque to kvflow.
@@ -195,7 +199,7 @@ class Backend(abc.ABC):
         A peer that was disconnected can be connected again, with other metadata if it has restarted.
 
         Args:
-            peer: The peer's agent name.
+            peer: The peer's agent name. Only a rank that shares this endpoint has that of this endpoint.
             metadata: What its `metadata()` gave; not trusted.
 
         Raises:

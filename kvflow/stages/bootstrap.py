@@ -114,13 +114,17 @@ class HelloChecks:
         self._context.dispatch(checked)
 
     def _check_agent(self, hello: Hello) -> None:
-        """Refuse who says that it has this rank's own agent: what it is sent would be written to the own pools.
+        """Refuse who says that it has an agent of this process: what it is sent would be written to the own pools.
 
         Raises:
-            RemoteProtocolError: It says so, and the agent is not shared.
+            RemoteProtocolError: It says so, and is no rank of this process. Metadata proves nothing: peers are told it.
         """
-        if hello.agent == agent_name(self._context.me) and self._backend.shared_agent is None:
-            raise RemoteProtocolError("hello with the transport agent of this rank", peer=str(hello.peer))
+        own = {agent_name(self._context.me), self._backend.shared_agent or ""} - {""}
+        agent = hello.agent or agent_name(hello.peer)
+        if not any(agent == name or agent.startswith(f"{name}#") for name in own):  # a transport may number its agents
+            return
+        if agent != self._backend.shared_agent or not self._backend.is_shared_with(agent_name(hello.peer)):
+            raise RemoteProtocolError("hello with a transport agent of this process", peer=str(hello.peer), agent=agent)
 
     def _check_unclosed(self, hello: Hello) -> None:
         """Refuse one more agent of those whose former agents cost descriptors for as long as their processes live.
