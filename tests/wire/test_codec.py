@@ -16,6 +16,7 @@ from kvflow.geometry.layout import KVLayout
 from kvflow.wire import codec
 from kvflow.wire.codec import HEADER, MAX_MESSAGE_BYTES, decode, decode_frames, encode
 from kvflow.wire.messages import (
+    PROTOCOL_VERSION,
     AnyMessage,
     Failure,
     Grant,
@@ -27,6 +28,7 @@ from kvflow.wire.messages import (
     RankRecord,
     Refuse,
     Register,
+    Welcome,
 )
 from tests.support.pools import PagedShape, Pool
 from tests.wire.strategies import MESSAGES, any_message
@@ -284,7 +286,13 @@ def test_record_without_a_usable_endpoint(endpoint: str) -> None:
     """A rank that is told of such a record could not connect, and could not even ask whether it is alive."""
     unchecked = fields(REGISTER)
     unchecked["record"]["endpoint"] = endpoint
-    assert "record without a usable endpoint" in str(refused(raw(unchecked)))
+    assert "rank without a usable endpoint" in str(refused(raw(unchecked)))
+
+
+@pytest.mark.parametrize("endpoint", [*filter(None, BAD_ENDPOINTS), *NOT_DIALLED, f"tcp://{'h' * 512}:1"])
+def test_welcome_without_a_usable_endpoint(endpoint: str) -> None:
+    unchecked = fields(Welcome(peer=RECORD.peer, attempt=0, version=PROTOCOL_VERSION))
+    assert refused(raw(unchecked | {"endpoint": endpoint})).message == "message is malformed"
 
 
 @settings(max_examples=300, deadline=None)
