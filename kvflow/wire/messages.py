@@ -5,11 +5,11 @@ Version history:
     2: a Notice may be of some layers only (`layers`).
     3: standard names for messages and fields; Welcome and Refuse repeat the attempt that they answer; Decline and
        RegistrationConflict are new; Goodbye says whether it is a fence; Welcome names a domain and an endpoint, and
-       Hello an agent of the transport that ranks share. Versions 1 and 2 were never deployed and are not spoken any more. Lookup and
-       Records have numbers, and a Lookup may leave the name of the instance to whoever answers; a rank that answers for
-       its instance refuses to register others by Refuse. Rooms may be strings. Announce is new.
-       Announce, Grant and Decline may have a capability. Every text, number and collection has a bound; a lease is
-       ten minutes at most.
+       Hello an agent of the transport that ranks share. Versions 1 and 2 were never deployed and are not spoken any
+       more. Lookup and Records have numbers, and a Lookup may leave the name of the instance to whoever answers; a
+       rank that answers for its instance refuses to register others by Refuse. Rooms may be strings. Announce is new.
+       Announce, Grant and Decline may have a capability. Every text, number and collection has a bound; a lease is ten
+       minutes at most.
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.
