@@ -13,7 +13,7 @@ import kvflow
 from benchmarks.rooms import PATIENT, Pair, Rooms, deploy, make_pool
 from kvflow.cli.bench.rows import Measured, Row, compare, print_rows, there_and_back
 from kvflow.cli.options import add_backend_option, check_backend, check_positive
-from kvflow.keys import make_keys
+from kvflow.keys import add_peer, add_registry, make_keys
 
 __all__ = ["add_arguments", "make_trusts", "measure_keys", "prepare"]
 
@@ -107,8 +107,9 @@ def make_trusts(place: Path, *instances: str) -> dict[str, kvflow.Trust]:
     directories = {name: place / name for name in ("registry", *instances)}
     keys = {name: make_keys(path) for name, path in directories.items()}
     for path in directories.values():
-        (path / "peers").write_text("".join(f"{keys[name]} {name}*\n" for name in instances))
-        (path / "registry").write_text(keys["registry"])
+        for name in instances:
+            add_peer(path, keys[name], f"{name}*")
+        add_registry(path, keys["registry"])
     return {name: kvflow.load_trust(path) for name, path in directories.items()}
 
 

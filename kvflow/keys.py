@@ -3,12 +3,16 @@
 `secret.key` has the own secret key, `public.key` what others list of it. `peers` has a line "KEY INSTANCE" for each
 public key that an instance may use, and `registry` one "KEY" for each of the registry. `capability.key` has the secrets
 that capabilities are made with, one a line. Lines that begin with "#" say nothing.
+
+Files are read again while they are being replaced, so what could be a part of a file is refused: one without a line
+feed at its end, and one that takes away all that there was.
 """
 
 import os
 import secrets
 import stat
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +23,16 @@ from kvflow.room import RoomId
 from kvflow.trust import Trust, TrustedKey, is_key
 from kvflow.wire.curve import new_keys, public_key_of
 
-__all__ = ["load_capability_key", "load_trust", "make_capability", "make_capability_key", "make_keys", "renewed_trust"]
+__all__ = [
+    "add_peer",
+    "add_registry",
+    "load_capability_key",
+    "load_trust",
+    "make_capability",
+    "make_capability_key",
+    "make_keys",
+    "renewed_trust",
+]
 
 SECRET: Final = "secret.key"  # noqa: S105 - a name of a file
 PUBLIC: Final = "public.key"
@@ -29,6 +42,9 @@ CAPABILITY: Final = "capability.key"
 
 MAX_BYTES: Final = 16 * 2**20
 SECRET_MODE: Final = 0o600
+LIST_MODE: Final = 0o644
+
+ROOT: Final = 0
 
 
 def load_trust(directory: str | os.PathLike[str]) -> Trust:
@@ -38,7 +54,7 @@ def load_trust(directory: str | os.PathLike[str]) -> Trust:
         directory: See `kvflow keys new`.
 
     Raises:
-        ConfigError: A file is missing or malformed, others may read a secret, or others may write a list.
+        ConfigError: A file is missing, malformed or cut short, others may read a secret, or others may write a file.
     """
     path = Path(directory)
     secrets_found = _lines(path / SECRET, is_secret=True)
@@ -47,30 +63,48 @@ def load_trust(directory: str | os.PathLike[str]) -> Trust:
     return Trust(
         public=public_key_of(secrets_found[0]),
         secret=secrets_found[0],
-        peers=tuple(_peer(path / PEERS, line) for line in _lines(path / PEERS, is_optional=True)),
-        registry=tuple(_lines(path / REGISTRY, is_optional=True)),
-        capability_keys=_capability_keys(path / CAPABILITY, is_optional=True),
+        peers=tuple(_peer(path / PEERS, line) for line in _lines_if_any(path / PEERS) or ()),
+        registry=tuple(_lines_if_any(path / REGISTRY) or ()),
+        capability_keys=_capability_keys(path / CAPABILITY, _lines_if_any(path / CAPABILITY, is_secret=True)),
         directory=str(path),
     )
 
 
 def renewed_trust(before: Trust, trust: Trust | None) -> Trust:
-    """Give the keys to go by from now on.
+    """Return the keys that replace others.
 
     Args:
-        before: Those until now.
-        trust: Those that were given; None to read them again from where the others were read.
+        before: The current keys.
+        trust: The new keys; None to read the current keys' directory again.
 
     Raises:
-        ConfigError: They cannot be read; or plain transport would begin, or end.
+        ConfigError: They cannot be read, or a list has become empty; or the change would switch between plain and
+            encrypted transport, or turn capabilities off.
     """
     if trust is None:
-        if before.directory is None:
-            raise ConfigError("there is no key directory to reload; pass `trust`", setting="trust")
-        trust = load_trust(before.directory)
+        trust = _read_again(before)
     check_trust(trust)
     if trust.is_plain is not before.is_plain:
         raise ConfigError("switching between plain and encrypted transport needs a restart", setting="trust")
+    if before.capability_keys and not trust.capability_keys:
+        raise ConfigError("capability keys are gone; turning capabilities off needs a restart", setting="trust")
+    return trust
+
+
+def _read_again(before: Trust) -> Trust:
+    """Read the directory of the current keys again.
+
+    Raises:
+        ConfigError: The keys cannot be read, or a list that had keys has none. The list may be in the middle of being
+            replaced; and without registry keys, any listed key would be accepted as the registry's.
+    """
+    if before.directory is None:
+        raise ConfigError("there is no key directory to reload; pass `trust`", setting="trust")
+    trust = load_trust(before.directory)
+    for name, had, has in ((PEERS, before.peers, trust.peers), (REGISTRY, before.registry, trust.registry)):
+        if had and not has:
+            path = Path(before.directory, name)
+            raise ConfigError("list has become empty; removing every key needs a restart", path=str(path))
     return trust
 
 
@@ -85,8 +119,8 @@ def make_keys(directory: str | os.PathLike[str]) -> str:
     """
     path = Path(directory)
     public, secret = new_keys()
-    _write(path / SECRET, secret, SECRET_MODE)
-    _write(path / PUBLIC, public, 0o644)
+    _make(path / SECRET, f"{secret}\n", SECRET_MODE)
+    _make(path / PUBLIC, f"{public}\n", LIST_MODE)
     return public
 
 
@@ -96,7 +130,39 @@ def make_capability_key(directory: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: There is one already, or it cannot be written.
     """
-    _write(Path(directory) / CAPABILITY, secrets.token_hex(KEY_BYTES), SECRET_MODE)
+    _make(Path(directory) / CAPABILITY, f"{secrets.token_hex(KEY_BYTES)}\n", SECRET_MODE)
+
+
+def add_peer(directory: str | os.PathLike[str], key: str, instance: str) -> None:
+    """List a public key as that of an instance. The list is replaced as a whole, so it may be read meanwhile.
+
+    Args:
+        directory: Of the keys.
+        key: 64 hexadecimal digits.
+        instance: Whose it is. With `*` at its end it stands for every name that begins with the rest.
+
+    Raises:
+        ConfigError: The key or the name is malformed, or the list is, or it cannot be written.
+    """
+    peer = TrustedKey(key, instance)
+    if instance != instance.strip():
+        raise ConfigError("name of an instance must not begin or end with a space", instance=instance)
+    _add_line(Path(directory) / PEERS, f"{peer.key} {peer.instance}")
+
+
+def add_registry(directory: str | os.PathLike[str], key: str) -> None:
+    """List a public key as one of the registry; as `add_peer`."""
+    if not is_key(key):
+        raise ConfigError("public key must be 64 hexadecimal digits", found=key)
+    _add_line(Path(directory) / REGISTRY, key)
+
+
+def _add_line(path: Path, line: str) -> None:
+    """Add a line to a list, unless it is there."""
+    text = _text_if_any(path) or ""
+    _check_line(path, line)
+    if line not in _lines_of(path, text):
+        _replace(path, f"{text}{line}\n")
 
 
 def load_capability_key(directory: str | os.PathLike[str]) -> bytes:
@@ -105,7 +171,8 @@ def load_capability_key(directory: str | os.PathLike[str]) -> bytes:
     Raises:
         ConfigError: There is none, or others may read it.
     """
-    return _capability_keys(Path(directory) / CAPABILITY)[0]
+    path = Path(directory) / CAPABILITY
+    return _capability_keys(path, _lines(path, is_secret=True))[0]
 
 
 def make_capability(key: bytes, room: RoomId, *, prefill: str, decode: str, lifetime_s: float = 600.0) -> str:
@@ -136,41 +203,122 @@ def _peer(path: Path, line: str) -> TrustedKey:
     return TrustedKey(key, instance.strip())
 
 
-def _capability_keys(path: Path, *, is_optional: bool = False) -> tuple[bytes, ...]:
-    lines = _lines(path, is_secret=True, is_optional=is_optional)
-    if not all(map(is_key, lines)) or not (lines or is_optional):
+def _capability_keys(path: Path, lines: Sequence[str] | None) -> tuple[bytes, ...]:
+    """Give the keys in a file; there are none if there is no file, but a file has some."""
+    if lines is None:
+        return ()
+    if not lines or not all(map(is_key, lines)):
         raise ConfigError("key file must contain keys of 64 hexadecimal digits", path=str(path))
     return tuple(bytes.fromhex(line) for line in lines)
 
 
-def _lines(path: Path, *, is_secret: bool = False, is_optional: bool = False) -> list[str]:
-    """Read what a file says."""
+def _lines(path: Path, *, is_secret: bool = False) -> list[str]:
+    """Read what a file says that must be there."""
+    lines = _lines_if_any(path, is_secret=is_secret)
+    if lines is None:
+        raise ConfigError("key file does not exist; create it with `kvflow keys new DIRECTORY`", path=str(path))
+    return lines
+
+
+def _lines_if_any(path: Path, *, is_secret: bool = False) -> list[str] | None:
+    """Read what a file says; None if there is none."""
+    text = _text_if_any(path, is_secret=is_secret)
+    return None if text is None else _lines_of(path, text)
+
+
+def _lines_of(path: Path, text: str) -> list[str]:
+    """Give the lines of a file that say something."""
+    lines = [line for line in (line.strip() for line in text.split("\n")) if line and not line.startswith("#")]
+    for line in lines:
+        _check_line(path, line)
+    return lines
+
+
+def _check_line(path: Path, line: str) -> None:
+    """Refuse characters that make a line look like another one, or like two."""
+    if not line.isprintable():
+        raise ConfigError("line contains characters that cannot be printed", path=str(path), line=line)
+
+
+def _text_if_any(path: Path, *, is_secret: bool = False) -> str | None:
+    """Read a file that nobody else could have written, or put there; None if there is none."""
     try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            text = file.read(MAX_BYTES).decode()
-    except FileNotFoundError as error:
-        if is_optional:
-            return []
-        raise ConfigError(
-            "key file does not exist; create it with `kvflow keys new DIRECTORY`", path=str(path)
-        ) from error
+        with open(path, "rb", opener=_open_at_once) as file:
+            _check_file(path, os.fstat(file.fileno()), is_secret=is_secret)
+            _check_place(path)
+            text = file.read().decode()
+    except FileNotFoundError:
+        return None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("key file cannot be read", path=str(path), detail=str(error)) from error
+    if not text.endswith("\n"):
+        raise ConfigError("key file must end with a newline; it may be truncated", path=str(path))
+    return text
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting for who writes to it, as one would wait at a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _check_file(path: Path, status: os.stat_result, *, is_secret: bool) -> None:
+    """Refuse what is no file, and a file that others may write, or read if it is a secret."""
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError("key file is not a regular file", path=str(path))
+    if status.st_size > MAX_BYTES:
+        raise ConfigError("key file is too long", path=str(path), num_bytes=status.st_size, maximum=MAX_BYTES)
     if is_secret and mode & stat.S_IRWXO:
         raise ConfigError("secret file is readable by other users; run `chmod o= PATH`", path=str(path), mode=oct(mode))
-    if mode & stat.S_IWOTH:
-        raise ConfigError("file is writable by other users; run `chmod o-w PATH`", path=str(path), mode=oct(mode))
-    lines = (line.strip() for line in text.splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError("file is writable by other users; run `chmod go-w PATH`", path=str(path), mode=oct(mode))
+    _check_owner(path, status)
 
 
-def _write(path: Path, text: str, mode: int) -> None:
+def _check_place(path: Path) -> None:
+    """Refuse a file, or a link to one, in the place of which others may put another one.
+
+    A mounted secret is a link, in a directory that is sticky and that all may write.
+    """
+    _check_owner(path, path.lstat())
+    for directory in (path.parent, path.resolve().parent):
+        status = directory.stat()
+        mode = stat.S_IMODE(status.st_mode)
+        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+            raise ConfigError(
+                "directory is writable by other users; run `chmod go-w PATH`", path=str(directory), mode=oct(mode)
+            )
+        _check_owner(directory, status)
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (ROOT, os.geteuid()):
+        raise ConfigError("file or directory belongs to another user", path=str(path), uid=status.st_uid)
+
+
+def _make(path: Path, text: str, mode: int) -> None:
+    """Write a file that is not there yet, in a directory that is made if need be."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-            file.write(f"{text}\n")
+        _write(path, text, mode)
     except FileExistsError as error:
         raise ConfigError("key file already exists", path=str(path)) from error
     except OSError as error:
         raise ConfigError("key file cannot be written", path=str(path), detail=str(error)) from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Replace a file by another one that is whole: who reads it meanwhile finds one or the other."""
+    target = path.resolve()
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    try:
+        _write(beside, text, stat.S_IMODE(target.stat().st_mode) if target.exists() else LIST_MODE)
+        beside.replace(target)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ConfigError("key file cannot be written", path=str(path), detail=str(error)) from error
+
+
+def _write(path: Path, text: str, mode: int) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        file.write(text)

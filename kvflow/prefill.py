@@ -230,6 +230,12 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         if self._staging is not None:
             overhead_s = capabilities.descriptor_overhead_s
             staging = LocalStaging(self._staging, self.layout, backend.view, self.config, overhead_s)
+        agents = PeerAgents()
+        self._submit = Submit(self._context, backend, agents)
+        self._listener = self._ports.control.listen(
+            self.config.bind, self.config.advertise, self._on_message, trust=self._trust, on_refused=self._refused
+        )
+        self._resources.callback(self._close_listener)
         settings = PrefillSettings(
             timeouts=self.config.timeouts,
             limits=self.config.limits,
@@ -239,22 +245,16 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             max_descriptor_bytes=capabilities.max_descriptor_bytes,
             staging=None if staging is None else staging.settings,
             domain=backend.domain()[:MAX_DOMAIN_BYTES],
+            endpoint=self.endpoint,
         )
         self._core = PrefillCore(self.me, settings)
         self._record(settings)
         self.line = CapacityLine(self._core.has_capacity, self._core.peers_of)
         self._device_waits = DeviceWaits(self._context)
-        agents = PeerAgents()
-        self._submit = Submit(self._context, backend, agents)
         self._planning = Planning(self._context, self.layout, backend, self._submit, staging)
-        self._hellos = HelloChecks(self._context, settings, backend, agents, staging)
-        self._listener = self._ports.control.listen(
-            self.config.bind, self.config.advertise, self._on_message, trust=self._trust, on_refused=self._refused
-        )
-        self._endpoint = self._listener.endpoint
+        self._hellos = HelloChecks(self._context, settings, backend, agents, staging, self._listener.names_of)
         self._refusals = Refusals(self._listener.names_of, self._ports.now)
         self._gate = Gate(self._context, self._trust, self._listener.names_of, self._core.peer_at)
-        self._resources.callback(self._close_listener)
         record = RankRecord(
             peer=self.me,
             num_ranks=self.config.num_ranks,
@@ -313,6 +313,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
     @override
     def _go_by(self, trust: Trust) -> None:
+        is_same = trust.keeps(self._trust)
         self._listener.renew(trust)
         self._gate.trust = trust
         if self._registry is not None:
@@ -320,6 +321,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         for connection, peer in self._core.peers_by_connection().items():
             if not self._gate.may_speak(connection, peer):
                 self.dispatch(ev.PeerRevoked(peer))
+            elif not is_same:  # connections are made anew by all whose own key is still good, within their lease
+                self.dispatch(ev.ReplyLost(connection))
 
     def _registry_keys(self, trust: Trust) -> ClientKeys | None:
         """Give what the registry, or the rank that answers for this instance, must have one of."""

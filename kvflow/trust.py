@@ -125,8 +125,9 @@ class Trust:
         return key in self._known
 
     def keeps(self, before: "Trust") -> bool:
-        """Say whether nothing was taken from what was there before: the own key is the same, and all are listed."""
-        return self.secret == before.secret and before._known <= self._known
+        """Say whether who was let in before may stay: no key is another one, missing, or for other instances."""
+        is_same = before._principals.items() <= self._principals.items()
+        return self.secret == before.secret and before._known <= self._known and is_same
 
     def principal(self, key: str) -> str:
         """Give a name of fixed length for whom a key stands for: all keys of the same instances have the same one.

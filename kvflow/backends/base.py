@@ -168,6 +168,10 @@ class Backend(abc.ABC):
         """Name by which peers connect to this endpoint if several ranks share it; None if it is the `agent_name`."""
         return None
 
+    def is_shared_with(self, agent_name: str) -> bool:
+        """Say whether a rank that has given this name to `open` shares this endpoint, so that its memory is the own."""
+        return False
+
     @abc.abstractmethod
     def metadata(self) -> bytes:
         """Return what a peer needs in order to write here; opaque to kvflow.
@@ -197,7 +201,7 @@ class Backend(abc.ABC):
         A peer that was disconnected can be connected again, with other metadata if it has restarted.
 
         Args:
-            peer: The peer's agent name.
+            peer: The peer's agent name. Only a rank that shares this endpoint has that of this endpoint.
             metadata: What its `metadata()` gave; not trusted.
 
         Raises:

@@ -60,7 +60,7 @@ class SharedBackend:
         self._lock = asyncio.Lock()
         self._has_memory = False
         self._error: BackendError | None = None
-        self._members: dict[RankEndpoint, None] = {}
+        self._members: dict[RankEndpoint, str] = {}
         self._connected: dict[str, dict[RankEndpoint, None]] = {}
         self._posts: dict[int, tuple[RankEndpoint, int]] = {}
         self._num_posts = 0
@@ -79,6 +79,11 @@ class SharedBackend:
     def agent(self) -> str | None:
         """The name of its agent: that of the rank that has opened it. None while it is closed."""
         return self._agent
+
+    @property
+    def names(self) -> Collection[str]:
+        """What each rank in it has given as the name of its agent."""
+        return self._members.values()
 
     def advertise(self, host: str) -> None:
         """As `Backend.advertise`; the first rank says it."""
@@ -101,7 +106,7 @@ class SharedBackend:
                 raise BackendUnavailable("shared transport has failed", detail=str(self._error))
             if self._agent is None:
                 await self._open(agent_name)
-            self._members[member] = None
+            self._members[member] = agent_name
 
     async def _open(self, agent_name: str) -> None:
         if self._host is not None:
@@ -248,6 +253,10 @@ class RankEndpoint(Backend):
     @override
     def shared_agent(self) -> str | None:
         return self._shared.agent
+
+    @override
+    def is_shared_with(self, agent_name: str) -> bool:
+        return agent_name in self._shared.names
 
     @override
     def advertise(self, host: str) -> None:

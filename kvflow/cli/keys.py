@@ -1,36 +1,63 @@
-"""Create and show keys."""
+"""Create, trust and show keys."""
 
 import argparse
 from collections.abc import Callable
 
-from kvflow.cli.options import HelpFormatter, sentence
+from kvflow.cli.options import HelpFormatter
 
 __all__ = ["add_arguments", "prepare"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be done."""
+    """Declare the actions."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    text = "create a key pair, and print its public key"
-    new = commands.add_parser("new", help=text, description=sentence(text), formatter_class=HelpFormatter)
+    new = commands.add_parser("new", help="create a key pair, and print its public key", formatter_class=HelpFormatter)
     new.add_argument("directory", metavar="DIRECTORY", help="key directory; created if it does not exist")
-    new.add_argument("--capability", action="store_true", help="also create a capability key")
-    text = "print the public key, and the keys of those who are trusted"
-    show = commands.add_parser("show", help=text, description=sentence(text), formatter_class=HelpFormatter)
+    new.add_argument(
+        "--capability",
+        action="store_true",
+        help="create only a capability key, which routers and prefill ranks share",
+    )
+    trust = commands.add_parser(
+        "trust", help="add another process's public key to the list", formatter_class=HelpFormatter
+    )
+    trust.add_argument("directory", metavar="DIRECTORY", help="key directory of the process that is to trust it")
+    trust.add_argument("key", metavar="PUBLIC-KEY", help="as printed by `kvflow keys new`")
+    whose = trust.add_mutually_exclusive_group(required=True)
+    whose.add_argument(
+        "instance",
+        metavar="INSTANCE",
+        nargs="?",
+        help="the instance it belongs to; `NAME*` matches every name that begins with NAME",
+    )
+    whose.add_argument("--registry", action="store_true", help="the key belongs to the registry")
+    show = commands.add_parser("show", help="print the public key, and the trusted keys", formatter_class=HelpFormatter)
     show.add_argument("directory", metavar="DIRECTORY", help="key directory")
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what makes or shows keys."""
-    return lambda: _new(arguments) if arguments.action == "new" else _show(arguments)
+    """Return the action to run."""
+    actions = {"new": _new, "trust": _trust, "show": _show}
+    return lambda: actions[arguments.action](arguments)
 
 
 def _new(arguments: argparse.Namespace) -> int:
     from kvflow.keys import make_capability_key, make_keys  # noqa: PLC0415 - `kvflow --help` works without zmq
 
-    print(make_keys(arguments.directory))
     if arguments.capability:
         make_capability_key(arguments.directory)
+    else:
+        print(make_keys(arguments.directory))
+    return 0
+
+
+def _trust(arguments: argparse.Namespace) -> int:
+    from kvflow.keys import add_peer, add_registry  # noqa: PLC0415 - as above
+
+    if arguments.registry:
+        add_registry(arguments.directory, arguments.key)
+    else:
+        add_peer(arguments.directory, arguments.key, arguments.instance)
     return 0
 
 

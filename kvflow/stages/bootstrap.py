@@ -8,7 +8,7 @@ whether one that is silent still exists.
 import asyncio
 import functools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import anyio
@@ -43,8 +43,11 @@ MAX_UNCLOSED: Final = 256
 MAX_GONE: Final = 4_096
 """Agents that have been disconnected of which it is known whose they were."""
 
-HELLOS_AT_ONCE: Final = 16
-"""Hellos that a prefill rank works on at the same time; the rest wait."""
+HELLOS_AT_ONCE: Final = 8
+"""Hellos that a prefill rank works on at the same time for all who have keys of the same instances; the rest wait.
+
+Some transports wait seconds for a peer that does not answer, and nobody waits for the peers of others.
+"""
 
 SLICES_BOUND_INLINE: Final = 256
 """Routes of more slices than this are bound beside the event loop."""
@@ -62,6 +65,7 @@ class HelloChecks:
         backend: Connected to each decode rank that fits.
         agents: Of the decode ranks.
         staging: Where packed pieces are gathered; nothing is packed if None.
+        names_of: Gives the instances that the other end of a connection may speak for.
     """
 
     def __init__(
@@ -71,19 +75,24 @@ class HelloChecks:
         backend: Backend,
         agents: PeerAgents,
         staging: LocalStaging | None,
+        names_of: Callable[[bytes], tuple[str, ...]],
     ) -> None:
         self._context = context
         self._settings = settings
+        self._names_of = names_of
         self._backend = backend
         self._agents = agents
         self._staging = staging
-        self._at_once = anyio.CapacityLimiter(HELLOS_AT_ONCE)
+        self._at_once: dict[tuple[str, ...], anyio.CapacityLimiter] = {}  # of whom lists name, so they are not many
         self._disconnecting: dict[str, anyio.Event] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
 
     def start(self, connection: bytes, hello: Hello) -> None:
         """Check a hello; the core hears what came of it."""
-        self._context.start_task(self._check, connection, hello)
+        names = self._names_of(connection)
+        if names not in self._at_once:
+            self._at_once[names] = anyio.CapacityLimiter(HELLOS_AT_ONCE)
+        self._context.start_task(self._check, connection, hello, self._at_once[names])
 
     def disconnect(self, peer: PeerId) -> None:
         """Release what the transport holds for a peer, unless another one has the same agent."""
@@ -93,8 +102,8 @@ class HelloChecks:
             ended = self._disconnecting[agent] = anyio.Event()
             self._context.start_task(self._disconnect, agent, ended)
 
-    async def _check(self, connection: bytes, hello: Hello) -> None:
-        async with self._at_once:
+    async def _check(self, connection: bytes, hello: Hello, at_once: anyio.CapacityLimiter) -> None:
+        async with at_once:
             began = self._context.now()
             try:
                 if len(hello.route.slices) > SLICES_BOUND_INLINE:
@@ -114,13 +123,19 @@ class HelloChecks:
         self._context.dispatch(checked)
 
     def _check_agent(self, hello: Hello) -> None:
-        """Refuse who says that it has this rank's own agent: what it is sent would be written to the own pools.
+        """Refuse who says that it has an agent of this process: what it is sent would be written to the own pools.
 
         Raises:
-            RemoteProtocolError: It says so, and the agent is not shared.
+            RemoteProtocolError: It says so, and is no rank of this process. Metadata proves nothing: peers are told it.
         """
-        if hello.agent == agent_name(self._context.me) and self._backend.shared_agent is None:
-            raise RemoteProtocolError("Hello names the transport agent of this rank", peer=str(hello.peer))
+        own = {agent_name(self._context.me), self._backend.shared_agent or ""} - {""}
+        agent = hello.agent or agent_name(hello.peer)
+        if not any(agent == name or agent.startswith(f"{name}#") for name in own):  # a transport may number its agents
+            return
+        if agent != self._backend.shared_agent or not self._backend.is_shared_with(agent_name(hello.peer)):
+            raise RemoteProtocolError(
+                "Hello names a transport agent of this process", peer=str(hello.peer), agent=agent
+            )
 
     def _check_unclosed(self, hello: Hello) -> None:
         """Refuse one more agent of those whose former agents cost descriptors for as long as their processes live.

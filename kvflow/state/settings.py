@@ -56,6 +56,7 @@ class PrefillSettings(msgspec.Struct, frozen=True):
         max_descriptor_bytes: Longest descriptor that the transport takes; None for no limit.
         staging: To pack pieces in; none are packed if None.
         domain: Where what the transport leaves behind can be seen; decode ranks are told.
+        endpoint: Where the rank listens; decode ranks are told, and take it for ended when nobody listens there.
     """
 
     timeouts: Timeouts
@@ -66,6 +67,7 @@ class PrefillSettings(msgspec.Struct, frozen=True):
     max_descriptor_bytes: int | None = None
     staging: LocalStagingSettings | None = None
     domain: bytes = b""
+    endpoint: str = ""
 
 
 class DecodeSettings(msgspec.Struct, frozen=True):

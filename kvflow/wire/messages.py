@@ -4,12 +4,12 @@ Version history:
     1: first version.
     2: a Notice may be of some layers only (`layers`).
     3: standard names for messages and fields; Welcome and Refuse repeat the attempt that they answer; Decline and
-       RegistrationConflict are new; Goodbye says whether it is a fence; Welcome names a domain, and Hello an agent of
-       the transport that ranks share. Versions 1 and 2 were never deployed and are not spoken any more. Lookup and
-       Records have numbers, and a Lookup may leave the name of the instance to whoever answers; a rank that answers for
-       its instance refuses to register others by Refuse. Rooms may be strings. Announce is new.
-       Announce, Grant and Decline may have a capability. Every text, number and collection has a bound; a lease is
-       ten minutes at most.
+       RegistrationConflict are new; Goodbye says whether it is a fence; Welcome names a domain and an endpoint, and
+       Hello an agent of the transport that ranks share. Versions 1 and 2 were never deployed and are not spoken any
+       more. Lookup and Records have numbers, and a Lookup may leave the name of the instance to whoever answers; a
+       rank that answers for its instance refuses to register others by Refuse. Rooms may be strings. Announce is new.
+       Announce, Grant and Decline may have a capability. Every text, number and collection has a bound; a lease is ten
+       minutes at most.
 
 Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
 ignore needs a new version.
@@ -161,6 +161,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """Base of every message."""
 
 
+def _check_endpoint(endpoint: str) -> None:
+    try:
+        check_endpoint("endpoint", endpoint)
+    except ConfigError as error:
+        raise RemoteProtocolError("record has no usable endpoint", endpoint=endpoint) from error
+
+
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach a rank and what it holds; published in the directory.
 
@@ -185,10 +192,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
             raise RemoteProtocolError(
                 "record has an engine rank outside its instance", engine_rank=engine_rank, num_ranks=self.num_ranks
             )
-        try:
-            check_endpoint("endpoint", self.endpoint)
-        except ConfigError as error:
-            raise RemoteProtocolError("record has no usable endpoint", endpoint=self.endpoint) from error
+        _check_endpoint(self.endpoint)
 
 
 class Register(Message, frozen=True, tag="register"):
@@ -304,12 +308,22 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
     Attributes:
         domain: Where what the rank's transport leaves behind can be seen; see `kvflow.backends.base.Backend.domain`.
+        endpoint: ZMQ address of the rank's control socket: its process has ended when nobody listens there, or somebody
+            else. Where the reader has found it proves nothing, as a directory may lie. Empty if it is not said.
+
+    Raises:
+        RemoteProtocolError: The endpoint is no TCP address.
     """
 
     peer: PeerId
     attempt: Count
     version: Count
     domain: Annotated[bytes, msgspec.Meta(max_length=MAX_DOMAIN_BYTES)] = b""
+    endpoint: Annotated[str, msgspec.Meta(max_length=512)] = ""
+
+    def __post_init__(self) -> None:
+        if self.endpoint:
+            _check_endpoint(self.endpoint)
 
 
 class Refuse(Message, frozen=True, tag="refuse"):

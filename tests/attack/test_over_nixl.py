@@ -146,9 +146,10 @@ async def test_an_insider_gets_nothing_with_metadata_or_agents_of_others(added: 
         with closing(insider(deployment)) as attacker:
             for hello, why in (
                 (hello_of(deployment, agents[0], backend_metadata=theirs), "belongs to another agent"),
-                (hello_of(deployment, agents[0], backend_metadata=prefill._backend.metadata()), "another agent"),
+                (hello_of(deployment, agents[0], backend_metadata=prefill._backend.metadata()), "of an own agent"),
                 (hello_of(deployment, agents[1], rank=0), "belongs to another agent"),
-                (hello_of(deployment, agents[0], agent=agent_name(prefill.me)), "transport agent of this rank"),
+                (hello_of(deployment, agents[0], agent=agent_name(prefill.me)), "transport agent of this process"),
+                (hello_of(deployment, agents[0], agent=f"{agent_name(prefill.me)}#2"), "agent of this process"),
                 (hello_of(deployment, agents[0], agent=agent_name(decode.me)), "another peer has the same transport"),
                 (hello_of(deployment, agents[0], instance="decode"), "listed for other, not for decode"),
             ):

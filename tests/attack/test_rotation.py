@@ -1,6 +1,6 @@
 """Keys that change while transfers are under way, without a restart."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 
 import kvflow
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, TransferFailed
-from kvflow.keys import make_keys
+from kvflow.keys import add_peer, add_registry, make_capability_key, make_keys
 from kvflow.trust import ClientKeys, Trust, TrustedKey
 from tests.attack.guarded import BACKENDS, Attacker, Guarded, guarded, outcome, works
 from tests.support.instances import Deployment, deploy
@@ -89,6 +89,32 @@ async def test_a_key_that_is_struck_off_is_disconnected_and_its_transfers_fail(b
         await eventually_works(deployment)
 
 
+async def test_a_key_that_is_moved_to_another_instance_is_disconnected_although_its_own_has_a_second_one() -> None:
+    """As at the end of a rotation, when the old key is given to somebody else."""
+    async with guarded() as deployment:
+        prefill, own, second = deployment.prefill[0], deployment.keys["decode"].public, new_trust().public
+        listed = (*deployment.keys["prefill"].peers, TrustedKey(second, "decode"))
+        prefill.reload_trust(replace(deployment.keys["prefill"], peers=listed))
+        await works(deployment)
+        request = deployment.request(2, 12)
+        deployment.faults[0].hold()
+        failures: dict[str, TransferFailed | None] = {}
+
+        async def note(side: str, transfer: Callable[[], Awaitable[object]]) -> None:
+            failures[side] = await outcome(transfer)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(note, "prefill", request.send)
+            tasks.start_soon(note, "decode", request.receive)
+            await until(lambda: prefill.statistics().posted)
+            moved = tuple(TrustedKey(one.key, "elsewhere") if one.key == own else one for one in listed)
+            prefill.reload_trust(replace(deployment.keys["prefill"], peers=moved))
+            with anyio.fail_after(3 * prefill.config.timeouts.lease_s):
+                await until(lambda: not prefill.statistics().peers)
+            deployment.faults[0].release()
+        assert None not in failures.values()
+
+
 async def eventually_works(deployment: Deployment) -> None:
     """Transfer a room as soon as the other side is not paused any more."""
     with anyio.fail_after(20):
@@ -130,6 +156,32 @@ async def test_lists_are_read_again_from_files(tmp_path: Path) -> None:
         (path / "peers").write_text(f"# those who may ask\n{keys['decode'].public} decode\n")
         deployment.prefill[0].reload_trust()
         await eventually_works(deployment)
+
+
+async def test_capabilities_are_not_switched_off_by_a_file_that_is_being_replaced(tmp_path: Path) -> None:
+    registry, keys = trusts("prefill", "decode")
+    path = tmp_path / "keys"
+    make_keys(path)
+    make_capability_key(path)
+    add_registry(path, registry.public)
+    add_peer(path, keys["decode"].public, "decode")
+    own = kvflow.load_trust(path)
+    listed = replace(keys["decode"], peers=(TrustedKey(own.public, "prefill"),))
+    served = replace(registry, peers=(TrustedKey(own.public, "prefill"), TrustedKey(keys["decode"].public, "decode")))
+    async with deploy(sending={"trust": own}, receiving={"trust": listed}, registry_trust=served) as deployment:
+        request = deployment.request(1, 12)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(outcome, request.send)
+            (path / "capability.key").write_text("")
+            with pytest.raises(ConfigError, match="cut short"):
+                deployment.prefill[0].reload_trust()
+            (path / "capability.key").unlink()
+            with pytest.raises(ConfigError, match="capabilities end with a restart only"):
+                deployment.prefill[0].reload_trust()
+            failure = await outcome(request.receive)
+            assert failure is not None
+            assert failure.detail.endswith("a capability is needed")
+            tasks.cancel_scope.cancel()
 
 
 async def test_misuse(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kvflow.backends.base import PostEnded
 from kvflow.backends.metadata import PeerMetadata
-from kvflow.backends.mooncake import MooncakeBackend, agent
+from kvflow.backends.mooncake import MooncakeBackend, agent, backend
 from kvflow.backends.mooncake.address import INCARNATION_BYTES, EndpointAddress
 from kvflow.errors import BackendError
 from kvflow.geometry.plan import Descriptors
@@ -203,6 +203,51 @@ async def test_a_wrong_incarnation_is_refused_and_needs_no_engine() -> None:
                 await source.backend.connect(peer.name, peer.metadata_with(incarnation=bytes(INCARNATION_BYTES)))
         await source.backend.connect(peer.name, peer.metadata)
         await write_everything(source, peer, 1)
+
+
+def claimed(victim: Endpoint, host: str, at: int) -> bytes:
+    """Metadata of somebody who gives the session of an endpoint, and bytes that he knows in its memory."""
+    theirs = unsealed(victim.backend.metadata())
+    address = EndpointAddress.unpack(theirs.agent, agent=victim.name, protocol="tcp")
+    known = bytes(victim.memory[at : at + INCARNATION_BYTES])
+    session = address.session.replace("127.0.0.1", host)
+    place = theirs.memory.ranges[0].address + at
+    liar = EndpointAddress("liar", "tcp", session, known, place)
+    return msgspec.structs.replace(theirs, agent=liar.pack()).pack()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
+async def test_the_session_of_another_endpoint_is_refused(host: str) -> None:
+    """Else what the liar is granted would be written to pages that nobody has given."""
+    async with open_endpoints("mooncake", SIZE) as (source, target):
+        for victim in (source, target):
+            for at in (0, SIZE // 2, SIZE - INCARNATION_BYTES):
+                with pytest.raises(BackendError, match="the session of another one"):
+                    await source.backend.connect("liar", claimed(victim, host, at))
+        source.post(1, target, copies(source, target))
+        assert (await source.take_end(1)).error is None
+
+
+async def test_an_incarnation_in_the_cell_of_another_endpoint_is_refused() -> None:
+    """Its slots have what it has read of peers, for a moment."""
+    async with open_endpoints("mooncake") as (source, target):
+        for victim in (source, target):
+            theirs = unsealed(victim.backend.metadata())
+            address = EndpointAddress.unpack(theirs.agent, agent=victim.name, protocol="tcp")
+            liar = msgspec.structs.replace(
+                address, agent="liar", incarnation=bytes(16), incarnation_address=address.incarnation_address + 160
+            )
+            with pytest.raises(BackendError, match="the session of another one"):
+                await source.backend.connect("liar", msgspec.structs.replace(theirs, agent=liar.pack()).pack())
+
+
+async def test_peers_with_equal_addresses_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that were forked have their memory at the same addresses."""
+    monkeypatch.setattr(backend, "_is_in", lambda *_: True)
+    async with open_endpoints("mooncake", count=3) as endpoints:
+        for post_id, target in enumerate(endpoints[1:]):
+            endpoints[0].post(post_id, target, copies(endpoints[0], target))
+            assert (await endpoints[0].take_end(post_id)).error is None
 
 
 async def test_memory_that_cannot_be_read_is_refused_and_costs_no_engine() -> None:

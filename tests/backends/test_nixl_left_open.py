@@ -15,7 +15,16 @@ from kvflow.backends.nixl import agent as nixl_agent
 from kvflow.backends.nixl.agent import MAX_KEPT
 from kvflow.errors import BackendError
 from kvflow.geometry.plan import Descriptors
-from tests.backends.endpoints import Endpoint, copies, descriptors_of, fresh_name, open_backend, open_endpoints, same
+from tests.backends.endpoints import (
+    Endpoint,
+    copies,
+    descriptors_of,
+    fresh_name,
+    make_layout,
+    open_backend,
+    open_endpoints,
+    same,
+)
 from tests.support.nixl_agents import ForeignAgent, foreign_agents
 from tests.support.waiting import until
 
@@ -144,6 +153,32 @@ async def test_a_blob_with_another_name_does_not_reach_the_library(monkeypatch: 
         assert added == []
         await come_and_go(source, [agent], is_written_to=True)
         assert added == [agent.blob]
+
+
+@pytest.mark.parametrize("end", ["", "#2", "#4"])
+async def test_a_peer_with_the_name_of_an_own_agent_is_not_taken_for_it(end: str) -> None:
+    """With the layout of this endpoint it would be written into the own memory, once agent #2 has been started."""
+    async with open_backend(NixlBackend()) as source:
+        name = f"{source.name}{end}"
+        async with foreign_agents([name]) as (agent,):
+            with pytest.raises(BackendError, match="an own agent"):
+                await source.backend.connect(name, agent.metadata)
+        for peer in ("somebody", f"{source.name}#2"):
+            with pytest.raises(BackendError, match="an own agent"):
+                await source.backend.connect(peer, source.backend.metadata())
+
+
+async def test_an_endpoint_writes_to_itself_also_with_metadata_of_earlier() -> None:
+    async with open_backend(NixlBackend()) as source:
+        before = source.backend.metadata()
+        more = np.zeros(64, np.uint8)
+        await source.backend.extend(make_layout(int(more.ctypes.data), more.nbytes))
+        assert source.backend.metadata() != before
+        for number, metadata in enumerate((before, source.backend.metadata())):
+            await source.backend.connect(source.name, metadata)
+            source.post(number, source, copies(source, source))
+            assert (await source.take_end(number)).error is None
+            await source.backend.disconnect(source.name)
 
 
 async def test_a_peer_that_was_removed_is_reached_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ __all__ = [
     "peer_of",
     "records",
     "reports",
+    "welcome_of",
 ]
 
 Effect = PrefillEffect | DecodeEffect
@@ -139,6 +140,7 @@ class PrefillDriver:
             in_band_notices=in_band_notices,
             max_descriptor_bytes=max_descriptor_bytes,
             staging=staging,
+            endpoint=endpoint_of(me),
         )
         self.core = PrefillCore(me, settings)
         self.now = 100.0
@@ -250,6 +252,12 @@ def endpoint_of(other: PeerId) -> str:
     return f"tcp://127.0.0.1:{20_000 + 100 * other.rank.engine_rank + other.incarnation}"
 
 
+def welcome_of(other: PeerId, hello: Hello, **changes: Any) -> Welcome:
+    """How a prefill rank accepts a hello."""
+    fields: dict[str, Any] = {"attempt": hello.attempt, "version": PROTOCOL_VERSION, "endpoint": endpoint_of(other)}
+    return Welcome(peer=other, **(fields | changes))
+
+
 def records(*others: PeerId) -> tuple[RankRecord, ...]:
     """The records of a whole instance."""
     return tuple(
@@ -357,8 +365,7 @@ class DecodeDriver:
         effects: list[DecodeEffect] = []
         for to, hello in messages(hellos, Hello):
             assert isinstance(hello, Hello)
-            welcome = Welcome(peer=to, attempt=hello.attempt, version=PROTOCOL_VERSION, domain=domain)
-            effects += self.hear(to, welcome)
+            effects += self.hear(to, welcome_of(to, hello, domain=domain))
         return effects
 
     def connect(

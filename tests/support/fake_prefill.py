@@ -98,7 +98,11 @@ class FakePrefill:
         """Accept the hello that was heard last."""
         assert self.hello is not None
         self._welcomed = self.hello.attempt
-        self.say(Welcome(peer=self.me, attempt=self.hello.attempt, version=PROTOCOL_VERSION))
+        self.say(
+            Welcome(
+                peer=self.me, attempt=self.hello.attempt, version=PROTOCOL_VERSION, endpoint=self._listener.endpoint
+            )
+        )
 
     async def accept_hello(self) -> Hello:
         """Wait for a hello and accept it."""

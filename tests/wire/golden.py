@@ -73,7 +73,7 @@ MESSAGES: Final[dict[str, wm.Message]] = {
         staging=wm.StagingWindow(address=2**40, slot_bytes=2**23, num_slots=3),
         agent="both/0@0000000000000007",
     ),
-    "welcome": wm.Welcome(peer=PREFILL, attempt=5, version=3, domain=b"a kernel"),
+    "welcome": wm.Welcome(peer=PREFILL, attempt=5, version=3, domain=b"a kernel", endpoint="tcp://10.0.0.2:7000"),
     "refuse": wm.Refuse(peer=PREFILL, to=DECODE, detail="no", attempt=5),
     "grant": wm.Grant(
         room=7,

@@ -16,6 +16,7 @@ from kvflow.geometry.layout import KVLayout
 from kvflow.wire import codec
 from kvflow.wire.codec import HEADER, MAX_MESSAGE_BYTES, decode, decode_frames, encode
 from kvflow.wire.messages import (
+    PROTOCOL_VERSION,
     AnyMessage,
     Failure,
     Grant,
@@ -27,6 +28,7 @@ from kvflow.wire.messages import (
     RankRecord,
     Refuse,
     Register,
+    Welcome,
 )
 from tests.support.pools import PagedShape, Pool
 from tests.wire.strategies import MESSAGES, any_message
@@ -286,6 +288,12 @@ def test_record_without_a_usable_endpoint(endpoint: str) -> None:
     unchecked = fields(REGISTER)
     unchecked["record"]["endpoint"] = endpoint
     assert "record has no usable endpoint" in str(refused(raw(unchecked)))
+
+
+@pytest.mark.parametrize("endpoint", [*filter(None, BAD_ENDPOINTS), *NOT_DIALLED, f"tcp://{'h' * 512}:1"])
+def test_welcome_without_a_usable_endpoint(endpoint: str) -> None:
+    unchecked = fields(Welcome(peer=RECORD.peer, attempt=0, version=PROTOCOL_VERSION))
+    assert refused(raw(unchecked | {"endpoint": endpoint})).message == "message is malformed"
 
 
 @settings(max_examples=300, deadline=None)

@@ -10,10 +10,11 @@ import numpy as np
 
 from kvflow.errors import BackendError
 
-__all__ = ["INCARNATION_BYTES", "EndpointAddress", "IncarnationCell"]
+__all__ = ["CELL_BYTES", "INCARNATION_BYTES", "EndpointAddress", "IncarnationCell"]
 
 INCARNATION_BYTES: Final = 16
 NUM_SLOTS: Final = 256
+CELL_BYTES: Final = NUM_SLOTS * INCARNATION_BYTES
 
 Word = Annotated[int, msgspec.Meta(ge=0)]
 Incarnation = Annotated[bytes, msgspec.Meta(min_length=INCARNATION_BYTES, max_length=INCARNATION_BYTES)]

@@ -15,6 +15,9 @@ What the library does determines the design:
 * After a partition, TCP retransmits what is unacknowledged only when a pause is over that has doubled each time: up to
   as long after the heal as the partition has lasted. So a peer that is connected again while posts to it still run is
   connected through another engine.
+* Nobody proves that a session is his. Whoever gives that of another endpoint has to name bytes in its memory as his
+  incarnation; so if a peer names an address in memory that is known to be of another one, or the own, it is looked
+  whether the incarnation of that one is there as well. Endpoints that are not connected here are not known.
 * It speaks IPv4 or IPv6, for the whole process, and decides that when it is imported.
 * It has notices, but they are slow, unauthenticated and lost in silence: not used.
 
@@ -30,13 +33,14 @@ from contextlib import asynccontextmanager
 from typing import Final, TypeVar, get_args
 
 import anyio
+from msgspec.structs import replace
 from typing_extensions import override
 
 from kvflow.backends.base import Capabilities
 from kvflow.backends.delivery import Delivery
 from kvflow.backends.dryness import Dryness
-from kvflow.backends.metadata import PeerMetadata
-from kvflow.backends.mooncake.address import EndpointAddress
+from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
+from kvflow.backends.mooncake.address import CELL_BYTES, INCARNATION_BYTES, EndpointAddress
 from kvflow.backends.mooncake.agent import Agent
 from kvflow.backends.mooncake.engine import Engine, WritingEngine
 from kvflow.backends.mooncake.library import (
@@ -72,7 +76,18 @@ MAX_WINDOW: Final = 1024
 """The library's queue for one peer, if the environment does not make it longer."""
 
 
-class MooncakeBackend(OwnerBackend[Agent, ConnectedPeer]):
+@dataclasses.dataclass(eq=False)
+class _Peer(ConnectedPeer):
+    """A connected peer.
+
+    Attributes:
+        address: How it is found.
+    """
+
+    address: EndpointAddress
+
+
+class MooncakeBackend(OwnerBackend[Agent, _Peer]):
     """Writes through a Mooncake TransferEngine.
 
     `ends_with_process` is False: bytes in the socket buffers of a peer land after the sender has died. Over TCP, the
@@ -148,7 +163,7 @@ class MooncakeBackend(OwnerBackend[Agent, ConnectedPeer]):
         return Agent(agent_name, start, delivery, protocol=protocol, window=self._window, timeout_s=timeout_s)
 
     @override
-    async def _connect(self, peer: str, theirs: PeerMetadata) -> ConnectedPeer:
+    async def _connect(self, peer: str, theirs: PeerMetadata) -> _Peer:
         address = EndpointAddress.unpack(theirs.agent, agent=peer, protocol=self._settings.protocol)
         try:
             with anyio.fail_after(self._connect_timeout_s):
@@ -157,10 +172,10 @@ class MooncakeBackend(OwnerBackend[Agent, ConnectedPeer]):
             raise BackendError(
                 "peer does not answer", peer=peer, session=address.session, timeout_s=self._connect_timeout_s
             ) from error
-        return ConnectedPeer(peer, theirs.memory)
+        return _Peer(peer, theirs.memory, address)
 
     @override
-    def _post(self, post_id: int, peer: ConnectedPeer, descriptors: Descriptors, notice: bytes) -> None:
+    def _post(self, post_id: int, peer: _Peer, descriptors: Descriptors, notice: bytes) -> None:
         owner, agent = self._running()
         owner.submit(functools.partial(agent.post, post_id, peer.name, descriptors))
 
@@ -191,6 +206,7 @@ class MooncakeBackend(OwnerBackend[Agent, ConnectedPeer]):
         for _ in range(ENGINES_TO_TRY):
             async with self._borrowed_sender(worn_out) as engine:
                 await self._in_thread(functools.partial(engine.probe, address))
+                await self._check_owner(engine, peer, address)
                 incarnation = await self._in_thread(functools.partial(engine.read_incarnation, address))
                 if incarnation == address.incarnation:
                     connect = functools.partial(_connect_line, peer=peer, engine=engine, session=address.session)
@@ -199,6 +215,22 @@ class MooncakeBackend(OwnerBackend[Agent, ConnectedPeer]):
                     raise BackendError("a different process answers at the peer's address", session=address.session)
                 worn_out = engine
         raise BackendError("peer answers, but its memory cannot be reached", session=address.session)
+
+    async def _check_owner(self, engine: WritingEngine, peer: str, address: EndpointAddress) -> None:
+        """Refuse the session of another endpoint, or of this one under another name; it may have several addresses.
+
+        Raises:
+            BackendError: Its incarnation is there.
+        """
+        own = await self._call(lambda agent: agent.address)
+        if peer == own.agent and address == own:
+            return
+        known = [(own, self._registered()), *((other.address, other.memory) for other in self._peers.values())]
+        for other, memory in known:
+            if _is_in(other, memory, address.incarnation_address):
+                at = replace(address, incarnation_address=other.incarnation_address)
+                if await self._in_thread(functools.partial(engine.read_incarnation, at)) == other.incarnation:
+                    raise BackendError("peer gives the session of another one", peer=peer, session=address.session)
 
     @asynccontextmanager
     async def _borrowed_sender(self, worn_out: WritingEngine | None) -> AsyncIterator[WritingEngine]:
@@ -217,6 +249,13 @@ class MooncakeBackend(OwnerBackend[Agent, ConnectedPeer]):
 
 def _connect_line(agent: Agent, *, peer: str, engine: WritingEngine, session: str) -> None:
     agent.connect(peer, engine, session)
+
+
+def _is_in(endpoint: EndpointAddress, memory: RegisteredMemory, address: int) -> bool:
+    """Say whether an incarnation at an address is, partly, in memory that can be read at an endpoint."""
+    spans = [(item.address, item.end) for item in memory.ranges]
+    spans.append((endpoint.incarnation_address, endpoint.incarnation_address + CELL_BYTES))
+    return any(start < address + INCARNATION_BYTES and address < end for start, end in spans)
 
 
 def _is_host(text: str) -> bool:

@@ -90,6 +90,8 @@ class NixlAgent:
         self._running: dict[int, Post] = {}
         self._in_doubt: dict[int, Post] = {}
         self._failed: dict[int, Post] = {}
+        self._name = name
+        self._blobs: set[bytes] = set()
         self._connections: dict[str, Connection] = {}
         self._former: list[Connection] = []
         self._disconnecting: dict[str, None] = {}
@@ -115,15 +117,18 @@ class NixlAgent:
         Raises:
             RegistrationError: NIXL does not take it.
         """
-        return self._agents.register(memory)
+        blob = self._agents.register(memory)
+        self._blobs.add(blob)
+        return blob
 
     def connect(self, peer: str, blob: bytes) -> None:
         """Open an endpoint to a peer, unless there is one that is sound and over which nothing is under way.
 
         Raises:
-            BackendError: NIXL does not take the blob, or it is another peer's; or there are too many former endpoints
-                to the peer whose posts have not ended.
+            BackendError: NIXL does not take the blob, or it is another peer's or of an own agent; or there are too many
+                former endpoints to the peer whose posts have not ended.
         """
+        self._check_self(peer, blob)
         self._hand_on()
         self._disconnecting.pop(peer, None)
         self._kept.pop(peer, None)
@@ -295,6 +300,17 @@ class NixlAgent:
 
     def _endpoints(self) -> list[Connection]:
         return [*self._connections.values(), *self._former]
+
+    def _check_self(self, peer: str, blob: bytes) -> None:
+        """Refuse what would be written to the own memory, unless it is known to be meant for it.
+
+        Raises:
+            BackendError: The peer has the name of an own agent, or may have the name of one that is to be started, and
+                it is not the one that peers write to; or only one of name and blob is its.
+        """
+        is_first = peer == self._name and blob in self._blobs
+        if not is_first and (peer == self._name or peer.startswith(f"{self._name}#") or blob in self._blobs):
+            raise BackendError("peer has the name or the metadata of an own agent", peer=peer)
 
     def _add(self, agent: Any, peer: str, blob: bytes) -> None:
         if peer == agent.name:  # itself, which needs no adding

@@ -10,7 +10,7 @@ from msgspec import structs
 
 import kvflow
 from kvflow.cli.processes import ANSWER_S, ChildProcess, open_tasks
-from kvflow.keys import make_keys
+from kvflow.keys import add_peer, add_registry, make_keys
 
 __all__ = ["DECODE", "PREFILL", "SideName", "SideOptions", "WrongBytes", "make_all_keys", "open_sides"]
 
@@ -28,8 +28,9 @@ def make_all_keys(directory: Path) -> None:
     names = (REGISTRY, PREFILL, DECODE)
     keys = {name: make_keys(directory / name) for name in names}
     for name in names:
-        (directory / name / "peers").write_text("".join(f"{keys[one]} {one}\n" for one in (PREFILL, DECODE)))
-        (directory / name / "registry").write_text(keys[REGISTRY])
+        for one in (PREFILL, DECODE):
+            add_peer(directory / name, keys[one], one)
+        add_registry(directory / name, keys[REGISTRY])
 
 
 class SideOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -281,8 +281,10 @@ class DecodeCore:
         return effects
 
     def _refused(self, peer: PeerId, refuse: Refuse, now: float) -> list[DecodeEffect]:
-        if refuse.peer != peer:  # somebody else answers at its port
-            return [*self._process_ended(peer, now), *self.peers.close(peer)]
+        if refuse.peer != peer:  # somebody else answers at its port, or where a directory has it
+            is_its_port = self.peers.is_where_it_listens(peer)
+            ended = self._process_ended(peer, now) if is_its_port else self._is_not_there(peer, now)
+            return [*ended, *self.peers.close(peer)]
         if refuse.attempt is not None:
             return self.instances.refused(peer, refuse, now)
         if refuse.to not in (None, self.me) or peer not in self.peers:
@@ -331,6 +333,12 @@ class DecodeCore:
         if is_fenced:
             effects += self._fenced(peer, now, failure)
         return [*effects, *self._over(peer, failure, now), *self._close_unless_awaited(peer, now)]
+
+    def _is_not_there(self, peer: PeerId, now: float) -> list[DecodeEffect]:
+        """Give up an incarnation that a directory has named, without taking that for a proof: directories may lie."""
+        self.peers.said_goodbye(peer)
+        failure = self._failure(FailureReason.PEER_LOST, f"somebody else answers where {peer.rank} was listed")
+        return self._over(peer, failure, now)
 
     def _over(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
         """Give up an incarnation that is over, connected or in the middle of a handshake."""

@@ -324,7 +324,7 @@ class Instances:
         instance = self._instance_of(peer)
         del instance.hellos[peer]
         self._timers.clear(HelloUnanswered(peer))
-        is_new = self._peers.handshake_done(peer, now, welcome.domain)
+        is_new = self._peers.handshake_done(peer, now, welcome)
         effects: list[DecodeEffect] = [LogEvent("peer_connected", {"peer": str(peer)})] if is_new else []
         effects += self._rooms.peer_connected(instance.ranks[peer.rank.engine_rank])
         return effects if instance.hellos else [*effects, *self._connected(instance, now)]

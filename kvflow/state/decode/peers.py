@@ -13,7 +13,7 @@ from kvflow.state.quarantine import Awaited, MissingProof
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import PeerState
 from kvflow.state.timers import Timers
-from kvflow.wire.messages import Message, PeerId, Ping, StagingWindow
+from kvflow.wire.messages import Message, PeerId, Ping, StagingWindow, Welcome
 
 __all__ = ["PeerForgotten", "PingDue", "PrefillPeers", "ProbeDue", "QueuePairsGone"]
 
@@ -83,7 +83,7 @@ class PrefillPeers:
         self._proofs = settings.proofs
         self._timers = timers
         self._peers: dict[PeerId, Peer] = {}
-        self._open: dict[PeerId, None] = {}
+        self._open: dict[PeerId, str] = {}
         self._broken: dict[PeerId, None] = {}
         self._endpoints: OrderedDict[PeerId, str] = OrderedDict()
         self._probing: dict[PeerId, bool] = {}
@@ -118,12 +118,11 @@ class PrefillPeers:
     # Connections -----------------------------------------------------------------------------------------------------
 
     def open(self, peer: PeerId, endpoint: str) -> list[DecodeEffect]:
-        """Open a connection, unless there is one."""
-        _remember(self._endpoints, peer, endpoint)
+        """Open a connection to where a directory has a rank, unless there is one."""
         _remember(self._origins, peer, self.origin(peer)._replace(endpoint=endpoint))
         if peer in self._open:
             return []
-        self._open[peer] = None
+        self._open[peer] = endpoint
         self._broken.pop(peer, None)
         return [Connect(peer, endpoint)]
 
@@ -144,7 +143,7 @@ class PrefillPeers:
         """Close a connection, if there is one."""
         self._broken.pop(peer, None)
         self._timers.clear(PeerForgotten(peer))
-        return [Disconnect(peer)] if self._open.pop(peer, peer) is None else []
+        return [Disconnect(peer)] if self._open.pop(peer, None) is not None else []
 
     def close_unless_awaited(self, peer: PeerId, now: float, *, is_awaited: bool) -> list[DecodeEffect]:
         """Close a connection that is not needed any more, unless it may bring a proof that something waits for.
@@ -167,18 +166,28 @@ class PrefillPeers:
         return [SendMessage(peer, message)] if peer in self._open else []
 
     def at_endpoint(self, peer: PeerId) -> list[PeerId]:
-        """Who listened where this incarnation listens now: their processes have ended."""
-        endpoint = self._endpoints.get(peer)
+        """Who listened where this incarnation was reached: their processes have ended.
+
+        What a directory has said of them does not count, only what they have said themselves.
+        """
+        endpoint = self._open.get(peer)
         return [other for other, where in self._endpoints.items() if where == endpoint and other != peer]
+
+    def is_where_it_listens(self, peer: PeerId) -> bool:
+        """Say whether the connection to an incarnation leads where it has said that it listens."""
+        return peer in self._open and self._open[peer] == self._endpoints.get(peer)
 
     # Liveness --------------------------------------------------------------------------------------------------------
 
-    def handshake_done(self, peer: PeerId, now: float, domain: bytes) -> bool:
-        """Note that a rank takes grants, and what it says of its transport; say whether it was not known before.
+    def handshake_done(self, peer: PeerId, now: float, welcome: Welcome) -> bool:
+        """Note that a rank takes grants, and what it says of itself; say whether it was not known before.
 
         One whose connection broke meanwhile is suspect until something else is heard.
         """
-        _remember(self._origins, peer, self.origin(peer)._replace(domain=domain))
+        if welcome.endpoint:
+            _remember(self._endpoints, peer, welcome.endpoint)
+        origin = Origin(welcome.endpoint or self.origin(peer).endpoint, welcome.domain)
+        _remember(self._origins, peer, origin)
         known = self._peers.get(peer)
         is_new = known is None
         if known is None:
@@ -223,7 +232,10 @@ class PrefillPeers:
     # Proofs ----------------------------------------------------------------------------------------------------------
 
     def probe(self, peer: PeerId) -> list[DecodeEffect]:
-        """Find out whether the process of a rank still exists; if that is going on, perhaps once more after it."""
+        """Find out whether the process of a rank still exists; if that is going on, perhaps once more after it.
+
+        Only where it has said itself that it listens: a directory could name any port at which nobody does.
+        """
         endpoint = self._endpoints.get(peer)
         if endpoint is None:
             return []

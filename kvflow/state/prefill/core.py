@@ -421,8 +421,9 @@ class PrefillCore:
 
     def _welcome(self, connection: bytes, hello: Hello) -> list[PrefillEffect]:
         version = min(PROTOCOL_VERSION, hello.versions[1])
-        domain = self._settings.domain
-        return [Reply(connection, Welcome(peer=self.me, attempt=hello.attempt, version=version, domain=domain))]
+        domain, endpoint = self._settings.domain, self._settings.endpoint
+        welcome = Welcome(peer=self.me, attempt=hello.attempt, version=version, domain=domain, endpoint=endpoint)
+        return [Reply(connection, welcome)]
 
     def _refuse_hello(
         self, connection: bytes, hello: Hello, detail: str, kind: str = "hello_refused"

@@ -191,10 +191,13 @@ class SmallWorld:
         layout = _layout(setup.num_prefill, num_tokens * (len(setup.rooms) + MAX_TRIALS))
         limits = Limits(bytes_per_post=TOKEN_BYTES * setup.num_prefill, posts_per_peer=setup.posts_per_peer)
         local, windows = _staging(setup)
-        self._prefill_settings = PrefillSettings(TIMEOUTS, limits, layout, "explored", staging=local)
-        self.prefill: list[PrefillCore | None] = [
-            PrefillCore(PeerId(RankId("P", number), number + 1), self._prefill_settings)
+        self._prefill_settings = tuple(
+            PrefillSettings(TIMEOUTS, limits, layout, "explored", staging=local, endpoint=f"tcp://p:{number + 1}")
             for number in range(setup.num_prefill)
+        )
+        self.prefill: list[PrefillCore | None] = [
+            PrefillCore(PeerId(RankId("P", number), number + 1), settings)
+            for number, settings in enumerate(self._prefill_settings)
         ]
         self.decode = [
             DecodeCore(
@@ -208,7 +211,7 @@ class SmallWorld:
             RankRecord(
                 peer=core.me,
                 num_ranks=setup.num_prefill,
-                endpoint=f"tcp://p:{number + 1}",
+                endpoint=self._prefill_settings[number].endpoint,
                 backend="explored",
                 layout=layout,
             )
@@ -234,7 +237,7 @@ class SmallWorld:
 
     def copy(self) -> "SmallWorld":
         """An independent copy."""
-        shared = {id(item): item for item in (self.setup, self._layout, self._prefill_settings, self._records)}
+        shared = {id(item): item for item in (self.setup, self._layout, *self._prefill_settings, self._records)}
         result: SmallWorld = copied(self, shared)
         return result
 
@@ -419,7 +422,7 @@ class SmallWorld:
             case ef.Reply(connection, message):
                 self._send(("down", number, connection[1]), message)
             case ef.CheckHello(connection, hello):
-                link = link_for(hello, self._prefill_settings)
+                link = link_for(hello, self._prefill_settings[number])
                 self._add_task("P", number, ev.HelloChecked(connection, hello, link))
             case ef.PostPiece(piece):
                 self._post(number, piece)
@@ -636,7 +639,7 @@ class SmallWorld:
             if core is None:
                 record = self._records[number]
                 peer = PeerId(record.peer.rank, record.peer.incarnation + RESTARTED)
-                self.prefill[number] = PrefillCore(peer, self._prefill_settings)
+                self.prefill[number] = PrefillCore(peer, self._prefill_settings[number])
                 changed = msgspec.structs.replace(record, peer=peer)
                 self._records = (*self._records[:number], changed, *self._records[number + 1 :])
 

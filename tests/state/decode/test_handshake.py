@@ -22,7 +22,7 @@ from kvflow.state.effects import (
     ReportReceiver,
     SendMessage,
 )
-from kvflow.wire.messages import Cancel, Decline, Drained, Goodbye, Grant, Hello, PeerId, Ping, Pong, Refuse, Welcome
+from kvflow.wire.messages import Cancel, Decline, Drained, Goodbye, Grant, Hello, PeerId, Ping, Pong, Refuse
 from tests.support.cores import (
     ABORTED,
     DECODE,
@@ -36,6 +36,7 @@ from tests.support.cores import (
     peer,
     records,
     reports,
+    welcome_of,
 )
 from tests.support.receiving import ROOM, Transfer, request
 
@@ -63,7 +64,7 @@ def hello_to(effects: list[DecodeEffect], to: PeerId) -> Hello:
 
 
 def accept(core: DecodeDriver, hello: Hello) -> list[DecodeEffect]:
-    return core.hear(hello.to, Welcome(peer=hello.to, attempt=hello.attempt, version=3))
+    return core.hear(hello.to, welcome_of(hello.to, hello))
 
 
 def refuse(core: DecodeDriver, hello: Hello, **changes: Any) -> list[DecodeEffect]:
@@ -120,7 +121,6 @@ def test_a_rank_that_restarts_during_the_handshake_is_shaken_hands_with_instead(
     old = hello_to(hellos, OTHER_PREFILL)
     effects = core.found(AGAIN, OTHER_PREFILL)
     assert Disconnect(PREFILL) in effects
-    assert ProbePeer(PREFILL, endpoint_of(PREFILL)) in effects
     effects = core.compiled(effects)
     assert of_kind(effects, Connect) == [Connect(AGAIN, endpoint_of(AGAIN))], "the other one is connected already"
     assert [to for to, _ in messages(effects, Hello)] == [AGAIN, OTHER_PREFILL]

@@ -20,6 +20,7 @@ from tests.support.cores import (
     abort_failure,
     anomalies,
     connection_of,
+    endpoint_of,
     grant,
     messages,
     of_kind,
@@ -54,7 +55,7 @@ def test_a_hello_is_checked_and_then_welcomed(core: PrefillDriver) -> None:
     assert say(core, hello) == [CheckHello(FIRST, hello)]
     assert core.core.num_peers == 0
     effects = core(core.checked(hello))
-    assert replies(effects) == [(FIRST, Welcome(peer=PREFILL, attempt=0, version=3))]
+    assert replies(effects) == [(FIRST, Welcome(peer=PREFILL, attempt=0, version=3, endpoint=endpoint_of(PREFILL)))]
     assert of_kind(effects, LogEvent) == [LogEvent("peer_connected", {"peer": str(DECODE)})]
     assert core.core.connections() == [FIRST]
 
@@ -71,7 +72,9 @@ def test_a_retransmitted_hello_is_answered_at_once(core: PrefillDriver) -> None:
     say(core, hello)
     core(core.checked(hello))
     for _ in range(2):
-        assert say(core, hello) == [Reply(FIRST, Welcome(peer=PREFILL, attempt=0, version=3))]
+        assert say(core, hello) == [
+            Reply(FIRST, Welcome(peer=PREFILL, attempt=0, version=3, endpoint=endpoint_of(PREFILL)))
+        ]
 
 
 def test_a_later_attempt_is_checked_again_and_answered_with_its_own_number(core: PrefillDriver) -> None:
@@ -79,7 +82,7 @@ def test_a_later_attempt_is_checked_again_and_answered_with_its_own_number(core:
     hello = core.hello()
     assert say(core, hello) == [CheckHello(FIRST, hello)]
     effects = core(core.checked(hello))
-    assert replies(effects) == [(FIRST, Welcome(peer=PREFILL, attempt=1, version=3))]
+    assert replies(effects) == [(FIRST, Welcome(peer=PREFILL, attempt=1, version=3, endpoint=endpoint_of(PREFILL)))]
     assert of_kind(effects, LogEvent) == [], "it was connected before"
 
 
@@ -107,7 +110,7 @@ def test_the_same_attempt_over_another_connection_takes_the_place_of_the_first(c
     core(core.checked(hello))
     assert say(core, hello, SECOND) == [CheckHello(SECOND, hello)]
     effects = core(core.checked(hello, connection=SECOND))
-    assert replies(effects) == [(SECOND, Welcome(peer=PREFILL, attempt=0, version=3))]
+    assert replies(effects) == [(SECOND, Welcome(peer=PREFILL, attempt=0, version=3, endpoint=endpoint_of(PREFILL)))]
     assert core.core.connections() == [SECOND]
     assert messages(core(ev.MessageArrived(FIRST, Ping(peer=DECODE))), Refuse), "the old connection is nobody's"
 

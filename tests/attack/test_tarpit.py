@@ -1,0 +1,40 @@
+"""Transports may wait long for a peer that does not answer. An insider with many of them keeps nobody else waiting."""
+
+from contextlib import ExitStack, closing
+
+import anyio
+import pytest
+
+from kvflow.geometry.routes import compile_routes
+from kvflow.stages.bootstrap import HELLOS_AT_ONCE
+from tests.attack.guarded import guarded, works
+from tests.attack.insiders import hello_to, insider
+from tests.support.instances import make_pool
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_peers_that_do_not_answer_take_places_of_their_own_principal_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with guarded("other-*") as deployment:
+        prefill = deployment.prefill[0]
+        connect, held = prefill._backend.connect, list[str]()
+
+        async def hold(peer: str, metadata: bytes) -> None:
+            if peer.startswith("other"):
+                held.append(peer)
+                await anyio.sleep_forever()
+            await connect(peer, metadata)
+
+        monkeypatch.setattr(prefill._backend, "connect", hold)
+        layout = make_pool().layout
+        route = compile_routes({0: prefill.layout}, layout, decode_rank=0)[0]
+        with ExitStack() as stack:
+            for number in range(3 * HELLOS_AT_ONCE):
+                attacker = stack.enter_context(closing(insider(deployment, "other-*")))
+                attacker.say(hello_to(deployment, instance=f"other-{number}", layout=layout, route=route))
+            await until(lambda: len(held) == HELLOS_AT_ONCE)
+            await works(deployment)
+            assert len(held) == HELLOS_AT_ONCE

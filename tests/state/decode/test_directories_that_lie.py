@@ -1,0 +1,88 @@
+"""A directory may say that a rank is anywhere. What is found there is no proof that its process has ended."""
+
+import pytest
+from msgspec.structs import replace
+
+from kvflow.state import events as ev
+from kvflow.state.effects import DecodeEffect, Disconnect, LookUp, ProbePeer
+from kvflow.wire.messages import Hello, PeerId, Refuse
+from tests.support.cores import (
+    DECODE,
+    OTHER_PREFILL,
+    PREFILL,
+    DecodeDriver,
+    endpoint_of,
+    messages,
+    of_kind,
+    peer,
+    records,
+    reports,
+    welcome_of,
+)
+from tests.support.receiving import request
+
+LIE = "tcp://10.0.0.66:6666"
+DRAINING = [("failed", "draining")]
+SAFE = [*DRAINING, ("failed", "safe")]
+
+
+def connect(core: DecodeDriver, other: PeerId, *, listed: str, said: str, room: int = 7) -> list[DecodeEffect]:
+    """Grant a room to a rank that a directory has somewhere, and that says itself where it listens."""
+    core(request(room, room=room, instance=other.rank.instance))
+    found = tuple(replace(record, endpoint=listed) for record in records(other))
+    effects = core.compiled(core(ev.InstanceFound(other.rank.instance, found)))
+    ((_, hello),) = messages(effects, Hello)
+    assert isinstance(hello, Hello)
+    return core.hear(other, welcome_of(other, hello, endpoint=said))
+
+
+@pytest.fixture
+def core() -> DecodeDriver:
+    return DecodeDriver()
+
+
+def test_a_rank_is_probed_where_it_has_said_that_it_listens(core: DecodeDriver) -> None:
+    connect(core, PREFILL, listed=LIE, said=endpoint_of(PREFILL))
+    assert of_kind(core(ev.ConnectionLost(PREFILL)), ProbePeer) == [ProbePeer(PREFILL, endpoint_of(PREFILL))]
+    assert reports(core(ev.ProbeFinished(PREFILL, is_gone=True))) == SAFE
+
+
+def test_a_rank_that_has_not_said_where_it_listens_is_not_probed(core: DecodeDriver) -> None:
+    connect(core, PREFILL, listed=LIE, said="")
+    assert not of_kind([*core(ev.ConnectionLost(PREFILL)), *core.sleep(60.0)], ProbePeer)
+
+
+def test_nothing_is_probed_before_it_has_answered(core: DecodeDriver) -> None:
+    core(request())
+    core.compiled(core.found(PREFILL))
+    assert not of_kind([*core(ev.ConnectionLost(PREFILL)), *core.sleep(60.0)], ProbePeer)
+
+
+@pytest.mark.parametrize(("listed", "outcome"), [(LIE, DRAINING), (endpoint_of(PREFILL), SAFE)])
+def test_somebody_else_proves_that_a_rank_has_ended_only_at_its_own_port(
+    core: DecodeDriver, listed: str, outcome: object
+) -> None:
+    connect(core, PREFILL, listed=listed, said=endpoint_of(PREFILL))
+    effects = core.hear(PREFILL, Refuse(peer=OTHER_PREFILL, to=DECODE, detail="who are you?"))
+    assert reports(effects) == outcome
+    assert Disconnect(PREFILL) in effects
+    assert of_kind(effects, LookUp) == [LookUp("prefill")]
+    assert core.found(PREFILL) == [], "it is not asked for there again and again"
+
+
+@pytest.mark.parametrize(
+    ("listed", "said", "outcome"),
+    [
+        (endpoint_of(PREFILL), endpoint_of(PREFILL), SAFE),
+        (endpoint_of(PREFILL), LIE, SAFE),
+        (LIE, endpoint_of(PREFILL), []),
+        (LIE, LIE, []),
+    ],
+)
+def test_who_was_reached_at_a_port_proves_that_the_one_who_listened_there_has_ended(
+    core: DecodeDriver, listed: str, said: str, outcome: object
+) -> None:
+    """And not who says that he listens there."""
+    connect(core, PREFILL, listed=LIE, said=endpoint_of(PREFILL))
+    effects = connect(core, peer("stranger"), listed=listed, said=said, room=8)
+    assert reports(effects) == outcome
