@@ -16,7 +16,7 @@ import pytest
 from tests.engines.sglang.processes import Process, free_port
 from tests.engines.sglang.steps import TOKENS
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]  # six processes load SGLang at first
 
 SETTINGS = {"backend": "nixl", "timeouts": {"lease_s": 2.0, "drain_s": 1.0}}
 ROOM = 1
