@@ -235,6 +235,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._listener = self._ports.control.listen(
             self.config.bind, self.config.advertise, self._on_message, trust=self._trust, on_refused=self._refused
         )
+        self._endpoint = self._listener.endpoint
         self._resources.callback(self._close_listener)
         settings = PrefillSettings(
             timeouts=self.config.timeouts,

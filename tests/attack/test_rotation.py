@@ -173,7 +173,7 @@ async def test_capabilities_are_not_switched_off_by_a_file_that_is_being_replace
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(outcome, request.send)
             (path / "capability.key").write_text("")
-            with pytest.raises(ConfigError, match="cut short"):
+            with pytest.raises(ConfigError, match="truncated"):
                 deployment.prefill[0].reload_trust()
             (path / "capability.key").unlink()
             with pytest.raises(ConfigError, match="capabilities end with a restart only"):

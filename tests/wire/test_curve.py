@@ -194,12 +194,12 @@ async def test_lists_that_change_while_a_name_is_looked_up() -> None:
         with closing(Client(endpoint, ends.keys)) as client:
             client.connection.renew(replace(ends.keys, servers=()))
             await until(lambda: client.refused)
-            assert client.refused[0] == "no key is listed for who is to answer there"
+            assert client.refused[0] == "no key is listed for it here"
             client.connection.renew(ends.keys)
             client.connection.renew(replace(ends.keys, servers=()))
             client.connection.renew(ends.keys)
             await meet(server, client)
-            assert set(client.refused) == {"no key is listed for who is to answer there"}
+            assert set(client.refused) == {"no key is listed for it here"}
 
 
 async def test_contexts_are_used_again() -> None:
