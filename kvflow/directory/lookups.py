@@ -9,11 +9,11 @@ from typing import Final
 from kvflow.directory.client import RegistryClient
 from kvflow.errors import Unreachable
 from kvflow.observe.logs import BoundLogger
-from kvflow.ports import Ports
 from kvflow.state.decode.instances import MAX_REFS
 from kvflow.state.events import InstanceAt, InstanceRef
 from kvflow.trust import PLAIN, Trust
 from kvflow.wire.messages import RankRecord
+from kvflow.wire.reading import ReadingContext
 
 __all__ = ["Directories"]
 
@@ -31,8 +31,8 @@ class Directories:
 
     Args:
         registry: Address of the registry for names; None if there is none.
-        ports: Sockets and clock.
         log: For the connections.
+        context: Sockets, a clock, and what long answers are read with.
         on_found: Takes what was asked for, the records, by engine rank, and the number of the question.
         on_refused: Takes why nobody is asked for an instance, for all names if it is None.
         trust: Who may answer.
@@ -44,14 +44,15 @@ class Directories:
     def __init__(
         self,
         registry: str | None,
-        ports: Ports,
         log: BoundLogger,
+        context: ReadingContext,
         on_found: OnFound,
         on_refused: OnLookUpRefused = lambda _instance, _detail: None,
         trust: Trust = PLAIN,
     ) -> None:
-        self._ports = ports
+        self._now = context.ports.now
         self._log = log
+        self._context = context
         self._on_found = on_found
         self._loop = asyncio.get_running_loop()
         self._at: OrderedDict[InstanceAt, tuple[RegistryClient, float]] = OrderedDict()
@@ -62,8 +63,8 @@ class Directories:
         if registry is not None:
             self._registry = RegistryClient(
                 registry,
-                ports,
                 log,
+                context,
                 self._take_named,
                 keys=trust.for_registry(),
                 on_refused=lambda detail: on_refused(None, detail),
@@ -98,7 +99,7 @@ class Directories:
             self._registry.close()
 
     def _client_at(self, instance: InstanceAt) -> RegistryClient:
-        now = self._ports.now()
+        now = self._now()
         if instance in self._at:
             client = self._at[instance][0]
         else:
@@ -110,8 +111,8 @@ class Directories:
 
             client = RegistryClient(
                 instance.address,
-                self._ports,
                 self._log,
+                self._context,
                 take,
                 keys=self._trust.for_address(instance.name),
                 on_refused=lambda detail: self._on_refused(instance, detail),
@@ -124,7 +125,7 @@ class Directories:
 
     def _close_unused(self) -> None:
         self._timer = None
-        now = self._ports.now()
+        now = self._now()
         while self._at:
             instance, (client, used_at) = next(iter(self._at.items()))
             if now < used_at + UNUSED_S:

@@ -13,9 +13,9 @@ import pytest
 import kvflow
 from kvflow.errors import FailureReason
 from kvflow.geometry.layout import Region
-from kvflow.stages.gate import HELLOS_AT_ONCE
+from kvflow.stages.gate import HELLO_BYTES_AT_ONCE, HELLOS_AT_ONCE
 from kvflow.trust import ClientKeys
-from kvflow.wire.codec import HEADER, MAX_REQUEST_BYTES, encode
+from kvflow.wire.codec import HEADER, LONG_BYTES, MAX_REQUEST_BYTES, encode
 from kvflow.wire.messages import Failed, RankRecord, Register, Unregister, Welcome
 from kvflow.wire.refusals import REFUSALS_AT_ONCE
 from tests.attack.guarded import BACKENDS, Attacker, guarded, works
@@ -103,6 +103,41 @@ async def test_an_insider_who_grants_without_end_starves_only_itself(backend: st
             assert failed.failure.reason is FailureReason.CAPACITY
             assert prefill.statistics().waiting_grants <= 33
             await works(deployment, 77)
+
+
+async def test_what_is_not_for_a_listener_is_not_read() -> None:
+    """Eight megabytes of records took seconds."""
+    record = {"peer": [["other", 0], 1], "layout": {"components": [{"name": "kv", "regions": [REGION] * 4_096}]}}
+    data = HEADER + msgspec.msgpack.encode({"type": "records", "instance": "x", "records": [record] * 50})
+    assert len(data) < MAX_REQUEST_BYTES
+    async with guarded("other") as deployment, under_way(deployment) as honest:
+        prefill, registry = deployment.prefill[0], deployment.registry
+        keys = deployment.keys["other"].for_registry()
+        with closing(insider(deployment)) as attacker, closing(Attacker(registry.endpoint, keys)) as other:
+            for _ in range(5):
+                attacker.connection.send(data)
+                other.connection.send(data)
+            await until(lambda: prefill.statistics().anomalies.get("connection_cut"))
+            await until(lambda: registry._anomalies.counts.get("connection_cut"))
+            await honest.go_on()
+
+
+async def test_an_insider_whose_hellos_have_thousands_of_regions_starves_only_itself() -> None:
+    """Most are not read, and then not even received."""
+    large = Pool(PagedShape(16, 4, (0, 4), 8, num_layers=2_000), 0).layout
+    async with guarded("other") as deployment, under_way(deployment) as honest:
+        prefill = deployment.prefill[0]
+        with closing(insider(deployment)) as attacker:
+            hello = encode(hello_to(deployment, layout=large))
+            num_read = HELLO_BYTES_AT_ONCE // len(hello)
+            for number in range(num_read + 2 * REFUSALS_AT_ONCE * LONG_BYTES // len(hello)):
+                with suppress(kvflow.Unreachable):
+                    attacker.connection.send(hello)
+                if number % 8 == 0:
+                    await anyio.lowlevel.checkpoint()
+            await until(lambda: prefill.statistics().anomalies.get("hello_over_budget"))
+            await until(lambda: prefill.statistics().anomalies.get("connection_cut"))
+            await honest.go_on()
 
 
 @pytest.mark.slow
