@@ -1,20 +1,20 @@
 """kvflow behind SGLang's interfaces, and SGLang's own NIXL backend, in turn.
 
 Each side is a process that makes SGLang's manager, and a scheduler thread in it that calls senders and receivers as
-SGLang's queues do, and polls all of them every 0.2 ms. SGLang has to be installed somewhere, see the benchmark
-`embedded`.
+SGLang's queues do, and polls all of them every 0.2 ms. It runs in the environment that `make test-sglang` makes:
+
+    .cache/sglang/bin/python -m benchmarks sglang_transfer
 """
 
 import argparse
 import statistics
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from benchmarks.embedded.command import Player, installed, open_player, times
+from benchmarks.embedded.command import Player, check_sglang, open_player, times
 from benchmarks.embedded.loads import LANES, EmbeddedOptions, Way
 from kvflow.cli.bench.loads import SHAPES
 from kvflow.cli.bench.rows import Measured, Row, Tail, compare, percentile, print_rows, there_and_back
@@ -41,7 +41,6 @@ Played = tuple[dict[str, Any], dict[str, Any]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--sglang", type=Path, required=True, metavar="DIRECTORY", help="where SGLang is installed")
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b", help="of the cache")
     parser.add_argument("--tokens", type=int, default=16, metavar="N", help="of a request")
     parser.add_argument("--requests", type=int, default=200, metavar="N", help="of a round")
@@ -55,9 +54,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         ConfigError: An option is unusable.
     """
     check_positive(arguments, "tokens", "requests", "rounds")
-    options = EmbeddedOptions(
-        backend="nixl", shape=arguments.shape, tokens=arguments.tokens, sglang=installed(arguments.sglang)
-    )
+    check_sglang()
+    options = EmbeddedOptions(backend="nixl", shape=arguments.shape, tokens=arguments.tokens)
     plan = Plan(options, arguments.requests, arguments.rounds)
     return lambda: print_rows(plan.measure, is_json=arguments.json)
 

@@ -6,7 +6,6 @@ import socket
 import statistics
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -19,8 +18,9 @@ from kvflow.cli.bench.rows import Measured, Row, Tail, compare, percentile, prin
 from kvflow.cli.bench.sides import open_sides
 from kvflow.cli.options import add_backend_option, cases_of, check_backend, check_positive, names
 from kvflow.cli.processes import ChildProcess
+from kvflow.cli.proxy.command import check_installed
 
-__all__ = ["Player", "add_arguments", "installed", "open_player", "prepare", "times"]
+__all__ = ["Player", "add_arguments", "check_sglang", "open_player", "prepare", "times"]
 
 WARM_UP: Final = 8
 ANSWER_S: Final = 180.0
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gap", type=float, default=0.03, metavar="S", help="from the grant to the last chunk")
     parser.add_argument("--requests", type=int, default=70, metavar="N", help="of a round")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each engine")
-    parser.add_argument("--sglang", type=Path, metavar="DIRECTORY", help="where SGLang is installed")
+    parser.add_argument("--sglang", action="store_true", help="compare with SGLang's own ends; it has to be installed")
     parser.add_argument(
         "--warm-up", type=float, default=0.0, metavar="S", help="how often kvflow warms up what waits; 0: never"
     )
@@ -69,24 +69,22 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     ways: list[Way] = ["kvflow"]
     if not arguments.alone and not arguments.timeline:
         ways += ["bare"] if backend in BARE_BACKENDS else []
-        ways += ["sglang"] if arguments.sglang is not None else []
+        ways += ["sglang"] if arguments.sglang else []
     if "sglang" in ways:
-        common = msgspec.structs.replace(common, sglang=installed(arguments.sglang, backend))
+        check_sglang(backend)
     plan = Plan(common, ways, engines, arguments.requests, arguments.rounds, arguments.gap)
     return lambda: print_rows(plan.measure, is_json=arguments.json)
 
 
-def installed(directory: Path, backend: str = "nixl") -> str:
-    """Make sure that SGLang can be compared with.
+def check_sglang(backend: str = "nixl") -> None:
+    """Check that SGLang can be compared with.
 
     Raises:
-        ConfigError: It is not there, or kvflow would go another way.
+        ConfigError: It is not installed, or kvflow would use another transport.
     """
-    if not (directory / "sglang" / "srt" / "disaggregation" / "nixl").is_dir():
-        raise ConfigError("SGLang is not installed there", option="--sglang", directory=str(directory))
+    check_installed("sglang")
     if backend != "nixl":
         raise ConfigError("SGLang is compared over NIXL only", option="--sglang", backend=backend)
-    return str(directory.absolute())
 
 
 class Plan(msgspec.Struct, frozen=True):

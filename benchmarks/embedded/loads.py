@@ -28,8 +28,7 @@ class EmbeddedOptions(SideOptions, frozen=True, kw_only=True):
         way: Who moves the bytes.
         shape: Of `SHAPES`.
         tokens: Of each request, whole pages.
-        sglang: Directory in which SGLang is installed.
-        port: Where its bootstrap server listens.
+        port: Where SGLang's bootstrap server listens.
         warm_up_s: `warm_up_interval_s` of kvflow's loop threads; 0 for none.
         is_traced: Steps of kvflow's handovers are noted.
     """
@@ -37,7 +36,6 @@ class EmbeddedOptions(SideOptions, frozen=True, kw_only=True):
     way: Way = "kvflow"
     shape: str = "llama3-8b"
     tokens: int = 16
-    sglang: str = ""
     port: int = 0
     warm_up_s: float = 0.0
     is_traced: bool = False

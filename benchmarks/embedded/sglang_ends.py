@@ -3,13 +3,14 @@
 import importlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+import nixl_cu12._api
 import numpy as np
 
 from benchmarks.embedded.engines import LOOK_S, News
@@ -49,7 +50,8 @@ def open_manager(options: EmbeddedOptions, pool: PagePool) -> Manager:
     """Start SGLang's side over a pool, and the bootstrap server on prefill. What it prints goes nowhere."""
     logging.disable(logging.CRITICAL)
     os.environ.setdefault("SGLANG_HOST_IP", HOST)
-    install(Path(options.sglang))
+    install()
+    sys.modules["nixl"], sys.modules["nixl._api"] = nixl_cu12, nixl_cu12._api  # as SGLang knows it
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)
     utils = importlib.import_module("sglang.srt.disaggregation.utils")

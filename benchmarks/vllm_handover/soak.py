@@ -24,13 +24,23 @@ LEAVES_PREFILL: Final = 31
 """Every so many requests leave while decode answers, or before decode is asked."""
 
 LEAVES_S: Final = 0.1
+LONG_WORDS: Final = 1_300
+LONG_PROMPTS: Final = 16
+"""They use more blocks than the servers have."""
+
 SETTLES_S: Final = 60.0
 LOOK_S: Final = 0.5
 """Prefill keeps what nobody asks for for 30 s."""
 
 
 async def soak(pair: "Pair", client: aiohttp.ClientSession, requests: int) -> list[tuple[str, str, float]]:
-    """Ask, and give what has grown after the first tenth, with its unit; also how many texts were wrong."""
+    """Ask, and return what has grown after the first tenth, with its unit; also how many texts were wrong.
+
+    Memory of a block is touched when the block is used for the first time, so all of them are used beforehand.
+    """
+    for url in pair.urls:
+        for number in range(LONG_PROMPTS):
+            await ask(client, url, prompt_of(PROMPTS + number, LONG_WORDS), 1)
     asked = [prompt_of(number, 20 + 25 * number) for number in range(PROMPTS)]
     expected = {prompt: (await ask(client, pair.urls[0], prompt, TOKENS)).text for prompt in asked}
     wrong: list[str] = []
@@ -59,11 +69,14 @@ async def soak(pair: "Pair", client: aiohttp.ClientSession, requests: int) -> li
 
     await run_all(requests // 10)
     before = pair.usage()
-    await run_all(requests - requests // 10)
+    await run_all(requests // 2 - requests // 10)
+    middle = pair.usage()
+    await run_all(requests - requests // 2)
     after = pair.usage()
     return [
         ("wrong texts and errors", "requests", len(wrong)),
-        ("growth of memory", "MiB", (after.resident - before.resident) / 2**20),
+        ("growth of memory in the first half", "MiB", (middle.resident - before.resident) / 2**20),
+        ("growth of memory in the second half", "MiB", (after.resident - middle.resident) / 2**20),
         ("growth of threads", "threads", after.threads - before.threads),
         ("growth of open files", "files", after.files - before.files),
         ("blocks in use", "%", 100 * sum([await _in_use(client, url) for url in pair.urls])),

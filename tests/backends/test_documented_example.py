@@ -50,7 +50,9 @@ def test_the_table_says_what_the_transports_say_of_themselves(column: int) -> No
     name = table[""][column].strip("`")
     capabilities = create_backend(name, {}).capabilities
     assert table["in-band notices"][column].startswith("yes" if capabilities.in_band_notices else "no")
-    assert table["ends with its process"][column].startswith("yes" if capabilities.ends_with_process else "no")
+    assert table["nothing lands after its process ends"][column].startswith(
+        "yes" if capabilities.ends_with_process else "no"
+    )
     assert table["longest descriptor"][column] == str(capabilities.max_descriptor_bytes or "no limit")
     always = table["memory kinds"][column].partition(";")[0]
     assert set(always.split(", ")) == capabilities.memory_kinds

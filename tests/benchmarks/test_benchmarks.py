@@ -237,7 +237,7 @@ def test_rows_are_drawn(tmp_path: Path, run: Run) -> None:
         (["embedded", "--engines", "nobody"], "nobody"),
         (["embedded", "--gap", "0"], "--gap"),
         (["embedded", "--backend", "memory"], "memory"),
-        (["embedded", "--sglang", "/nowhere"], "/nowhere"),
+        (["embedded", "--sglang"], "sglang"),
         (["idle", "--pairs", "0"], "--pairs"),
         (["idle", "--seconds", "inf"], "--seconds"),
         (["idle", "--backend", "raven"], "raven"),

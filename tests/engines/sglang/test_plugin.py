@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[3]
 PREPARE = """
 import os, warnings
 warnings.filterwarnings("ignore")
-from tests.engines.sglang import shim
-shim.install()
+from benchmarks.embedded import sglang_shim
+sglang_shim.install()
 """
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 warnings.filterwarnings("ignore")
 
-from tests.engines.sglang import shim  # noqa: E402 - before anything of SGLang
+from benchmarks.embedded import sglang_shim  # noqa: E402 - before anything of SGLang
 
-shim.install()
+sglang_shim.install()
 
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 

@@ -1,16 +1,22 @@
 """What the tests with real vLLM servers have in common."""
 
+import importlib
 import importlib.util
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 if importlib.util.find_spec("vllm") is not None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of vLLM's own imports; in tests, warnings are errors
+        importlib.import_module("vllm.v1.attention.backends.cpu_attn")
+
     import aiohttp
 
     from benchmarks.vllm_handover.client import open_client
-    from tests.engines.vllm.deployment import Deployment
+    from tests.engines.vllm.deployment import GRANT_S, Deployment
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,7 +33,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Deployment"]:
     place: Path = tmp_path_factory.mktemp("vllm")
     deployment = Deployment(
         place,
-        extra_config={"timeouts": {"grant_s": 10.0}},  # less than a test waits
+        extra_config={"timeouts": {"grant_s": GRANT_S, "open_s": 5.0}},
         arguments=("--max-num-batched-tokens", "512"),  # so that long prompts come in chunks
     )
     try:

@@ -17,10 +17,13 @@ from kvflow.cli.serve.server import Server
 from kvflow.cli.serve.vllm import CPU_ENVIRONMENT, VllmServer, pair, vllm_server
 from tests.support.ports import unused_port
 
-__all__ = ["BROUGHT", "KNOWN", "SETTLE_S", "Deployment", "leave_after", "settled"]
+__all__ = ["BROUGHT", "GRANT_S", "KNOWN", "SETTLE_S", "Deployment", "leave_after", "settled"]
 
 SETTLE_S: Final = 20.0
-"""Longer than anything that a failure takes; far shorter than what kvflow or vLLM wait for decode to come."""
+"""Longer than anything that a failure takes, and shorter than what prefill waits for decode: it has to be told."""
+
+GRANT_S: Final = 30.0
+"""How long prefill waits for decode to come."""
 
 QUIET: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
@@ -43,6 +46,7 @@ class Deployment:
         extra_config: Mapping[str, Any] | None = None,
         arguments: tuple[str, ...] = (),
         prefill_workers: int = 1,
+        load_failure_policy: str = "fail",
     ) -> None:
         self.wrong_page = place / "wrong_page"
         self.mooncake_port = unused_port()
@@ -55,7 +59,12 @@ class Deployment:
             arguments=arguments,
             is_cpu=True,
         )
-        described = (_with_workers(described[0], prefill_workers), described[1])
+        decode = described[1]
+        connector = {**decode.connector, "kv_load_failure_policy": load_failure_policy}
+        described = (
+            _with_workers(described[0], prefill_workers),
+            msgspec.structs.replace(decode, connector=connector),
+        )
         self.prefill, self.decode = (
             vllm_server(
                 msgspec.structs.replace(one, port=unused_port(), environment={**one.environment, **QUIET, **probe}),
@@ -89,10 +98,10 @@ class Deployment:
             self._texts[prompt, tokens] = answer.text
         return self._texts[prompt, tokens]
 
-    async def until_free(self, client: aiohttp.ClientSession) -> None:
+    async def until_free(self, client: aiohttp.ClientSession, within_s: float = SETTLE_S) -> None:
         """Wait until neither server has a request or a block in use."""
         for server in (self.prefill, self.decode):
-            await settled(client, server, lambda found: not any(found[name] for name in IN_USE))
+            await settled(client, server, lambda found: not any(found[name] for name in IN_USE), within_s)
 
     async def hands_over(self, client: aiohttp.ClientSession, url: str, prompt: str, tokens: int = 8) -> None:
         """Check that a router gives the text of one server, and that decode did not compute the prompt itself."""
@@ -123,10 +132,12 @@ BROUGHT: Final = "external_prefix_cache_hits_total"
 KNOWN: Final = "prefix_cache_hits_total"
 
 
-async def settled(client: aiohttp.ClientSession, server: Server, is_so: Callable[[dict[str, float]], bool]) -> None:
+async def settled(
+    client: aiohttp.ClientSession, server: Server, is_so: Callable[[dict[str, float]], bool], within_s: float = SETTLE_S
+) -> None:
     """Wait until a server's metrics are as they should."""
     found: dict[str, float] = {}
-    with anyio.move_on_after(SETTLE_S):
+    with anyio.move_on_after(within_s):
         while True:
             found = await metrics(client, server.url)
             if is_so(found):

@@ -6,10 +6,10 @@ import aiohttp
 import anyio
 import pytest
 
-from benchmarks.vllm_handover.client import ask, hand_over, metrics, prompt_of
-from kvflow.cli.proxy.application import PREFILL_PARAMS
+from benchmarks.vllm_handover.client import MODEL, ask, hand_over, metrics, prompt_of
+from kvflow.cli.proxy.application import PREFILL_PARAMS, serve_proxy
 from kvflow.cli.serve.server import Server
-from tests.engines.vllm.deployment import SETTLE_S, Deployment, leave_after
+from tests.engines.vllm.deployment import GRANT_S, SETTLE_S, Deployment, leave_after
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -86,7 +86,35 @@ async def test_a_retry_of_the_pair_with_the_same_ids_succeeds(pair: Deployment, 
     _, answer = await hand_over(client, pair.prefill.url, pair.decode.url, prompt, TOKENS)
     assert answer is not None
     assert (answer.status, answer.text) == (200, await pair.text(client, prompt, TOKENS))
-    await check_service(pair, client, 70)
+    await pair.until_free(client, GRANT_S + SETTLE_S)  # nobody asks for what the first try has computed
+
+
+async def test_decode_never_comes(pair: Deployment, client: aiohttp.ClientSession) -> None:
+    first = await ask(client, pair.prefill.url, prompt_of(73, 100), 1, PREFILL_PARAMS)
+    assert first.params is not None
+    await pair.until_free(client, GRANT_S + SETTLE_S)
+    await check_service(pair, client, 74)
+
+
+async def test_decode_refuses_the_request(pair: Deployment, client: aiohttp.ClientSession) -> None:
+    """Its own front end does, so its scheduler never has it; prefill is told all the same."""
+    first = await ask(client, pair.prefill.url, prompt_of(75, 100), 1, PREFILL_PARAMS)
+    assert first.params is not None
+    refused = await ask(client, pair.decode.url, prompt_of(75, 100), 1_000_000, first.params)
+    assert refused.status == 400
+    await check_service(pair, client, 76)
+
+
+async def test_two_answers_to_one_prompt(pair: Deployment, client: aiohttp.ClientSession) -> None:
+    """On decode they are two requests with one ticket, and equal, since only the most likely tokens count."""
+    prompt = prompt_of(77, 300)
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0.5, "top_k": 1, "n": 2}
+    proxy = serve_proxy([pair.prefill.url], [pair.decode.url], "127.0.0.1", 0)
+    async with proxy as url, client.post(f"{url}/v1/completions", json=body) as response:
+        assert response.status == 200
+        choices = (await response.json())["choices"]
+    assert [choice["text"] for choice in choices] == 2 * [await pair.text(client, prompt, TOKENS)]
+    await check_service(pair, client, 78)
 
 
 @pytest.mark.parametrize("victim", ["prefill", "decode"])

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
+import anyio
 import pytest
 
 from benchmarks.vllm_handover.client import prompt_of
@@ -33,6 +34,24 @@ async def with_a_dead_decode(pair: Deployment, tmp_path: Path) -> AsyncIterator[
 async def test_vllm_router(pair: Deployment, client: aiohttp.ClientSession, static: str) -> None:
     for number in range(6):
         await pair.hands_over(client, static, prompt_of(200 + number, 10 + 60 * number))
+    await pair.until_free(client)
+
+
+async def test_smg_drains_a_worker(pair: Deployment, client: aiohttp.ClientSession, tmp_path: Path) -> None:
+    """Of two, which are one decode server under two names; requests go on meanwhile, and nothing is left over."""
+    other = pair.decode.url.replace("127.0.0.1", "localhost")
+    servers = {pair.prefill.url: "prefill", pair.decode.url: "decode", other: "decode"}
+    async with smg(servers, tmp_path) as url:
+        async with client.get(f"{url}/workers") as answer:
+            workers = (await answer.json())["workers"]
+        (drained,) = (worker["id"] for worker in workers if worker["url"] == other)
+        async with anyio.create_task_group() as tasks:
+            for number in range(6):
+                tasks.start_soon(pair.hands_over, client, url, prompt_of(220 + number, 10 + 60 * number))
+            await anyio.sleep(0.2)
+            async with client.delete(f"{url}/workers/{drained}") as answer:
+                assert answer.status < 300, await answer.text()
+        await pair.hands_over(client, url, prompt_of(230, 100))
     await pair.until_free(client)
 
 

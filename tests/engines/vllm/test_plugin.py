@@ -1,0 +1,60 @@
+"""What vLLM finds of kvflow by itself: the connector by its name, series of metrics."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
+
+from kvflow import FailureReason, Outcome
+from kvflow.engines.vllm.metrics import Metrics, Stats
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+
+FIND = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+print(KVConnectorFactory._registry["KvflowConnector"]().__name__)
+"""
+
+
+def test_connector_is_found_by_its_name() -> None:
+    done = subprocess.run([sys.executable, "-c", FIND], check=True, capture_output=True, text=True, env=os.environ)
+    assert done.stdout.split()[-1] == "KvflowConnector"
+
+
+def ended(reason: FailureReason) -> SimpleNamespace:
+    return SimpleNamespace(outcome=Outcome.FAILED, failure=SimpleNamespace(reason=reason))
+
+
+def test_series_of_vllm_and_of_kvflow_are_filled() -> None:
+    """Statistics of two workers are added and sent to the process that exports them."""
+    workers = [Stats(), Stats()]
+    for stats in workers:
+        for reason in (FailureReason.NOT_GRANTED, FailureReason.ABORTED):
+            stats.note(ended(reason))  # type: ignore[arg-type]
+        stats.data["bytes_transferred"].append(2**20)
+        stats.note_blocks(held=3, freed=1)
+    assert not workers[0].is_empty()
+    sent = workers[0].aggregate(workers[1]).data
+    config = SimpleNamespace(kv_transfer_config=None)
+    kinds = {kind: kind for kind in (Gauge, Counter, Histogram)}
+    Metrics(config, kinds, ["model_name", "engine"], {0: ["model", "0"]}).observe(sent, 0)
+    found = {}
+    for line in generate_latest(REGISTRY).decode().splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            found[name.partition("{")[0] + (name.partition("reason=")[2].strip('"}'))] = float(value)
+    assert found["vllm:kvflow_failed_transfers_totalnot_granted"] == 2
+    assert found["vllm:kvflow_aborted_transfers_total"] == 2
+    assert (found["vllm:kvflow_held_blocks_total"], found["vllm:kvflow_freed_blocks_total"]) == (6, 2)
+    assert found["vllm:nixl_num_failed_transfers_total"] == 2  # those that were aborted have not failed
+    assert found["vllm:nixl_num_kv_expired_reqs_total"] == 2
+    assert found["vllm:nixl_bytes_transferred_sum"] == 2**21
+    assert Stats.of(sent).reduce()["Failures"] == "not_granted"
