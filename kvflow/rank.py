@@ -378,7 +378,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     def _log_event(self, effect: ef.LogEvent) -> None:
         level = logging.WARNING if effect.is_warning else logging.INFO
-        self._log.log(level, effect.name, **effect.values)
+        self._anomalies.log(level, effect.name, effect.values)
 
     def _carry_out(self, event: AnyEvent | SharedEvent | None, effects: Sequence[AnyEffect]) -> None:
         """Carry effects out, and handle what waits."""

@@ -9,13 +9,16 @@ from typing import Final
 from kvflow.directory.client import RegistryClient
 from kvflow.errors import Unreachable
 from kvflow.observe.logs import BoundLogger
-from kvflow.state.decode.instances import MAX_REFS
+from kvflow.state.decode.instances import MAX_LOOKUPS
 from kvflow.state.events import InstanceAt, InstanceRef
 from kvflow.trust import PLAIN, Trust
 from kvflow.wire.messages import RankRecord
 from kvflow.wire.reading import ReadingContext
 
 __all__ = ["Directories"]
+
+MAX_CONNECTIONS: Final = 2 * MAX_LOOKUPS
+"""To addresses, with those that are asked about connected instances. Who was asked last is kept."""
 
 UNUSED_S: Final = 30.0
 """A connection to an address is closed after so long without a question."""
@@ -103,7 +106,7 @@ class Directories:
         if instance in self._at:
             client = self._at[instance][0]
         else:
-            while len(self._at) >= MAX_REFS:
+            while len(self._at) >= MAX_CONNECTIONS:
                 self._at.popitem(last=False)[1][0].close()
 
             def take(_: str | None, records: tuple[RankRecord, ...], number: int) -> None:

@@ -13,6 +13,7 @@ from kvflow.keys import renewed_trust
 from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Listener, Ports
+from kvflow.statistics import RegistryStatistics
 from kvflow.system import system_ports
 from kvflow.trust import PLAIN, Trust, short
 from kvflow.wire.codec import Reader
@@ -103,6 +104,17 @@ class Registry:
         self._listener.renew(trust)
         self._trust = trust
         self._log.info("trust_reloaded", public=short(self._trust.public), peers=len(self._trust.peers))
+
+    def statistics(self) -> RegistryStatistics:
+        """Say what is registered now, and count what was ignored.
+
+        Raises:
+            LocalProtocolError: The registry is not open.
+        """
+        if self._listener is None:
+            raise LocalProtocolError("registry is not open")
+        table = self._directory.table
+        return RegistryStatistics(table.num_ranks, table.num_waiting, dict(self._anomalies.counts))
 
     def _refused(self, kind: str, detail: str) -> None:
         self._anomalies.count(kind, detail=detail)

@@ -401,7 +401,6 @@ def test_a_grant_instead_of_an_announcement_or_grant_is_weighed(is_announced: bo
     assert (failed.failure.reason, failed.generation) == (FailureReason.CAPACITY, 2)
     assert effects[0] == CountAnomaly("grant_over_share", DECODE, 2)
     assert core.core.num_waiting_grants + core.core.num_announced == 2
-    assert core.hear(DECODE, grant(room=2, generation=3)) == []
 
 
 def test_who_is_kept_from_more_keeps_what_is_retransmitted() -> None:
@@ -444,7 +443,7 @@ def test_bytes_of_hellos_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     newcomer = DECODE._replace(incarnation=77)
     assert "Ping" in say(newcomer, 10)
     assert "Ping" in say(newcomer, 10), "it repeats its hello"
-    assert "too many" in say(newcomer, 30)
+    assert "too many" in say(newcomer, 31)
     assert "CheckHello" in say(OTHER_DECODE, 20)
     assert "too many" in say(peer("decode", 2), 1)
     core.connect(peer("honest"), principal="honest", num_bytes=25)
