@@ -455,7 +455,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             agent=backend.shared_agent,
         )
         self._directories = Directories(
-            config.registry, self._ports, self._log, self._take_records, self._take_refusal, self._trust
+            config.registry, self._log, self._reading_context, self._take_records, self._take_refusal, self._trust
         )
         self._resources.callback(self._directories.close)
         self._core = DecodeCore(self.me, settings)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self, assert_never
+from typing import Final, Self, assert_never
 
 import anyio.lowlevel
 from typing_extensions import override
@@ -12,7 +12,7 @@ from kvflow.aio.flag import Flag
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import SharedBackend
 from kvflow.config import PrefillConfig, check_argument
-from kvflow.directory import DirectoryMessage, DirectoryService, RegistryClient
+from kvflow.directory import DIRECTORY_KINDS, DirectoryMessage, DirectoryService, RegistryClient
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError, RemoteProtocolError, Stage, Unreachable
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages, TokenPages, pages_spanned
@@ -38,13 +38,37 @@ from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer, check_room
 from kvflow.trust import ClientKeys, Trust
-from kvflow.wire.codec import decode_frames, encode
+from kvflow.wire.codec import Reader, Unread, encode
 from kvflow.wire.hosts import host_of
-from kvflow.wire.messages import MAX_DOMAIN_BYTES, Failure, Goodbye, Grant, Message, RankRecord
+from kvflow.wire.messages import (
+    MAX_DOMAIN_BYTES,
+    Ack,
+    Announce,
+    Cancel,
+    Decline,
+    Failure,
+    Goodbye,
+    Grant,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    RankRecord,
+    Refuse,
+    SlotReleased,
+)
+from kvflow.wire.reading import OrderedReading
 from kvflow.wire.refusals import Refusals
 from kvflow.wire.ticket import Ticket
 
 __all__ = ["PrefillRank", "RoomSender"]
+
+RankMessage = Hello | Goodbye | Refuse | Announce | Grant | Decline | Ack | Cancel | SlotReleased | Ping | Pong
+"""What decode ranks say."""
+
+Request = RankMessage | DirectoryMessage
+REQUESTS: Final[Reader[Request]] = Reader(Request)
+"""All that a prefill rank reads."""
 
 
 class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
@@ -222,9 +246,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         backend, capabilities = self._backend, self._backend.capabilities
         if self.config.registry is not None:
             keys = self._registry_keys(self._trust)
-            self._registry = RegistryClient(
-                self.config.registry, self._ports, self._log, self._ignore_records, keys=keys
-            )
+            self._registry = RegistryClient(self.config.registry, self._log, self._reading_context, keys=keys)
             self._resources.callback(self._registry.close)
         staging = None
         if self._staging is not None:
@@ -256,6 +278,9 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._hellos = HelloChecks(self._context, settings, backend, agents, staging, self._listener.names_of)
         self._refusals = Refusals(self._listener.names_of, self._ports.now)
         self._gate = Gate(self._context, self._trust, self._listener.names_of, self._core.peer_at)
+        self._reading = OrderedReading(
+            REQUESTS, self._reading_context, self._gate.principal_of, self._take, self._reject
+        )
         record = RankRecord(
             peer=self.me,
             num_ranks=self.config.num_ranks,
@@ -267,7 +292,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._registry.publish(record)
         else:
             self._directory = DirectoryService(
-                self._listener.send, self._ports.now, self._anomalies, record, may_speak=self._gate.may_speak
+                self._listener.send, self._listener.names_of, self._ports.now, self._anomalies, record
             )
             self._resources.callback(self._directory.close)
         self._resources.callback(self._withdraw)
@@ -341,23 +366,58 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
     def _on_message(self, connection: bytes, frames: Sequence[bytes]) -> None:
         try:
-            message = decode_frames(frames)
+            unread = REQUESTS.look(frames)
         except RemoteProtocolError as error:
-            self._anomalies.count(
-                "message_rejected", self._core.peer_at(connection), stage=Stage.BOOTSTRAP.value, detail=str(error)
-            )
-            self._refusals.add(connection)
+            self._reject(connection, error, sum(map(len, frames)))
             return
-        if self._gate.is_too_much(connection, message):
+        if not self._is_too_much(connection, unread):
+            self._reading.take(connection, unread)
+        elif unread.is_long:  # it was received and decrypted
+            self._refusals.add(connection, len(unread.data))
+
+    def _is_too_much(self, connection: bytes, unread: Unread) -> bool:
+        """Say whether a message is not read: its sender says too much, or it is for another process."""
+        if self._gate.is_too_much(connection, unread):
+            return True
+        if unread.kind not in DIRECTORY_KINDS:
+            return False
+        if self._directory is not None:
+            return self._directory.is_too_much(connection, unread)
+        detail = f"{self.me.rank} does not answer for its instance: it has a registry"
+        self._send(connection, Refuse(peer=self.me, to=None, detail=detail))
+        self._anomalies.count(f"unexpected_{unread.kind.__struct_config__.tag}")
+        return True
+
+    def _take(self, connection: bytes, message: Request, num_bytes: int) -> None:
+        if isinstance(message, DirectoryMessage):
+            self._take_for_directory(connection, message, num_bytes)
             return
-        if self._directory is None or not isinstance(message, DirectoryMessage):
-            self.dispatch(ev.MessageArrived(connection, message, self._gate.denial(connection, message)))
+        denied = self._gate.denial(connection, message)
+        if isinstance(message, Hello):
+            principal = self._gate.principal_of(connection)
+            self.dispatch(ev.MessageArrived(connection, message, denied, principal, num_bytes))
+        else:
+            self.dispatch(ev.MessageArrived(connection, message, denied))
+
+    def _take_for_directory(self, connection: bytes, message: DirectoryMessage, num_bytes: int) -> None:
+        if self._directory is None:
             return
         try:
             self._directory.take(connection, message)
         except RemoteProtocolError as error:
             self._anomalies.count("registration_rejected", detail=str(error))
-            self._refusals.add(connection)
+            self._refusals.add(connection, num_bytes)
+
+    def _reject(self, connection: bytes, error: RemoteProtocolError, num_bytes: int) -> None:
+        """Count a message that is none, or is dropped.
+
+        Raises:
+            RemoteProtocolError: It is one too many, and its connection is to be broken.
+        """
+        self._anomalies.count(
+            "message_rejected", self._core.peer_at(connection), stage=Stage.BOOTSTRAP.value, detail=str(error)
+        )
+        self._refusals.add(connection, num_bytes)
 
     def _send(self, connection: bytes, message: Message) -> None:
         """Send; what cannot be sent is lost: it is retransmitted if it matters, or the lease ends."""
@@ -370,9 +430,6 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     @override
     def _take_backend_event(self, event: BackendEvent) -> None:
         self._submit.take(event)
-
-    def _ignore_records(self, instance: str | None, records: tuple[RankRecord, ...], number: int) -> None:
-        self._anomalies.count("records_on_prefill_rank", instance=instance)
 
     @override
     def _say_goodbye(self, failure: Failure) -> None:

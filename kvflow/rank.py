@@ -58,6 +58,7 @@ from kvflow.system import system_ports
 from kvflow.transfer import Transfer, check_room
 from kvflow.trust import Trust, short
 from kvflow.wire.messages import Failure, PeerId, RankId
+from kvflow.wire.reading import ReadingContext
 
 __all__ = ["Rank"]
 
@@ -149,6 +150,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             log=self._log,
             anomalies=self._anomalies,
         )
+        self._reading_context = ReadingContext(self._ports, self._anomalies.count, self._tasks.start)
         self._arrived: Turns[BackendEvent] = Turns(self._take_backend_event, self._fail, EVENTS_AT_ONCE)
         self._transfers: dict[RoomId, AnyTransfer] = {}
         self._num_unsettled = 0
@@ -382,7 +384,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     def _log_event(self, effect: ef.LogEvent) -> None:
         level = logging.WARNING if effect.is_warning else logging.INFO
-        self._log.log(level, effect.name, **effect.values)
+        self._anomalies.log(level, effect.name, effect.values)
 
     def _carry_out(self, event: AnyEvent | SharedEvent | None, effects: Sequence[AnyEffect]) -> None:
         """Carry effects out, and handle what waits."""

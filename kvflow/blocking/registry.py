@@ -9,6 +9,7 @@ from anyio.from_thread import BlockingPortal
 from kvflow import directory
 from kvflow.aio.loop_thread import LoopThread
 from kvflow.errors import LocalProtocolError
+from kvflow.statistics import RegistryStatistics
 from kvflow.trust import Trust
 
 __all__ = ["Registry"]
@@ -70,6 +71,16 @@ class Registry:
         if self._portal is None:
             raise LocalProtocolError("registry is not open")
         self._portal.call(self._registry.reload_trust, trust)
+
+    def statistics(self) -> RegistryStatistics:
+        """Say what is registered now, and count what was ignored. Waits for the event loop.
+
+        Raises:
+            LocalProtocolError: The registry is not open.
+        """
+        if self._portal is None:
+            raise LocalProtocolError("registry is not open")
+        return self._portal.call(self._registry.statistics)
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None

@@ -3,6 +3,13 @@
 from kvflow.directory.client import RegistryClient
 from kvflow.directory.lookups import Directories
 from kvflow.directory.server import Registry
-from kvflow.directory.service import DirectoryMessage, DirectoryService
+from kvflow.directory.service import DIRECTORY_KINDS, DirectoryMessage, DirectoryService
 
-__all__ = ["Directories", "DirectoryMessage", "DirectoryService", "Registry", "RegistryClient"]
+__all__ = [
+    "DIRECTORY_KINDS",
+    "Directories",
+    "DirectoryMessage",
+    "DirectoryService",
+    "Registry",
+    "RegistryClient",
+]

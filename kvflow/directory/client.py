@@ -7,10 +7,10 @@ from typing import Final
 
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.observe.logs import BoundLogger
-from kvflow.observe.trace import AnomalyLog
-from kvflow.ports import OnRefused, Ports, ignore_refusal
+from kvflow.ports import OnRefused, ignore_refusal
+from kvflow.state.budgets import Budgets
 from kvflow.trust import ClientKeys
-from kvflow.wire.codec import decode_frames, encode
+from kvflow.wire.codec import Reader, encode
 from kvflow.wire.messages import (
     Lookup,
     Message,
@@ -23,6 +23,7 @@ from kvflow.wire.messages import (
     RegistrationConflict,
     Unregister,
 )
+from kvflow.wire.reading import OrderedReading, ReadingContext
 
 __all__ = ["RegistryClient"]
 
@@ -34,19 +35,27 @@ RENEWALS_PER_LEASE: Final = 3
 LOOKUP_S: Final = 0.8
 """How long the registry may wait for an instance to be complete before it answers with the ranks that it knows."""
 
+RECORDS_AT_ONCE_BYTES: Final = 32 * 2**20
+RECORDS_PER_S_BYTES: Final = 2**20
+"""Of one registry, in answers that are long: a megabyte of layouts takes 0.2 s to read. Who is not heard is asked
+again."""
+
+Answer = Registered | RegistrationConflict | Refuse
+ANSWERS: Final[Reader[Answer | Records]] = Reader(Answer)
+ANSWERS_AND_RECORDS: Final[Reader[Answer | Records]] = Reader(Answer | Records)
 
 OnRecords = Callable[[str | None, tuple[RankRecord, ...], int], None]
 
 
 class RegistryClient:
-    """Registers one rank and looks up instances, with callbacks on the event loop and no task.
+    """Registers one rank and looks up instances, with callbacks on the event loop.
 
     Args:
         endpoint: Address of the registry; it need not be up yet.
-        ports: Sockets and clock.
         log: Where to say that it is silent, or that two processes claim to be this rank.
+        context: Sockets, a clock, and what long answers are read with.
         on_records: Takes the name of an instance, its records, by engine rank, and the number of the question, whenever
-            the registry sends them.
+            the registry sends them; they are refused if it is None.
         keys: Of those of whom one must answer there; everybody may if None.
         on_refused: Told why the registry and this rank will not have each other.
 
@@ -58,20 +67,25 @@ class RegistryClient:
     def __init__(
         self,
         endpoint: str,
-        ports: Ports,
         log: BoundLogger,
-        on_records: OnRecords,
+        context: ReadingContext,
+        on_records: OnRecords | None = None,
         *,
         keys: ClientKeys | None = None,
         on_refused: OnRefused = ignore_refusal,
     ) -> None:
+        self._endpoint = endpoint
         self._log = log.bind(registry=endpoint)
-        self._anomalies = AnomalyLog(self._log, ports.now)
+        self._context = context
         self._on_records = on_records
         self._loop = asyncio.get_running_loop()
         self._registration: _Registration | None = None
         self._on_refused = on_refused
-        self._connection = ports.control.connect(
+        self._is_closed = False
+        self._reader = ANSWERS if on_records is None else ANSWERS_AND_RECORDS
+        self._reading = OrderedReading(self._reader, context, lambda _: "", self._take, self._reject)
+        self._long_answers = Budgets[None](RECORDS_AT_ONCE_BYTES, RECORDS_PER_S_BYTES)
+        self._connection = context.ports.control.connect(
             endpoint, self._on_message, self._on_lost, keys=keys, on_refused=self._refused
         )
 
@@ -108,6 +122,7 @@ class RegistryClient:
 
     def close(self) -> None:
         """Close the connection; no callback follows. May be called twice."""
+        self._is_closed = True
         if self._registration is not None:
             self._registration.stop()
             self._registration = None
@@ -118,7 +133,7 @@ class RegistryClient:
             self._connection.send(encode(message))
 
     def _refused(self, detail: str) -> None:
-        self._anomalies.count("registry_refused", detail=detail)
+        self._count("registry_refused", detail)
         self._on_refused(detail)
 
     def _on_lost(self) -> None:
@@ -126,15 +141,30 @@ class RegistryClient:
         if self._registration is not None:
             self._registration.send()
 
+    def _count(self, kind: str, detail: str, peer: PeerId | None = None) -> None:
+        self._context.count(kind, peer, registry=self._endpoint, detail=detail)
+
     def _on_message(self, frames: Sequence[bytes]) -> None:
         try:
-            message = decode_frames(frames)
+            unread = self._reader.look(frames)
         except RemoteProtocolError as error:
-            self._anomalies.count("message_rejected", detail=str(error))
+            self._count("message_rejected", str(error))
+            return
+        if unread.is_long and not self._long_answers.take(None, self._context.ports.now(), len(unread.data)):
+            self._count("records_over_budget", f"{len(unread.data)} bytes")
+            return
+        self._reading.take(b"", unread)
+
+    def _reject(self, _connection: bytes, error: RemoteProtocolError, _num_bytes: int) -> None:
+        self._count("message_rejected", str(error))
+
+    def _take(self, _connection: bytes, message: Answer | Records, _num_bytes: int) -> None:
+        if self._is_closed:
             return
         match message:
             case Records(instance=instance, records=records, number=number):
-                self._on_records(instance, records, number)
+                if self._on_records is not None:
+                    self._on_records(instance, records, number)
             case Registered(peer=peer) if self._registration is not None:
                 self._registration.confirm(peer)
             case RegistrationConflict() if self._registration is not None:
@@ -144,9 +174,7 @@ class RegistryClient:
             case Registered() | RegistrationConflict():  # late: the rank was withdrawn
                 pass
             case Refuse():
-                self._anomalies.count("lookup_refused", message.peer, detail=message.detail)
-            case _:
-                self._anomalies.count("message_rejected", detail=f"unexpected {type(message).__name__}")
+                self._count("lookup_refused", message.detail, message.peer)
 
 
 class _Registration:

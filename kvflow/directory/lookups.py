@@ -9,13 +9,16 @@ from typing import Final
 from kvflow.directory.client import RegistryClient
 from kvflow.errors import Unreachable
 from kvflow.observe.logs import BoundLogger
-from kvflow.ports import Ports
-from kvflow.state.decode.instances import MAX_REFS
+from kvflow.state.decode.instances import MAX_LOOKUPS
 from kvflow.state.events import InstanceAt, InstanceRef
 from kvflow.trust import PLAIN, Trust
 from kvflow.wire.messages import RankRecord
+from kvflow.wire.reading import ReadingContext
 
 __all__ = ["Directories"]
+
+MAX_CONNECTIONS: Final = 2 * MAX_LOOKUPS
+"""To addresses, with those that are asked about connected instances. Who was asked last is kept."""
 
 UNUSED_S: Final = 30.0
 """A connection to an address is closed after so long without a question."""
@@ -31,8 +34,8 @@ class Directories:
 
     Args:
         registry: Address of the registry for names; None if there is none.
-        ports: Sockets and clock.
         log: For the connections.
+        context: Sockets, a clock, and what long answers are read with.
         on_found: Takes what was asked for, the records, by engine rank, and the number of the question.
         on_refused: Takes why nobody is asked for an instance, for all names if it is None.
         trust: Who may answer.
@@ -44,14 +47,15 @@ class Directories:
     def __init__(
         self,
         registry: str | None,
-        ports: Ports,
         log: BoundLogger,
+        context: ReadingContext,
         on_found: OnFound,
         on_refused: OnLookUpRefused = lambda _instance, _detail: None,
         trust: Trust = PLAIN,
     ) -> None:
-        self._ports = ports
+        self._now = context.ports.now
         self._log = log
+        self._context = context
         self._on_found = on_found
         self._loop = asyncio.get_running_loop()
         self._at: OrderedDict[InstanceAt, tuple[RegistryClient, float]] = OrderedDict()
@@ -62,8 +66,8 @@ class Directories:
         if registry is not None:
             self._registry = RegistryClient(
                 registry,
-                ports,
                 log,
+                context,
                 self._take_named,
                 keys=trust.for_registry(),
                 on_refused=lambda detail: on_refused(None, detail),
@@ -98,11 +102,11 @@ class Directories:
             self._registry.close()
 
     def _client_at(self, instance: InstanceAt) -> RegistryClient:
-        now = self._ports.now()
+        now = self._now()
         if instance in self._at:
             client = self._at[instance][0]
         else:
-            while len(self._at) >= MAX_REFS:
+            while len(self._at) >= MAX_CONNECTIONS:
                 self._at.popitem(last=False)[1][0].close()
 
             def take(_: str | None, records: tuple[RankRecord, ...], number: int) -> None:
@@ -110,8 +114,8 @@ class Directories:
 
             client = RegistryClient(
                 instance.address,
-                self._ports,
                 self._log,
+                self._context,
                 take,
                 keys=self._trust.for_address(instance.name),
                 on_refused=lambda detail: self._on_refused(instance, detail),
@@ -124,7 +128,7 @@ class Directories:
 
     def _close_unused(self) -> None:
         self._timer = None
-        now = self._ports.now()
+        now = self._now()
         while self._at:
             instance, (client, used_at) = next(iter(self._at.items()))
             if now < used_at + UNUSED_S:

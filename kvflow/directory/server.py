@@ -2,23 +2,26 @@
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import anyio.lowlevel
 
 from kvflow.config import check_bind, check_reach, check_type
-from kvflow.directory.service import DirectoryService
+from kvflow.directory.service import DirectoryMessage, DirectoryService
 from kvflow.errors import LocalProtocolError, RemoteProtocolError
 from kvflow.keys import renewed_trust
 from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Listener, Ports
+from kvflow.statistics import RegistryStatistics
 from kvflow.system import system_ports
-from kvflow.trust import PLAIN, Trust, is_named, short
-from kvflow.wire.codec import decode_frames
+from kvflow.trust import PLAIN, Trust, short
+from kvflow.wire.codec import Reader
 from kvflow.wire.refusals import Refusals
 
 __all__ = ["Registry"]
+
+REQUESTS: Final[Reader[DirectoryMessage]] = Reader(DirectoryMessage)
 
 
 class Registry:
@@ -68,14 +71,7 @@ class Registry:
             self._bind, self._advertise, self._on_message, trust=self._trust, on_refused=self._refused
         )
         self._refusals = Refusals(listener.names_of, self._ports.now)
-        self._directory = DirectoryService(
-            listener.send,
-            self._ports.now,
-            self._anomalies,
-            may_speak=lambda connection, peer: any(
-                is_named(name, peer.rank.instance) for name in listener.names_of(connection)
-            ),
-        )
+        self._directory = DirectoryService(listener.send, listener.names_of, self._ports.now, self._anomalies)
         self.endpoint = self._listener.endpoint
         self._log.info("registry_opened", endpoint=self.endpoint)
         if self._warns:
@@ -109,12 +105,29 @@ class Registry:
         self._trust = trust
         self._log.info("trust_reloaded", public=short(self._trust.public), peers=len(self._trust.peers))
 
+    def statistics(self) -> RegistryStatistics:
+        """Say what is registered now, and count what was ignored.
+
+        Raises:
+            LocalProtocolError: The registry is not open.
+        """
+        if self._listener is None:
+            raise LocalProtocolError("registry is not open")
+        table = self._directory.table
+        return RegistryStatistics(table.num_ranks, table.num_waiting, dict(self._anomalies.counts))
+
     def _refused(self, kind: str, detail: str) -> None:
         self._anomalies.count(kind, detail=detail)
 
     def _on_message(self, connection: bytes, frames: Sequence[bytes]) -> None:
         try:
-            self._directory.take(connection, decode_frames(frames))
+            unread = REQUESTS.look(frames)
+            is_too_much = self._directory.is_too_much(connection, unread)
+            if not is_too_much:
+                self._directory.take(connection, REQUESTS.read(unread))
         except RemoteProtocolError as error:
             self._anomalies.count("message_rejected", detail=str(error))
-            self._refusals.add(connection)
+            self._refusals.add(connection, sum(map(len, frames)))
+            return
+        if is_too_much and unread.is_long:  # it was received and decrypted
+            self._refusals.add(connection, len(unread.data))

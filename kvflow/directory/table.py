@@ -13,15 +13,26 @@ from dataclasses import dataclass, field
 
 from kvflow.state.shares import Shares
 from kvflow.state.timers import Timers
-from kvflow.wire.messages import MAX_RANKS_TOLD, Message, PeerId, RankRecord, Records, Registered, RegistrationConflict
+from kvflow.wire.messages import (
+    MAX_RANKS_TOLD,
+    Message,
+    PeerId,
+    Registered,
+    RegistrationConflict,
+    SealedRecord,
+    SealedRecords,
+)
 
 __all__ = ["Answer", "RegistryTable", "is_complete"]
 
 MAX_RANKS = 65_536
-"""Ranks in a table. One instance has at most as many as an answer can name, and as are left for all others."""
+"""Ranks in a table. An instance has at most as many as an answer can name, a principal as are left for all others."""
+
+MAX_BYTES = 256 * 2**20
+"""Bytes of their records. One principal has at most as many as are left for all others."""
 
 MAX_WAITING = 65_536
-"""Lookups that wait. One connection has at most as many as are left for all others; more are answered at once."""
+"""Lookups that wait. One principal has at most as many as are left for all others; more are answered at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +65,12 @@ class _Claim:
 
     Attributes:
         connection: Over which it last did.
+        taker: To whose share it counts.
     """
 
-    record: RankRecord
+    record: SealedRecord
     connection: bytes
+    taker: str
 
     @property
     def peer(self) -> PeerId:
@@ -73,18 +86,37 @@ class _Place:
         replaced: Had the place before the holder, and its lease goes on; it has ended unless it registers again, twice.
         was_heard_again: `replaced` has registered once more.
         refused: Registers as well, while the holder lives. There is no `replaced` then.
+        taker: To whose share the place counts: of whoever was the first to claim it.
     """
 
     holder: _Claim
+    taker: str
     replaced: _Claim | None = None
     was_heard_again: bool = False
     refused: _Claim | None = None
+
+    @property
+    def claims(self) -> list[_Claim]:
+        return [claim for claim in (self.holder, self.replaced, self.refused) if claim is not None]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A lookup that waits.
+
+    Attributes:
+        number: The highest that it was asked with.
+        taker: To whose share it counts.
+    """
+
+    number: int
+    taker: str
 
 
 @dataclass(slots=True)
 class _Instance:
     places: dict[int, _Place] = field(default_factory=dict)
-    waiting: dict[bytes, int] = field(default_factory=dict)
+    waiting: dict[bytes, _Waiting] = field(default_factory=dict)
 
 
 class RegistryTable:
@@ -102,27 +134,48 @@ class RegistryTable:
         self.num_waiting = 0
         self._instances: dict[str, _Instance] = {}
         self._ranks = Shares(MAX_RANKS)
+        self._bytes = Shares(MAX_BYTES)
         self._waits = Shares(MAX_WAITING)
 
-    def has_place(self, peer: PeerId) -> bool:
-        """Say whether a rank has a place, or can be given one."""
-        instance = self._instances.get(peer.rank.instance)
-        if instance is not None and peer.rank.engine_rank in instance.places:
-            return True
-        num_places = 0 if instance is None else len(instance.places)
-        return num_places < MAX_RANKS_TOLD and self._ranks.has_place(peer.rank.instance, 1)
+    def has_place(self, record: SealedRecord, principal: str | None = None) -> bool:
+        """Say whether a rank that registers has a place, or can be given one.
 
-    def answer_to(self, record: RankRecord, connection: bytes) -> Answer:
+        Args:
+            record: Of the rank.
+            principal: Of who registers it; its instance stands for it if None.
+        """
+        rank = record.peer.rank
+        taker = principal or rank.instance
+        instance = self._instances.get(rank.instance)
+        place = None if instance is None else instance.places.get(rank.engine_rank)
+        kept = 0
+        if place is not None:
+            kept = sum(claim.record.num_bytes for claim in place.claims if claim.peer == record.peer)
+        elif instance is not None and len(instance.places) >= MAX_RANKS_TOLD:
+            return False
+        has_bytes = self._bytes.has_place(taker, max(record.num_bytes - kept, 0))
+        return has_bytes and self._ranks.has_place(taker, int(place is None))
+
+    def answer_to(self, record: SealedRecord, connection: bytes) -> Answer:
         """Say what a rank that registers is to be told. Nothing is noted yet: `register` it if it could be told."""
         peer = record.peer
         instance = self._instances.get(peer.rank.instance)
         place = None if instance is None else instance.places.get(peer.rank.engine_rank)
         if place is None or place.refused is None or peer == place.holder.peer:
             return Answer(connection, Registered(peer=peer))
-        return _conflict(place.holder, _Claim(record, connection))
+        return _conflict(place.holder, _Claim(record, connection, ""))
 
-    def register(self, record: RankRecord, lease_s: float, connection: bytes, now: float) -> list[Answer]:
+    def register(
+        self, record: SealedRecord, lease_s: float, connection: bytes, now: float, principal: str | None = None
+    ) -> list[Answer]:
         """Note a rank, or renew its lease, after it was told what `answer_to` says.
+
+        Args:
+            record: Of the rank.
+            lease_s: Until it is forgotten.
+            connection: Over which it registers.
+            now: The time.
+            principal: As in `has_place`.
 
         Returns:
             What to say to those who waited for its instance, and to both sides if another one is refused its place.
@@ -130,15 +183,15 @@ class RegistryTable:
         peer = record.peer
         instance = self._instances.setdefault(peer.rank.instance, _Instance())
         place = instance.places.get(peer.rank.engine_rank)
-        claim = _Claim(record, connection)
+        claim = _Claim(record, connection, principal or peer.rank.instance)
         self.timers.set(_Lease(peer), now + lease_s)
         answers = []
         if place is None:
-            instance.places[peer.rank.engine_rank] = _Place(claim)
-            self.num_ranks += 1
-            self._ranks.add(peer.rank.instance, 1)
+            self._add(instance, claim)
         else:
+            self._weigh(place, -1)
             self._claim(place, claim)
+            self._weigh(place, 1)
             if place.refused is not None and place.refused is not claim:
                 answers.append(_conflict(place.holder, place.refused))
         return answers + self._answer_if_complete(peer.rank.instance, instance)
@@ -148,12 +201,10 @@ class RegistryTable:
         if self.timers.clear(_Lease(peer)):
             self._forget(peer)
 
-    def hold(self, record: RankRecord) -> None:
+    def hold(self, record: SealedRecord) -> None:
         """Note a rank without a lease: the one that answers. Nobody else may be registered as that rank."""
-        rank = record.peer.rank
-        self._instances.setdefault(rank.instance, _Instance()).places[rank.engine_rank] = _Place(_Claim(record, b""))
-        self.num_ranks += 1
-        self._ranks.add(rank.instance, 1)
+        instance = record.peer.rank.instance
+        self._add(self._instances.setdefault(instance, _Instance()), _Claim(record, b"", instance))
 
     def let_go(self, peer: PeerId) -> None:
         """Forget the rank that was held, if there is one."""
@@ -161,17 +212,47 @@ class RegistryTable:
         if instance is not None and peer.rank.engine_rank in instance.places:
             self._forget(peer)
 
-    def lookup(self, instance: str, timeout_s: float, connection: bytes, now: float, number: int = 0) -> list[Answer]:
-        """Answer now if the instance is complete, else when it is, or when the time is up."""
+    def may_wait(self, instance: str, connection: bytes, principal: str | None = None) -> bool:
+        """Say whether a lookup waits, or can: who asks has not used up its share.
+
+        Args:
+            instance: That is looked up.
+            connection: Over which it is.
+            principal: Of who asks; the connection stands for it if None.
+        """
+        entry = self._instances.get(instance)
+        is_waiting = entry is not None and connection in entry.waiting
+        return is_waiting or self._waits.has_place(principal or connection.hex(), 1)
+
+    def lookup(
+        self,
+        instance: str,
+        timeout_s: float,
+        connection: bytes,
+        now: float,
+        number: int = 0,
+        principal: str | None = None,
+    ) -> list[Answer]:
+        """Answer now if the instance is complete, or it may not wait; else when it is, or when the time is up.
+
+        Args:
+            instance: That is looked up.
+            timeout_s: How long it may wait.
+            connection: Over which it is.
+            now: The time.
+            number: To be repeated.
+            principal: As in `may_wait`.
+        """
         entry = self._instances.get(instance) or _Instance()
-        taker = connection.hex()
+        if not self.may_wait(instance, connection, principal):
+            return [Answer(connection, SealedRecords(instance=instance, records=_records(entry), number=number))]
         if connection not in entry.waiting:
-            if not self._waits.has_place(taker, 1):
-                return [Answer(connection, Records(instance=instance, records=_records(entry), number=number))]
-            self._waits.add(taker, 1)
+            entry.waiting[connection] = _Waiting(number, principal or connection.hex())
+            self._waits.add(entry.waiting[connection].taker, 1)
             self.num_waiting += 1
         self._instances[instance] = entry
-        entry.waiting[connection] = max(number, entry.waiting.get(connection, 0))
+        waiting = entry.waiting[connection]
+        waiting.number = max(number, waiting.number)
         self.timers.set_once(_Wait(instance, connection), now + timeout_s)  # a repeated question waits no longer
         records = _complete_records(entry)
         return [] if records is None else [self._answer(instance, connection, records)]
@@ -186,6 +267,18 @@ class RegistryTable:
                 case _Wait(instance, connection):
                     answers.append(self._answer(instance, connection, _records(self._instances[instance])))
         return answers
+
+    def _add(self, instance: _Instance, claim: _Claim) -> None:
+        """Give a place to the first who claims it."""
+        place = instance.places[claim.peer.rank.engine_rank] = _Place(claim, claim.taker)
+        self.num_ranks += 1
+        self._ranks.add(place.taker, 1)
+        self._weigh(place, 1)
+
+    def _weigh(self, place: _Place, sign: int) -> None:
+        """Count the bytes of a place, or take them back."""
+        for claim in place.claims:
+            self._bytes.add(claim.taker, sign * claim.record.num_bytes)
 
     def _claim(self, place: _Place, claim: _Claim) -> None:
         """Decide whether a claim to a taken place is a renewal, a restart or a conflict."""
@@ -212,6 +305,7 @@ class RegistryTable:
         """Take an incarnation whose lease has ended out of its place, which goes to whoever was refused it."""
         instance = self._instances[peer.rank.instance]
         place = instance.places[peer.rank.engine_rank]
+        self._weigh(place, -1)
         if place.replaced is not None and place.replaced.peer == peer:
             place.replaced = None
         elif place.refused is not None and place.refused.peer == peer:
@@ -222,8 +316,10 @@ class RegistryTable:
             self._drop_lease(place.replaced)
             del instance.places[peer.rank.engine_rank]
             self.num_ranks -= 1
-            self._ranks.add(peer.rank.instance, -1)
+            self._ranks.add(place.taker, -1)
             self._tidy(peer.rank.instance)
+            return
+        self._weigh(place, 1)
 
     def _tidy(self, instance: str) -> None:
         entry = self._instances[instance]
@@ -236,14 +332,14 @@ class RegistryTable:
             return []
         return [self._answer(instance, connection, records) for connection in list(entry.waiting)]
 
-    def _answer(self, instance: str, connection: bytes, records: tuple[RankRecord, ...]) -> Answer:
+    def _answer(self, instance: str, connection: bytes, records: tuple[SealedRecord, ...]) -> Answer:
         entry = self._instances[instance]
         self.timers.clear(_Wait(instance, connection))
-        number = entry.waiting.pop(connection)
+        waiting = entry.waiting.pop(connection)
         self.num_waiting -= 1
-        self._waits.add(connection.hex(), -1)
+        self._waits.add(waiting.taker, -1)
         self._tidy(instance)
-        return Answer(connection, Records(instance=instance, records=records, number=number))
+        return Answer(connection, SealedRecords(instance=instance, records=records, number=waiting.number))
 
 
 def _conflict(holder: _Claim, refused: _Claim) -> Answer:
@@ -258,11 +354,11 @@ def _conflict(holder: _Claim, refused: _Claim) -> Answer:
     )
 
 
-def _records(entry: _Instance) -> tuple[RankRecord, ...]:
+def _records(entry: _Instance) -> tuple[SealedRecord, ...]:
     return tuple(entry.places[rank].holder.record for rank in sorted(entry.places))
 
 
-def _complete_records(entry: _Instance) -> tuple[RankRecord, ...] | None:
+def _complete_records(entry: _Instance) -> tuple[SealedRecord, ...] | None:
     """Give the ranks of a complete instance. Looks at all of them only if their number is right."""
     first = entry.places.get(0)
     if first is None or len(entry.places) != first.holder.record.num_ranks:
@@ -271,7 +367,7 @@ def _complete_records(entry: _Instance) -> tuple[RankRecord, ...] | None:
     return records if is_complete(records) else None
 
 
-def is_complete(records: tuple[RankRecord, ...]) -> bool:
+def is_complete(records: tuple[SealedRecord, ...]) -> bool:
     """Every rank of an instance is there, in order; `num_ranks` is a claim, so nothing of that size is made."""
     is_whole = bool(records) and len(records) == records[0].num_ranks
     return is_whole and all(record.peer.rank.engine_rank == rank for rank, record in enumerate(records))

@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -281,19 +281,33 @@ class AnomalyLog:
         now = self._clock()
         if now - self._logged_at.get((kind, peer), -math.inf) < self._interval_s:
             return
-        since, num_lines = self._lines.get(kind, (now, 0))
-        if now - since >= self._interval_s:
-            since, num_lines = now, 0
-        if num_lines >= MAX_LINES:
+        if not self._has_line(kind, now):
             return
-        self._lines[kind] = since, num_lines + 1
         if len(self._logged_at) >= MAX_SOURCES:
             self._logged_at.clear()
         self._logged_at[kind, peer] = now
         known = {"peer": None if peer is None else str(peer), **values, "count": self.counts[kind]}
-        shown = {
-            name: shorten(value) if isinstance(value, str) else value
-            for name, value in known.items()
-            if value is not None
-        }
-        self._log.warning(kind, **shown)
+        self._log.warning(kind, **_shorten_all({name: value for name, value in known.items() if value is not None}))
+
+    def log(self, level: int, name: str, values: Mapping[str, object]) -> None:
+        """Log something that peers can cause as often as they like, unless there were many lines of that name just now.
+
+        Those that are left out are counted.
+        """
+        if self._has_line(name, self._clock()):
+            self._log.log(level, name, **_shorten_all(values))
+        else:
+            self.count("log_lines_omitted", detail=name)
+
+    def _has_line(self, name: str, now: float) -> bool:
+        since, num_lines = self._lines.get(name, (now, 0))
+        if now - since >= self._interval_s:
+            since, num_lines = now, 0
+        if num_lines >= MAX_LINES:
+            return False
+        self._lines[name] = since, num_lines + 1
+        return True
+
+
+def _shorten_all(values: Mapping[str, object]) -> dict[str, object]:
+    return {name: shorten(value) if isinstance(value, str) else value for name, value in values.items()}

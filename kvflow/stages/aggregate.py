@@ -19,12 +19,15 @@ from kvflow.stages.digests import find_difference
 from kvflow.state.decode.core import DecodeCore
 from kvflow.state.effects import ScatterStaged, VerifyDigests
 from kvflow.state.events import DecodeEvent, DigestsVerified, NoticeDelivered, Scattered
-from kvflow.wire.codec import decode, encode
+from kvflow.wire.codec import Reader, encode
 from kvflow.wire.messages import Failure, Notice
 
 __all__ = ["Aggregate"]
 
 SCATTERS_AT_ONCE: Final = 2
+
+NOTICES: Final[Reader[Notice]] = Reader(Notice)
+"""Anything else in band is refused unread."""
 
 
 class Aggregate:
@@ -54,21 +57,15 @@ class Aggregate:
             self._context.anomalies.count("post_on_decode_rank")
             return
         try:
-            message = decode(event.payload)
+            notice = NOTICES.take([event.payload])
         except RemoteProtocolError as error:
             self._context.anomalies.count("notice_rejected", stage=Stage.AGGREGATE.value, detail=str(error))
-            return
-        if isinstance(message, Notice):
-            self._context.dispatch(NoticeDelivered(message))
         else:
-            detail = f"{type(message).__name__} came in band"
-            self._context.anomalies.count("notice_rejected", stage=Stage.AGGREGATE.value, detail=detail)
+            self._context.dispatch(NoticeDelivered(notice))
 
     def warm_up(self, core: DecodeCore, notice: Notice) -> None:
         """Do what `take` does with a notice, but for a core that is thrown away."""
-        message = decode(encode(notice))
-        if isinstance(message, Notice):
-            core.handle(NoticeDelivered(message), self._context.now())
+        core.handle(NoticeDelivered(NOTICES.take([encode(notice)])), self._context.now())
 
     def scatter(self, effect: ScatterStaged) -> None:
         """Scatter what a notice has brought; the core hears how that ended."""

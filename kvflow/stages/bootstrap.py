@@ -32,8 +32,21 @@ from kvflow.state import events as ev
 from kvflow.state.prefill.link import link_for
 from kvflow.state.settings import PrefillSettings
 from kvflow.trust import Trust
-from kvflow.wire.codec import decode_frames, encode
-from kvflow.wire.messages import Hello, Message, PeerId
+from kvflow.wire.codec import Reader, encode
+from kvflow.wire.messages import (
+    Drained,
+    Failed,
+    Goodbye,
+    Hello,
+    Message,
+    Notice,
+    PeerId,
+    Ping,
+    Pong,
+    Refuse,
+    SlotQuery,
+    Welcome,
+)
 
 __all__ = ["HelloChecks", "PeerConnections", "PeerProofs", "RouteCompiler"]
 
@@ -192,6 +205,11 @@ class HelloChecks:
 
 # On a decode rank --------------------------------------------------------------------------------------------------
 
+Answer = Welcome | Refuse | Notice | SlotQuery | Drained | Failed | Ping | Pong | Goodbye
+"""What prefill ranks say."""
+
+ANSWERS: Final[Reader[Answer]] = Reader(Answer)
+
 
 class PeerConnections:
     """Holds a connection to each prefill rank.
@@ -271,7 +289,7 @@ class PeerConnections:
 
     def _take(self, peer: PeerId, frames: Sequence[bytes]) -> None:
         try:
-            message = decode_frames(frames)
+            message = ANSWERS.take(frames)
         except RemoteProtocolError as error:
             self._context.anomalies.count("message_rejected", peer, stage=Stage.BOOTSTRAP.value, detail=str(error))
         else:

@@ -22,12 +22,12 @@ class Budgets(Generic[Taker]):
         self._per_s = per_s
         self._left: dict[Taker, tuple[float, float]] = {}
 
-    def take(self, taker: Taker, now: float) -> bool:
-        """Take one; False if there is none left."""
+    def take(self, taker: Taker, now: float, amount: float = 1) -> bool:
+        """Take so much; False if there is less left, of which nothing is taken then."""
         left, since = self._left.get(taker, (self._at_once, now))
         left = min(self._at_once, left + (now - since) * self._per_s)
-        has_one = left >= 1
+        has_enough = left >= amount
         if taker not in self._left and len(self._left) >= MAX_BUDGETS:
             self._left.clear()
-        self._left[taker] = (left - has_one, now)
-        return has_one
+        self._left[taker] = (left - has_enough * amount, now)
+        return has_enough

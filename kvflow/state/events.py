@@ -183,11 +183,16 @@ class MessageArrived(msgspec.Struct, frozen=True):
         connection: Opaque name of the connection.
         denied: Why its sender must not have what it asks for: its key is not that of the instance it speaks for, or it
             has no capability for the room. Empty if it may.
+        principal: With a Hello: who may be at the other end, whatever names are said there; empty where nobody is asked
+            for a key.
+        num_bytes: Of a Hello.
     """
 
     connection: bytes
     message: AnyMessage
     denied: str = ""
+    principal: str = ""
+    num_bytes: int = 0
 
 
 class PeerRevoked(msgspec.Struct, frozen=True):

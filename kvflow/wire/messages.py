@@ -11,8 +11,8 @@ Version history:
        Announce, Grant and Decline may have a capability. Every text, number and collection has a bound; a lease is ten
        minutes at most.
 
-Rules for change: a new field has a default; a field never changes its meaning; a message that an old peer cannot
-ignore needs a new version.
+Rules for change: the tag stands first; a new field has a default; a field never changes its meaning; a message that an
+old peer cannot ignore needs a new version.
 """
 
 from typing import Annotated, NamedTuple
@@ -56,6 +56,7 @@ __all__ = [
     "PeerId",
     "Ping",
     "Pong",
+    "RankAddress",
     "RankId",
     "RankRecord",
     "Records",
@@ -63,6 +64,9 @@ __all__ = [
     "Register",
     "Registered",
     "RegistrationConflict",
+    "SealedRecord",
+    "SealedRecords",
+    "SealedRegister",
     "SlotQuery",
     "SlotReleased",
     "Staged",
@@ -80,6 +84,8 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 """A duration. Clocks differ between hosts, so no point in time ever travels."""
 
 Lease = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_S)]
+
+LookupTime = Annotated[float, msgspec.Meta(gt=0, le=60)]
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
@@ -168,8 +174,8 @@ def _check_endpoint(endpoint: str) -> None:
         raise RemoteProtocolError("record has no usable endpoint", endpoint=endpoint) from error
 
 
-class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach a rank and what it holds; published in the directory.
+class RankAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach a rank.
 
     Attributes:
         num_ranks: Ranks of the whole instance; the instance is complete when all of them are registered.
@@ -184,7 +190,6 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
     endpoint: Annotated[str, msgspec.Meta(max_length=512)]
     backend: Name
-    layout: KVLayout
 
     def __post_init__(self) -> None:
         engine_rank = self.peer.rank.engine_rank
@@ -195,10 +200,38 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
         _check_endpoint(self.endpoint)
 
 
+class RankRecord(RankAddress, frozen=True, kw_only=True):
+    """How to reach a rank and what it holds; published in the directory."""
+
+    layout: KVLayout
+
+
+class SealedRecord(RankAddress, frozen=True, kw_only=True):
+    """A record as a directory keeps it and passes it on: whoever asks for it reads the layout, and nobody before."""
+
+    layout: msgspec.Raw
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        msgspec.structs.force_setattr(self, "layout", self.layout.copy())  # else it keeps all of its message
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much it is."""
+        return len(memoryview(self.layout)) + len(self.endpoint)
+
+
 class Register(Message, frozen=True, tag="register"):
     """Rank -> registry: I am here; forget me unless I repeat this within `lease_s`."""
 
     record: RankRecord
+    lease_s: Lease
+
+
+class SealedRegister(Message, frozen=True, tag="register"):
+    """A Register as a directory reads it."""
+
+    record: SealedRecord
     lease_s: Lease
 
 
@@ -240,7 +273,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
     """
 
     instance: InstanceName | None
-    timeout_s: Seconds
+    timeout_s: LookupTime
     number: LookupNumber = 0
 
 
@@ -254,6 +287,14 @@ class Records(Message, frozen=True, tag="records"):
 
     instance: InstanceName | None
     records: Annotated[tuple[RankRecord, ...], msgspec.Meta(max_length=MAX_RANKS_TOLD)]
+    number: LookupNumber = 0
+
+
+class SealedRecords(Message, frozen=True, tag="records"):
+    """Records as a directory sends them."""
+
+    instance: InstanceName | None
+    records: tuple[SealedRecord, ...]
     number: LookupNumber = 0
 
 

@@ -5,7 +5,7 @@ from typing import Final
 
 from kvflow.errors import RemoteProtocolError
 from kvflow.state.budgets import Budgets
-from kvflow.trust import ANY
+from kvflow.wire.principals import principal_of
 
 __all__ = ["REFUSALS_AT_ONCE", "Refusals"]
 
@@ -14,6 +14,9 @@ REFUSALS_PER_S: Final = 64
 
 REFUSALS_AT_ONCE: Final = 1_024
 """Such messages that may come together."""
+
+BYTES_OF_ONE: Final = 16 * 2**10
+"""A longer one counts as several: it is not read, but it was received."""
 
 
 class Refusals:
@@ -27,14 +30,14 @@ class Refusals:
     def __init__(self, names_of: Callable[[bytes], tuple[str, ...]], now: Callable[[], float]) -> None:
         self._names_of = names_of
         self._now = now
-        self._budgets = Budgets[bytes | tuple[str, ...]](REFUSALS_AT_ONCE, REFUSALS_PER_S)
+        self._budgets = Budgets[bytes | str](REFUSALS_AT_ONCE, REFUSALS_PER_S)
 
-    def add(self, connection: bytes) -> None:
-        """Note a message.
+    def add(self, connection: bytes, num_bytes: int = 0) -> None:
+        """Note a message of so many bytes.
 
         Raises:
             RemoteProtocolError: It is one too many, and its connection is to be broken.
         """
-        names = self._names_of(connection)
-        if not self._budgets.take(connection if names == (ANY,) else names, self._now()):
+        taker = principal_of(self._names_of(connection)) or connection
+        if not self._budgets.take(taker, self._now(), 1 + num_bytes // BYTES_OF_ONE):
             raise RemoteProtocolError("too many rejected messages", at_once=REFUSALS_AT_ONCE)

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
 
 import anyio
 import anyio.lowlevel
@@ -11,12 +11,13 @@ import msgspec
 import pytest
 
 import kvflow
+from kvflow.directory import table
 from kvflow.errors import FailureReason
 from kvflow.geometry.layout import Region
-from kvflow.stages.gate import HELLOS_AT_ONCE
+from kvflow.stages.gate import HELLO_BYTES_AT_ONCE, HELLOS_AT_ONCE
 from kvflow.trust import ClientKeys
-from kvflow.wire.codec import HEADER, MAX_REQUEST_BYTES, encode
-from kvflow.wire.messages import Failed, RankRecord, Register, Unregister, Welcome
+from kvflow.wire.codec import HEADER, LONG_BYTES, MAX_REQUEST_BYTES, encode
+from kvflow.wire.messages import Failed, Lookup, RankRecord, Register, Unregister, Welcome
 from kvflow.wire.refusals import REFUSALS_AT_ONCE
 from tests.attack.guarded import BACKENDS, Attacker, guarded, works
 from tests.attack.insiders import hello_to, insider, under_way
@@ -105,6 +106,41 @@ async def test_an_insider_who_grants_without_end_starves_only_itself(backend: st
             await works(deployment, 77)
 
 
+async def test_what_is_not_for_a_listener_is_not_read() -> None:
+    """Eight megabytes of records took seconds."""
+    record = {"peer": [["other", 0], 1], "layout": {"components": [{"name": "kv", "regions": [REGION] * 4_096}]}}
+    data = HEADER + msgspec.msgpack.encode({"type": "records", "instance": "x", "records": [record] * 50})
+    assert len(data) < MAX_REQUEST_BYTES
+    async with guarded("other") as deployment, under_way(deployment) as honest:
+        prefill, registry = deployment.prefill[0], deployment.registry
+        keys = deployment.keys["other"].for_registry()
+        with closing(insider(deployment)) as attacker, closing(Attacker(registry.endpoint, keys)) as other:
+            for _ in range(5):
+                attacker.connection.send(data)
+                other.connection.send(data)
+            await until(lambda: prefill.statistics().anomalies.get("connection_cut"))
+            await until(lambda: registry._anomalies.counts.get("connection_cut"))
+            await honest.go_on()
+
+
+async def test_an_insider_whose_hellos_have_thousands_of_regions_starves_only_itself() -> None:
+    """Most are not read, and then not even received."""
+    large = Pool(PagedShape(16, 4, (0, 4), 8, num_layers=2_000), 0).layout
+    async with guarded("other") as deployment, under_way(deployment) as honest:
+        prefill = deployment.prefill[0]
+        with closing(insider(deployment)) as attacker:
+            hello = encode(hello_to(deployment, layout=large))
+            num_read = HELLO_BYTES_AT_ONCE // len(hello)
+            for number in range(num_read + 2 * REFUSALS_AT_ONCE * LONG_BYTES // len(hello)):
+                with suppress(kvflow.Unreachable):
+                    attacker.connection.send(hello)
+                if number % 8 == 0:
+                    await anyio.lowlevel.checkpoint()
+            await until(lambda: prefill.statistics().anomalies.get("hello_over_budget"))
+            await until(lambda: prefill.statistics().anomalies.get("connection_cut"))
+            await honest.go_on()
+
+
 @pytest.mark.slow
 async def test_nothing_is_kept_of_peers_that_are_forgotten() -> None:
     """Each has a large layout and a name of its own, and its lease ends."""
@@ -157,6 +193,25 @@ async def test_an_insider_whose_messages_the_registry_refuses_is_cut_off() -> No
             say_often(attacker, encode(Unregister(peer=deployment.prefill[0].me)))
             await until(lambda: registry._anomalies.counts.get("connection_cut"))
             await until(lambda: attacker.refused)
+
+
+async def test_connections_of_one_key_share_the_lookups_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MAX_WAITING", 64)
+    async with guarded("other") as deployment, under_way(deployment) as honest:
+        registry, keys = deployment.registry, deployment.keys["other"].for_registry()
+        with ExitStack() as stack:
+            for number in range(4):
+                attacker = stack.enter_context(closing(Attacker(registry.endpoint, keys)))
+                for question in range(20):
+                    attacker.say(Lookup(instance=f"{number}-{question}", timeout_s=60.0))
+            await until(lambda: registry.statistics().anomalies.get("lookup_over_share", 0) == 48)
+            assert registry.statistics().waiting_lookups == 32
+            await honest.go_on()
+            too_long = encode(Lookup(instance="x", timeout_s=60.0)).replace(
+                msgspec.msgpack.encode(60.0), msgspec.msgpack.encode(61.0)
+            )
+            attacker.connection.send(too_long)
+            await until(lambda: registry.statistics().anomalies.get("message_rejected"))
 
 
 async def test_an_insider_makes_no_instance_incomplete() -> None:

@@ -16,9 +16,9 @@ from kvflow import __version__
 from kvflow.cli.main import main
 from kvflow.directory import RegistryClient
 from kvflow.observe.logs import get_logger
-from kvflow.system import system_ports
 from kvflow.wire.messages import RankRecord
 from tests.support.instances import make_pool, prefill_config
+from tests.support.reading import reading_context
 from tests.support.waiting import until
 
 
@@ -47,7 +47,8 @@ def test_registry_serves_until_it_is_told_to_stop(sent: signal.Signals) -> None:
 async def _register_and_find(endpoint: str) -> None:
     found: list[tuple[RankRecord, ...]] = []
     async with kvflow.PrefillRank(prefill_config(endpoint), make_pool().layout) as rank:
-        client = RegistryClient(endpoint, system_ports(), get_logger(), lambda *told: found.append(told[1]))
+        log = get_logger()
+        client = RegistryClient(endpoint, log, reading_context(log), lambda *told: found.append(told[1]))
         try:
             while not found or not found[-1]:  # the rank's own registration may be on its way
                 count = len(found)

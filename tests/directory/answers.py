@@ -1,7 +1,7 @@
 """What a registry's table says, in short."""
 
 from kvflow.directory.table import Answer
-from kvflow.wire.messages import RankRecord, Records, Registered, RegistrationConflict
+from kvflow.wire.messages import Registered, RegistrationConflict, SealedRecord, SealedRecords
 
 __all__ = ["Brief", "brief", "incarnations"]
 
@@ -20,7 +20,7 @@ def _chain(answer: Answer) -> list[Answer]:
 
 def _brief(answer: Answer) -> Brief:
     match answer.message:
-        case Records(instance=instance, records=records):
+        case SealedRecords(instance=instance, records=records):
             return "records", instance, incarnations(records)
         case Registered(peer=peer):
             return "registered", peer.incarnation
@@ -30,5 +30,5 @@ def _brief(answer: Answer) -> Brief:
             raise AssertionError(message)
 
 
-def incarnations(records: tuple[RankRecord, ...]) -> list[tuple[int, int]]:
+def incarnations(records: tuple[SealedRecord, ...]) -> list[tuple[int, int]]:
     return [(record.peer.rank.engine_rank, record.peer.incarnation) for record in records]

@@ -1,9 +1,10 @@
 """Records of ranks that do not exist."""
 
-from kvflow.wire.messages import PeerId, RankId, RankRecord
+from kvflow.directory.service import seal
+from kvflow.wire.messages import PeerId, RankId, RankRecord, SealedRecord
 from tests.support.pools import PagedShape, Pool
 
-__all__ = ["record"]
+__all__ = ["record", "sealed"]
 
 LAYOUT = Pool(PagedShape(4, 2, (0, 1), 8, 1), 0).layout
 
@@ -12,3 +13,10 @@ def record(instance: str = "prefill", engine_rank: int = 0, num_ranks: int = 1, 
     peer = PeerId(RankId(instance, engine_rank), incarnation)
     endpoint = f"tcp://10.0.0.{incarnation}:1"
     return RankRecord(peer=peer, num_ranks=num_ranks, endpoint=endpoint, backend="memory", layout=LAYOUT)
+
+
+def sealed(
+    instance: str = "prefill", engine_rank: int = 0, num_ranks: int = 1, *, incarnation: int = 1
+) -> SealedRecord:
+    """The same as a registry keeps it."""
+    return seal(record(instance, engine_rank, num_ranks, incarnation=incarnation))

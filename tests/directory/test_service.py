@@ -11,12 +11,12 @@ import pytest
 from kvflow.directory import Registry, RegistryClient, client, service
 from kvflow.errors import ConfigError, LocalProtocolError, Unreachable
 from kvflow.observe.logs import get_logger
-from kvflow.system import system_ports
 from kvflow.trust import Trust
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.messages import Lookup, Message, Ping, RankRecord, Records, Register, Registered, Unregister
 from tests.directory.records import record
 from tests.observe.lines import printed
+from tests.support.reading import reading_context
 from tests.support.waiting import POLL_S, until
 from tests.wire.ends import Client, Server
 
@@ -38,7 +38,8 @@ class Seeker:
 
     def __init__(self, endpoint: str, **values: object) -> None:
         self.found: list[tuple[str | None, tuple[RankRecord, ...]]] = []
-        self.client = RegistryClient(endpoint, system_ports(), get_logger(**values), self._take)
+        log = get_logger(**values)
+        self.client = RegistryClient(endpoint, log, reading_context(log), self._take)
 
     def _take(self, instance: str | None, records: tuple[RankRecord, ...], number: int) -> None:
         self.found.append((instance, records))
@@ -92,7 +93,7 @@ async def register(client: Client, mine: RankRecord) -> Message:
 
 async def name_of(registry: Registry, client: Client) -> bytes:
     """Give the name that the registry knows a connection by; nobody answers its question."""
-    client.send(encode(Lookup(instance="unknown", timeout_s=30.0)))
+    client.send(encode(Lookup(instance="unknown", timeout_s=60.0)))
     await until(lambda: registry._directory.table.num_waiting)
     (name,) = registry._directory.table._instances["unknown"].waiting
     return name
@@ -130,7 +131,7 @@ async def test_ranks_are_found_in_order() -> None:
 async def test_lookup_before_anybody_is_registered_is_answered_when_somebody_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client, "LOOKUP_S", 3_600.0)
+    monkeypatch.setattr(client, "LOOKUP_S", 60.0)
     async with Registry() as registry:
         with client_of(registry.endpoint) as seeker:
             seeker.client.look_up("prefill")
@@ -261,7 +262,7 @@ async def test_what_a_killed_process_had_sent_does_not_count_when_its_successor_
             await until(lambda: lines.named("answer_undeliverable"))
             for _ in range(3):
                 assert await register(successor, living) == Registered(peer=living.peer)
-            found = await ask(successor, Lookup(instance="prefill", timeout_s=30.0))
+            found = await ask(successor, Lookup(instance="prefill", timeout_s=60.0))
     assert found == Records(instance="prefill", records=(living,))
     assert not lines.named("registration_conflict")
 
@@ -278,7 +279,7 @@ async def test_rank_is_not_told_of_a_conflict_with_a_process_that_is_gone() -> N
                 kill(registry, killed, name)
             for _ in range(3):
                 assert await register(stays, first) == Registered(peer=first.peer)
-            found = await ask(stays, Lookup(instance="prefill", timeout_s=30.0))
+            found = await ask(stays, Lookup(instance="prefill", timeout_s=60.0))
     assert found == Records(instance="prefill", records=(first,))
     assert not lines.named("registration_conflict")
 
@@ -317,7 +318,7 @@ async def test_garbage_does_not_stop_the_registry(data: bytes) -> None:
             with closing(Client(registry.endpoint)) as rogue, printed() as lines:
                 rogue.send(data)
                 await until(lambda: lines.named("message_rejected"))
-                answer = await ask(rogue, Lookup(instance="prefill", timeout_s=30.0))
+                answer = await ask(rogue, Lookup(instance="prefill", timeout_s=60.0))
             assert answer == Records(instance="prefill", records=(record(),))
             assert await seeker.look_up() == (record(),)
 
@@ -349,7 +350,7 @@ async def test_asker_that_has_left_holds_up_nobody() -> None:
     async with Registry() as registry:
         with client_of(registry.endpoint) as seeker:
             with closing(Client(registry.endpoint)) as leaver:
-                leaver.send(encode(Lookup(instance="prefill", timeout_s=30.0)))
+                leaver.send(encode(Lookup(instance="prefill", timeout_s=60.0)))
                 await until(lambda: registry._directory.table.num_waiting)
             with client_of(registry.endpoint, record()):
                 assert await seeker.look_up() == (record(),)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.directory.table import RegistryTable
-from kvflow.wire.messages import PeerId, RankId, RankRecord
+from kvflow.wire.messages import PeerId, RankId, SealedRecord
 from tests.directory.answers import Brief, brief, incarnations
-from tests.directory.records import record
+from tests.directory.records import sealed
 
 Wait = tuple[str, bytes, float]
 """Which instance, who asked, and until when."""
@@ -25,7 +25,7 @@ def is_due(wait: Wait, when: float) -> bool:
 class Claim:
     """An incarnation that registers a rank; of those of one rank, one holds it and another may stand beside it."""
 
-    record: RankRecord
+    record: SealedRecord
     connection: bytes
     until: float
     part: str = "holder"
@@ -49,7 +49,7 @@ class Model:
         assert len(found) <= 1
         return found[0] if found else None
 
-    def held(self, instance: str) -> tuple[RankRecord, ...]:
+    def held(self, instance: str) -> tuple[SealedRecord, ...]:
         claims = [claim for claim in self.claims if claim.peer.rank.instance == instance and claim.part == "holder"]
         return tuple(sorted((claim.record for claim in claims), key=lambda held: held.peer.rank.engine_rank))
 
@@ -57,7 +57,7 @@ class Model:
         records = self.held(instance)
         return bool(records) and {held.peer.rank.engine_rank for held in records} == set(range(records[0].num_ranks))
 
-    def register(self, new: RankRecord, connection: bytes, until: float) -> list[Brief]:
+    def register(self, new: SealedRecord, connection: bytes, until: float) -> list[Brief]:
         rank = new.peer.rank
         known = [claim for claim in self.claims if claim.peer == new.peer]
         claim = Claim(new, connection, until, known[0].part if known else "new")
@@ -160,7 +160,7 @@ steps = st.builds(
 def apply(table: RegistryTable, model: Model, step: Step, now: float, until: float) -> tuple[list[Brief], list[Brief]]:
     """Do one step on both; gives both answers."""
     num_ranks = {"x": 1, "y": 3}[step.instance]
-    new = record(step.instance, step.engine_rank % num_ranks, num_ranks, incarnation=step.incarnation)
+    new = sealed(step.instance, step.engine_rank % num_ranks, num_ranks, incarnation=step.incarnation)
     match step.kind:
         case "register":
             answers = [table.answer_to(new, step.connection), *table.register(new, until - now, step.connection, now)]

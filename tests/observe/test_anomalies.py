@@ -1,5 +1,7 @@
 """Counting what was ignored, logging it now and then, and adding durations up."""
 
+import logging
+
 import pytest
 
 from kvflow.errors import Stage
@@ -57,6 +59,21 @@ def test_peers_that_are_made_up_cost_no_more_lines_than_others() -> None:
         clock.now += 1.0
         log.count("hello_refused", DECODE)
     assert len(lines.texts()) == MAX_LINES + 2
+
+
+def test_lines_that_peers_cause_are_bounded_and_the_others_counted() -> None:
+    clock = FakeClock()
+    with printed() as lines:
+        log = AnomalyLog(get_logger(), clock, interval_s=1.0)
+        for number in range(1_000):
+            log.log(logging.INFO, "peer_connected", {"peer": number, "detail": "x" * 1_000})
+        log.log(logging.INFO, "peer_disconnected", {})
+        clock.now += 1.0
+        log.log(logging.INFO, "peer_connected", {"peer": 1_000})
+    events = [line["event"] for line in lines.objects()]
+    assert events == ["peer_connected"] * MAX_LINES + ["log_lines_omitted", "peer_disconnected", "peer_connected"]
+    assert len(str(lines.objects()[0]["detail"])) < 2 * MAX_TEXT
+    assert log.counts == {"log_lines_omitted": 1_000 - MAX_LINES}
 
 
 def test_line_says_who_and_what() -> None:

@@ -80,6 +80,7 @@ async def ask(endpoint: str, *messages: Message) -> Message:
         [b"KVF\x01" + b"\x91" * 2_000],
         [encode(Ping(peer=UNKNOWN)), b"one frame too many"],
         [encode(Ping(peer=UNKNOWN))[:-1]],
+        [encode(Welcome(peer=UNKNOWN, attempt=0, version=3))],
         [bytes(1_000_000)],
     ],
     ids=lambda frames: f"{len(frames)}x{frames[0][:8]!r}",
@@ -106,7 +107,6 @@ async def test_bytes_that_are_no_zmq(deployment: Deployment, data: bytes) -> Non
         Ping(peer=UNKNOWN),
         grant(room=1, pages={}),
         Cancel(room=1, generation=1, failure=ABORTED),
-        Welcome(peer=UNKNOWN, attempt=0, version=3),
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -235,12 +235,14 @@ class PrefillDriver:
         *,
         connection: bytes | None = None,
         split_policy: SplitPolicy | None = None,
+        principal: str = "",
+        num_bytes: int = 0,
         **fields: Any,
     ) -> list[PrefillEffect]:
-        """Do the handshake with a decode rank; see `hello` for the fields."""
+        """Do the handshake with a decode rank; see `MessageArrived`, and `hello` for the fields."""
         connection = self._connections[other] = connection or connection_of(other)
         hello = self.hello(other, **fields)
-        effects = self(ev.MessageArrived(connection, hello))
+        effects = self(ev.MessageArrived(connection, hello, principal=principal, num_bytes=num_bytes))
         for pinged in [effect for effect in of_kind(effects, Reply) if isinstance(effect.message, Ping)]:
             effects = self(ev.ReplyLost(pinged.connection))  # the process of the incarnation before it has ended
         assert effects[-1] == CheckHello(connection, hello)

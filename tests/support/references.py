@@ -67,7 +67,11 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.KVLayout": (),
         "kvflow.head_range": (),
     },
-    "registry": {"kvflow.Endpoint": ("parse",), "kvflow.Registry": ("reload_trust",), "kvflow.ticket_for_room": ()},
+    "registry": {
+        "kvflow.Endpoint": ("parse",),
+        "kvflow.Registry": ("reload_trust", "statistics"),
+        "kvflow.ticket_for_room": (),
+    },
     "trust": {
         "kvflow.Trust": ("none",),
         "kvflow.TrustedKey": (),
@@ -78,6 +82,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "observation": {
         "kvflow.RankStatistics": (),
         "kvflow.statistics.StagingStatistics": (),
+        "kvflow.statistics.RegistryStatistics": (),
         "kvflow.observe.times.StageTimes": (),
         "kvflow.configure_logging": (),
         "kvflow.known_backends": (),
@@ -91,7 +96,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.blocking.BlockingReceiver": ("grant", "result"),
         "kvflow.blocking.transfers.BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", *WAITS),
         "kvflow.blocking.LoopThread": (),
-        "kvflow.blocking.Registry": ("reload_trust",),
+        "kvflow.blocking.Registry": ("reload_trust", "statistics"),
     },
 }
 """Public names by chapter, each with the members that an engine uses. Settings and errors have tables of their own."""

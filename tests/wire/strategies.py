@@ -120,7 +120,12 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         wm.RegistrationConflict, peer=peers, other=peers, other_endpoint=names, refused=st.booleans()
     ),
     wm.Unregister: st.builds(wm.Unregister, peer=peers),
-    wm.Lookup: st.builds(wm.Lookup, instance=st.none() | names, timeout_s=seconds, number=counts),
+    wm.Lookup: st.builds(
+        wm.Lookup,
+        instance=st.none() | names,
+        timeout_s=st.floats(0, 60, exclude_min=True),
+        number=counts,
+    ),
     wm.Records: st.builds(
         wm.Records, instance=st.none() | names, records=st.lists(records, max_size=2).map(tuple), number=counts
     ),

@@ -127,7 +127,7 @@ class Instances:
         ref, issuer = room.opened.instance, room.opened.issuer
         if issuer is not None:  # the directory has to be asked with its number, to know more than the ticket
             self._number += 1
-        if self._instances.at(ref) is None and not self._instances.make_room():
+        if self._instances.at(ref) is None and not self._instances.make_room(ref):
             detail = "too many unreachable prefill instances"
             return self._rooms.fail(room, self._failure(FailureReason.CAPACITY, detail), now)
         effects = self.reconnect(ref, now)
@@ -152,7 +152,7 @@ class Instances:
         """See to it that an instance is connected."""
         instance = self._instances.at(ref)
         if instance is None:
-            if not self._instances.make_room():
+            if not self._instances.make_room(ref):
                 return []
             instance = self._instances.add(ref, now)
             instance.ref, instance.wanted_at = ref, now

@@ -16,10 +16,14 @@ from kvflow.state.events import ConnectedRank, InstanceAt, InstanceFound, Instan
 from kvflow.state.tables import INSTANCE, InstanceSignal, InstanceState
 from kvflow.wire.messages import Failure, Hello, PeerId, RankRecord
 
-__all__ = ["MAX_REFS", "Declined", "Instance", "InstanceTable", "Waiting"]
+__all__ = ["MAX_LOOKUPS", "MAX_REFS", "Declined", "Instance", "InstanceTable", "Waiting"]
 
 MAX_REFS = 1_024
-"""References that are remembered: so many addresses may be asked at once."""
+"""References that are remembered."""
+
+MAX_LOOKUPS = 64
+"""Addresses that have not said which instance is there, or whose instance is not connected: each takes a socket, and
+whoever sends a request may name another one."""
 
 
 class Waiting(NamedTuple):
@@ -134,11 +138,17 @@ class InstanceTable:
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._instances.values())
 
-    def make_room(self) -> bool:
+    def make_room(self, new: InstanceRef) -> bool:
         """Forget the oldest reference by which no room waits, if there are many; say whether another can be added."""
-        if len(self._by_ref) < MAX_REFS:
-            return True
-        for ref, instance in self._by_ref.items():
+        if isinstance(new, InstanceAt):
+            lookups = [ref for ref, instance in self._by_ref.items() if _is_lookup(ref, instance)]
+            if len(lookups) >= MAX_LOOKUPS:
+                return self._forget_one_of(lookups)
+        return len(self._by_ref) < MAX_REFS or self._forget_one_of(list(self._by_ref))
+
+    def _forget_one_of(self, refs: list[InstanceRef]) -> bool:
+        for ref in refs:
+            instance = self._by_ref[ref]
             if all(room.opened.instance != ref for room, *_ in instance.waiting.values()):
                 del self._by_ref[ref]
                 del instance.refs[ref]
@@ -200,3 +210,8 @@ class InstanceTable:
         instance.refs[ref] = None
         self._by_ref[ref] = instance
         return instance
+
+
+def _is_lookup(ref: InstanceRef, instance: Instance) -> bool:
+    is_over = instance.state is InstanceState.CONNECTED and instance.refs[ref] is not None
+    return isinstance(ref, InstanceAt) and not is_over

@@ -29,7 +29,7 @@ from kvflow.state.effects import (
 from kvflow.state.leaving import Leaving
 from kvflow.state.peers import LeaseCheck, Peer, is_genuine, log_loss
 from kvflow.state.prefill.delivery import SendContext
-from kvflow.state.prefill.peers import DecodePeer, DecodePeers
+from kvflow.state.prefill.peers import DecodePeer, DecodePeers, Kept, Newcomer
 from kvflow.state.prefill.queue import PieceQueue
 from kvflow.state.prefill.rooms import PostStalled, Rooms
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool, SlotUnreturned
@@ -338,7 +338,8 @@ class PrefillCore:
         if isinstance(message, Hello):
             if event.denied:
                 return self._refuse_hello(connection, message, event.denied, "hello_denied")
-            return self._hello(connection, message, now)
+            kept = Kept(event.principal or message.peer.rank.instance, event.num_bytes)
+            return self._hello(connection, message, kept, now)
         peer = self.peers.at(connection)
         if peer is not None:
             denied = self._failure(FailureReason.REFUSED, event.denied) if event.denied else None
@@ -348,9 +349,10 @@ class PrefillCore:
             return self._said_goodbye(message.peer, message, now) if is_known else []
         if isinstance(message, Refuse):
             return []
-        return [Reply(connection, Refuse(peer=self.me, to=None, detail="handshake required"))]
+        refusal = Refuse(peer=self.me, to=None, detail="handshake required")
+        return [CountAnomaly("handshake_required", None), Reply(connection, refusal)]
 
-    def _hello(self, connection: bytes, hello: Hello, now: float) -> list[PrefillEffect]:
+    def _hello(self, connection: bytes, hello: Hello, kept: Kept, now: float) -> list[PrefillEffect]:
         detail = self._mismatch(connection, hello)
         if detail is not None:
             return self._refuse_hello(connection, hello, detail)
@@ -361,14 +363,14 @@ class PrefillCore:
             return []
         other = self.peers.other_incarnation(hello.peer)
         if other is not None:
-            return self._ask_whether_it_lives(other, connection, hello, now)
+            return self._ask_whether_it_lives(other, Newcomer(connection, hello, kept), now)
         effects: list[PrefillEffect] = []
         if self.peers.wants_other_cells(hello):
             detail = f"{hello.peer.rank} wants different cells than before"
             effects = self._left(hello.peer, self._failure(FailureReason.PEER_LOST, detail), now)
-        if not self.peers.has_place(hello.peer):
-            return self._refuse_hello(connection, hello, f"too many decode ranks of {hello.peer.rank.instance}")
-        self.peers.begin_check(connection, hello)
+        if not self.peers.has_place(hello.peer, kept):
+            return [*effects, *self._refuse_for_capacity(connection, hello)]
+        self.peers.begin_check(connection, hello, kept)
         return [*effects, CheckHello(connection, hello)]
 
     def _mismatch(self, connection: bytes, hello: Hello) -> str | None:
@@ -400,16 +402,18 @@ class PrefillCore:
         hello = event.hello
         if self._leaving.is_closing:
             return []
-        if not self.peers.end_check(event.connection, hello):
+        kept = self.peers.end_check(event.connection, hello)
+        if kept is None:
             return self._forget_transport(hello.peer)
         if event.link is None:
             refused = self._refuse_hello(event.connection, hello, event.failure)
             return [*self._forget_transport(hello.peer), *refused]
         other = self.peers.other_incarnation(hello.peer)
         if other is not None:  # it was connected while this one was checked
-            return [DisconnectTransport(hello.peer), *self._ask_whether_it_lives(other, event.connection, hello, now)]
+            newcomer = Newcomer(event.connection, hello, kept)
+            return [DisconnectTransport(hello.peer), *self._ask_whether_it_lives(other, newcomer, now)]
         is_new = hello.peer not in self.peers
-        self.peers.admit(event.connection, hello, event.link, now)
+        self.peers.admit(event.connection, hello, event.link, kept, now)
         self.slots.connected(hello.peer, event.link.staging, now)
         news = [LogEvent("peer_connected", {"peer": str(hello.peer)})] if is_new else []
         return [*news, *self._welcome(event.connection, hello)]
@@ -435,15 +439,18 @@ class PrefillCore:
 
     # Two processes with one rank name --------------------------------------------------------------------------------
 
-    def _ask_whether_it_lives(
-        self, former: DecodePeer, connection: bytes, hello: Hello, now: float
-    ) -> list[PrefillEffect]:
+    def _refuse_for_capacity(self, connection: bytes, hello: Hello) -> list[PrefillEffect]:
+        return self._refuse_hello(connection, hello, f"too many decode ranks of {hello.peer.rank.instance}")
+
+    def _ask_whether_it_lives(self, former: DecodePeer, newcomer: Newcomer, now: float) -> list[PrefillEffect]:
         """Ping the incarnation that is connected before another one of the same rank takes its place.
 
         The connection of a process that has ended is gone, which shows when the Ping is sent. A living one answers. If
         its host is off, neither comes, and its lease ends. The newcomer repeats its hello meanwhile.
         """
-        former.newcomer, former.asked_at = (connection, hello), now
+        if not self.peers.put_newcomer(former, newcomer):
+            return self._refuse_for_capacity(newcomer.connection, newcomer.hello)
+        former.asked_at = now
         return [Reply(former.connection, Ping(peer=self.me))]
 
     def _reply_lost(self, connection: bytes, now: float) -> list[PrefillEffect]:
@@ -452,19 +459,21 @@ class PrefillCore:
         if former is None:
             return []
         former.liveness.disconnected()
-        if former.newcomer is None:
+        newcomer = former.newcomer
+        if newcomer is None:
             return []
-        if now > former.asked_at + former.newcomer[1].lease_s:  # it has not repeated its hello for so long
-            former.newcomer = None
+        if now > former.asked_at + newcomer.hello.lease_s:  # it has not repeated its hello for so long
+            self.peers.put_newcomer(former, None)
             return []
         failure = self._failure(FailureReason.PEER_LOST, f"{former.id.rank} has restarted")
-        return [*self._left(former.id, failure, now), *self._hello(*former.newcomer, now)]
+        return [*self._left(former.id, failure, now), *self._hello(*newcomer, now)]
 
     def _is_alive(self, former: DecodePeer) -> list[PrefillEffect]:
         """Refuse a newcomer: the rank that it claims to be has answered. Logged once for each."""
         if former.newcomer is None:
             return []
-        (connection, hello), former.newcomer = former.newcomer, None
+        connection, hello, _ = former.newcomer
+        self.peers.put_newcomer(former, None)
         detail = f"another running process has the name {former.id.rank}: {former.id}"
         effects = self._refuse_hello(connection, hello, detail)
         if former.refused != hello.peer:

@@ -12,7 +12,11 @@ from kvflow.state.shares import Shares
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Failure, Hello, Message, PeerId, RankId
 
-__all__ = ["ClosedGeneration", "DecodePeer", "DecodePeers"]
+__all__ = ["ClosedGeneration", "DecodePeer", "DecodePeers", "Kept", "Newcomer"]
+
+MAX_HELLO_BYTES = 64 * 2**20
+"""Bytes of the hellos that are kept. Layouts take ten times as much in memory; 8,192 ranks with 100 layers each have
+this much."""
 
 MAX_CLOSED = 4_096
 """Closed generations that are remembered for each decode rank, so that late messages of them are recognised."""
@@ -31,6 +35,34 @@ class ClosedGeneration(NamedTuple):
     """How a delivery ended; None for a success."""
 
     failure: Failure | None
+
+
+class Kept(NamedTuple):
+    """What is kept for a hello.
+
+    Attributes:
+        taker: To whose share it counts.
+        num_bytes: Of the hello.
+    """
+
+    taker: str
+    num_bytes: int
+
+
+class _Check(NamedTuple):
+    """A hello that is being checked."""
+
+    attempt: int
+    connection: bytes
+    kept: Kept
+
+
+class Newcomer(NamedTuple):
+    """The last hello of another incarnation of a rank that is connected."""
+
+    connection: bytes
+    hello: Hello
+    kept: Kept
 
 
 class _Disconnected(NamedTuple):
@@ -57,13 +89,13 @@ class DecodePeer:
         floor: No generation from here on was ever used.
         was_heard: It has said more than Hello and Goodbye, which only a rank does that has had a Welcome. A Hello alone
             may have waited in a queue for longer than its sender lived.
-        newcomer: The last hello of another incarnation of the same rank, and its connection, while it is not known
-            whether this one lives.
+        kept: For its last hello.
+        newcomer: Another incarnation of the same rank, while it is not known whether this one lives.
         asked_at: When this one was pinged for the newcomer.
         refused: The incarnation that was refused last because this one lives.
     """
 
-    def __init__(self, peer: PeerId, timers: Timers[Hashable], before: _Disconnected | None) -> None:
+    def __init__(self, peer: PeerId, timers: Timers[Hashable], kept: Kept, before: _Disconnected | None) -> None:
         self.liveness = Peer(peer, timers)
         self.connection = b""
         self.attempt = -1
@@ -72,7 +104,8 @@ class DecodePeer:
         self.closed: ClosedGenerations[ClosedGeneration] = ClosedGenerations(MAX_CLOSED, self.floor)
         self.before = before
         self.was_heard = False
-        self.newcomer: tuple[bytes, Hello] | None = None
+        self.kept = kept
+        self.newcomer: Newcomer | None = None
         self.asked_at = 0.0
         self.refused: PeerId | None = None
         self._num_write_failures = 0
@@ -122,10 +155,12 @@ class DecodePeers:
     def __init__(self, timers: Timers[Hashable], most: int) -> None:
         self._timers = timers
         self._shares = Shares(most)
+        self._bytes = Shares(MAX_HELLO_BYTES)
+        self._kept: dict[PeerId, Kept] = {}
         self._peers: dict[PeerId, DecodePeer] = {}
         self._by_rank: dict[RankId, PeerId] = {}
         self._by_connection: dict[bytes, PeerId] = {}
-        self._checking: dict[PeerId, tuple[int, bytes]] = {}
+        self._checking: dict[PeerId, _Check] = {}
         self._checking_at: dict[bytes, PeerId] = {}
         self._disconnected: OrderedDict[RankId, _Disconnected] = OrderedDict()
         self._over: OrderedDict[PeerId, str] = OrderedDict()
@@ -157,10 +192,40 @@ class DecodePeers:
         other = self._by_rank.get(peer.rank)
         return None if other is None or other == peer else self._peers[other]
 
-    def has_place(self, peer: PeerId) -> bool:
-        """Say whether a decode rank is known, or can be taken on: its instance has not used up its share."""
-        is_known = peer in self._peers or peer in self._checking
-        return is_known or self._shares.has_place(peer.rank.instance, 1)
+    def has_place(self, peer: PeerId, kept: Kept) -> bool:
+        """Say whether a hello of a decode rank can be kept: its share is not used up."""
+        before = self._kept.get(peer)
+        if before is None:
+            return self._shares.has_place(kept.taker, 1) and self._bytes.has_place(kept.taker, kept.num_bytes)
+        return self._bytes.has_place(before.taker, max(kept.num_bytes - before.num_bytes, 0))
+
+    def taker(self, peer: PeerId) -> str:
+        """Say to whose share it counts what a decode rank that is connected asks for."""
+        return self._peers[peer].kept.taker
+
+    def put_newcomer(self, former: DecodePeer, newcomer: Newcomer | None) -> bool:
+        """Keep the hello of another incarnation, or none; say whether there is a place for it."""
+        before, num_bytes = (0 if one is None else one.kept.num_bytes for one in (former.newcomer, newcomer))
+        has_place = self._bytes.has_place(former.kept.taker, max(num_bytes - before, 0))
+        former.newcomer = newcomer if has_place else None
+        self._weigh(former.id)
+        return has_place
+
+    def _weigh(self, peer: PeerId) -> None:
+        """Count what is kept of a decode rank to the share that it was taken on with."""
+        if (before := self._kept.pop(peer, None)) is not None:
+            self._shares.add(before.taker, -1)
+            self._bytes.add(before.taker, -before.num_bytes)
+        known, checking = self._peers.get(peer), self._checking.get(peer)
+        kept = [one.kept for one in (known, checking) if one is not None]
+        if not kept:
+            return
+        num_bytes = max(one.num_bytes for one in kept)
+        if known is not None and known.newcomer is not None:
+            num_bytes += known.newcomer.kept.num_bytes
+        self._kept[peer] = Kept(kept[0].taker, num_bytes)
+        self._shares.add(kept[0].taker, 1)
+        self._bytes.add(kept[0].taker, num_bytes)
 
     def send(self, peer: PeerId, message: Message) -> list[PrefillEffect]:
         """Send to a decode rank; what is for one that is not connected is lost, and retransmitted if it matters."""
@@ -172,9 +237,9 @@ class DecodePeers:
         known = self._peers.get(hello.peer)
         latest = known.attempt if known is not None else -1
         checking = self._checking.get(hello.peer)
-        if hello.attempt < latest or (checking is not None and hello.attempt < checking[0]):
+        if hello.attempt < latest or (checking is not None and hello.attempt < checking.attempt):
             return True
-        return checking == (hello.attempt, connection)
+        return checking is not None and checking[:2] == (hello.attempt, connection)
 
     def why_over(self, peer: PeerId) -> str | None:
         """Say why an incarnation must not connect again: it has said goodbye, or a later one has connected; else None.
@@ -194,8 +259,8 @@ class DecodePeers:
         """Forget hellos of an incarnation that are not answered yet."""
         self._stop_checking(peer)
         other = self.other_incarnation(peer)
-        if other is not None and other.newcomer is not None and other.newcomer[1].peer == peer:
-            other.newcomer = None
+        if other is not None and other.newcomer is not None and other.newcomer.hello.peer == peer:
+            self.put_newcomer(other, None)
 
     def claimant(self, connection: bytes) -> PeerId | None:
         """Who said hello over a connection that is open: it is connected, or its hello is being checked."""
@@ -210,7 +275,7 @@ class DecodePeers:
         Its hello is being checked, it is disconnected, or it waits until it is known whether the rank that it claims to
         be lives.
         """
-        if peer in self._checking and self._checking[peer][1] == connection:
+        if peer in self._checking and self._checking[peer].connection == connection:
             return True
         if peer in self._peers or peer in self._over:
             return False
@@ -219,7 +284,7 @@ class DecodePeers:
             return True
         other = self.other_incarnation(peer)
         newcomer = other.newcomer if other is not None else None
-        return newcomer is not None and (newcomer[0], newcomer[1].peer) == (connection, peer)
+        return newcomer is not None and (newcomer.connection, newcomer.hello.peer) == (connection, peer)
 
     def connections(self) -> dict[bytes, PeerId]:
         """Every connection over which a decode rank may be reached.
@@ -227,8 +292,8 @@ class DecodePeers:
         That includes one whose hello is being checked, and one that is disconnected and has not said goodbye.
         """
         found = dict(self._by_connection)
-        for peer, (_, connection) in self._checking.items():
-            found.setdefault(connection, peer)
+        for peer, check in self._checking.items():
+            found.setdefault(check.connection, peer)
         for gone in self._disconnected.values():
             if gone.peer not in self._over and gone.peer not in self._peers:
                 found.setdefault(gone.connection, gone.peer)
@@ -244,34 +309,33 @@ class DecodePeers:
         """Say whether a hello of it is being checked."""
         return peer in self._checking
 
-    def begin_check(self, connection: bytes, hello: Hello) -> None:
+    def begin_check(self, connection: bytes, hello: Hello, kept: Kept) -> None:
         """Note that a hello is being checked."""
         self._stop_checking(hello.peer)
-        if hello.peer not in self._peers:
-            self._shares.add(hello.peer.rank.instance, 1)
-        self._checking[hello.peer] = (hello.attempt, connection)
+        self._checking[hello.peer] = _Check(hello.attempt, connection, kept)
         self._checking_at[connection] = hello.peer
+        self._weigh(hello.peer)
 
-    def end_check(self, connection: bytes, hello: Hello) -> bool:
-        """Note that a hello was checked; False if another one has taken its place, or its sender was dropped."""
-        if self._checking.get(hello.peer) != (hello.attempt, connection):
-            return False
+    def end_check(self, connection: bytes, hello: Hello) -> Kept | None:
+        """Note that a hello was checked; None if another one has taken its place, or its sender was dropped."""
+        checking = self._checking.get(hello.peer)
+        if checking is None or checking[:2] != (hello.attempt, connection):
+            return None
         self._stop_checking(hello.peer)
-        return True
+        return checking.kept
 
     def _stop_checking(self, peer: PeerId) -> None:
         checking = self._checking.pop(peer, None)
         if checking is not None:
-            self._checking_at.pop(checking[1], None)
-            if peer not in self._peers:
-                self._shares.add(peer.rank.instance, -1)
+            self._checking_at.pop(checking.connection, None)
+            self._weigh(peer)
 
     def wants_other_cells(self, hello: Hello) -> bool:
         """Say whether a connected decode rank asks for something else than before."""
         known = self._peers.get(hello.peer)
         return known is not None and (known.link.slices != hello.route.slices or known.link.layout != hello.layout)
 
-    def admit(self, connection: bytes, hello: Hello, link: PeerRoute, now: float) -> None:
+    def admit(self, connection: bytes, hello: Hello, link: PeerRoute, kept: Kept, now: float) -> None:
         """Take a decode rank on. What it asked for before stays known.
 
         That holds also for an incarnation that was disconnected and returns: it grants nothing anew under a generation
@@ -282,7 +346,9 @@ class DecodePeers:
             before = self._disconnected.get(hello.peer.rank)
             if before is not None and before.peer != hello.peer:
                 before = None
-            known = self._add(DecodePeer(hello.peer, self._timers, before))
+            known = self._add(DecodePeer(hello.peer, self._timers, kept, before))
+        known.kept = known.kept._replace(num_bytes=kept.num_bytes)
+        self._weigh(hello.peer)
         self._by_connection.pop(known.connection, None)
         known.connection, known.attempt, known.link = connection, hello.attempt, link
         self._by_connection[connection] = hello.peer
@@ -291,13 +357,12 @@ class DecodePeers:
     def _add(self, known: DecodePeer) -> DecodePeer:
         self._peers[known.id] = known
         self._by_rank[known.id.rank] = known.id
-        if known.id not in self._checking:
-            self._shares.add(known.id.rank.instance, 1)
+        self._weigh(known.id)
         return known
 
     def adopt(self, other: DecodePeer, now: float) -> DecodePeer:
         """Take on a decode rank as another core knows it, without its past."""
-        known = self._add(DecodePeer(other.id, self._timers, None))
+        known = self._add(DecodePeer(other.id, self._timers, other.kept, None))
         known.connection, known.attempt, known.link = other.connection, other.attempt, other.link
         self._by_connection[known.connection] = known.id
         known.liveness.connected(other.liveness.lease_s, now)
@@ -329,7 +394,7 @@ class DecodePeers:
         self._stop_checking(peer)
         del self._peers[peer]
         del self._by_rank[peer.rank]
-        self._shares.add(peer.rank.instance, -1)
+        self._weigh(peer)
         known.liveness.left()
         self._by_connection.pop(known.connection, None)
         former = self._disconnected.get(peer.rank)

@@ -544,14 +544,18 @@ class Rooms:
         if failed is not None and peer.rank not in failed.told:
             failed.told[peer.rank] = None
             return self._context.refuse(delivery_id, failed.failure)
-        if kept is None and not self.waiting.has_place(peer, asked):
+        taker = self._context.peers.taker(peer)
+        has_place = self.waiting.has_place(taker, asked, kept)
+        if kept is not None:
+            self.waiting.take(number, peer)
+            self._void(delivery_id, kept)
+        if not has_place:
             detail = (
                 f"too many grants for rooms that are not open: {len(self.waiting)} of {self._limits.pending_grants}"
             )
-            return self._context.refuse(delivery_id, self._error(FailureReason.CAPACITY, detail))
-        if kept is not None:
-            self._void(delivery_id, kept)
-        self.waiting.put(number, peer, asked, self._open_by(asked, now))
+            refused = self._context.refuse(delivery_id, self._error(FailureReason.CAPACITY, detail))
+            return [CountAnomaly("grant_over_share", peer, number), *refused]
+        self.waiting.put(number, peer, taker, asked, self._open_by(asked, now))
         return []
 
     def _void(self, delivery_id: DeliveryId, before: Asked) -> None:

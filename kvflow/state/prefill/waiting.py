@@ -39,6 +39,11 @@ Asked = Grant | Announcement
 """What a decode rank has asked for."""
 
 
+class _Kept(NamedTuple):
+    one: Asked
+    taker: str
+
+
 def _num_bytes(one: Asked) -> int:
     return 0 if isinstance(one, Announcement) else sum(map(len, one.pages.values()))
 
@@ -52,7 +57,7 @@ class WaitingRooms:
     """
 
     def __init__(self, timers: Timers[Hashable], limits: Limits) -> None:
-        self._asked: dict[RoomId, dict[PeerId, Asked]] = {}
+        self._asked: dict[RoomId, dict[PeerId, _Kept]] = {}
         self._timers = timers
         self._count = 0
         self._grants = Shares(limits.pending_grants)
@@ -67,41 +72,44 @@ class WaitingRooms:
     @property
     def num_announced(self) -> int:
         """How many of them are announcements."""
-        return sum(isinstance(one, Announcement) for asked in self._asked.values() for one in asked.values())
+        return sum(isinstance(kept.one, Announcement) for asked in self._asked.values() for kept in asked.values())
 
     def find(self, room: RoomId, peer: PeerId) -> Asked | None:
         """Find what a decode rank has asked for."""
-        return self._asked.get(room, {}).get(peer)
+        kept = self._asked.get(room, {}).get(peer)
+        return None if kept is None else kept.one
 
-    def has_place(self, peer: PeerId, one: Asked) -> bool:
-        """Say whether something that a decode rank asks for can be kept: its instance has not used up its share."""
-        instance = peer.rank.instance
-        return self._grants.has_place(instance, 1) and self._bytes.has_place(instance, _num_bytes(one))
+    def has_place(self, taker: str, one: Asked, before: Asked | None) -> bool:
+        """Say whether something can be kept for somebody, new or instead of what was kept before."""
+        num_bytes = _num_bytes(one) - (0 if before is None else _num_bytes(before))
+        return self._grants.has_place(taker, int(before is None)) and self._bytes.has_place(taker, max(num_bytes, 0))
 
-    def put(self, room: RoomId, peer: PeerId, one: Asked, until: float) -> None:
-        """Keep what a decode rank asks for, instead of what it has asked for before."""
-        asked = self._asked.setdefault(room, {})
-        if (before := asked.get(peer)) is not None:
-            self._count_out(peer, before)
+    def put(self, room: RoomId, peer: PeerId, taker: str, one: Asked, until: float) -> None:
+        """Keep what a decode rank asks for.
+
+        Args:
+            room: That it asks for; nothing is kept that it has asked for before.
+            peer: The decode rank.
+            taker: To whose share it counts.
+            one: What it asks for.
+            until: When it is over.
+        """
+        self._asked.setdefault(room, {})[peer] = _Kept(one, taker)
         self._count += 1
-        self._grants.add(peer.rank.instance, 1)
-        self._bytes.add(peer.rank.instance, _num_bytes(one))
-        asked[peer] = one
+        self._grants.add(taker, 1)
+        self._bytes.add(taker, _num_bytes(one))
         self._timers.set(RoomUnopened(room, peer), until)
 
     def take(self, room: RoomId, peer: PeerId) -> Asked:
         """Take out what a decode rank has asked for."""
         self._timers.clear(RoomUnopened(room, peer))
-        one = self._asked[room].pop(peer)
-        self._count_out(peer, one)
+        one, taker = self._asked[room].pop(peer)
+        self._count -= 1
+        self._grants.add(taker, -1)
+        self._bytes.add(taker, -_num_bytes(one))
         if not self._asked[room]:
             del self._asked[room]
         return one
-
-    def _count_out(self, peer: PeerId, one: Asked) -> None:
-        self._count -= 1
-        self._grants.add(peer.rank.instance, -1)
-        self._bytes.add(peer.rank.instance, -_num_bytes(one))
 
     def peers(self, room: RoomId) -> list[PeerId]:
         """Decode ranks that wait for a room."""

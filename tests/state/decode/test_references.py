@@ -11,6 +11,7 @@ from kvflow.state.decode import instances
 from kvflow.state.effects import CompileRoutes, DecodeEffect, LookUp, ProbePeer, ReportReceiver
 from kvflow.wire.messages import Decline, Grant, Hello, PeerId
 from tests.support.cores import (
+    ABORTED,
     OTHER_PREFILL,
     PREFILL,
     DecodeDriver,
@@ -235,6 +236,24 @@ def test_the_number_of_instances_is_bounded(core: DecodeDriver, monkeypatch: pyt
     core(request(1, room=1, instance=HERE))
     assert failures(core(request(2, room=2, instance=ELSEWHERE))) == [(2, FailureReason.CAPACITY)]
     assert core(request(3, room=3, instance=HERE)) == []
+
+
+@pytest.mark.parametrize("name", [None, "prefill"])
+def test_addresses_that_are_looked_up_are_bounded_apart(
+    core: DecodeDriver, monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    """Each takes a socket. One that has answered, or by which no room waits, leaves its place to the next."""
+    monkeypatch.setattr(instances, "MAX_LOOKUPS", 1)
+    connect(core, HERE, PREFILL)
+    first, second, third = (ev.InstanceAt(f"tcp://10.0.0.{number}:7000", name) for number in (1, 2, 3))
+    stale = peer("prefill", 0, 99)
+    assert failures(core(request(2, room=2, instance=first, issuer=stale))) == []
+    assert failures(core(request(3, room=3, instance=second, issuer=stale))) == [(3, FailureReason.CAPACITY)]
+    assert failures(core(request(4, room=4, instance="by its name"))) == []
+    core(ev.ReceiveAborted(2, ABORTED))
+    assert failures(core(request(5, room=5, instance=second, issuer=stale))) == []
+    assert failures(answer(core, second, PREFILL)) == [(5, FailureReason.STALE_TICKET)]
+    assert failures(core(request(6, room=6, instance=third, issuer=stale))) == []
 
 
 def test_the_number_of_references_to_an_instance_is_bounded(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvflow.state.events import PeerRoute
 from kvflow.state.prefill import peers as peers_module
-from kvflow.state.prefill.peers import MAX_CLOSED, MAX_DISCONNECTED, ClosedGeneration, DecodePeers
+from kvflow.state.prefill.peers import MAX_CLOSED, MAX_DISCONNECTED, ClosedGeneration, DecodePeers, Kept
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Failure, PeerId
 from tests.support.cores import DECODE, PrefillDriver, abort_failure, connection_of, peer
@@ -37,7 +37,7 @@ def nobody() -> tuple[DecodePeers, Timers[Hashable]]:
 def admit(known: DecodePeers, who: PeerId, number: int = 0) -> None:
     """Let a decode rank connect; each number is a connection of its own."""
     assert isinstance(ROUTE, PeerRoute)
-    known.admit(connection_of(who, number), DRIVER.hello(who), ROUTE, 0.0)
+    known.admit(connection_of(who, number), DRIVER.hello(who), ROUTE, Kept(who.rank.instance, 1), 0.0)
 
 
 @given(STEPS)

@@ -7,7 +7,8 @@ from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError
 from kvflow.state import events as ev
 from kvflow.state.effects import AwaitData, CountAnomaly, DisconnectTransport, PrefillEffect, ReportGranted
 from kvflow.state.events import Chunk
-from kvflow.wire.messages import Ack, Cancel, Drained, Failed, Goodbye, Notice, PeerId, Ping, Pong, Refuse
+from kvflow.state.prefill import peers
+from kvflow.wire.messages import Ack, Announce, Cancel, Drained, Failed, Goodbye, Notice, PeerId, Ping, Pong, Refuse
 from tests.support.cores import (
     ABORTED,
     DECODE,
@@ -383,6 +384,71 @@ def test_grants_of_one_instance_leave_room_for_those_of_others(limits: Limits) -
     assert core.hear(honest, grant(room=200)) == []
     (failed,) = failed_in(core.hear(greedy, grant(room=201)))
     assert failed.failure.reason is FailureReason.CAPACITY
+
+
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_a_grant_instead_of_an_announcement_or_grant_is_weighed(is_announced: bool) -> None:
+    """If it is too large, what it would have replaced is void all the same."""
+    core = PrefillDriver(limits=Limits(pending_grant_bytes=64))
+    core.connect()
+    for room in (1, 2, 3):
+        announced = Announce(room=room, generation=1, num_decode_ranks=1, timeout_s=60.0)
+        assert core.hear(DECODE, announced if is_announced else grant(room=room)) == []
+    assert core.hear(DECODE, grant(room=1, generation=2, pages={"kv": bytes(28)})) == []
+    assert core.hear(DECODE, grant(room=1, generation=2, pages={"kv": bytes(28)})) == [], "retransmitted"
+    effects = core.hear(DECODE, grant(room=2, generation=2, pages={"kv": bytes(28)}))
+    (failed,) = failed_in(effects)
+    assert (failed.failure.reason, failed.generation) == (FailureReason.CAPACITY, 2)
+    assert effects[0] == CountAnomaly("grant_over_share", DECODE, 2)
+    assert core.core.num_waiting_grants + core.core.num_announced == 2
+
+
+def test_who_is_kept_from_more_keeps_what_is_retransmitted() -> None:
+    core = PrefillDriver(limits=Limits(pending_grants=8))
+    greedy, other = peer("greedy"), peer("other")
+    core.connect(greedy)
+    core.connect(other)
+    for who, num_rooms in ((greedy, 4), (other, 2)):
+        for room in range(num_rooms):
+            assert core.hear(who, grant(room=room, generation=room + 1)) == []
+    assert core.hear(greedy, grant(room=0, generation=1)) == []
+
+
+def test_made_up_names_have_one_share_together() -> None:
+    core = PrefillDriver(limits=Limits(peers=8, pending_grants=8))
+    made_up = [peer(f"greedy-{number}") for number in range(5)]
+    for who in made_up[:4]:
+        core.connect(who, principal="greedy-*")
+        core.hear(who, grant(room=1))
+        core.hear(who, grant(room=2))
+    assert core.core.num_waiting_grants == 4
+    hello = core.hello(made_up[4])
+    effects = core(ev.MessageArrived(connection_of(made_up[4]), hello, principal="greedy-*"))
+    assert "too many decode ranks" in str(effects)
+    core.connect(peer("honest"), principal="honest")
+    assert core.hear(peer("honest"), grant(room=1)) == []
+
+
+def test_bytes_of_hellos_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of connected decode ranks, of such as are being checked, and of newcomers that wait for them to be gone."""
+    monkeypatch.setattr(peers, "MAX_HELLO_BYTES", 100)
+    core = PrefillDriver()
+
+    def say(who: PeerId, num_bytes: int) -> str:
+        hello = core.hello(who)
+        return str(core(ev.MessageArrived(connection_of(who), hello, principal="greedy", num_bytes=num_bytes)))
+
+    core.connect(DECODE, principal="greedy", num_bytes=20)
+    core.connect(DECODE, principal="greedy", num_bytes=30)
+    newcomer = DECODE._replace(incarnation=77)
+    assert "Ping" in say(newcomer, 10)
+    assert "Ping" in say(newcomer, 10), "it repeats its hello"
+    assert "too many" in say(newcomer, 31)
+    assert "CheckHello" in say(OTHER_DECODE, 20)
+    assert "too many" in say(peer("decode", 2), 1)
+    core.connect(peer("honest"), principal="honest", num_bytes=25)
+    core.hear(DECODE, Goodbye(peer=DECODE))
+    assert "CheckHello" in say(peer("decode", 2), 1)
 
 
 def test_decode_ranks_of_one_instance_leave_room_for_those_of_others() -> None:

@@ -1,0 +1,20 @@
+"""What messages are read with, where there is no rank."""
+
+from collections.abc import Awaitable, Callable
+
+from kvflow.observe.logs import BoundLogger
+from kvflow.observe.trace import AnomalyLog
+from kvflow.system import system_ports
+from kvflow.wire.reading import ReadingContext
+
+__all__ = ["reading_context"]
+
+
+def reading_context(log: BoundLogger, start_task: Callable[..., None] | None = None) -> ReadingContext:
+    """Of this machine; for short messages only, unless tasks can be started."""
+    ports = system_ports()
+    return ReadingContext(ports, AnomalyLog(log, ports.now).count, start_task or _start_none)
+
+
+def _start_none(run: Callable[..., Awaitable[None]], *_arguments: object) -> None:
+    raise AssertionError(run)

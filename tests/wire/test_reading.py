@@ -1,0 +1,146 @@
+"""Long messages are read beside the event loop, one at a time, and nothing of a connection overtakes them."""
+
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import anyio
+import pytest
+
+from kvflow.errors import RemoteProtocolError, ThreadShortage
+from kvflow.system import system_ports
+from kvflow.wire import reading
+from kvflow.wire.codec import LONG_BYTES, Reader, encode
+from kvflow.wire.messages import Grant, Ping
+from kvflow.wire.reading import OrderedReading, ReadingContext
+from tests.support.cores import PREFILL, grant
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+Result = TypeVar("Result")
+Told = tuple[bytes, str]
+
+KINDS: Reader[Ping | Grant] = Reader(Ping | Grant)
+PING = encode(Ping(peer=PREFILL))
+
+
+class Slow:
+    """Threads that do nothing before they may."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Semaphore(0)
+        self.num_running = 0
+        self.most = 0
+
+    async def __call__(self, function: Callable[[], Result]) -> Result:
+        self.num_running += 1
+        self.most = max(self.most, self.num_running)
+        try:
+            await anyio.to_thread.run_sync(self.may_go_on.acquire)
+            return function()
+        finally:
+            self.num_running -= 1
+
+
+class Ends:
+    """What was read, or refused, of which connection; a connection's first letter names its principal."""
+
+    def __init__(self, start_task: Callable[..., object], run_in_thread: Any) -> None:
+        self.told: list[Told] = []
+        self.counts: list[str] = []
+        self.context = ReadingContext(
+            replace(system_ports(), run_in_thread=run_in_thread), lambda kind, **_: self.counts.append(kind), start_task
+        )
+        self.reading = OrderedReading(KINDS, self.context, lambda one: one[:1].decode(), self._take, self._refuse)
+
+    def say(self, connection: bytes, data: bytes) -> None:
+        self.reading.take(connection, KINDS.look([data]))
+
+    def say_without_end(self, connection: bytes, data: bytes) -> None:
+        while True:
+            self.say(connection, data)
+
+    def _take(self, connection: bytes, message: Ping | Grant, _num_bytes: int) -> None:
+        self.told.append((connection, type(message).__name__))
+
+    def _refuse(self, connection: bytes, error: RemoteProtocolError, _num_bytes: int) -> None:
+        self.told.append((connection, error.message))
+        raise RemoteProtocolError("break the connection")
+
+
+@asynccontextmanager
+async def ends(run_in_thread: Callable[..., Awaitable[Any]]) -> AsyncIterator[Ends]:
+    async with anyio.create_task_group() as tasks:
+        yield Ends(tasks.start_soon, run_in_thread)
+
+
+def long(num_bytes: int = LONG_BYTES) -> bytes:
+    return encode(grant(pages={"kv": bytes(num_bytes)}))
+
+
+async def test_nothing_overtakes_a_long_message_of_its_connection() -> None:
+    slow = Slow()
+    async with ends(slow) as one:
+        for data in (PING, long(), PING, long(), PING):
+            one.say(b"a1", data)
+        one.say(b"a2", PING)
+        one.say(b"b1", PING)
+        assert one.told == [(b"a1", "Ping"), (b"a2", "Ping"), (b"b1", "Ping")]
+        one.told.clear()
+        slow.may_go_on.release()
+        await until(lambda: len(one.told) == 2)
+        slow.may_go_on.release()
+        await until(lambda: len(one.told) == 4)
+        assert one.told == [(b"a1", "Grant"), (b"a1", "Ping")] * 2
+    one.say(b"a1", PING)
+    assert one.told[-1] == (b"a1", "Ping")
+
+
+async def test_one_is_read_at_a_time_and_principals_take_turns() -> None:
+    slow = Slow()
+    async with ends(slow) as one:
+        for connection in (b"a1", b"a2", b"a1", b"b1", b"c1"):
+            one.say(connection, long())
+        for _ in range(5):
+            slow.may_go_on.release()
+    assert slow.most == 1
+    assert [connection for connection, _ in one.told] == [b"a1", b"b1", b"c1", b"a2", b"a1"]
+
+
+async def test_what_waits_has_a_bound_for_each_principal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MAX_WAITING_BYTES", 3 * LONG_BYTES)
+    slow = Slow()
+    async with ends(slow) as one:
+        one.say(b"a1", long())
+        one.say(b"a2", long())
+        with pytest.raises(RemoteProtocolError, match="break"):
+            one.say(b"a3", long())
+        with pytest.raises(RemoteProtocolError, match="break"):
+            one.say_without_end(b"a1", PING)
+        one.say(b"b1", long())
+        for _ in range(3):
+            slow.may_go_on.release()
+    refused = [connection for connection, what in one.told if "waits" in what]
+    assert refused == [b"a3", b"a1"]
+    assert [connection for connection, what in one.told if what == "Grant"] == [b"a1", b"b1", b"a2"]
+
+
+async def test_a_long_message_that_is_malformed_is_refused_in_its_turn() -> None:
+    slow = Slow()
+    async with ends(slow) as one:
+        one.say(b"a1", long()[:-1])
+        one.say(b"a1", PING)
+        slow.may_go_on.release()
+    assert one.told == [(b"a1", "message is malformed"), (b"a1", "Ping")]
+
+
+async def test_without_threads_it_is_read_on_the_event_loop() -> None:
+    async def none_left(_function: Callable[[], object]) -> object:
+        raise ThreadShortage("none")
+
+    async with ends(none_left) as one:
+        one.say(b"a1", long())
+    assert (one.told, one.counts) == ([(b"a1", "Grant")], ["thread_shortage"])
