@@ -115,9 +115,10 @@ async def test_what_is_not_for_a_listener_is_not_read() -> None:
         prefill, registry = deployment.prefill[0], deployment.registry
         keys = deployment.keys["other"].for_registry()
         with closing(insider(deployment)) as attacker, closing(Attacker(registry.endpoint, keys)) as other:
-            for _ in range(5):
-                attacker.connection.send(data)
-                other.connection.send(data)
+            for connection in (attacker.connection, other.connection):
+                with suppress(kvflow.Unreachable):  # the own end sends only so many bytes that are not read
+                    for _ in range(5):
+                        connection.send(data)
             await until(lambda: prefill.statistics().anomalies.get("connection_cut"))
             await until(lambda: registry._anomalies.counts.get("connection_cut"))
             await honest.go_on()

@@ -176,7 +176,7 @@ async def test_capabilities_are_not_switched_off_by_a_file_that_is_being_replace
             with pytest.raises(ConfigError, match="truncated"):
                 deployment.prefill[0].reload_trust()
             (path / "capability.key").unlink()
-            with pytest.raises(ConfigError, match="capabilities end with a restart only"):
+            with pytest.raises(ConfigError, match="turning capabilities off needs a restart"):
                 deployment.prefill[0].reload_trust()
             failure = await outcome(request.receive)
             assert failure is not None

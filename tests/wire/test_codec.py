@@ -180,7 +180,7 @@ def test_text_that_is_not_utf8(body: bytes) -> None:
     ids=repr,
 )
 def test_not_a_tagged_message(value: object) -> None:
-    assert ("not for this end" if value == {"type": "no such"} else "malformed") in str(refused(raw(value)))
+    assert ("not accepted here" if value == {"type": "no such"} else "malformed") in str(refused(raw(value)))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_many_fields_of_a_later_version_are_ignored() -> None:
 def test_what_is_not_for_an_end_is_refused_unread(kind: Any) -> None:
     reader: Reader[Ping | Grant] = Reader(kind)
     assert reader.take([PING]) == Ping(peer=PEER)
-    with pytest.raises(RemoteProtocolError, match="not for this end") as caught:
+    with pytest.raises(RemoteProtocolError, match="not accepted here") as caught:
         reader.look([HEADER + b"\x82\xa4type\xa7records\xc1"])
     assert caught.value.values == {"kind": "records"}
 
