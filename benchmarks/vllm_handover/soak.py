@@ -24,6 +24,10 @@ LEAVES_PREFILL: Final = 31
 """Every so many requests leave while decode answers, or before decode is asked."""
 
 LEAVES_S: Final = 0.1
+LONG_WORDS: Final = 1_300
+LONG_PROMPTS: Final = 16
+"""They use more blocks than the servers have."""
+
 SETTLES_S: Final = 60.0
 LOOK_S: Final = 0.5
 """Prefill keeps what nobody asks for for 30 s."""
@@ -32,8 +36,11 @@ LOOK_S: Final = 0.5
 async def soak(pair: "Pair", client: aiohttp.ClientSession, requests: int) -> list[tuple[str, str, float]]:
     """Ask, and return what has grown after the first tenth, with its unit; also how many texts were wrong.
 
-    vLLM touches the memory of a block when it is used for the first time, so memory grows until every block was used.
+    Memory of a block is touched when the block is used for the first time, so all of them are used beforehand.
     """
+    for url in pair.urls:
+        for number in range(LONG_PROMPTS):
+            await ask(client, url, prompt_of(PROMPTS + number, LONG_WORDS), 1)
     asked = [prompt_of(number, 20 + 25 * number) for number in range(PROMPTS)]
     expected = {prompt: (await ask(client, pair.urls[0], prompt, TOKENS)).text for prompt in asked}
     wrong: list[str] = []
