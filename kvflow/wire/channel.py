@@ -8,9 +8,9 @@ Sending never waits: a peer that does not take its messages fills its queue, and
 that it cannot hold up anybody else.
 
 A connection that a middlebox has dropped silently is found by ZMQ heartbeats and made anew. libzmq's own thread
-sends and answers them, so a process whose interpreter is busy stays connected. Dialers send them, and say for how long
-their silence is to be borne; listeners only answer, since a heartbeat of libzmq 4.3.5 may end the process
-(docs/decisions/0051).
+sends and answers them, so a process whose interpreter is busy stays connected. Dialers send them. Listeners only
+answer, since a heartbeat of libzmq 4.3.5 may end the process (docs/decisions/0051), and close connections over which
+nothing comes (`wire/intake`).
 """
 
 import asyncio
@@ -198,7 +198,6 @@ class ZmqListener:
         self._intake = Intake(self._socket, tcp, self._on_refused, self._events.take_all)
         self._backlog = Backlog(tcp, self._intake.cut)
         self._routes = Routes()
-        self._silent: set[int] = set()
         self._inbox = Inbox(self._socket, self._deliver, receive=self._receive)
 
     def _close_socket(self) -> None:
@@ -271,7 +270,6 @@ class ZmqListener:
             name = self._trust.principal(str(frames[0].get("User-Id"))).encode() + name
         fd = fd_of(frames[0])
         if fd is not None and self._intake.is_watched(fd):
-            self._silent.discard(fd)
             self._routes.note(name, Route(routing_id, fd))
         return [name, *parts]
 
@@ -291,15 +289,13 @@ class ZmqListener:
         if event == ACCEPTED:
             self._intake.watch(fd)
             self._backlog.watch(fd)
-            self._silent.add(fd)
             return
+        is_refusal = self._doorman is not None and self._intake.is_unheard(fd)
         self._intake.forget(fd)
         self._backlog.forget(fd)
         self._routes.forget(fd)
-        if fd in self._silent:
-            self._silent.discard(fd)
-            if self._doorman is not None:
-                self._on_refused("key_refused", "a connection ended before its first message: no key, or another one")
+        if is_refusal:
+            self._on_refused("key_refused", "a connection ended before its first message: no key, or another one")
 
     def close(self, *, keep_port: bool = False) -> None:
         """Close it.

@@ -1,9 +1,12 @@
-"""Takes messages from sockets, and breaks connections that send more than is taken.
+"""Takes messages from sockets, and breaks connections that send more than is taken, or nothing any more.
 
 The queues have no bound: libzmq 4.3.5 ends the process when a connection breaks whose queue is full. Nor has a message
 that never ends, of which libzmq keeps all parts and shows none. What a connection has sent is known to the kernel,
 though (`wire/tcp`), and what was taken of it is counted here; the rest waits. Where the kernel does not say it, nothing
 is found.
+
+A dialer sends heartbeats, so a listener hears of it all the time. When it does not, the kernel knows that as well.
+libzmq 4.3.5 measures the silence after a heartbeat only, and no longer once a message has come after it.
 """
 
 import asyncio
@@ -14,7 +17,7 @@ import zmq
 
 from kvflow.ports import OnKindRefused
 from kvflow.wire.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
-from kvflow.wire.sockets import NOBLOCK, ZmqSocket
+from kvflow.wire.sockets import HEARTBEAT_MS, NOBLOCK, SILENCE_MS, ZmqSocket
 from kvflow.wire.tcp import Tcp, is_listener
 
 __all__ = ["MAX_ANSWERS_BYTES", "MAX_WAITING_BYTES", "MAX_WAITING_IN_ALL_BYTES", "Intake", "fd_of"]
@@ -38,6 +41,9 @@ COMMAND_BYTES: Final = 256
 DROPPED_AT_ONCE: Final = 256
 """Messages of broken connections, and parts, that are dropped before the event loop gets its turn."""
 
+MAX_SILENCE_MS: Final = HEARTBEAT_MS + SILENCE_MS
+"""Of a connection to a listener over which a message has come: its handshake is done, and heartbeats follow."""
+
 SRCFD: Final = int(zmq.SRCFD)
 
 
@@ -45,7 +51,8 @@ class Intake:
     """Takes the messages of a socket, each of one part; watches its connections.
 
     A connection is broken if, at two checks in a row, more than its share waits; and if it sends more parts. What waits
-    of it is dropped. While the event loop stands still nothing is checked.
+    of it is dropped. One to a listener is closed if nothing comes over it. While the event loop stands still nothing is
+    checked.
 
     Args:
         zmq_socket: A DEALER with one connection, or a ROUTER.
@@ -72,6 +79,7 @@ class Intake:
         self._check_s = LISTENER_CHECK_S if has_ids else CONNECTION_CHECK_S
         self._loop = asyncio.get_running_loop()
         self._taken: dict[int, int] = {}
+        self._unheard: set[int] = set()
         self._suspects: set[int] = set()
         self._broken: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -117,12 +125,14 @@ class Intake:
         if is_broken:
             return []
         if fd in self._taken:
+            self._unheard.discard(fd)
             self._taken[fd] += sum(self._tcp.bytes_on_wire(len(part)) for part in frames[self._num_ids :])
         return frames
 
     def watch(self, fd: int) -> None:
         """Watch a new connection, by its descriptor."""
         self._taken[fd] = 0
+        self._unheard.add(fd)
         self._broken.discard(fd)
         if self._timer is None:
             self._timer = self._loop.call_later(self._check_s, self._check)
@@ -131,9 +141,14 @@ class Intake:
         """Say whether a connection is there, and was not broken."""
         return fd in self._taken
 
+    def is_unheard(self, fd: int) -> bool:
+        """Say whether a connection is there, and no message has come over it."""
+        return fd in self._unheard
+
     def forget(self, fd: int) -> None:
         """Watch it no longer."""
         self._taken.pop(fd, None)
+        self._unheard.discard(fd)
         self._suspects.discard(fd)
 
     def cut(self, fd: int, why: str) -> None:
@@ -150,6 +165,8 @@ class Intake:
         self._taken.clear()
 
     def _check(self) -> None:
+        if self._num_ids:
+            self._close_silent()
         waiting = {fd: self._waiting(fd) for fd in self._taken}
         in_all = sum(waiting.values())
         suspects = set()
@@ -162,6 +179,12 @@ class Intake:
             self.cut(fd, f"{waiting[fd]} of its bytes were waiting to be read")
         self._suspects = suspects & self._taken.keys()
         self._timer = self._loop.call_later(self._check_s, self._check) if self._taken else None
+
+    def _close_silent(self) -> None:
+        for fd in self._taken.keys() - self._unheard:
+            silence_ms = self._tcp.silence_ms(fd)
+            if silence_ms is not None and silence_ms > MAX_SILENCE_MS:
+                self._tcp.shut(fd)  # libzmq tells of its end
 
     def _waiting(self, fd: int) -> int:
         """Give the bytes of a connection that were received and not taken, but for those that no message has."""

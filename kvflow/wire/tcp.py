@@ -1,4 +1,4 @@
-"""What the kernel knows of the TCP connections that libzmq has: bytes each way, and whether more can be written.
+"""What the kernel knows of the TCP connections of libzmq: bytes each way, silence, and whether more can be written.
 
 libzmq shows neither how much waits to be taken from a connection nor how much waits to be sent over it. The kernel has
 counted what has come and what was acknowledged. Where it has not (not Linux), nothing is known.
@@ -23,11 +23,14 @@ CURVE_BYTES: Final = 33
 LONG: Final = 255
 """Bytes from which on a length takes eight bytes instead of one."""
 
-BYTES_ACKED: Final = 120
-"""Where Linux says in its `tcp_info` how many bytes the other end has acknowledged, as a uint64."""
+LAST_DATA_RECEIVED: Final = struct.Struct("=52xI")
+"""Where Linux says in its `tcp_info` how many milliseconds ago data has come."""
 
-BYTES_RECEIVED: Final = 128
-"""The same of the bytes that have come."""
+BYTES_ACKED: Final = struct.Struct("=120xQ")
+"""How many bytes the other end has acknowledged."""
+
+BYTES_RECEIVED: Final = struct.Struct("=128xQ")
+"""How many bytes have come."""
 
 
 def is_listener(zmq_socket: ZmqSocket) -> bool:
@@ -58,11 +61,15 @@ class Tcp:
 
     def received(self, fd: int) -> int | None:
         """Give the bytes that have come; None if that is not known."""
-        return self._count(fd, BYTES_RECEIVED)
+        return self._number(fd, BYTES_RECEIVED)
+
+    def silence_ms(self, fd: int) -> int | None:
+        """Give the time for which nothing has come; None if that is not known."""
+        return self._number(fd, LAST_DATA_RECEIVED)
 
     def acked(self, fd: int) -> int | None:
         """Give the bytes that have arrived at the other end; None if that is not known."""
-        return self._count(fd, BYTES_ACKED)
+        return self._number(fd, BYTES_ACKED)
 
     def is_writable(self, fd: int) -> bool:
         """Say whether the kernel takes more bytes now, so that none can be waiting in libzmq for long."""
@@ -83,16 +90,16 @@ class Tcp:
             own.shutdown(socket.SHUT_RDWR)
         return True
 
-    def _count(self, fd: int, offset: int) -> int | None:
+    def _number(self, fd: int, place: struct.Struct) -> int | None:
         own = self._open(fd)
         if own is None:
             return None
         with own:
-            info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, offset + 8)
-        if len(info) < offset + 8:
+            info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, place.size)
+        if len(info) < place.size:
             return None
-        count: int = struct.unpack_from("=Q", info, offset)[0]
-        return count
+        number: int = place.unpack(info)[0]
+        return number
 
     def _open(self, fd: int) -> socket.socket | None:
         """Open a connection by its descriptor once more; None if it is none of the socket any more."""

@@ -8,15 +8,21 @@ import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream, TaskStatus
 
-from kvflow.errors import ConfigError
+from kvflow.errors import ConfigError, Unreachable
 from kvflow.wire import sockets
+from kvflow.wire.intake import MAX_SILENCE_MS
+from kvflow.wire.sockets import HEARTBEAT_MS, SILENCE_MS
 from tests.support.waiting import until
+from tests.support.zmtp import COMMAND, RawZmtp, frame
 from tests.wire.ends import LOCAL, Client, Server, meet
 
 pytestmark = pytest.mark.anyio
 
 RECOVERED_S: Final = 10.0
 """What is promised; without heartbeats it would not happen at all."""
+
+PING: Final = frame(b"\x04PING" + (SILENCE_MS // 100).to_bytes(2), COMMAND)
+"""A heartbeat as dialers send it."""
 
 APART: Final = "127.7.7.7"
 """An address of this host that no other connection comes from, so that a port stays free between two servers."""
@@ -184,3 +190,33 @@ async def test_half_open_connection_is_replaced() -> None:
                     assert await client.receive() == [b"still you"]
                 assert client.num_lost == 1
         tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("last", [frame(b"hello"), frame(b"hello") + PING], ids=["a message", "a heartbeat"])
+async def test_a_client_that_falls_silent_is_disconnected(last: bytes) -> None:
+    """Its process was stopped, or its host is gone: nothing comes any more, and nobody closes the connection."""
+    with closing(Server()) as server, RawZmtp(server.endpoint) as raw:
+        raw.send(PING + last)
+        name, _ = await server.receive()
+
+        def is_gone() -> bool:
+            try:
+                server.send(name, b"")
+            except Unreachable:
+                return True
+            return False
+
+        assert not is_gone()
+        with anyio.fail_after(RECOVERED_S):
+            await until(is_gone)
+        assert server.kinds == []
+
+
+async def test_a_client_that_sends_nothing_but_heartbeats_stays_connected() -> None:
+    with closing(Server()) as server, RawZmtp(server.endpoint) as raw:
+        raw.send(frame(b"hello"))
+        name, _ = await server.receive()
+        for _ in range(2 * MAX_SILENCE_MS // HEARTBEAT_MS):
+            await anyio.sleep(HEARTBEAT_MS / 1e3)
+            assert raw.send(PING)
+        server.send(name, b"")
