@@ -279,7 +279,7 @@ async def test_a_hello_with_the_agent_of_its_reader_is_refused(deployment: Deplo
     hello = await a_hello(deployment, agent=str(prefill.me), backend_metadata=prefill._backend.metadata())
     answer = await ask(prefill.endpoint, hello)
     assert isinstance(answer, Refuse)
-    assert "agent of this rank" in answer.detail
+    assert "agent of this process" in answer.detail
 
 
 async def test_a_hello_that_names_memory_which_its_sender_has_not_registered_is_refused(

@@ -225,7 +225,7 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         own = await self._call(lambda agent: agent.address)
         if peer == own.agent and address == own:
             return
-        known = [(own, self._registered()), *((other.address, other.memory) for other in self._peers.values())]
+        known = [(own, self._memory), *((other.address, other.memory) for other in self._peers.values())]
         for other, memory in known:
             if _is_in(other, memory, address.incarnation_address):
                 at = replace(address, incarnation_address=other.incarnation_address)
@@ -251,9 +251,9 @@ def _connect_line(agent: Agent, *, peer: str, engine: WritingEngine, session: st
     agent.connect(peer, engine, session)
 
 
-def _is_in(endpoint: EndpointAddress, memory: RegisteredMemory, address: int) -> bool:
+def _is_in(endpoint: EndpointAddress, memory: RegisteredMemory | None, address: int) -> bool:
     """Say whether an incarnation at an address is, partly, in memory that can be read at an endpoint."""
-    spans = [(item.address, item.end) for item in memory.ranges]
+    spans = [] if memory is None else [(item.address, item.end) for item in memory.ranges]
     spans.append((endpoint.incarnation_address, endpoint.incarnation_address + CELL_BYTES))
     return any(start < address + INCARNATION_BYTES and address < end for start, end in spans)
 
