@@ -1,4 +1,4 @@
-"""The service that an engine's decode worker embeds."""
+"""The decode side: what an engine embeds in each decode worker."""
 
 import dataclasses
 import hashlib
@@ -57,21 +57,20 @@ __all__ = ["DecodeRank", "Handover", "Prefill", "RoomReceiver"]
 SECRET_BYTES = 16
 
 Prefill = str | Endpoint | Mapping[str, object]
-"""How an engine refers to a prefill instance: by name, by address (an `Endpoint`, or "tcp://host:port"), or by a
-ticket."""
+"""How an engine refers to a prefill instance: a name, an address (an `Endpoint` or "tcp://host:port"), or a ticket."""
 
 
 @dataclass(frozen=True)
 class Handover:
-    """What a complete transfer brought.
+    """The result of a successful receive.
 
     Attributes:
-        metadata: From the prefill engine: that of the lowest engine rank that sent any; empty if none did.
-        metadata_by_rank: All of it.
+        metadata: Metadata from the prefill engine, of the lowest engine rank that sent any; empty if none did.
+        metadata_by_rank: The metadata of every rank that sent any, by engine rank.
         num_bytes: Bytes written into this rank's pages.
-        num_notices: Pieces they came in, over all prefill ranks.
-        elapsed_s: From the start of the receive to the last notice; from the grant, if the room was announced before.
-        first_notice_s: From the same to the first notice.
+        num_notices: Number of pieces received, from all prefill ranks.
+        elapsed_s: Seconds from the start of the receive (from the grant, if the room was announced) to the last notice.
+        first_notice_s: Seconds from the same start to the first notice.
     """
 
     metadata: bytes
@@ -83,10 +82,10 @@ class Handover:
 
 
 class Wanted(NamedTuple):
-    """What is wanted of a room, and where it goes; see `kvflow.state.events.ReceiveOpened`.
+    """The tokens wanted from a room and the pages they go to; see `kvflow.state.events.ReceiveOpened`.
 
     Attributes:
-        digest: Digests are wanted; as the settings say if None.
+        digest: Whether to compare digests; None for the configured default.
     """
 
     ranges: dict[str, TokenRange]
@@ -154,37 +153,41 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         label: str | None = None,
         capability: str | None = None,
     ) -> "RoomReceiver":
-        """Start to receive a room; use the result as an async context manager.
+        """Start receiving a room; use the result as an async context manager.
 
-        Leaving the block, by any way, means that no write can reach the pages any more (or they are in quarantine).
+        Once the block has exited, for whatever reason, no write can reach the pages any more, or they are in
+        quarantine.
 
         Args:
-            room: The router's id of the request, the same on both sides; a ticket has it.
-            prefill: The instance that computes it: a name in the registry, the address of a rank that answers for it
-                (an `Endpoint`, or a string as `PrefillRank.endpoint` is), or the ticket that `PrefillRank.ticket` gave.
-            tokens: Positions `[start, stop)` that are wanted; `start` is past a prefix that this side has already,
-                and `(n, n)` asks for the metadata only.
-            pages: For each component of the layout, the pool pages to write `tokens` to: one for each page-sized
-                block that the range touches. A `TokenPages` asks for other tokens (a window); for a component of kind
-                "slot", the one slot; None says that a component is not wanted.
+            room: The router's ID for the request, the same on both sides; not needed with a ticket.
+            prefill: The instance that computes the room: a name in the registry, the address of the rank that acts as
+                its registry (an `Endpoint`, or a string like `PrefillRank.endpoint`), or a ticket from
+                `PrefillRank.ticket`.
+            tokens: Wanted positions `[start, stop)`. Set `start` after a prefix that this side already has; `(n, n)`
+                asks for the metadata only.
+            pages: For each component of the layout, the pool pages to write `tokens` to: one for each page-sized block
+                that the range touches. Use a `TokenPages` to ask for a different token range (a window); for a
+                component of kind "slot", pass its one slot; pass None for a component that is not wanted.
             num_ranks: Decode ranks that receive this room; all ranks of this instance by default.
             timeout_s: How long the whole transfer may take; from the settings by default.
-            digest: Compare what has arrived with digests of what was sent before it counts as complete; a difference
-                fails the transfer with the reason `corrupt`. As the settings say (`digest_every`) by default.
-            priority: Class of the transfer on every prefill rank, 0 (first) to 7 (last). Where chunks wait for this
-                rank, lower ones go first; each `Timeouts.ageing_s` of the prefill rank lifts a chunk by one class.
+            digest: Compare digests of the sent and the received data before the transfer counts as complete; a
+                difference fails it with the reason `corrupt`. By default, as configured (`digest_every`).
+            priority: Priority class on every prefill rank, 0 (first) to 7 (last). Among the chunks waiting for this
+                rank, lower numbers go first; every `Timeouts.ageing_s` (of the prefill rank) that a chunk waits raises
+                it by one class.
             label: The engine's own id of the request, for log lines; it does not travel.
-            capability: From whoever routes, if prefill asks for it (`kvflow.make_capability`); that of the ticket by
-                default.
+            capability: A capability from the router, if prefill requires one (`kvflow.make_capability`); by default,
+                the one in the ticket.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
             ConfigError: `num_ranks`, `timeout_s`, `priority` or `digest` is unusable, or `prefill` needs a registry.
             TicketError: The ticket is malformed, or it is for another room, model or protocol version.
             LocalProtocolError: On entry: the room is being received already, or the rank is not open.
-            PagesInUse: On entry: another transfer may still be written to one of the pages.
-            CapacityExceeded, RankDraining: On entry: too much is open or in quarantine; the rank is about to close.
-            TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
+            PagesInUse: On entry: another transfer may still write to one of the pages.
+            CapacityExceeded: On entry: too many transfers are open, or too much memory is in quarantine.
+            RankDraining: On entry: the rank is draining.
+            TransferFailed: On exit: the transfer failed, and `done` has not raised it.
         """
         opened = self._request(room, prefill, num_ranks, priority, capability)
         wanted = self.wanted(tokens, pages, digest=digest, timeout_s=timeout_s)
@@ -201,17 +204,17 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         label: str | None = None,
         capability: str | None = None,
     ) -> "RoomReceiver":
-        """Tell prefill that a room will be received, before there are pages for it. Use the result as with `receive`.
+        """Tell prefill that a room will be received, before pages are allocated. Use the result as with `receive`.
 
-        Prefill keeps its pages for as long as this rank lives, and not for `Timeouts.grant_s` alone. The instance is
-        found and connected meanwhile. When there are pages, `RoomReceiver.grant` goes on as `receive` would; until
-        then `memory` is SAFE. If prefill fails the room before that, this fails, too.
+        Prefill then keeps its pages as long as this rank is alive, instead of only for `Timeouts.grant_s`. Meanwhile
+        the instance is looked up and connected. Once you have pages, call `RoomReceiver.grant`; from then on it behaves
+        like `receive`. Until then `memory` is SAFE. If prefill fails the room first, this transfer fails too.
 
         Args:
             room: As in `receive`.
             prefill: As in `receive`.
             num_ranks: As in `receive`.
-            timeout_s: How long it may be without pages; from the settings by default (`Timeouts.announced_s`).
+            timeout_s: How long it may stay without pages; by default `Timeouts.announced_s`.
             priority: As in `receive`.
             label: As in `receive`.
             capability: As in `receive`.
@@ -221,8 +224,9 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
                 registry.
             TicketError: The ticket is malformed, or it is for another room, model or protocol version.
             LocalProtocolError: On entry: the room is being received already, or the rank is not open.
-            CapacityExceeded, RankDraining: On entry: too much is open or in quarantine; the rank is about to close.
-            TransferFailed: On exit: the transfer failed, and nobody has been told by `done`.
+            CapacityExceeded: On entry: too many transfers are open, or too much memory is in quarantine.
+            RankDraining: On entry: the rank is draining.
+            TransferFailed: On exit: the transfer failed, and `done` has not raised it.
         """
         opened = self._request(room, prefill, num_ranks, priority, capability)
         timeout_s = self._timeout(timeout_s, self.config.timeouts.announced_s)
@@ -334,7 +338,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         return parts, build_page_tables(parts, self.layout, distinct=True)
 
     def open_receiver(self, receiver: "RoomReceiver", opened: ev.ReceiveOpened, wanted: "Wanted | None") -> int:
-        """Put a receiver on record, under a generation that no transfer of this incarnation has had.
+        """Register a receiver under a new generation, which no other transfer of this incarnation uses.
 
         Args:
             receiver: To be opened.
@@ -384,7 +388,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         return bool(every) and generation % every == 0
 
     def warm_up(self, room: RoomId) -> bool:
-        """Run through what will be done when a room that is granted is complete; see `kvflow.PrefillRank.warm_up`.
+        """Execute the code path for completing a granted room; see `kvflow.PrefillRank.warm_up`.
 
         Args:
             room: One that is being received.
@@ -534,10 +538,10 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
 
 
 class RoomReceiver(Transfer):
-    """One room, as the decode engine receives it. Made by `DecodeRank.receive` or `DecodeRank.announce`.
+    """The receiving side of one room. Returned by `DecodeRank.receive` and `DecodeRank.announce`.
 
     Attributes:
-        handover: What it has brought, once it is a success.
+        handover: The result, once the transfer has succeeded; None until then.
     """
 
     __slots__ = ("_generation", "_opened", "_rank", "_wanted", "handover")
@@ -552,7 +556,7 @@ class RoomReceiver(Transfer):
 
     @property
     def is_announced(self) -> bool:
-        """It has no pages yet."""
+        """True while the room is only announced and has no pages."""
         return self._wanted is None
 
     def grant(
@@ -563,21 +567,21 @@ class RoomReceiver(Transfer):
         digest: bool | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Give pages to a room that was announced: it goes on as one that `receive` has made. Once.
+        """Provide the pages of an announced room; from then on it behaves like one from `receive`. Call it once.
 
         Args:
             tokens: As in `DecodeRank.receive`.
-            pages: As in `DecodeRank.receive`. If this raises, they were not taken.
+            pages: As in `DecodeRank.receive`. If this raises, the pages are not in use.
             digest: As in `DecodeRank.receive`.
             timeout_s: How long the transfer may take from now on; from the settings by default.
 
         Raises:
             PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
             ConfigError: `timeout_s` or `digest` is unusable.
-            PagesInUse: Another transfer may still be written to one of the pages; this one stays announced.
-            CapacityExceeded: Too much is in quarantine; as above.
-            LocalProtocolError: It has pages, was not entered, or this is another event loop.
-            TransferFailed: It has failed already, since prefill has given the room up, say; or it was aborted.
+            PagesInUse: Another transfer may still write to one of the pages; the room stays announced.
+            CapacityExceeded: Too much memory is in quarantine; the room stays announced.
+            LocalProtocolError: It already has pages, was not entered, or this is the wrong event loop.
+            TransferFailed: It has already failed, for example because prefill gave up the room, or was aborted.
         """
         self.take_pages(self.check_grant(tokens, pages, digest, timeout_s))
 
@@ -613,11 +617,11 @@ class RoomReceiver(Transfer):
             raise LocalProtocolError("transfer already has pages", room=self.room)
 
     async def done(self) -> Handover:
-        """Wait until the pages are complete.
+        """Wait until all pages have been received.
 
         Raises:
-            TransferFailed: They never will be; raised as soon as that is decided. The pages may not be quiet before
-                the block is left: `memory` says how they stand.
+            TransferFailed: The transfer failed; raised as soon as that is known. The pages may still be in use until
+                the block exits; check `memory`.
         """
         await self._wait_until_decided()
         if self.handover is None:

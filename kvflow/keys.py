@@ -1,11 +1,11 @@
-"""Keys in files: a directory for each process, such as a mounted secret.
+"""Key files: one directory per process, such as a mounted secret.
 
-`secret.key` has the own secret key, `public.key` what others list of it. `peers` has a line "KEY INSTANCE" for each
-public key that an instance may use, and `registry` one "KEY" for each of the registry. `capability.key` has the secrets
-that capabilities are made with, one a line. Lines that begin with "#" say nothing.
+`secret.key` contains this process's secret key, and `public.key` the public key for others to list. `peers` has a line
+"KEY INSTANCE" for each trusted public key, and `registry` a line "KEY" for each key of the registry. `capability.key`
+contains the secrets that sign capabilities, one per line. Lines that begin with "#" are comments.
 
-Files are read again while they are being replaced, so what could be a part of a file is refused: one without a line
-feed at its end, and one that takes away all that there was.
+Files may be read while they are being replaced. So a file that may be incomplete is rejected: one that does not end
+with a newline, and on a reload one that removes every key.
 """
 
 import os
@@ -48,10 +48,10 @@ ROOT: Final = 0
 
 
 def load_trust(directory: str | os.PathLike[str]) -> Trust:
-    """Read the keys of a process, and those it trusts.
+    """Read a process's keys and the keys that it trusts.
 
     Args:
-        directory: See `kvflow keys new`.
+        directory: A key directory, as created by `kvflow keys new`.
 
     Raises:
         ConfigError: A file is missing, malformed or cut short, others may read a secret, or others may write a file.
@@ -109,7 +109,7 @@ def _read_again(before: Trust) -> Trust:
 
 
 def make_keys(directory: str | os.PathLike[str]) -> str:
-    """Make a key pair, in a directory that is made if it is not there.
+    """Create a key pair in a directory, which is created if necessary.
 
     Returns:
         The public key.
@@ -125,10 +125,10 @@ def make_keys(directory: str | os.PathLike[str]) -> str:
 
 
 def make_capability_key(directory: str | os.PathLike[str]) -> None:
-    """Make a key for capabilities, for the router and all prefill ranks.
+    """Create a capability key, shared by the router and all prefill ranks.
 
     Raises:
-        ConfigError: There is one already, or it cannot be written.
+        ConfigError: There is one already, or the file cannot be written.
     """
     _make(Path(directory) / CAPABILITY, f"{secrets.token_hex(KEY_BYTES)}\n", SECRET_MODE)
 
@@ -166,27 +166,26 @@ def _add_line(path: Path, line: str) -> None:
 
 
 def load_capability_key(directory: str | os.PathLike[str]) -> bytes:
-    """Read the key that capabilities are made with: the first of `capability.key`.
+    """Read the key for signing capabilities: the first one in `capability.key`.
 
     Raises:
-        ConfigError: There is none, or others may read it.
+        ConfigError: There is no key, or other users can read the file.
     """
     path = Path(directory) / CAPABILITY
     return _capability_keys(path, _lines(path, is_secret=True))[0]
 
 
 def make_capability(key: bytes, room: RoomId, *, prefill: str, decode: str, lifetime_s: float = 600.0) -> str:
-    """Say that a decode instance may have a room, in a form that its prefill instance believes.
+    """Sign a capability: permission for a decode instance to receive a room, which its prefill instance can verify.
 
-    The decode rank is given it with the request, or finds it in its ticket under the name "capability".
+    Pass it to the decode rank with the request, or put it into the ticket as "capability".
 
     Args:
         key: From `load_capability_key`.
         room: The router's id of the request.
         prefill: Name of the instance that computes it.
-        decode: Name of the instance that may have it. With `*` at its end it stands for every name that begins with the
-            rest.
-        lifetime_s: How long it may be asked for; a transfer that has begun may last longer.
+        decode: Name of the instance that may receive it. A trailing `*` matches any suffix.
+        lifetime_s: How long the room may be requested; a transfer that has started may take longer.
 
     Raises:
         ConfigError: An argument is unusable.

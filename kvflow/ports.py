@@ -1,6 +1,6 @@
-"""What a rank needs from the world besides a transport: sockets, a clock, threads and random bytes.
+"""A rank's external dependencies besides its transport: sockets, clocks, threads and random bytes.
 
-`kvflow.system` has those of the real world. The simulation (`kvflow.testing.simulation`) replaces these and the
+`kvflow.system` has the real implementations. The simulation (`kvflow.testing.simulation`) replaces these and the
 transport, and nothing else.
 """
 
@@ -37,30 +37,30 @@ def ignore_kind_refused(_kind: str, _detail: str) -> None:
 
 
 class Connection(Protocol):
-    """A connection to one listener; it is made in the background, and again after a break."""
+    """A connection to one listener. It is established in the background and re-established if it breaks."""
 
     def send(self, payload: bytes) -> None:
-        """Queue a message, also while there is no connection. Never waits.
+        """Queue a message, even while disconnected. Never blocks.
 
         Raises:
             Unreachable: The queue is full; the message is lost.
         """
 
     def close(self) -> None:
-        """Close it. Messages that were sent still leave within a bound; no callback follows."""
+        """Close the connection. Queued messages are still sent, within a time limit. No callback is called any more."""
 
     def renew(self, keys: ClientKeys) -> None:
-        """Connect with other keys from now on. If what it was made with is not among them, it breaks.
+        """Use these keys from now on. If they do not include those in use, the connection breaks.
 
-        It does nothing to a connection that was made without keys.
+        Has no effect on a connection made without keys.
         """
 
 
 class Listener(Protocol):
-    """A bound socket that many connect to.
+    """A bound socket that accepts many connections.
 
     Attributes:
-        endpoint: Address under which others reach it.
+        endpoint: Address at which others reach it.
     """
 
     endpoint: str
@@ -73,32 +73,32 @@ class Listener(Protocol):
         """
 
     def names_of(self, connection: bytes) -> tuple[str, ...]:
-        """Give the instances that the other end of a connection may speak for: it has proved to have a key of theirs.
+        """Return the instances that the other end of a connection may act for: it has proved that it has their key.
 
-        A name with `*` at its end stands for every name that begins with the rest, so "*" for all if nobody is asked.
+        A trailing `*` matches any suffix; without authentication this is "*", which matches every instance.
         """
 
     def renew(self, trust: Trust) -> None:
-        """Let in who is listed now, and nobody else.
+        """Accept the peers that are listed now, and no others.
 
-        If somebody is not listed any more, or the own key is another one, all connections break; who is listed makes
-        them anew.
+        If a peer is no longer listed, or this process's own key has changed, all connections break; listed peers then
+        reconnect.
 
         Raises:
-            ConfigError: Keys cannot be given up, or asked for, while it is open.
+            ConfigError: Authentication cannot be turned on or off while the listener is open.
         """
 
     def close(self, *, keep_port: bool = False) -> None:
         """Close it. Messages that were sent still leave within a bound; no callback follows.
 
         Args:
-            keep_port: Until this process has ended, nobody can bind the port, and nobody is refused there. Nobody is
-                answered there either.
+            keep_port: Keep the port open until this process ends: it cannot be bound, connections to it are not
+                refused, and they are not answered.
         """
 
 
 class ControlChannel(Protocol):
-    """Makes control sockets. Callbacks are called on the event loop, in order, one message each."""
+    """Creates control sockets. Callbacks run on the event loop, in order, once per message."""
 
     def listen(
         self,
@@ -114,12 +114,12 @@ class ControlChannel(Protocol):
         Args:
             bind: "tcp://host:port"; port 0 takes a free one.
             advertise: Host to give to others, if not the one bound.
-            on_message: Takes the name of the connection and the frames of a message; ours have one. Two ends that
-                may speak for different instances have different names. If it raises RemoteProtocolError, that
-                connection is broken, and its key is not let in for a second.
-            trust: Who may connect; everybody if it is plain.
-            on_refused: Told of each attempt to connect that is refused, and of each connection that is broken here:
-                what kind of refusal it is, and why.
+            on_message: Called with the connection's identity and the frames of a message (kvflow's messages have one).
+                Peers that may act for different instances have different identities. If it raises RemoteProtocolError,
+                the connection is closed and its key is locked out for a second.
+            trust: Who may connect; anyone if it is plain.
+            on_refused: Called with the kind and the reason of each refused connection attempt, and of each connection
+                that this side closes.
 
         Raises:
             ConfigError: The address is malformed or cannot be bound.
@@ -138,10 +138,10 @@ class ControlChannel(Protocol):
 
         Args:
             endpoint: "tcp://host:port".
-            on_message: Takes the frames of a message; ours have one.
-            on_lost: Called whenever the connection has broken after it was made.
-            keys: What it is made with; it is a plain one if None.
-            on_refused: Told why the two ends will not have each other. It is tried again.
+            on_message: Called with the frames of a message (kvflow's messages have one).
+            on_lost: Called whenever an established connection breaks.
+            keys: Keys to use; None for a plain connection.
+            on_refused: Called with the reason if either end rejects the other. The connection is retried.
 
         Raises:
             ConfigError: The address is malformed or names no host.
@@ -149,24 +149,24 @@ class ControlChannel(Protocol):
         """
 
     async def host_towards(self, endpoint: str) -> str | None:
-        """Give the address of this host on the network that leads to an endpoint; None if that cannot be known."""
+        """Return this host's address on the route to an endpoint, or None if it cannot be determined."""
 
     async def is_refused(self, endpoint: str, timeout_s: float) -> bool:
-        """Say whether the host of an address says that nobody listens there; silence says nothing.
+        """Return whether the host refuses connections to an address. No answer counts as False.
 
         Args:
-            endpoint: "tcp://host:port", of a process itself, not of a balancer in front of several.
+            endpoint: "tcp://host:port" of the process itself, not of a load balancer.
             timeout_s: How long to wait for the host, in seconds.
         """
 
 
 class RunInThread(Protocol):
-    """Runs a function beside the event loop."""
+    """Runs a function outside the event loop."""
 
     def __call__(self, function: Callable[[], Result], /) -> Awaitable[Result]:
         """Run it in a worker thread and wait for its result.
 
-        Cancelling the wait does not stop the function; the wait goes on until it has ended.
+        Cancelling does not stop the function; the call still waits until the function has returned.
 
         Raises:
             ThreadShortage: No thread could be started; the function was not called.
@@ -175,14 +175,14 @@ class RunInThread(Protocol):
 
 @dataclass(frozen=True)
 class Ports:
-    """The world of one rank.
+    """The external dependencies of one rank.
 
     Attributes:
-        control: Makes control sockets.
-        now: Gives monotonic seconds. Timers are the event loop's.
-        run_in_thread: Runs a function beside the event loop.
-        random_bytes: Gives so many unpredictable bytes.
-        unix_time: Gives seconds of Unix time, for what other hosts have said when it ends. Nothing waits for it.
+        control: Creates control sockets.
+        now: Returns monotonic time in seconds. Timers are those of the event loop.
+        run_in_thread: Runs a function outside the event loop.
+        random_bytes: Returns the given number of unpredictable bytes.
+        unix_time: Returns Unix time in seconds. Used only to check expiry times set by other hosts, never to wait.
     """
 
     control: ControlChannel

@@ -1,4 +1,4 @@
-"""The service that an engine's prefill worker embeds."""
+"""The prefill side: what an engine embeds in each prefill worker."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -77,16 +77,15 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     Args:
         config: Settings.
         layout: The pools to send from; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name; one that it shares with other ranks of
-            this process is a `SharedBackend`.
-        ports: The world to use instead of the real one.
+        backend: A transport to use instead of the configured one; a `SharedBackend` if ranks of this process share it.
+        ports: Replacement for the real sockets, clock, threads and random bytes (for tests).
 
     Raises:
-        ConfigError: The settings are not those of a prefill rank, the layout is none, the control address cannot be
-            bound, the backend is not known, or the device has no memory left for `staging_bytes`.
+        ConfigError: `config` is not a `PrefillConfig`, `layout` is not a `KVLayout`, the control address cannot be
+            bound, the backend is unknown, or the device has not enough memory for `staging_bytes`.
         BackendUnavailable: The transport's library is missing or broken.
-        RegistrationError: The transport does not take the memory.
-        Unreachable: On entry: this process has no sockets left.
+        RegistrationError: The transport cannot register the memory.
+        Unreachable: On entry: this process cannot open any more sockets.
     """
 
     config: PrefillConfig
@@ -119,36 +118,36 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         return self._endpoint
 
     def send(self, room: RoomId, *, label: str | None = None) -> "RoomSender":
-        """Start to send a room; use the result as an async context manager.
+        """Start sending a room; use the result as an async context manager.
 
-        It may be started before any decode rank has asked, and before anything is computed. Leaving the block, by any
-        way, means that no post can read the source pages any more (or `memory` says that they are quarantined).
+        You can open it before any decode rank has asked for the room and before anything is computed. Once the block
+        has exited, for whatever reason, no write reads the source pages any more, or `memory` is QUARANTINED.
 
         Args:
             room: The router's id of the request, the same on both sides.
-            label: The engine's own id of the request, for log lines; it does not travel.
+            label: The engine's own ID for the request, for log lines; not sent to the other side.
 
         Raises:
-            LocalProtocolError: On entry: the room is in use, or the rank is not open. On exit: nothing has failed, but
-                `finish` was not called; the transfer is aborted. Call `abort` to give it up on purpose.
+            LocalProtocolError: On entry: the room is in use, or the rank is not open. On exit: `finish` was not called
+                although nothing had failed; the transfer is aborted. Call `abort` to give up deliberately.
             CapacityExceeded: On entry: too many rooms are open, or too much memory is in quarantine.
             RankDraining: On entry: the rank is about to close.
-            TransferFailed: On exit: the transfer failed, and nobody has been told.
+            TransferFailed: On exit: the transfer failed, and the error was not raised inside the block.
         """
         return RoomSender(self, room, label)
 
     def warm_up(self, room: RoomId) -> bool:
-        """Run through what the last chunk of a granted room will run through, without sending anything.
+        """Execute the code path of a granted room's last chunk without sending anything.
 
-        Code that has not run for some ten milliseconds takes several times as long as code that has, and an engine
-        computes for longer than that between the grant and the last chunk. Blocking ranks warm up by themselves if
-        they are told to (`LoopThread`). A warm-up takes as long as the code is slow: 0.1 to 0.6 ms.
+        Code that has not run for about ten milliseconds is several times slower, and an engine usually computes longer
+        than that between the grant and the last chunk. Blocking ranks can warm up automatically
+        (`LoopThread(warm_up_interval_s=)`). A warm-up takes 0.1 to 0.6 ms.
 
         Args:
             room: One that is being sent.
 
         Returns:
-            Whether there was something to run: a decode rank has granted, and the last chunk is still to come.
+            True if there was something to run: a decode rank has granted, and the last chunk has not been offered yet.
 
         Raises:
             LocalProtocolError: The rank is not open, or this is another event loop or thread.
@@ -188,10 +187,10 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         return finish_chunk(make_chunk(self.layout, (0, 0), pages), b"", self.config.limits.metadata_bytes)
 
     def ticket(self, room: RoomId) -> dict[str, object]:
-        """Give what a decode rank needs to receive a room from this instance, for a router to hand through unread.
+        """Return a ticket: what a decode rank needs to receive a room from this instance. Routers pass it on as is.
 
-        It is a small dict that survives JSON. It names this very process: a decode rank refuses it when this rank has
-        restarted. The room need not be open, nothing waits, and any thread may call it.
+        It is a small JSON-serialisable dict. It identifies this process, so decode ranks reject it after this rank has
+        restarted. The room need not be open. Never blocks, and can be called from any thread.
 
         Args:
             room: The router's id of the request, the same on both sides.
@@ -205,7 +204,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         return Ticket(check_room(room), address, self.me, self.layout.fingerprint).as_dict()
 
     def statistics(self) -> RankStatistics:
-        """Give counts at this moment.
+        """Return the current counters.
 
         Raises:
             LocalProtocolError: The rank was not opened yet.
@@ -445,9 +444,9 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
     @override
     def _settle_after_break(self) -> None:
-        """Report all source pages as safe: a closed transport reads none any more.
+        """Report all source pages as safe: a closed transport no longer reads them.
 
-        One that other ranks use goes on; as long as it has not ended every post of this rank, nothing is proved.
+        A shared transport stays open; until it has ended every post of this rank, there is no proof.
         """
         if self._submit.num_posted:
             return
@@ -457,13 +456,14 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
 
 class RoomSender(Transfer):
-    """One room, as the prefill engine sends it. Made by `PrefillRank.send`.
+    """The sending side of one room. Returned by `PrefillRank.send`.
 
     Attributes:
-        wanted: Tokens `[start, stop)` of each component that decode wants, once every decode rank has granted; None
-            until then. What is before `start`, decode has already.
-        is_quiesced: Nothing reads the pages of any chunk, and none was offered since `quiesce`.
-        resume_at: After `quiesce`, the token at which chunks go on; None if everything is posted, the last chunk too.
+        wanted: The tokens `[start, stop)` that decode wants of each component; None until every decode rank has
+            granted. Decode already has the tokens before `start`.
+        is_quiesced: True if nothing reads the pages of any chunk, and no chunk was offered since `quiesce`.
+        resume_at: After `quiesce`, the token at which to continue; None if everything was posted, including the last
+            chunk.
     """
 
     __slots__ = (
@@ -494,12 +494,12 @@ class RoomSender(Transfer):
 
     @property
     def layout(self) -> KVLayout:
-        """The pools that it sends from."""
+        """The layout of the pools that it sends from."""
         return self._rank.layout
 
     @property
     def max_metadata_bytes(self) -> int:
-        """Longest metadata that `finish` takes."""
+        """Maximum length of the metadata for `finish`, in bytes."""
         return self._rank.config.limits.metadata_bytes
 
     async def chunk(
@@ -510,33 +510,34 @@ class RoomSender(Transfer):
         ready: ReadyEvent | None = None,
         layers: Sequence[LayersReady] = (),
     ) -> None:
-        """Send tokens that are computed, or will be when `ready` is, or layer by layer as `layers` says.
+        """Send a range of tokens, either computed already, or becoming ready with `ready` or layer by layer (`layers`).
 
-        Returns at once unless too many chunks wait already for a decode rank of this room (`Limits.queued_chunks`);
-        cancelled while it waits, it has offered nothing. The pages must stay as they are until the block is left, or
-        until `quiesce` has returned.
+        Returns immediately, unless too many pieces are already waiting for one of this room's decode ranks
+        (`Limits.queued_chunks`). If cancelled while waiting, nothing has been offered. Do not change the pages until
+        the block has exited or `quiesce` has returned.
 
         Args:
-            tokens: Positions `[start, stop)` in the request; must continue the chunk before.
+            tokens: Positions `[start, stop)` in the request; must start where the previous chunk stopped.
             pages: For each component that comes with this chunk, the pool pages that hold `tokens`: one for each
                 page-sized block that the range touches, so a chunk that begins or ends within a page lists that page
-                too. A `TokenPages` names other tokens than those of the chunk (a window that reaches back); for a
-                component of kind "slot", the one slot. What decode wants must have come by the end; what it does not
-                want is ignored.
-            ready: What to wait for first: its `synchronize` is called in a worker thread. A `torch.cuda.Event` that
-                was recorded after the last kernel that writes the pages.
-            layers: Instead of `ready`, if layers are computed one after another: when what `pages` has of all global
-                layers below each `stop` is there, in ascending order. The last entry stands for all layers that remain,
-                whatever its `stop`. Groups are joined until they are worth a write (`Limits.bytes_per_layer_piece`), so
-                that a short chunk goes in one piece after its last event. A `torch.cuda.Event` that was never recorded
-                counts as done: offer the chunk when all layers are launched, or pass an object that waits for that too.
+                too. Use a `TokenPages` for tokens other than the chunk's (a window that reaches back); for a component
+                of kind "slot", pass its one slot. By the end, everything that decode wants must have been offered;
+                anything else is ignored.
+            ready: An event to wait for first, such as a `torch.cuda.Event` recorded after the last kernel that writes
+                the pages. Its `synchronize` method is called in a worker thread.
+            layers: Use instead of `ready` if layers are computed one after another. Each entry says when the pages of
+                all (global) layers below its `stop` are ready; entries are in ascending order. The last entry covers
+                all remaining layers, whatever its `stop`. Groups are merged until they are large enough for a write
+                (`Limits.bytes_per_layer_piece`), so a short chunk is sent in one piece after its last event. A
+                `torch.cuda.Event` that was never recorded counts as done, so offer the chunk after all layers have been
+                launched, or pass an object that also waits for that.
 
         Raises:
-            PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;
-                the room stays open.
-            LocalProtocolError: The tokens do not continue the chunk before (or begin behind `resume_at`), `finish` was
+            PlanError: A page table does not match the pool or the tokens, or layers are out of order. Nothing was sent,
+                and the room stays open.
+            LocalProtocolError: The tokens do not continue the previous chunk (or start after `resume_at`), `finish` was
                 called, or `quiesce` has not returned yet.
-            TransferFailed: The transfer has failed in the meantime; there is no need to compute the rest.
+            TransferFailed: The transfer has failed in the meantime; you need not compute the rest.
         """
         await self.offer(make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers))
 
@@ -549,12 +550,13 @@ class RoomSender(Transfer):
         ready: ReadyEvent | None = None,
         layers: Sequence[LayersReady] = (),
     ) -> None:
-        """Send the last tokens, which may be none, and what the decode engine needs to go on.
+        """Send the last tokens (possibly none) and the metadata that the decode engine needs to continue.
 
         Args:
             tokens: As in `chunk`; `(n, n)` if everything was sent.
             pages: As in `chunk`.
-            metadata: Opaque: first token, logprobs, ... The decode side takes that of the lowest rank that sent any.
+            metadata: Opaque bytes (first token, logprobs, ...). The decode side uses the metadata of the lowest rank
+                that sent any.
             ready: As in `chunk`.
             layers: As in `chunk`.
 
@@ -565,7 +567,7 @@ class RoomSender(Transfer):
         await self.offer(finish_chunk(chunk, metadata, self.max_metadata_bytes))
 
     async def offer(self, chunk: Chunk) -> None:
-        """Send a chunk that is checked already; `chunk` and `finish` come down to this.
+        """Send a chunk whose arguments have been checked; `chunk` and `finish` use this.
 
         Raises:
             LocalProtocolError, TransferFailed: As in `chunk`.
@@ -612,31 +614,31 @@ class RoomSender(Transfer):
         self._footprint = self._footprint.plus(footprint)
 
     def report_granted(self, wanted: Mapping[str, TokenRange]) -> None:
-        """Take in that every decode rank has granted."""
+        """Record that every decode rank has granted."""
         self.wanted = wanted
         self._granted.set()
         if self.on_change is not None:
             self.on_change()
 
     async def quiesce(self) -> int | None:
-        """Take the source pages back, and keep the room: what the engine calls when it preempts a request.
+        """Get the source pages back but keep the room open, for an engine that preempts a request.
 
-        What is posted is waited for, and so is the rest of a chunk of which some layers have left, device events
-        included. Whatever else was offered is forgotten, `finish` too. When this returns, nothing reads the pages any
-        more, and they may be overwritten. `chunk` and `finish` go on whenever the tokens are there again, in whatever
-        pages; nothing is sent twice.
+        Waits for posted writes and, if some layers of a chunk have been sent, for the rest of that chunk, including its
+        device events. Everything else that was offered is dropped, including `finish`. When this returns, nothing reads
+        the pages any more and they may be overwritten. Call `chunk` and `finish` again when the tokens have been
+        recomputed, in any pages; nothing is sent twice.
 
-        Called again while it is being done, or cancelled, it is done once.
+        Calling it again while it is in progress, or cancelling it, does not start it a second time.
 
         Returns:
-            The token at which chunks go on, or before: offer again whatever comes with tokens from there on, windows
-            and slots included, and `finish`. None if everything is posted, the last chunk too: there is nothing left to
+            The token at which to continue (or earlier): from there on, offer everything again, including windows and
+            slots, and call `finish`. None if everything was posted, including the last chunk, and nothing is left to
             offer.
 
         Raises:
-            LocalProtocolError: The transfer was not entered, or this is another event loop.
-            TransferFailed: The transfer has failed, or fails because the pages are not quiet within `drain_s`; look at
-                its `memory`.
+            LocalProtocolError: The transfer was not entered, or this is the wrong event loop.
+            TransferFailed: The transfer has failed, or it fails because the pages are still in use after `drain_s`;
+                check its `memory`.
         """
         self.quiesce_nowait()
         await self._quiesced.wait()
@@ -644,7 +646,7 @@ class RoomSender(Transfer):
         return self.resume_at
 
     def quiesce_nowait(self) -> None:
-        """Begin with `quiesce`; `is_quiesced` shows the end.
+        """Start `quiesce` without waiting; `is_quiesced` becomes true when it is done.
 
         Raises:
             LocalProtocolError, TransferFailed: As in `quiesce`.
@@ -686,10 +688,10 @@ class RoomSender(Transfer):
             self._rank.line.leave(self.room)
 
     async def granted(self) -> Mapping[str, TokenRange]:
-        """Wait until every decode rank has granted, and give what they want, as `wanted` does.
+        """Wait until every decode rank has granted, and return `wanted`.
 
         Raises:
-            TransferFailed: That will not happen.
+            TransferFailed: The transfer failed first.
         """
         self._check_begun()
         await self._granted.wait()
@@ -697,9 +699,9 @@ class RoomSender(Transfer):
         return self.wanted or {}
 
     async def delivered(self) -> None:
-        """Wait until every decode rank has said that it has everything.
+        """Wait until every decode rank has confirmed that it has received everything.
 
-        The source pages are free before that: `memory` is SAFE as soon as every write has ended.
+        The source pages are free earlier: `memory` is SAFE as soon as every write has ended.
 
         Raises:
             TransferFailed: That will not happen.

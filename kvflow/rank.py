@@ -226,11 +226,11 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             self._settle_after_break()
 
     def start_drain(self) -> None:
-        """Take nothing new, and let what is open end: the thing to do on SIGTERM, before leaving.
+        """Refuse new work and let open transfers finish. Call this on SIGTERM, before leaving the rank.
 
-        Peers are told at once if they ask for something new, and nobody finds this rank any more, so a router soon
-        looks elsewhere. A prefill engine may go on with the chunks of rooms that are open. `is_drained` says when all
-        is done. Does nothing the second time.
+        New requests from peers are refused at once, and lookups no longer find this rank, so routers move on. A prefill
+        engine may keep sending chunks of open rooms. `is_drained` becomes true when everything has finished. Calling it
+        again has no effect.
 
         Raises:
             LocalProtocolError, RankBroken: The rank is not open, or broken.
@@ -244,13 +244,14 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self.dispatch(ev.DrainStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is draining")))
 
     def reload_trust(self, trust: Trust | None = None) -> None:
-        """Go by other keys from now on, without a restart; on SIGHUP, say.
+        """Replace the keys without a restart, for example on SIGHUP.
 
-        Who is not listed any more is disconnected, and its transfers fail. The next handshakes go by the new lists.
-        With another own key, connections break and are made anew: list it with others before.
+        Peers that are no longer listed are disconnected, and their transfers fail. New handshakes use the new lists. If
+        this rank's own key changes, its connections are re-established, so add the new key to the other side's lists
+        first.
 
         Args:
-            trust: The keys; by default those that are now in the directory that they were read from.
+            trust: The new keys; by default they are reread from the directory they were loaded from.
 
         Raises:
             ConfigError: They cannot be read or used; nothing has changed.
@@ -264,14 +265,14 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     @property
     def is_drained(self) -> bool:
-        """Draining has begun, and every transfer has its outcome, with its pages safe or in quarantine."""
+        """True if draining has started and every transfer has an outcome, with its pages safe or in quarantine."""
         return self._is_draining and not self._num_unsettled
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Start to drain, and wait until all is done.
+        """Start draining, and wait until everything has finished.
 
         Args:
-            timeout_s: How long to wait; without limit by default. What is open after that fails when the rank is left.
+            timeout_s: How long to wait; no limit by default. Transfers still open after that fail when the rank closes.
 
         Returns:
             What `is_drained` says.
@@ -501,21 +502,21 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             raise
 
     def quarantined(self) -> list[QuarantineRecord]:
-        """List ended transfers whose pages are not proved quiet: they must not be used again while they are listed.
+        """List ended transfers whose pages may still be in use. Do not reuse pages while they are listed.
 
-        Each record says which pages these are, and for each peer what would be a proof.
+        Each record names the pages and, for each peer, the missing proof.
         """
         return [self._record_of(key, transfer) for key, transfer in self._transfers.items() if transfer.is_quarantined]
 
     def release(self, which: RoomId | QuarantineRecord) -> None:
-        """Take pages in quarantine back although nobody has proved them quiet.
+        """Release quarantined pages without proof that nothing can touch them.
 
-        An operator's last resort, for when it is known from elsewhere that no peer can write to them (or read them)
-        any more: its host is off, say. If that is not so, another request gets the wrong bytes.
+        An operator's last resort, for when it is known by other means that no peer can write to (or read) them any
+        more, for example because its host is off. If that is wrong, another request gets corrupted data.
 
         Args:
-            which: A room, for each transfer of it that is in quarantine; or one of `quarantined()`. The `memory` of the
-                transfer is SAFE afterwards.
+            which: A room, to release all of its quarantined transfers, or one record from `quarantined()`. The
+                transfer's `memory` is SAFE afterwards.
 
         Raises:
             LocalProtocolError: It is not in quarantine, or this is another event loop or thread.

@@ -1,4 +1,4 @@
-"""Whom a process trusts: its own keys, and the public keys that instances may use. Pure; files are in `kvflow.keys`.
+"""A process's own keys and the public keys that it trusts. Pure; `kvflow.keys` handles files.
 
 Keys are those of CurveZMQ (Curve25519), written as 64 hexadecimal digits.
 """
@@ -28,22 +28,22 @@ HEX_DIGITS: Final = 64
 ANY: Final = "*"
 PRINCIPAL_DIGITS: Final = 32
 NOBODY: Final = "0" * PRINCIPAL_DIGITS
-"""The principal of a key that speaks for no instance, such as that of the registry."""
+"""The principal of a key that is not listed for any instance, such as the registry's."""
 SHOWN: Final = 12
 
 
 def is_key(text: object) -> bool:
-    """Say whether something is a key: 32 bytes as lower-case hexadecimal digits."""
+    """Return whether a value is a key: 32 bytes as lower-case hexadecimal digits."""
     return isinstance(text, str) and len(text) == HEX_DIGITS and all(digit in "0123456789abcdef" for digit in text)
 
 
 def short(key: str) -> str:
-    """Give as much of a public key as a person needs to find it in a list."""
+    """Return the start of a public key, long enough to find it in a list."""
     return key[:SHOWN]
 
 
 def is_named(pattern: str, instance: str) -> bool:
-    """Say whether an instance has this name; with `*` at its end, whether its name begins with the rest."""
+    """Return whether an instance name matches a pattern; a trailing `*` matches any suffix."""
     if pattern.endswith(ANY):
         return instance.startswith(pattern.removesuffix(ANY))
     return instance == pattern
@@ -55,11 +55,10 @@ class TrustedKey:
 
     Attributes:
         key: 64 hexadecimal digits.
-        instance: Its name. With `*` at its end it stands for every name that begins with the rest, so that the
-            replicas of a deployment can share a key.
+        instance: Its name. A trailing `*` matches any suffix, so that the replicas of a deployment can share a key.
 
     Raises:
-        ConfigError: One of them is malformed.
+        ConfigError: The key or the name is malformed.
     """
 
     key: str
@@ -72,22 +71,24 @@ class TrustedKey:
             raise ConfigError("public key needs the name of an instance", key=short(self.key))
 
     def is_of(self, instance: str) -> bool:
-        """Say whether an instance may use it."""
+        """Return whether an instance may use this key."""
         return is_named(self.instance, instance)
 
 
 @dataclass(frozen=True)
 class Trust:
-    """Own keys, and those of others, at one moment. `kvflow.load_trust` reads them from a directory.
+    """An immutable set of keys: this process's own, and those it trusts.
+
+    `kvflow.load_trust` reads one from a directory.
 
     Attributes:
-        public: Own public key; empty if there are no keys.
-        secret: Own secret key.
+        public: This process's public key; empty if there are no keys.
+        secret: This process's secret key.
         peers: Public keys of instances. During a rotation an instance has two, the old and the new one.
         registry: Public keys of the registry.
-        capability_keys: Secrets with which capabilities are made; if there are any, a prefill rank gives a room only to
-            who has a capability for it. The first one makes, all of them check.
-        directory: Where they were read from; None if they were not.
+        capability_keys: Secrets for signing capabilities. If there are any, a prefill rank sends a room only to decode
+            ranks with a capability for it. The first one signs; all of them are accepted.
+        directory: The directory that the keys were read from, or None.
     """
 
     public: str = ""
@@ -108,12 +109,12 @@ class Trust:
 
     @classmethod
     def none(cls) -> "Trust":
-        """Ask for plain transport: whoever reaches a port may read, write and end any transfer there."""
+        """Return a Trust for plain transport: anyone who reaches a port can read, write and end any transfer there."""
         return cls()
 
     @property
     def is_plain(self) -> bool:
-        """There are no keys: nothing is encrypted, and nobody is asked who he is."""
+        """True if there are no keys: traffic is not encrypted and peers are not authenticated."""
         return not self.public
 
     @cached_property
@@ -121,7 +122,7 @@ class Trust:
         return frozenset([*(one.key for one in self.peers), *self.registry])
 
     def knows(self, key: str) -> bool:
-        """Say whether a public key is listed."""
+        """Return whether a public key is listed."""
         return key in self._known
 
     def keeps(self, before: "Trust") -> bool:
@@ -130,14 +131,14 @@ class Trust:
         return self.secret == before.secret and before._known <= self._known and is_same
 
     def principal(self, key: str) -> str:
-        """Give a name of fixed length for whom a key stands for: all keys of the same instances have the same one.
+        """Return a fixed-length identity for a key. All keys listed for the same instances have the same identity.
 
-        So a rank remains who it is when its key is rotated.
+        So a rank keeps its identity when its key is rotated.
         """
         return self._principals.get(key, NOBODY)
 
     def names_of(self, principal: str) -> tuple[str, ...]:
-        """Give the instances that a principal may speak for, with `*` as in `TrustedKey`; none if it is unknown."""
+        """Return the instances that a principal may act for, with `*` as in `TrustedKey`; empty if it is unknown."""
         return self._names.get(principal, ())
 
     @cached_property
@@ -155,24 +156,27 @@ class Trust:
         return {principal: tuple(found) for principal, found in names.items()}
 
     def keys_of(self, instance: str) -> tuple[str, ...]:
-        """Give the keys that an instance may use."""
+        """Return the keys that an instance may use."""
         return _distinct([one.key for one in self.peers if one.is_of(instance)])
 
     def for_instance(self, instance: str) -> "ClientKeys | None":
-        """Give what a connection to a rank of an instance is made with; None for plain ones."""
+        """Return the keys for connecting to a rank of an instance; None for plain transport."""
         return None if self.is_plain else ClientKeys(self, self.keys_of(instance))
 
     def for_registry(self) -> "ClientKeys | None":
-        """Give what a connection to the registry is made with; without its keys, it may be any listed rank."""
+        """Return the keys for connecting to the registry.
+
+        If none is listed for it, any listed rank may act as the registry.
+        """
         return None if self.is_plain else ClientKeys(self, self.registry or self._all)
 
     def for_address(self, instance: str | None) -> "ClientKeys | None":
-        """Give what a connection is made with to whoever answers lookups at an address.
+        """Return the keys for connecting to an address that answers lookups.
 
-        What it answers need not be trusted: ranks prove who they are.
+        The answers need not be trusted, because ranks authenticate themselves.
 
         Args:
-            instance: Whose ranks are looked up there; None if that is not known.
+            instance: The instance to look up there; None if it is not known.
         """
         if self.is_plain:
             return None
@@ -186,18 +190,18 @@ class Trust:
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """What a connection is made with.
+    """The keys for one connection.
 
     Attributes:
-        trust: Has the own keys.
-        servers: Public keys of which the listener must have one; none is an answer, too: nobody may be there.
+        trust: Contains this process's own keys.
+        servers: Public keys, one of which the listener must have. If empty, no listener is accepted.
     """
 
     trust: Trust
     servers: tuple[str, ...]
 
     def after(self, server: str) -> str:
-        """Give the key to try after another one; the first if that is not among them."""
+        """Return the key to try after a given one, or the first if that one is not in the list."""
         following = self.servers.index(server) + 1 if server in self.servers else 0
         return self.servers[following % len(self.servers)]
 

@@ -117,7 +117,8 @@ class Reader(Generic[Read]):
         beginning = _beginning(data)
         kind = self._kinds.get(beginning)
         if kind is None:
-            raise RemoteProtocolError("message of this kind is not accepted here", kind=_tag(beginning).decode("ascii", "replace"))
+            tag = _tag(beginning).decode("ascii", "replace")
+            raise RemoteProtocolError("message of this kind is not accepted here", kind=tag)
         if len(data) > LONG_BYTES:
             _check_length(data, _tag(beginning))
         return Unread(kind, data)
