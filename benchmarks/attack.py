@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what measures and prints.
+    """Return a function that measures and prints.
 
     Raises:
         ConfigError: An option is unusable.

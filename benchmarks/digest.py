@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what measures and prints.
+    """Return a function that measures and prints.
 
     Raises:
         ConfigError: An option is unusable.
@@ -77,7 +77,7 @@ async def measure_digests(
 
 
 async def _measure(backend: str, shape: PoolShape, num_pages: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Give the milliseconds of each transfer without and with digests."""
+    """Return the milliseconds of each transfer without and with digests."""
     source, target = (PagePool(shape, num_pages) for _ in range(2))
     source.fill()
     times: tuple[list[float], list[float]] = ([], [])

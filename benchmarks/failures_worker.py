@@ -80,7 +80,7 @@ class _Pool(PagePool):
         self._ended.append((transfer, pages))
 
     def take_back(self) -> list[list[int]]:
-        """Give the pages that have become safe; they are held until they have been wiped and freed."""
+        """Return the pages that have become safe; they are held until they have been wiped and freed."""
         safe = [entry for entry in self._ended if entry[0].memory is kvflow.Memory.SAFE]
         self._ended = [entry for entry in self._ended if entry not in safe]
         self._held += [pages for _, pages in safe]
@@ -97,7 +97,7 @@ class _Pool(PagePool):
         return _Account(len(self._free), held, sum(len(pages) for _, pages in self._ended), self.num_pages)
 
     def is_free_untouched(self) -> bool:
-        """Say whether nobody has written to a free page. Takes long."""
+        """Return whether nobody has written to a free page. Takes long."""
         return self.is_wiped(self._free)
 
 

@@ -89,7 +89,7 @@ class HeteroOptions(SideOptions, frozen=True, kw_only=True):
         return (case.decode if self.side == PREFILL else case.prefill).ranks
 
     def shape(self, engine_rank: int) -> PoolShape:
-        """Say what a rank of this side holds."""
+        """Return what a rank of this side holds."""
         return PoolShape(
             layers=self.layers,
             heads=head_range(HEADS, self.own.ranks, engine_rank),
@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what measures and prints.
+    """Return a function that measures and prints.
 
     Raises:
         ConfigError: An option is unusable.

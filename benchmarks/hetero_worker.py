@@ -40,7 +40,7 @@ class RankPool(PagePool):
             self.write(pages, request * self._tokens)
 
     def has_arrived(self) -> bool:
-        """Say whether every byte of every request is what it should be. Takes long."""
+        """Return whether every byte of every request is what it should be. Takes long."""
         return all(self.holds(pages, request * self._tokens) for request, pages in enumerate(self.tables))
 
 

@@ -102,7 +102,7 @@ class Trace:
         )
 
     def between(self, start_s: float, stop_s: float) -> list[Call]:
-        """Give what was entered from one moment to another."""
+        """Return what was entered from one moment to another."""
         return [call for call in self.calls if start_s <= call.at_s <= stop_s]
 
 
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what measures and prints."""
+    """Return a function that measures and prints."""
     return lambda: _print(measure(arguments.rounds), is_json=arguments.json, lists=arguments.list)
 
 
@@ -125,7 +125,7 @@ def measure(rounds: int) -> dict[str, Way]:
 
 
 async def _measure(portal: BlockingPortal, rounds: int) -> list[list[Call]]:
-    """Give the shortest list of calls of each kind. Decode is on this event loop, prefill on that of the portal."""
+    """Return the shortest list of calls of each kind. Decode is on this event loop, prefill on that of the portal."""
     pools = [torch.zeros(2, PAGES, PAGE_SIZE, 2, 8) for _ in range(2)]
     source, target = (
         kvflow.layout_from_tensors(
@@ -149,7 +149,7 @@ async def _measure(portal: BlockingPortal, rounds: int) -> list[list[Call]]:
 async def _transfer(
     portal: BlockingPortal, prefill: kvflow.PrefillRank, decode: kvflow.DecodeRank, room: int
 ) -> tuple[list[Call], list[Call]]:
-    """Give what the first chunk runs through on prefill, and the notice of the last one on decode."""
+    """Return what the first chunk runs through on prefill, and the notice of the last one on decode."""
     trace, tokens = Trace(), (HALVES[0][0], HALVES[1][1])
     async with decode.receive(room, prefill="prefill", tokens=tokens, pages={"kv": range(PAGES)}) as receiver:
         sent = portal.start_task_soon(_send, prefill, room)

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what measures and prints."""
+    """Return a function that measures and prints."""
 
     async def measure(on_row: Callable[[Row], None]) -> list[Row]:
         rows = []
@@ -107,7 +107,7 @@ def _measured(group: str, case: str, quantity: str) -> Measured:
 
 
 def _route(split: str, layers: int, num_tokens: int, page_size: int) -> tuple[BoundRoute, Component, Component]:
-    """Give the route to the first decode rank from the first prefill rank that sends it anything."""
+    """Return the route to the first decode rank from the first prefill rank that sends it anything."""
     total, prefill_tp, decode_tp = SPLITS[split]
     pages = 2 * num_tokens // page_size
     prefill = {rank: _layout(total, prefill_tp, rank, layers, pages, page_size) for rank in range(prefill_tp)}

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what draws.
+    """Return a function that draws.
 
     Raises:
         ConfigError: The rows cannot be read.

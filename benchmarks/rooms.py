@@ -67,7 +67,7 @@ async def enter_sender(pair: Pair, number: RoomId) -> kvflow.RoomSender:
 
 
 def pages_of(lane: int) -> dict[str, NDArray[np.int64]]:
-    """Give pages to receive a room into; rooms that wait at the same time have different lanes."""
+    """Return pages to receive a room into; rooms that wait at the same time have different lanes."""
     return {"kv": np.arange(NUM_PAGES) + lane * NUM_PAGES}
 
 
@@ -129,7 +129,7 @@ class Rooms:
 
 
 def make_pool(num_rooms: int = 1) -> PagePool:
-    """Give the memory of a rank, which must outlive it: of prefill ranks for one room, of decode ranks for all."""
+    """Return the memory of a rank, which must outlive it: of prefill ranks for one room, of decode ranks for all."""
     shape = PoolShape(layers=1, tensors=("kv",), head_bytes=TOKEN_BYTES, page_size=PAGE_SIZE)
     return PagePool(shape, num_rooms * NUM_PAGES)
 

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what measures and prints.
+    """Return a function that measures and prints.
 
     Raises:
         ConfigError: An option is unusable.
@@ -142,7 +142,7 @@ async def measure_standing(settings: ScaleSettings, report: Callable[[Row], None
 
 
 async def _measure(cases: Sequence[_Case], settings: ScaleSettings) -> list[list[_Cost]]:
-    """Give the costs of each case, one for each round."""
+    """Return the costs of each case, one for each round."""
     costs: list[list[_Cost]] = [[] for _ in cases]
     for index in there_and_back(range(len(cases)), settings.rounds):
         costs[index].append(await _measure_once(cases[index], settings.transfers))

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what measures and prints."""
+    """Return a function that measures and prints."""
     return lambda: _print(measure(arguments.root or _find_kvflow()), is_json=arguments.json)
 
 

@@ -106,7 +106,7 @@ def split_address(setting: str, address: object) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """Give `tcp://host:port`; an IPv6 address gets its brackets if it has none."""
+    """Return `tcp://host:port`; an IPv6 address gets its brackets if it has none."""
     is_bare = ":" in host and not host.startswith("[")
     return f"tcp://[{host}]:{port}" if is_bare else f"tcp://{host}:{port}"
 
@@ -237,7 +237,7 @@ def _is_host(text: str) -> bool:
 
 
 def _is_wildcard(host: str) -> bool:
-    """Say whether it stands for every address of the host; "0" and "0x0.0" do, too."""
+    """Return whether it stands for every address of the host; "0" and "0x0.0" do, too."""
     if _is_ipv6(host):
         address = ipaddress.IPv6Address(host)
         return (address.ipv4_mapped or address).is_unspecified

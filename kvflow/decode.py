@@ -235,7 +235,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     def _request(
         self, room: RoomId | None, prefill: Prefill, num_ranks: int | None, priority: int, capability: str | None
     ) -> ev.ReceiveOpened:
-        """Say what is asked for, as far as that does not depend on pages.
+        """Return what is asked for, as far as that does not depend on pages.
 
         Raises:
             ConfigError, LocalProtocolError, TicketError: As in `receive`.
@@ -256,7 +256,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         )
 
     def _meaning(self, room: RoomId | None, prefill: Prefill) -> tuple[RoomId, ev.InstanceRef, PeerId | None, str]:
-        """Give the room, how its instance is referred to, who gave its ticket, and the capability in that.
+        """Return the room, how its instance is referred to, who gave its ticket, and the capability in that.
 
         Raises:
             LocalProtocolError, ConfigError, TicketError: As in `receive`.
@@ -410,7 +410,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         return True
 
     def statistics(self) -> RankStatistics:
-        """Give counts at this moment.
+        """Return counts at this moment.
 
         Raises:
             LocalProtocolError: The rank was not opened yet.

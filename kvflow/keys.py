@@ -203,7 +203,7 @@ def _peer(path: Path, line: str) -> TrustedKey:
 
 
 def _capability_keys(path: Path, lines: Sequence[str] | None) -> tuple[bytes, ...]:
-    """Give the keys in a file; there are none if there is no file, but a file has some."""
+    """Return the keys in a file; there are none if there is no file, but a file has some."""
     if lines is None:
         return ()
     if not lines or not all(map(is_key, lines)):
@@ -226,7 +226,7 @@ def _lines_if_any(path: Path, *, is_secret: bool = False) -> list[str] | None:
 
 
 def _lines_of(path: Path, text: str) -> list[str]:
-    """Give the lines of a file that say something."""
+    """Return the lines of a file that say something."""
     lines = [line for line in (line.strip() for line in text.split("\n")) if line and not line.startswith("#")]
     for line in lines:
         _check_line(path, line)

@@ -350,7 +350,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
                 self.dispatch(ev.ReplyLost(connection))
 
     def _registry_keys(self, trust: Trust) -> ClientKeys | None:
-        """Give what the registry, or the rank that answers for this instance, must have one of."""
+        """Return what the registry, or the rank that answers for this instance, must have one of."""
         return trust.for_registry() if trust.registry else trust.for_instance(self.config.instance)
 
     def _refused(self, kind: str, detail: str) -> None:
@@ -375,7 +375,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._refusals.add(connection, len(unread.data))
 
     def _is_too_much(self, connection: bytes, unread: Unread) -> bool:
-        """Say whether a message is not read: its sender says too much, or it is for another process."""
+        """Return whether a message is not read: its sender says too much, or it is for another process."""
         if self._gate.is_too_much(connection, unread):
             return True
         if unread.kind not in DIRECTORY_KINDS:

@@ -97,10 +97,10 @@ class Core(Protocol[Event_contra, Effect_co]):
         """When it wants to hear that time has passed."""
 
     def missing_proofs(self, key: Any, /) -> Sequence[MissingProof]:
-        """Say which proofs the pages of a transfer wait for."""
+        """Return which proofs the pages of a transfer wait for."""
 
     def pages_of(self, key: Any, /) -> Mapping[str, bytes]:
-        """Give the pages of a transfer as `WIRE_PAGES`, by component."""
+        """Return the pages of a transfer as `WIRE_PAGES`, by component."""
 
 
 class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):

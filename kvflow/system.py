@@ -49,7 +49,7 @@ class WorkerThreads:
 
 
 def system_ports() -> Ports:
-    """Give the ports of a real rank. One result may serve several ranks of one event loop."""
+    """Return the ports of a real rank. One result may serve several ranks of one event loop."""
     return Ports(
         control=ZmqControl(),
         now=time.monotonic,

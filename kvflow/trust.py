@@ -126,7 +126,7 @@ class Trust:
         return key in self._known
 
     def keeps(self, before: "Trust") -> bool:
-        """Say whether who was let in before may stay: no key is another one, missing, or for other instances."""
+        """Return whether who was let in before may stay: no key is another one, missing, or for other instances."""
         is_same = before._principals.items() <= self._principals.items()
         return self.secret == before.secret and before._known <= self._known and is_same
 

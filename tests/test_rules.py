@@ -124,7 +124,7 @@ def test_public_names_have_a_docstring_and_the_module_that_is_listed() -> None:
 
 
 def has_own_docstring(name: str, value: object) -> bool:
-    """Say whether somebody wrote it: dataclasses and named tuples write "Name(fields)" for themselves."""
+    """Return whether somebody wrote it: dataclasses and named tuples write "Name(fields)" for themselves."""
     docstring = value.__doc__ or ""
     return bool(docstring.strip()) and not docstring.startswith(f"{name}(")
 

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what measures and prints.
+    """Return a function that measures and prints.
 
     Raises:
         ConfigError: An option is unusable.
@@ -223,7 +223,7 @@ def _handover_rows(plan: Plan, engine: str, played: dict[Way, list[Played]]) -> 
 
 
 def times(began_ns: list[int], ended_ns: list[int]) -> list[float]:
-    """Give the milliseconds from one event to another, of each request."""
+    """Return the milliseconds from one event to another, of each request."""
     return [(stop - start) / 1e6 for start, stop in zip(began_ns, ended_ns, strict=True)]
 
 

@@ -81,7 +81,7 @@ def open_manager(options: EmbeddedOptions, pool: PagePool) -> Manager:
 
 
 def _classes(options: EmbeddedOptions, utils: Any, pool: PagePool) -> Callable[[Any], Any]:
-    """Give what finds the classes of a backend, as SGLang does."""
+    """Return what finds the classes of a backend, as SGLang does."""
     if options.way == "sglang":
         return partial(utils.get_kv_class, utils.TransferBackend.NIXL)
     plugin = importlib.import_module("kvflow.engines.sglang.plugin")

@@ -74,7 +74,7 @@ class Timeline:
                 self._wrap(step)
 
     def take(self) -> list[Mark]:
-        """Give what was noted since the last call."""
+        """Return what was noted since the last call."""
         taken, self._marks[:] = self._marks.copy(), []
         return taken
 
@@ -98,7 +98,7 @@ class Timeline:
 def steps_of(
     began_ns: Sequence[int], ended_ns: Sequence[int], freed_ns: Sequence[int], marks: Iterable[Mark]
 ) -> dict[str, list[float]]:
-    """Say when each request got to each step, in milliseconds since its last chunk was offered.
+    """Return when each request got to each step, in milliseconds since its last chunk was offered.
 
     Args:
         began_ns: When that was, in the order of the requests, which went one at a time.

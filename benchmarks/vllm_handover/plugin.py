@@ -38,7 +38,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     eases_nixl: bool = False
 
     def environment(self) -> dict[str, str]:
-        """Give the variables that have a server load this plug-in."""
+        """Return the variables that have a server load this plug-in."""
         paths = [str(ROOT), str(Path(__file__).with_name("plugin_path")), os.environ.get("PYTHONPATH", "")]
         return {
             VARIABLE: msgspec.json.encode(self).decode(),

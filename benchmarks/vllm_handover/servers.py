@@ -70,7 +70,7 @@ class Pair:
         return prefill.url, decode.url
 
     def usage(self) -> "Usage":
-        """Give what all processes of both servers take."""
+        """Return what all processes of both servers take."""
         groups = {server.pid for server in self.servers}
         found = [usage for place in Path("/proc").glob("[0-9]*") if (usage := _usage(place, groups)) is not None]
         return Usage(*(sum(values) for values in zip(*found, strict=True)))

@@ -50,7 +50,7 @@ def read_events(trace: Path) -> list[Event]:
 def spans(
     name: str, prefill: Sequence[Event], decode: Sequence[Event], answers: tuple[Answer, Answer]
 ) -> dict[str, float]:
-    """Say how long the parts of a handover took.
+    """Return how long the parts of a handover took.
 
     Args:
         name: Of the request, part of its ids on both servers.

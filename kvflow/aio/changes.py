@@ -37,7 +37,7 @@ class Changes(Generic[Item]):
             self._wake()
 
     def take(self) -> list[Item]:
-        """Give what has changed since the last call."""
+        """Return what has changed since the last call."""
         if self._pipe is not None:
             self._clear()  # before looking: what comes after that makes it readable again
         if not self._changed:
@@ -57,7 +57,7 @@ class Changes(Generic[Item]):
                 self._num_waiting -= 1
 
     def fileno(self) -> int:
-        """Give a descriptor that is readable while there is something to take. It stays the owner's.
+        """Return a descriptor that is readable while there is something to take. It stays the owner's.
 
         Raises:
             ValueError: It is closed.

@@ -247,7 +247,7 @@ def _by_session(writes: Sequence[Write]) -> dict[str, list[tuple[int, int, int, 
 
 
 def _aligned(memory: MemoryRange) -> MemoryRange:
-    """Give the whole pages that some memory lies in."""
+    """Return the whole pages that some memory lies in."""
     start = memory.address // ALIGNMENT * ALIGNMENT
     return MemoryRange(start, -(-memory.end // ALIGNMENT) * ALIGNMENT - start)
 

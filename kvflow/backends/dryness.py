@@ -46,7 +46,7 @@ class Dryness:
                 self._num_answered = await self._wait_until_dry()
 
     async def _wait_until_dry(self) -> int:
-        """Give how many had asked before the connections were looked at."""
+        """Return how many had asked before the connections were looked at."""
         connections, asked, pause_s = None, 0, LOOK_S
         while True:
             await anyio.sleep(pause_s)

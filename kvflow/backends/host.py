@@ -13,7 +13,7 @@ __all__ = ["host_view"]
 
 
 def host_view(registered: RegisteredMemory, memory: MemoryRange, real_address: int) -> NDArray[np.uint8]:
-    """Give registered bytes as an array that shares their memory.
+    """Return registered bytes as an array that shares their memory.
 
     Args:
         registered: All that is registered.

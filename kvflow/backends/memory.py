@@ -99,7 +99,7 @@ class Fabric:
             self._endpoints.pop(name, None)
 
     def find(self, name: str) -> "MemoryBackend | None":
-        """Give the endpoint of that name, if it is reachable."""
+        """Return the endpoint of that name, if it is reachable."""
         with self._lock:
             return self._endpoints.get(name)
 
@@ -232,7 +232,7 @@ class MemoryBackend(Backend):
         delivery.close()
 
     def has_registered(self, memory: RegisteredMemory) -> bool:
-        """Say whether all of some memory is registered here."""
+        """Return whether all of some memory is registered here."""
         return self._memory is not None and self._memory.has(memory)
 
     def deliver(self, notice: bytes) -> None:
@@ -286,7 +286,7 @@ class MemoryBackend(Backend):
         delivery.put([PostEnded(write.post_id, None)])
 
     def real_address(self, address: int) -> int:
-        """Give where the bytes of a registered address really are."""
+        """Return where the bytes of a registered address really are."""
         for mapped in self._mapped:
             if mapped.address <= address < mapped.address + mapped.length:
                 return mapped.real + (address - mapped.address)

@@ -40,7 +40,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         return cls(layout.allocations, layout.memory_kind, layout.device_id)
 
     def without(self, other: "RegisteredMemory") -> tuple[MemoryRange, ...]:
-        """Give the parts of the ranges that others do not have, each saying where it is.
+        """Return the parts of the ranges that others do not have, each saying where it is.
 
         Raises:
             RegistrationError: Something that both have is in different places.
@@ -63,7 +63,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         return tuple(left)
 
     def also(self, ranges: tuple[MemoryRange, ...]) -> "RegisteredMemory":
-        """Give the same with further ranges, none of which it has."""
+        """Return the same with further ranges, none of which it has."""
         return RegisteredMemory(tuple(sorted((*self.ranges, *ranges), key=_address)), self.memory_kind, self.device_id)
 
     @functools.cached_property
@@ -76,11 +76,11 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         return found
 
     def location_of(self, item: MemoryRange) -> Location:
-        """Say where one of the ranges is."""
+        """Return where one of the ranges is."""
         return item.location or Location(self.memory_kind, self.device_id)
 
     def has(self, other: "RegisteredMemory") -> bool:
-        """Say whether all of some other memory is registered here, in the same places."""
+        """Return whether all of some other memory is registered here, in the same places."""
         claimed = [(item.address, item.length, other.location_of(item).device_id) for item in other.ranges]
         try:
             self.check(np.array(claimed, np.uint64).reshape(-1, 3), side="claimed")
@@ -89,14 +89,14 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         return True
 
     def find(self, memory: MemoryRange) -> Location | None:
-        """Say where some memory is; None if it is empty, or not inside one of the ranges."""
+        """Return where some memory is; None if it is empty, or not inside one of the ranges."""
         for item in self.ranges:
             if item.address <= memory.address < memory.end <= item.end:
                 return self.location_of(item)
         return None
 
     def kind_of(self, descriptors: Words) -> MemoryKind:
-        """Say of which kind descriptors are that `check` has let pass.
+        """Return of which kind descriptors are that `check` has let pass.
 
         Raises:
             BackendError: There are several kinds, which a transport cannot move with one write.

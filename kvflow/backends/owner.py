@@ -232,7 +232,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
             raise failure("transport library failed", backend=self.name, detail=_text(error)) from error
 
     def _running(self) -> tuple[OwnerThread, AnyAgent]:
-        """Give the owner thread and the agent.
+        """Return the owner thread and the agent.
 
         Raises:
             BackendError: The backend is not open here.
@@ -243,7 +243,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
         return self._owner, self._agent
 
     def _registered(self) -> RegisteredMemory:
-        """Give what is registered.
+        """Return what is registered.
 
         Raises:
             BackendError: Nothing is.
@@ -253,7 +253,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
         return self._memory
 
     def _both_sides(self, peer: str) -> tuple[RegisteredMemory, AnyPeer]:
-        """Give what is registered here, and a connected peer.
+        """Return what is registered here, and a connected peer.
 
         Raises:
             BackendError: There is no such peer.

@@ -75,7 +75,7 @@ class Polled(Protocol):
         """Let the library make progress, and deliver what has happened; say whether anything has."""
 
     def is_busy(self) -> bool:
-        """Say whether something is expected soon."""
+        """Return whether something is expected soon."""
 
 
 class OwnerThread:

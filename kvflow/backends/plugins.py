@@ -16,7 +16,7 @@ GROUP: Final = "kvflow.backends"
 
 
 def plugin_names() -> list[str]:
-    """Give the names that installed distributions declare, sorted, each once."""
+    """Return the names that installed distributions declare, sorted, each once."""
     return sorted({entry_point.name for entry_point in importlib.metadata.entry_points(group=GROUP)})
 
 

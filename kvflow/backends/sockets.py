@@ -122,7 +122,7 @@ class Connections:
 
 
 def is_wet(row: Row, far: Mapping[Ends, int], *, counts_end: bool = True) -> bool:
-    """Say whether a near end has something to read, or may still get it, as it may if its far end cannot be seen.
+    """Return whether a near end has something to read, or may still get it, as it may if its far end cannot be seen.
 
     Args:
         row: The near end.
@@ -134,7 +134,7 @@ def is_wet(row: Row, far: Mapping[Ends, int], *, counts_end: bool = True) -> boo
 
 
 def listening_ports() -> frozenset[int]:
-    """Give the ports at which this process listens.
+    """Return the ports at which this process listens.
 
     Raises:
         OSError: The kernel does not show them.
@@ -192,12 +192,12 @@ def address_of(digits: str) -> bytes:
 
 
 def _local_sockets() -> set[int]:
-    """Give the inodes of the Unix sockets of the host."""
+    """Return the inodes of the Unix sockets of the host."""
     return {int(line.split()[6]) for line in LOCAL_TABLE.read_text("utf-8", "replace").splitlines()[1:]}
 
 
 def _sockets() -> dict[int, int]:
-    """Give the sockets of this process, as inode to file descriptor."""
+    """Return the sockets of this process, as inode to file descriptor."""
     sockets = {}
     for descriptor in DESCRIPTORS.iterdir():
         try:

@@ -73,7 +73,7 @@ class Registry:
         self._portal.call(self._registry.reload_trust, trust)
 
     def statistics(self) -> RegistryStatistics:
-        """Say what is registered now, and count what was ignored. Waits for the event loop.
+        """Return what is registered now, and count what was ignored. Waits for the event loop.
 
         Raises:
             LocalProtocolError: The registry is not open.

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what explores and says what was found; 1 for a violation.
+    """Return what explores and says what was found; 1 for a violation.
 
     Raises:
         ConfigError: An option is unusable.

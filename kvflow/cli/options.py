@@ -82,7 +82,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def cases_of(chosen: tuple[str, ...], known: Collection[str], *, kind: str = "case") -> tuple[str, ...]:
-    """Give the cases that were chosen by name, or all.
+    """Return the cases that were chosen by name, or all.
 
     Args:
         chosen: As the user gave them.

@@ -94,7 +94,7 @@ class PagePool:
         return MemoryRange(int(self.memory.ctypes.data), self.memory.nbytes)
 
     def cells(self, dtype: DTypeLike = np.uint64) -> NDArray[Any]:
-        """Give all cells, [tensors, pages, tokens of a page, heads, elements of a head]; a view."""
+        """Return all cells, [tensors, pages, tokens of a page, heads, elements of a head]; a view."""
         shape = self.shape
         inner = (shape.num_heads, shape.page_size) if shape.is_head_major else (shape.page_size, shape.num_heads)
         whole = self.memory.view(dtype).reshape(shape.num_tensors, self.num_pages + SPARE_PAGES, *inner, -1)
@@ -115,7 +115,7 @@ class PagePool:
             cells[pages] = self._pattern(tensor, pages, tokens)
 
     def holds(self, pages: Pages, tokens: "int | NDArray[np.int64]") -> bool:
-        """Say whether every byte of some pages is what `write` puts there, on a pool of any shape. Takes long."""
+        """Return whether every byte of some pages is what `write` puts there, on a pool of any shape. Takes long."""
         return all(
             np.array_equal(cells[pages], self._pattern(tensor, pages, tokens))
             for tensor, cells in enumerate(self.cells())
@@ -127,11 +127,11 @@ class PagePool:
             cells[pages] = 0
 
     def is_wiped(self, pages: Pages) -> bool:
-        """Say whether nobody has written to some pages since they were wiped. Takes long."""
+        """Return whether nobody has written to some pages since they were wiped. Takes long."""
         return not any(cells[pages].any() for cells in self.cells())
 
     def _pattern(self, tensor: int, pages: Pages, tokens: "int | NDArray[np.int64]") -> NDArray[np.uint64]:
-        """Say what tokens look like in a tensor, uint64[pages, tokens of a page, heads, words]."""
+        """Return what tokens look like in a tensor, uint64[pages, tokens of a page, heads, words]."""
         shape = self.shape
         if isinstance(tokens, int):
             tokens = tokens + shape.page_size * np.arange(len(pages))
@@ -169,7 +169,7 @@ def _scaled(numbers: ArrayLike, step: np.uint64) -> NDArray[np.uint64]:
 
 
 def page_tables(num_pages: int, count: int, size: int, seed: object = None) -> NDArray[np.int64]:
-    """Give page tables that share no page, int64[count, size].
+    """Return page tables that share no page, int64[count, size].
 
     Args:
         num_pages: Pages of the pool, at least `count * size`.

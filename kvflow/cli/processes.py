@@ -119,7 +119,7 @@ class Child(abc.ABC):
         raise ChildFailed(message, child=self.name, event=events[0], room=room, printed=self.printed())
 
     def printed(self) -> str:
-        """Give what it has printed to standard error, if that is collected."""
+        """Return what it has printed to standard error, if that is collected."""
         return ""
 
     def _raise_own_error(self) -> None:

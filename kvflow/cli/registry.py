@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what serves until SIGINT or SIGTERM, and prints the endpoint as the first line of standard output.
+    """Return what serves until SIGINT or SIGTERM, and prints the endpoint as the first line of standard output.
 
     It raises ConfigError if the address cannot be bound, or the keys cannot be read.
     """

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what replays a file and says what was found; 1 for a difference.
+    """Return what replays a file and says what was found; 1 for a difference.
 
     What runs raises ConfigError if the file cannot be read, or is not a recording.
     """

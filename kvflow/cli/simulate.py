@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what runs seeds and says what was found, or prints a log of one seed or scenario; 1 for a violation.
+    """Return what runs seeds and says what was found, or prints a log of one seed or scenario; 1 for a violation.
 
     Raises:
         ConfigError: The seeds or the number of processes make no sense.

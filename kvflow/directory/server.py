@@ -106,7 +106,7 @@ class Registry:
         self._log.info("trust_reloaded", public=short(self._trust.public), peers=len(self._trust.peers))
 
     def statistics(self) -> RegistryStatistics:
-        """Say what is registered now, and count what was ignored.
+        """Return what is registered now, and count what was ignored.
 
         Raises:
             LocalProtocolError: The registry is not open.

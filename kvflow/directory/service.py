@@ -91,7 +91,7 @@ class DirectoryService:
         return self.table.num_ranks
 
     def is_too_much(self, connection: bytes, unread: Unread) -> bool:
-        """Say whether a message is one more than its sender may say now; it is counted and not answered."""
+        """Return whether a message is one more than its sender may say now; it is counted and not answered."""
         if unread.kind is not SealedRegister:
             return False
         if self._registers.take(self._taker(connection), self._now(), len(unread.data)):
@@ -224,7 +224,7 @@ class DirectoryService:
         return True
 
     def _may_be_told(self, connection: bytes, answer: SealedRecords) -> bool:
-        """Say whether records may be sent to whoever asked for them; it is counted if not."""
+        """Return whether records may be sent to whoever asked for them; it is counted if not."""
         num_bytes = sum(record.num_bytes for record in answer.records)
         if self._answers.take(self._taker(connection), self._now(), num_bytes):
             return True
@@ -233,7 +233,7 @@ class DirectoryService:
 
 
 def seal(record: RankRecord) -> SealedRecord:
-    """Give a record as a directory keeps it."""
+    """Return a record as a directory keeps it."""
     return SealedRecord(
         peer=record.peer,
         num_ranks=record.num_ranks,

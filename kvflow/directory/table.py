@@ -138,7 +138,7 @@ class RegistryTable:
         self._waits = Shares(MAX_WAITING)
 
     def has_place(self, record: SealedRecord, principal: str | None = None) -> bool:
-        """Say whether a rank that registers has a place, or can be given one.
+        """Return whether a rank that registers has a place, or can be given one.
 
         Args:
             record: Of the rank.
@@ -157,7 +157,7 @@ class RegistryTable:
         return has_bytes and self._ranks.has_place(taker, int(place is None))
 
     def answer_to(self, record: SealedRecord, connection: bytes) -> Answer:
-        """Say what a rank that registers is to be told. Nothing is noted yet: `register` it if it could be told."""
+        """Return what a rank that registers is to be told. Nothing is noted yet: `register` it if it could be told."""
         peer = record.peer
         instance = self._instances.get(peer.rank.instance)
         place = None if instance is None else instance.places.get(peer.rank.engine_rank)
@@ -213,7 +213,7 @@ class RegistryTable:
             self._forget(peer)
 
     def may_wait(self, instance: str, connection: bytes, principal: str | None = None) -> bool:
-        """Say whether a lookup waits, or can: who asks has not used up its share.
+        """Return whether a lookup waits, or can: who asks has not used up its share.
 
         Args:
             instance: That is looked up.
@@ -359,7 +359,7 @@ def _records(entry: _Instance) -> tuple[SealedRecord, ...]:
 
 
 def _complete_records(entry: _Instance) -> tuple[SealedRecord, ...] | None:
-    """Give the ranks of a complete instance. Looks at all of them only if their number is right."""
+    """Return the ranks of a complete instance. Looks at all of them only if their number is right."""
     first = entry.places.get(0)
     if first is None or len(entry.places) != first.holder.record.num_ranks:
         return None

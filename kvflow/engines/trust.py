@@ -6,7 +6,7 @@ __all__ = ["chosen_trust"]
 
 
 def chosen_trust(keys: str | None, *, plain: bool) -> Trust | None:
-    """Give the keys to go by; None if nothing was said.
+    """Return the keys to go by; None if nothing was said.
 
     Args:
         keys: Their directory.

@@ -50,14 +50,14 @@ class Cells(NamedTuple):
         return math.prod(count for _, count in self.axes)
 
     def first_two(self) -> Iterator["Cells"]:
-        """Give the first two entries of the outermost axis, each without that axis."""
+        """Return the first two entries of the outermost axis, each without that axis."""
         stride, count = self.axes[0]
         end = self.end - stride * (count - 1)
         yield Cells(self.address, end, self.axes[1:], self.length, self.owner)
         yield Cells(self.address + stride, end + stride, self.axes[1:], self.length, self.owner)
 
     def starts(self, origin: int) -> NDArray[np.uint64]:
-        """Give the distance of each run from an address."""
+        """Return the distance of each run from an address."""
         found = np.array([self.address - origin], np.uint64)
         for stride, count in self.axes:
             found = (found[:, None] + np.arange(count, dtype=np.uint64) * np.uint64(stride)).reshape(-1)
@@ -78,7 +78,7 @@ def find_overlap(cells: Sequence[Cells]) -> tuple[int, int] | None:
 
 
 def _irregular(cells: Sequence[Cells]) -> Iterator[list[Cells]]:
-    """Give groups of runs that have to be compared one by one."""
+    """Return groups of runs that have to be compared one by one."""
     for group in _entangled(cells):
         period = group[0].axes[:1]
         if period and all(one.axes[:1] == period and one.address - group[0].address < period[0][0] for one in group):
@@ -89,7 +89,7 @@ def _irregular(cells: Sequence[Cells]) -> Iterator[list[Cells]]:
 
 
 def _entangled(cells: Sequence[Cells]) -> Iterator[list[Cells]]:
-    """Give those whose extents overlap, group by group, in the order of addresses."""
+    """Return those whose extents overlap, group by group, in the order of addresses."""
     group: list[Cells] = []
     end = 0
     for one in sorted(cells):

@@ -129,7 +129,7 @@ def check_range(tokens: TokenRange) -> TokenRange:
 
 
 def hull(one: TokenRange, other: TokenRange) -> TokenRange:
-    """Give the smallest range that has the tokens of two; an empty one has none, wherever it is."""
+    """Return the smallest range that has the tokens of two; an empty one has none, wherever it is."""
     if one[0] == one[1]:
         return other
     if other[0] == other[1]:
@@ -230,7 +230,7 @@ def _overlap(src: TokenShard, dst: TokenShard) -> tuple[int, int, NDArray[np.int
 
 
 def _step(shard: TokenShard) -> int:
-    """Give the largest step at which a shard may change; 0, which every number divides, if it never does."""
+    """Return the largest step at which a shard may change; 0, which every number divides, if it never does."""
     return 0 if shard.size == 1 else shard.interleave
 
 

@@ -51,14 +51,14 @@ class Strided(NamedTuple):
         return Location("DRAM", 0) if kind == "cpu" else Location("VRAM", number)
 
     def unbind(self, dimension: int) -> list[Strided]:
-        """Give one view for each entry of a dimension, without that dimension."""
+        """Return one view for each entry of a dimension, without that dimension."""
         shape = self.shape[:dimension] + self.shape[dimension + 1 :]
         strides = self.strides[:dimension] + self.strides[dimension + 1 :]
         starts = [self.address + entry * self.strides[dimension] for entry in range(self.shape[dimension])]
         return [self._replace(address=start, shape=shape, strides=strides) for start in starts]
 
     def split(self, dimension: int, sizes: Sequence[int]) -> Strided:
-        """Give the view in which one dimension has become several, outermost first; `sizes` multiply to its size."""
+        """Return the view in which one dimension has become several, outermost first; `sizes` multiply to its size."""
         inner = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
         strides = [self.strides[dimension] * count for count in inner]
         return self._replace(

@@ -34,14 +34,14 @@ class _Line(dict[str, Any]):
     """The values of a line. As text it is what an engine sees that formats records with `logging` alone."""
 
     def __str__(self) -> str:
-        """Give `event key=value ...`, and below it the traceback if there is one."""
+        """Return `event key=value ...`, and below it the traceback if there is one."""
         shown = [f"{name}={_quoted(value)}" for name, value in self.items() if name not in META]
         text = " ".join([str(self.get("event")), *shown])
         return f"{text}\n{self['exception']}" if "exception" in self else text
 
 
 def _quoted(value: object) -> str:
-    """Give a value without anything that ends a word or a line."""
+    """Return a value without anything that ends a word or a line."""
     text = str(value) if not isinstance(value, bytes) else repr(value)
     return text if UNQUOTED.fullmatch(text) and text.isprintable() else repr(text)
 
@@ -64,7 +64,7 @@ _PROCESSORS: list[Processor] = [
 
 
 def get_logger(**values: object) -> BoundLogger:
-    """Give a logger that adds `values` to each of its lines."""
+    """Return a logger that adds `values` to each of its lines."""
     logger: BoundLogger = structlog.wrap_logger(LOGGER, processors=_PROCESSORS, wrapper_class=BoundLogger)
     return logger.bind(**values)
 

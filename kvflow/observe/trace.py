@@ -128,7 +128,7 @@ SHOWN: Final = (
 
 
 def describe(item: Described) -> tuple[str, dict[str, object]]:
-    """Give the name of a line and its values.
+    """Return the name of a line and its values.
 
     Returns:
         A name like "post_ended", and values among room, generation, engine_rank, peer, stage and whatever else is
@@ -180,7 +180,7 @@ def _fields(item: object) -> dict[str, object]:
 
 
 def failure_values(failure: Failure) -> dict[str, object]:
-    """Give what a log line says about a failure."""
+    """Return what a log line says about a failure."""
     return {"reason": failure.reason.value, "detected_by": failure.rank, "detail": shorten(failure.detail)}
 
 

@@ -47,13 +47,13 @@ class StagingMemory:
         self.range = MemoryRange(start + -start % PAGE_BYTES, num_bytes)
 
     def added_to(self, layout: KVLayout) -> KVLayout:
-        """Give the layout with this memory among what is to be registered."""
+        """Return the layout with this memory among what is to be registered."""
         (location,) = layout.registered_locations
         added = self.range if location == layout.location else msgspec.structs.replace(self.range, location=location)
         return msgspec.structs.replace(layout, allocations=merge_ranges([*layout.allocations, added]))
 
     def windows(self, *, slot_bytes: int, num_slots: int) -> WindowSettings:
-        """Say how a decode rank divides it into windows; arguments as in `WindowSettings`."""
+        """Return how a decode rank divides it into windows; arguments as in `WindowSettings`."""
         return WindowSettings(self.range.address, self.range.length, slot_bytes, num_slots)
 
 
@@ -175,7 +175,7 @@ class LocalStaging:
         return self._pages().find(slices)
 
     def gathering(self, piece: Piece, slices: Mapping[str, PackedSlices], *, head_major: bool) -> Gathering | None:
-        """Say how a piece is packed; None if it has no slots.
+        """Return how a piece is packed; None if it has no slots.
 
         Args:
             piece: To be packed.

@@ -15,7 +15,7 @@ class PeerAgents:
         self._users: dict[str, dict[PeerId, bytes]] = {}
 
     def of(self, peer: PeerId) -> str:
-        """Give the name of a peer's agent."""
+        """Return the name of a peer's agent."""
         return self._of.get(peer) or agent_name(peer)
 
     def add(self, peer: PeerId, shared: str | None, metadata: bytes) -> str:

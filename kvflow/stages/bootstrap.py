@@ -326,7 +326,7 @@ class RouteCompiler:
         self._context.dispatch(compiled)
 
     def compile(self, effect: ef.CompileRoutes) -> tuple[ev.RankRoute, ...]:
-        """Give the routes from all ranks, in order. May be called in any thread.
+        """Return the routes from all ranks, in order. May be called in any thread.
 
         Raises:
             RouteError: The two sides do not fit.

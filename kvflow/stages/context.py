@@ -65,5 +65,5 @@ class StageContext(Generic[Event]):
 
 @functools.lru_cache(maxsize=4096)
 def agent_name(peer: PeerId) -> str:
-    """Give the name under which an incarnation of a rank is known to the transport."""
+    """Return the name under which an incarnation of a rank is known to the transport."""
     return str(peer)

@@ -115,7 +115,7 @@ class CapacityLine:
         self._num_waiting: dict[PeerId, int] = {}
 
     def is_open(self, room: RoomId) -> bool:
-        """Say whether a chunk of a room may be offered without waiting."""
+        """Return whether a chunk of a room may be offered without waiting."""
         if not self._has_capacity(room):
             return False
         return not self._waiting or not any(peer in self._num_waiting for peer in self._peers_of(room))

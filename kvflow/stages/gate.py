@@ -67,7 +67,7 @@ class Gate:
         self._strangers = Budgets[bytes | str](MESSAGES_OF_STRANGERS, MESSAGES_OF_STRANGERS)
 
     def principal_of(self, connection: bytes) -> str:
-        """Say who is at the other end of a connection; empty where nobody is asked for a key."""
+        """Return who is at the other end of a connection; empty where nobody is asked for a key."""
         return principal_of(self._names_of(connection)) or ""
 
     def is_too_much(self, connection: bytes, unread: Unread) -> bool:
@@ -78,7 +78,7 @@ class Gate:
         return bool(excess)
 
     def _excess(self, connection: bytes, unread: Unread) -> str:
-        """Give the name of the budget that a message is beyond; empty if there is none."""
+        """Return the name of the budget that a message is beyond; empty if there is none."""
         now, num_bytes = self._context.now(), len(unread.data)
         if unread.kind is Hello:
             principal = self.principal_of(connection)
@@ -93,7 +93,7 @@ class Gate:
         return ""
 
     def denial(self, connection: bytes, message: AnyMessage) -> str:
-        """Say why a message must not be obeyed; empty if it may be."""
+        """Return why a message must not be obeyed; empty if it may be."""
         if isinstance(message, Hello):
             return "" if self.may_speak(connection, message.peer) else self._other_name(connection, message.peer)
         if not self.trust.capability_keys or not isinstance(message, Grant | Announce | Decline):
@@ -111,7 +111,7 @@ class Gate:
         )
 
     def may_speak(self, connection: bytes, peer: PeerId) -> bool:
-        """Say whether who is at the other end of a connection may be a rank."""
+        """Return whether who is at the other end of a connection may be a rank."""
         return speaks_for(self._names_of(connection), peer.rank.instance)
 
     def _other_name(self, connection: bytes, peer: PeerId) -> str:

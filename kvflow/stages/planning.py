@@ -220,7 +220,7 @@ class Planning:
         self._context.dispatch(ev.PlanFailed(piece.delivery, piece.seq, failure))
 
     def _granted_tables(self, piece: Piece) -> Mapping[str, PageTable]:
-        """Give the decode rank's page tables, checked once and kept until the last piece of the delivery."""
+        """Return the decode rank's page tables, checked once and kept until the last piece of the delivery."""
         delivery, is_last = piece.delivery, piece.notice.last
         of_room = self._granted.get(delivery.room, {})
         granted = of_room.get(delivery)

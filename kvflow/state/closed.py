@@ -28,7 +28,7 @@ class ClosedGenerations(Generic[Result]):
         return len(self._results)
 
     def __contains__(self, generation: int) -> bool:
-        """Say whether a generation is closed, or so old that it must be."""
+        """Return whether a generation is closed, or so old that it must be."""
         return generation in self._results or generation < self._floor
 
     def close(self, generation: int, result: Result) -> None:

@@ -29,7 +29,7 @@ SAMPLE_TOKENS: Final = 2**14
 
 
 def pays_off(num_bytes: int, num_descriptors: int, descriptor_overhead_s: float, packing: Packing = "auto") -> bool:
-    """Say whether a piece is quicker when it is packed.
+    """Return whether a piece is quicker when it is packed.
 
     Args:
         num_bytes: Of the piece.
@@ -45,7 +45,7 @@ def pays_off(num_bytes: int, num_descriptors: int, descriptor_overhead_s: float,
 def wants_slot(
     num_bytes: int, num_descriptors: int, slot_bytes: int, descriptor_overhead_s: float, packing: Packing = "auto"
 ) -> bool:
-    """Say whether a piece is to be packed, by what is known before it is planned.
+    """Return whether a piece is to be packed, by what is known before it is planned.
 
     Args:
         num_bytes: Of the piece.
@@ -65,7 +65,7 @@ def descriptors_to_pay_off(num_bytes: int, descriptor_overhead_s: float) -> floa
 def packed_policy(
     split_policy: SplitPolicy, route: BoundRoute, slot_bytes: int, descriptor_overhead_s: float, packing: Packing
 ) -> SplitPolicy:
-    """Say how chunks are split: into pieces that fit a slot, if most of what goes along the route is to be packed.
+    """Return how chunks are split: into pieces that fit a slot, if most of what goes along the route is to be packed.
 
     Chunks whose pages lie together need not be packed, and are split as if there were no slots: small pieces would
     make their descriptors shorter.

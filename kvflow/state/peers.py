@@ -121,7 +121,7 @@ class Peer:
 
 
 def is_genuine(peer: PeerId, message: Message) -> bool:
-    """Say whether a message names the incarnation, or the engine rank, that its connection belongs to."""
+    """Return whether a message names the incarnation, or the engine rank, that its connection belongs to."""
     match message:
         case Ping() | Pong() | Goodbye():
             return message.peer == peer

@@ -16,7 +16,7 @@ class Shares:
         self._taken: dict[str, int] = {}
 
     def has_place(self, taker: str, amount: int) -> bool:
-        """Say whether so much more can be given to somebody."""
+        """Return whether so much more can be given to somebody."""
         return amount == 0 or self._taken.get(taker, 0) + amount <= self._most - self._total
 
     def add(self, taker: str, amount: int) -> None:

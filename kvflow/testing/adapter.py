@@ -58,7 +58,7 @@ class AdapterUnderTest(Protocol):
     """Two engines with the adapter between them. Output is deterministic (greedy)."""
 
     def reference(self, prompt: Sequence[int]) -> list[int]:
-        """Give the tokens that one engine alone generates."""
+        """Return the tokens that one engine alone generates."""
 
     def prefill(self, prompt: Sequence[int], room: str) -> Any:
         """Give a request to the prefill engine, and return the ticket at once."""

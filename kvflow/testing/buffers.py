@@ -30,7 +30,7 @@ class Buffer(abc.ABC):
 
     @abc.abstractmethod
     def read(self, start: int = 0, stop: int | None = None) -> Bytes:
-        """Give a copy of some bytes; all that were there when it was called."""
+        """Return a copy of some bytes; all that were there when it was called."""
 
     @abc.abstractmethod
     def write(self, start: int, data: Bytes) -> None:

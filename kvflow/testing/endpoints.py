@@ -25,12 +25,12 @@ _numbers = itertools.count()
 
 
 def fresh_name(stem: str = "agent") -> str:
-    """Give an agent name that nobody else in this process has."""
+    """Return an agent name that nobody else in this process has."""
     return f"{stem}-{next(_numbers)}"
 
 
 def random_bytes(count: int, seed: int) -> Bytes:
-    """Give uint8[count], none of them 0 or 255."""
+    """Return uint8[count], none of them 0 or 255."""
     return np.random.default_rng(seed).integers(1, 255, count, np.uint8)
 
 
@@ -178,11 +178,11 @@ class Endpoint:
             self.violations.append(f"{name} was called after aclose")
 
     def ends(self) -> list[PostEnded]:
-        """Give the posts that have ended."""
+        """Return the posts that have ended."""
         return [event for event in self.events if isinstance(event, PostEnded)]
 
     def doubts(self) -> list[PostInDoubt]:
-        """Give the posts that were in doubt at some time."""
+        """Return the posts that were in doubt at some time."""
         return [event for event in self.events if isinstance(event, PostInDoubt)]
 
     def notices(self) -> list[bytes]:
@@ -236,7 +236,7 @@ async def open_endpoint(
 
 
 def descriptors_of(endpoint: Endpoint, offsets: Sequence[int], length: int) -> Words:
-    """Give uint64[len(offsets), 3]: one side of descriptors of equal length."""
+    """Return uint64[len(offsets), 3]: one side of descriptors of equal length."""
     found = np.zeros((len(offsets), 3), np.uint64)
     found[:, 0] = np.array(offsets, np.uint64) + np.uint64(endpoint.address)
     found[:, 1] = length

@@ -37,7 +37,7 @@ class Backlog:
         self._in_all = 0
 
     def admits(self, fd: int) -> bool:
-        """Say whether another message may be sent over a connection; one that does not take them is broken."""
+        """Return whether another message may be sent over a connection; one that does not take them is broken."""
         if self._waiting.get(fd, 0) > MAX_UNSENT_BYTES and self._look(fd) > MAX_UNSENT_BYTES:
             self._break(fd)
         if self._in_all > MAX_UNSENT_IN_ALL_BYTES:

@@ -100,7 +100,7 @@ class ZmqControl:
         return await host_towards(endpoint)
 
     async def is_refused(self, endpoint: str, timeout_s: float) -> bool:
-        """Say whether the host of an address says that nobody listens there.
+        """Return whether the host of an address says that nobody listens there.
 
         Silence says nothing: a host that is off or cut off looks like that, and so does a process that hangs.
 
@@ -225,7 +225,7 @@ class ZmqListener:
         self._backlog.sent(route.fd, len(payload))
 
     def names_of(self, connection: bytes) -> tuple[str, ...]:
-        """Give the instances that the other end of a connection may speak for, as the port says."""
+        """Return the instances that the other end of a connection may speak for, as the port says."""
         return (ANY,) if self._doorman is None else self._trust.names_of(connection[:PRINCIPAL_DIGITS].decode())
 
     def renew(self, trust: Trust) -> None:

@@ -144,12 +144,12 @@ class Reader(Generic[Read]):
 
 
 def encode(message: Message) -> bytes:
-    """Give the bytes of a message: four bytes of header, then MessagePack."""
+    """Return the bytes of a message: four bytes of header, then MessagePack."""
     return HEADER + _encoder.encode(message)
 
 
 def decode(data: bytes) -> AnyMessage:
-    """Give the message of any kind that bytes from a peer stand for.
+    """Return the message of any kind that bytes from a peer stand for.
 
     Raises:
         RemoteProtocolError: As in `Reader`.
@@ -158,7 +158,7 @@ def decode(data: bytes) -> AnyMessage:
 
 
 def decode_frames(frames: Sequence[bytes]) -> AnyMessage:
-    """Give the message of any kind that came as one ZMQ multipart message.
+    """Return the message of any kind that came as one ZMQ multipart message.
 
     Raises:
         RemoteProtocolError: As in `Reader`.
@@ -173,7 +173,7 @@ def _foreign(data: bytes) -> RemoteProtocolError:
 
 
 def _beginning_of(kind: type[Message]) -> bytes:
-    """Give what stands in front of each message of a class, after the length of its map."""
+    """Return what stands in front of each message of a class, after the length of its map."""
     tag = str(kind.__struct_config__.tag).encode()
     return TAG_FIELD + bytes([SHORT_TEXT + len(tag)]) + tag
 
@@ -183,7 +183,7 @@ def _tag(beginning: bytes) -> bytes:
 
 
 def _beginning(data: bytes) -> bytes:
-    """Give what stands in front of a message: it is a map of less than 2**16 fields, of which the first is its tag.
+    """Return what stands in front of a message: it is a map of less than 2**16 fields, of which the first is its tag.
 
     Raises:
         RemoteProtocolError: It is not.

@@ -50,7 +50,7 @@ def new_keys() -> tuple[str, str]:
 
 
 def public_key_of(secret: str) -> str:
-    """Give the public key that belongs to a secret.
+    """Return the public key that belongs to a secret.
 
     Raises:
         ConfigError: As in `new_keys`.
@@ -157,7 +157,7 @@ class Doorman:
 
     @staticmethod
     def _key(request: Sequence[bytes]) -> str:
-        """Give the key that a handshake has proved; empty if it has none."""
+        """Return the key that a handshake has proved; empty if it has none."""
         if len(request) != 7 or (request[0], request[5]) != (ZAP_VERSION, b"CURVE"):
             return ""
         return request[6].hex()

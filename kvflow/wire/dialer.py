@@ -424,7 +424,7 @@ class ZmqConnection:
 
 
 def _families(host: str) -> set[int]:
-    """Give the kinds of addresses that a name has."""
+    """Return the kinds of addresses that a name has."""
     return {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
 
 

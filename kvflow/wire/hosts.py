@@ -14,12 +14,12 @@ ELSEWHERE: Final = ("tcp://192.0.2.1:1", "tcp://[2001:db8::1]:1")
 
 
 def host_of(endpoint: str) -> str:
-    """Give the host of "tcp://host:port", without the brackets of an IPv6 address."""
+    """Return the host of "tcp://host:port", without the brackets of an IPv6 address."""
     return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 async def host_towards(endpoint: str) -> str | None:
-    """Give the address of this host on the network that leads to an endpoint. Sends nothing.
+    """Return the address of this host on the network that leads to an endpoint. Sends nothing.
 
     Args:
         endpoint: "tcp://host:port".
@@ -38,7 +38,7 @@ async def host_towards(endpoint: str) -> str | None:
 
 
 def is_own_address(address: bytes) -> bool:
-    """Say whether this host has an IPv4 or IPv6 address, in its network namespace. True if that cannot be found out.
+    """Return whether this host has an IPv4 or IPv6 address, in its network namespace. True if that cannot be found out.
 
     Args:
         address: In the order of the network, 4 or 16 bytes.
@@ -53,7 +53,7 @@ def is_own_address(address: bytes) -> bool:
 
 
 async def default_host(towards: Callable[[str], Awaitable[str | None]]) -> str | None:
-    """Give the address of this host on the network of the default route; None if there is none.
+    """Return the address of this host on the network of the default route; None if there is none.
 
     Args:
         towards: What `host_towards` does.

@@ -138,11 +138,11 @@ class Intake:
             self._timer = self._loop.call_later(self._check_s, self._check)
 
     def is_watched(self, fd: int) -> bool:
-        """Say whether a connection is there, and was not broken."""
+        """Return whether a connection is there, and was not broken."""
         return fd in self._taken
 
     def is_unheard(self, fd: int) -> bool:
-        """Say whether a connection is there, and no message has come over it."""
+        """Return whether a connection is there, and no message has come over it."""
         return fd in self._unheard
 
     def forget(self, fd: int) -> None:
@@ -187,7 +187,7 @@ class Intake:
                 self._tcp.shut(fd)  # libzmq tells of its end
 
     def _waiting(self, fd: int) -> int:
-        """Give the bytes of a connection that were received and not taken, but for those that no message has."""
+        """Return the bytes of a connection that were received and not taken, but for those that no message has."""
         received = self._tcp.received(fd)
         if received is None:
             return 0

@@ -15,5 +15,5 @@ def principal_of(names: tuple[str, ...]) -> str | None:
 
 
 def speaks_for(names: tuple[str, ...], instance: str) -> bool:
-    """Say whether an instance is among those that the other end of a connection may speak for."""
+    """Return whether an instance is among those that the other end of a connection may speak for."""
     return any(is_named(name, instance) for name in names)

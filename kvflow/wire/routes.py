@@ -36,7 +36,7 @@ def introduce(zmq_socket: ZmqSocket, name: bytes) -> None:
 
 
 def name_in(frame: zmq.Frame) -> bytes:
-    """Give the name of the connection that a frame came over; empty if it has none."""
+    """Return the name of the connection that a frame came over; empty if it has none."""
     with suppress(zmq.ZMQError, UnicodeDecodeError):  # it has no such property, or not text
         name = str(frame.get(PROPERTY))
         if NAME.fullmatch(name):
@@ -64,7 +64,7 @@ class Routes:
         self._names: dict[int, set[bytes]] = {}
 
     def find(self, name: bytes) -> Route | None:
-        """Give the connection that leads to a name; None if there is none."""
+        """Return the connection that leads to a name; None if there is none."""
         return self._latest.get(name)
 
     def note(self, name: bytes, route: Route) -> None:

@@ -34,7 +34,7 @@ BYTES_RECEIVED: Final = struct.Struct("=128xQ")
 
 
 def is_listener(zmq_socket: ZmqSocket) -> bool:
-    """Say whether a socket is a ROUTER, which many connect to, or a DEALER, which has one connection."""
+    """Return whether a socket is a ROUTER, which many connect to, or a DEALER, which has one connection."""
     return int(zmq_socket.getsockopt(zmq.TYPE)) == zmq.ROUTER
 
 
@@ -55,24 +55,24 @@ class Tcp:
         self._bytes_around = CURVE_BYTES if is_encrypted else 0
 
     def bytes_on_wire(self, length: int) -> int:
-        """Give the bytes that a part of a message takes."""
+        """Return the bytes that a part of a message takes."""
         body = length + self._bytes_around
         return body + (9 if body > LONG else 2)
 
     def received(self, fd: int) -> int | None:
-        """Give the bytes that have come; None if that is not known."""
+        """Return the bytes that have come; None if that is not known."""
         return self._number(fd, BYTES_RECEIVED)
 
     def silence_ms(self, fd: int) -> int | None:
-        """Give the time for which nothing has come; None if that is not known."""
+        """Return the time for which nothing has come; None if that is not known."""
         return self._number(fd, LAST_DATA_RECEIVED)
 
     def acked(self, fd: int) -> int | None:
-        """Give the bytes that have arrived at the other end; None if that is not known."""
+        """Return the bytes that have arrived at the other end; None if that is not known."""
         return self._number(fd, BYTES_ACKED)
 
     def is_writable(self, fd: int) -> bool:
-        """Say whether the kernel takes more bytes now, so that none can be waiting in libzmq for long."""
+        """Return whether the kernel takes more bytes now, so that none can be waiting in libzmq for long."""
         own = self._open(fd)
         if own is None:
             return False

@@ -115,7 +115,7 @@ class Ticket:
 
 
 def ticket_for_room(ticket: Mapping[str, object], room: RoomId) -> dict[str, object]:
-    """Give the ticket of another room of the process that gave a ticket, wherever that is known.
+    """Return the ticket of another room of the process that gave a ticket, wherever that is known.
 
     An engine whose scheduler answers the router, but whose rank is in a worker process, has the worker send one ticket
     of any room, once.
@@ -141,7 +141,7 @@ def _parse_room(digits: str) -> RoomId | None:
 
 
 def _brief(fingerprint: str) -> str:
-    """Give a fingerprint, or its digest if it is long, so that tickets stay small."""
+    """Return a fingerprint, or its digest if it is long, so that tickets stay small."""
     if len(fingerprint) <= MAX_TEXT:
         return fingerprint
     return hashlib.blake2b(fingerprint.encode(), digest_size=32).hexdigest()

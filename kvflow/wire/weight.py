@@ -34,7 +34,7 @@ EXTENSIONS: Final = (0xC7, 0xC8, 0xC9)
 
 
 def is_light(data: bytes, start: int, *, max_values: int, max_text_bytes: int) -> bool:
-    """Say whether a value has few values inside of it, and no long text. What is cut off is left to the decoder.
+    """Return whether a value has few values inside of it, and no long text. What is cut off is left to the decoder.
 
     Args:
         data: Has the value in it.
@@ -54,7 +54,7 @@ def is_light(data: bytes, start: int, *, max_values: int, max_text_bytes: int) -
 
 
 def _extent(data: bytes, position: int) -> tuple[int, int]:
-    """Say how many values are directly inside of one, and how many bytes it has without them."""
+    """Return how many values are directly inside of one, and how many bytes it has without them."""
     first = data[position]
     if first < 0x80 or first >= 0xE0:  # a small number
         return 0, 1

@@ -56,7 +56,7 @@ async def works(deployment: Deployment, room: int = 1) -> None:
 
 
 async def outcome(transfer: Callable[[], Awaitable[object]]) -> TransferFailed | None:
-    """Say how a transfer has failed; None if it has not."""
+    """Return how a transfer has failed; None if it has not."""
     try:
         await transfer()
     except TransferFailed as error:

@@ -44,7 +44,7 @@ def connect(endpoint: str) -> socket.socket:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Say whether the other side has given a connection up."""
+    """Return whether the other side has given a connection up."""
     connection.setblocking(False)
     with suppress(BlockingIOError):
         try:

@@ -88,7 +88,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 async def refusal(attacker: Attacker, hello: Hello) -> str:
-    """Say why a hello is refused."""
+    """Return why a hello is refused."""
     attacker.heard.clear()
     attacker.say(hello)
     refused = await attacker.answer(Refuse, 5.0)

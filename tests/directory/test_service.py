@@ -92,7 +92,7 @@ async def register(client: Client, mine: RankRecord) -> Message:
 
 
 async def name_of(registry: Registry, client: Client) -> bytes:
-    """Give the name that the registry knows a connection by; nobody answers its question."""
+    """Return the name that the registry knows a connection by; nobody answers its question."""
     client.send(encode(Lookup(instance="unknown", timeout_s=60.0)))
     await until(lambda: registry._directory.table.num_waiting)
     (name,) = registry._directory.table._instances["unknown"].waiting

@@ -25,7 +25,7 @@ def ask(table: RegistryTable, now: float, instance: str = "prefill", connection:
 
 
 def holder(table: RegistryTable, now: float) -> int:
-    """Give the incarnation that decode ranks are sent to."""
+    """Return the incarnation that decode ranks are sent to."""
     (answer,) = table.lookup("prefill", 1.0, b"a", now)
     assert isinstance(answer.message, SealedRecords)
     (held,) = answer.message.records

@@ -163,7 +163,7 @@ class Server:
             time.sleep(0.001)  # as vLLM does
 
     def tokens(self, blocks: Sequence[int], layers: Sequence[int] = range(LAYERS)) -> list[int]:
-        """Give what is in blocks, token by token, if every one of the layers and head has the same."""
+        """Return what is in blocks, token by token, if every one of the layers and head has the same."""
         cells = self.cells[list(layers)][:, list(blocks)].swapaxes(2, 3).reshape(len(layers), -1, HEADS * CONTENT)
         assert all(len(set(cells[:, token].ravel())) == 1 for token in range(cells.shape[1]))
         return [int(value) for value in cells[0, :, 0]]

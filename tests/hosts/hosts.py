@@ -117,7 +117,7 @@ class Namespace:
         return str(self._holder.pid)
 
     def enter(self) -> list[str]:
-        """Give the command that runs another one in this namespace."""
+        """Return the command that runs another one in this namespace."""
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--"]
 
     def run(self, *command: str) -> str:
@@ -178,7 +178,7 @@ class TwoHosts:
         self._resources.close()
 
     def host(self, side: str) -> Host:
-        """Give the host called "a" or "b"."""
+        """Return the host called "a" or "b"."""
         return {"a": self.a, "b": self.b}[side]
 
     # Faults ---------------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class TwoHosts:
 
 
 def unavailable() -> str | None:
-    """Say why two hosts cannot be made on this machine; None if they can."""
+    """Return why two hosts cannot be made on this machine; None if they can."""
     path = environment()["PATH"]
     missing = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
     if missing:
@@ -359,7 +359,7 @@ def environment() -> dict[str, str]:
 
 
 def pipe(stream: IO[str] | None) -> IO[str]:
-    """Give a stream that was asked for when the process was started."""
+    """Return a stream that was asked for when the process was started."""
     if stream is None:
         raise ValueError("the process was started without this stream")
     return stream

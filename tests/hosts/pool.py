@@ -68,11 +68,11 @@ class LanePool:
         self._lane(lane)[:] = NOBODYS
 
     def holds(self, lane: int, room: int) -> bool:
-        """Say whether a lane has all of a room, and nothing else."""
+        """Return whether a lane has all of a room, and nothing else."""
         return bool((self._lane(lane) == content(room)).all())
 
     def is_clear(self, lane: int) -> bool:
-        """Say whether nobody has written since `clear`."""
+        """Return whether nobody has written since `clear`."""
         return bool((self._lane(lane) == NOBODYS).all())
 
     def sample(self, lane: int) -> NDArray[np.uint64]:

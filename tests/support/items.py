@@ -46,7 +46,7 @@ class ItemMemory:
         )
 
     def rank(self, components: Sequence[Component], tables: Mapping[str, list[int]]) -> Rank:
-        """Give the rank that these components make of it; `tables` hold the request's pages, from token 0."""
+        """Return the rank that these components make of it; `tables` hold the request's pages, from token 0."""
         return Rank(
             self.memory, self.base, layout_from_pointers(components, "model", buffers=[self.lists]), dict(tables)
         )

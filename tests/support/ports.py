@@ -14,7 +14,7 @@ ATTEMPTS: Final = 100
 
 
 def unused_port() -> int:
-    """Give a port that nobody had a moment ago.
+    """Return a port that nobody had a moment ago.
 
     Raises:
         OSError: None was found.
@@ -27,7 +27,7 @@ def unused_port() -> int:
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Say whether a port can be bound again; a socket that was closed may take a moment."""
+    """Return whether a port can be bound again; a socket that was closed may take a moment."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as asked:
         asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

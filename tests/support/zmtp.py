@@ -50,7 +50,7 @@ class Wire:
         return data
 
     def read_frame(self) -> bytes:
-        """Give the body of the next frame."""
+        """Return the body of the next frame."""
         (flags,) = self.read(1)
         return self.read(int.from_bytes(self.read(8 if flags & LONG else 1)))
 

@@ -41,7 +41,7 @@ class Altering(MemoryBackend):
         await super().open(agent_name, alter, on_broken)
 
     def alter(self, events: Sequence[BackendEvent]) -> Sequence[BackendEvent]:
-        """Give what is delivered instead."""
+        """Return what is delivered instead."""
         raise NotImplementedError
 
 

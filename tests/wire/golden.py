@@ -118,7 +118,7 @@ MESSAGES: Final[dict[str, wm.Message]] = {
 
 
 def read() -> dict[str, bytes]:
-    """Give the bytes of the file by the tag of the message."""
+    """Return the bytes of the file by the tag of the message."""
     lines = [line.split() for line in FILE.read_text().splitlines()]
     return {tag: bytes.fromhex(digits) for tag, digits in lines}
 

@@ -51,7 +51,7 @@ def free_endpoint() -> str:
 
 
 def is_answered(endpoint: str) -> bool:
-    """Say whether somebody takes connections there, as a closed server does for a moment yet."""
+    """Return whether somebody takes connections there, as a closed server does for a moment yet."""
     host, port = endpoint.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), timeout=0.2) as line:
         try:

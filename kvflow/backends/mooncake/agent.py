@@ -85,12 +85,12 @@ class Agent:
         return self.address.pack()
 
     def engine_in_use(self, peer: str) -> WritingEngine | None:
-        """Give the engine over which something is under way to a peer that was disconnected, if there is one."""
+        """Return the engine over which something is under way to a peer that was disconnected, if there is one."""
         connection = self._connections.get(peer)
         return connection.engine if connection is not None and connection.is_active else None
 
     def borrow_sender(self, worn_out: WritingEngine | None = None) -> WritingEngine:
-        """Give the engine to connect a peer through; `give_back` it.
+        """Return the engine to connect a peer through; `give_back` it.
 
         Args:
             worn_out: Not this one.
@@ -142,7 +142,7 @@ class Agent:
             self._emit([PostEnded(post_id, "peer was disconnected")])
 
     def is_busy(self) -> bool:
-        """Say whether something is under way."""
+        """Return whether something is under way."""
         return any(connection.is_active for connection in self._all_connections())
 
     def poll(self) -> bool:
@@ -207,6 +207,6 @@ class Agent:
 
 
 def _stopped(post: Post) -> PostEnded:
-    """Give the end of a post whose engine was destroyed; what was under way may still be in the peer's buffers."""
+    """Return the end of a post whose engine was destroyed; what was under way may still be in the peer's buffers."""
     lingers = post.lingers or post.num_running > 0
     return PostEnded(post.post_id, post.error or "stopped by closing the endpoint", lingers)

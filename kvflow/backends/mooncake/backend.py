@@ -252,14 +252,14 @@ def _connect_line(agent: Agent, *, peer: str, engine: WritingEngine, session: st
 
 
 def _is_in(endpoint: EndpointAddress, memory: RegisteredMemory | None, address: int) -> bool:
-    """Say whether an incarnation at an address is, partly, in memory that can be read at an endpoint."""
+    """Return whether an incarnation at an address is, partly, in memory that can be read at an endpoint."""
     spans = [] if memory is None else [(item.address, item.end) for item in memory.ranges]
     spans.append((endpoint.incarnation_address, endpoint.incarnation_address + CELL_BYTES))
     return any(start < address + INCARNATION_BYTES and address < end for start, end in spans)
 
 
 def _is_host(text: str) -> bool:
-    """Say whether a text can be a name or an address; only an IPv6 address has colons."""
+    """Return whether a text can be a name or an address; only an IPv6 address has colons."""
     if ":" not in text:
         return bool(text)
     try:

@@ -101,12 +101,12 @@ class EngineSettings:
         return self.metadata_server == PEER_TO_PEER
 
     def session(self, port: int) -> str:
-        """Give what peers call an engine that listens at a port, if engines ask each other."""
+        """Return what peers call an engine that listens at a port, if engines ask each other."""
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
 
 def installed_builds() -> list[str]:
-    """Give the distributions of Mooncake that are installed."""
+    """Return the distributions of Mooncake that are installed."""
     return [name for name in BUILDS if _is_installed(name)]
 
 
@@ -117,7 +117,7 @@ def memory_kinds() -> frozenset[str]:
 
 
 def environment_for(settings: EngineSettings, environment: Mapping[str, str]) -> dict[str, str]:
-    """Give the variables to set, with those that follow from the settings.
+    """Return the variables to set, with those that follow from the settings.
 
     Raises:
         BackendUnavailable: The process was told to use TCP only, or the other version of IP.
@@ -146,7 +146,7 @@ def environment_for(settings: EngineSettings, environment: Mapping[str, str]) ->
 
 
 def _needs_ipv6(host: str) -> bool:
-    """Say whether a host has only IPv6 addresses; False if it cannot be resolved."""
+    """Return whether a host has only IPv6 addresses; False if it cannot be resolved."""
     try:
         found = {family for family, *_ in socket.getaddrinfo(host, None)}
     except OSError:
@@ -162,7 +162,7 @@ def _is_ipv4(host: str) -> bool:
 
 
 def shortest_timeout_s() -> float:
-    """Give the time below which a write that fails was not timed out by the library, in seconds."""
+    """Return the time below which a write that fails was not timed out by the library, in seconds."""
     return TIMEOUT_MARGIN * min(_seconds(os.environ.get(variable, "")) for variable in TIMEOUT_VARIABLES)
 
 

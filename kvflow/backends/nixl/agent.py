@@ -167,7 +167,7 @@ class NixlAgent:
         self.poll()
 
     def is_used_to(self, peer: str) -> bool:
-        """Say whether a post to a peer has ended well before: the first one may have to wait for the connection.
+        """Return whether a post to a peer has ended well before: the first one may have to wait for the connection.
 
         Any thread may ask.
         """
@@ -210,7 +210,7 @@ class NixlAgent:
         self._is_watching = active
 
     def is_busy(self) -> bool:
-        """Say whether something is expected soon."""
+        """Return whether something is expected soon."""
         return bool(self._running or self._failed) or self._is_watching
 
     def poll(self) -> bool:
@@ -285,7 +285,7 @@ class NixlAgent:
             time.sleep(CLOSE_POLL_S)
 
     def _agent_for(self, peer: str) -> Any:
-        """Give an agent of NIXL over which nothing is under way to a peer.
+        """Return an agent of NIXL over which nothing is under way to a peer.
 
         Raises:
             BackendError: There are too many, or no other one could be started.
@@ -457,7 +457,7 @@ class NixlAgent:
             self._former = [connection for connection in self._former if not self._try_to_remove(connection)]
 
     def _is_in_use(self, connection: Connection) -> bool:
-        """Say whether a post over it has not ended."""
+        """Return whether a post over it has not ended."""
         return any(post.connection is connection for post in self._unended())
 
     def _unended(self) -> list[Post]:

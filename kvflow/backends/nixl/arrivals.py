@@ -89,6 +89,6 @@ def _epolls() -> dict[int, None]:
 
 
 def _watched_by(fd: int) -> set[int]:
-    """Give the descriptors that an epoll instance watches."""
+    """Return the descriptors that an epoll instance watches."""
     lines = (DETAILS / str(fd)).read_text().splitlines()
     return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}

@@ -37,7 +37,7 @@ ENGINE_CONFIG: Final = "CMA_ERROR_HANDLING=y"
 
 
 def default_environment(efa_driver: Path = EFA_DRIVER) -> dict[str, str]:
-    """Give the variables that NIXL needs on this host.
+    """Return the variables that NIXL needs on this host.
 
     Args:
         efa_driver: Where the kernel lists EFA devices.
@@ -71,5 +71,5 @@ def load(environment: Mapping[str, str] | None = None) -> ModuleType:
 
 
 def error_text(error: Exception) -> str:
-    """Give type and text of an exception: the text of NIXL's own is only the name of a status."""
+    """Return type and text of an exception: the text of NIXL's own is only the name of a status."""
     return f"{type(error).__name__}: {error}"

@@ -58,7 +58,7 @@ class NativeAgents:
         return self._epolls[0]
 
     def outgoing(self, agent: Any) -> OutgoingSockets:
-        """Give the connections that one of the agents has opened."""
+        """Return the connections that one of the agents has opened."""
         return self._outgoing[next(place for place, it in enumerate(self._agents) if it is agent)]
 
     def register(self, memory: RegisteredMemory) -> bytes:
@@ -78,7 +78,7 @@ class NativeAgents:
         return bytes(self.first.get_agent_metadata())
 
     def other_than(self, taken: Sequence[Any]) -> Any:
-        """Give an agent that is none of these; one is started if need be.
+        """Return an agent that is none of these; one is started if need be.
 
         Raises:
             BackendError: There are too many, or no other one could be started.

@@ -69,7 +69,7 @@ class OutgoingSockets:
         self._known: dict[int, Address | None] = {}
 
     def now(self) -> dict[int, Address]:
-        """Give the inode of each connection, and its other end."""
+        """Return the inode of each connection, and its other end."""
         watched = self._watched()
         unknown = {inode: fd for inode, fd in watched.items() if inode not in self._known}
         self._known = {inode: self._known[inode] for inode in watched if inode in self._known} | self._look_up(unknown)
@@ -85,7 +85,7 @@ class OutgoingSockets:
                     _shut_down(found)
 
     def _watched(self) -> dict[int, int]:
-        """Give the descriptors that UCX watches by inode, whatever they are."""
+        """Return the descriptors that UCX watches by inode, whatever they are."""
         try:
             texts = [(DETAILS / str(epoll)).read_text("ascii") for epoll in self._epolls]
         except OSError:  # closed with the agent, or a system that does not tell
@@ -202,7 +202,7 @@ class LeftOpen:
         return bool(found)
 
     def is_due(self, now: float) -> bool:
-        """Say whether to look again."""
+        """Return whether to look again."""
         return now >= self._look_at
 
     def look(self, now: float, used: Mapping[OutgoingSockets, InUse]) -> None:
@@ -245,7 +245,7 @@ def _shut_down(found: socket.socket) -> None:
 
 
 def _other_end(found: socket.socket) -> Address | None:
-    """Give the other end of a connection; None while it is being opened."""
+    """Return the other end of a connection; None while it is being opened."""
     try:
         host, port = found.getpeername()[:2]
     except OSError:
@@ -267,7 +267,7 @@ def _ends_in_table(connecting: Collection[int]) -> dict[int, Address]:
 
 
 def _own_ports() -> frozenset[int]:
-    """Give the ports at which this process listens: connections that others have made to it have one of these."""
+    """Return the ports at which this process listens: connections that others have made to it have one of these."""
     try:
         return listening_ports()
     except OSError:

@@ -31,7 +31,7 @@ OFF: Final = frozenset({"n", "no", "0", "off"})
 
 
 def may_use_rdma(environment: Mapping[str, str] = os.environ, devices: Path = RDMA_DEVICES) -> bool:
-    """Say whether there is a device for RDMA that UCX is not told to leave alone.
+    """Return whether there is a device for RDMA that UCX is not told to leave alone.
 
     Args:
         environment: What UCX reads.
@@ -47,7 +47,7 @@ def can_be_seen(
     environment: Mapping[str, str] = os.environ,
     devices: Path = RDMA_DEVICES,
 ) -> bool:
-    """Say whether each way of a write ends with its process, or shows what is under way.
+    """Return whether each way of a write ends with its process, or shows what is under way.
 
     Args:
         plugin: NIXL plugin.

@@ -52,7 +52,7 @@ class Write:
         return self.moves.num_bytes
 
     def goes_with(self, other: "Write") -> bool:
-        """Say whether two writes to one peer may be joined."""
+        """Return whether two writes to one peer may be joined."""
         mine, theirs = (write.moves.lists if isinstance(write.moves, Blocks) else None for write in (self, other))
         return mine is theirs and self.kinds == other.kinds and max(self.num_bytes, other.num_bytes) <= MAX_SMALL_BYTES
 
@@ -82,7 +82,7 @@ class Outbox:
         return taken
 
     def _fits(self, taken: Sequence[Write]) -> bool:
-        """Say whether the next write may be joined with those that were taken."""
+        """Return whether the next write may be joined with those that were taken."""
         num_bytes = sum(write.num_bytes for write in (*taken, self._waiting[0]))
         return len(taken) < MAX_JOINED and num_bytes <= MAX_JOINED_BYTES and self._waiting[0].goes_with(taken[0])
 
@@ -118,7 +118,7 @@ class PreparedLists:
     def of(
         self, agent: Any, lists: BlockLists, kinds: tuple[str, str], release: Callable[..., object]
     ) -> tuple[Any, Any]:
-        """Give the handles of both lists, which are prepared if they are not those of the last call.
+        """Return the handles of both lists, which are prepared if they are not those of the last call.
 
         Args:
             agent: NIXL's.
@@ -187,9 +187,9 @@ class Post:
     error: str = ""
 
     def in_doubt(self) -> list[PostInDoubt]:
-        """Give the event for each post that nobody knows whether it has ended."""
+        """Return the event for each post that nobody knows whether it has ended."""
         return [PostInDoubt(post_id, self.error) for post_id in self.post_ids]
 
     def ended(self, error: str | None, *, lingers: bool = False) -> list[PostEnded]:
-        """Give the event for each post that it has ended."""
+        """Return the event for each post that it has ended."""
         return [PostEnded(post_id, error, lingers) for post_id in self.post_ids]

@@ -80,7 +80,7 @@ class Tables(NamedTuple):
 
 
 def tables_of(load: Load, options: PairOptions) -> list[Tables]:
-    """Give the page tables of a load; both sides work out the same ones."""
+    """Return the page tables of a load; both sides work out the same ones."""
     size = load.tokens // SHAPES[options.shape].page_size
     src, dst = (
         page_tables(options.num_pages, load.tables, size, side if load.table == "random" else None) for side in range(2)

@@ -88,7 +88,7 @@ class Pair:
         await self._decode.expect("wiped")
 
     async def has_arrived(self, load: Load) -> bool:
-        """Say whether every byte of the requests of a round is in the pages of decode."""
+        """Return whether every byte of the requests of a round is in the pages of decode."""
         await self._decode.tell("check", load=to_builtins(load))
         is_right: bool = (await self._decode.expect("checked"))["is_right"]
         return is_right

@@ -174,7 +174,7 @@ def compare(
 
 
 def best_bare(values: Mapping[Way, Sequence[float]], better: Literal["higher", "lower"]) -> Way:
-    """Say which of the bare ways is the better one; where cores are few, it is often the one that naps."""
+    """Return which of the bare ways is the better one; where cores are few, it is often the one that naps."""
     choose = max if better == "higher" else min
     return choose(BARE_WAYS, key=lambda way: statistics.median(values[way]))
 

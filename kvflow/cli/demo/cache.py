@@ -58,7 +58,7 @@ class RankPool:
             cells[pages, positions % self._page_size] = tensor[slice(*self.heads), start:stop].transpose(0, 1)
 
     def read(self, num_tokens: int) -> torch.Tensor:
-        """Give the first tokens out of the pages, float32[2 * layers, heads, num_tokens, head_dim]."""
+        """Return the first tokens out of the pages, float32[2 * layers, heads, num_tokens, head_dim]."""
         return self._cells[:, self.pages(0, num_tokens)].flatten(1, 2)[:, :num_tokens].transpose(1, 2)
 
 

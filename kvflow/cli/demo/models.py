@@ -65,11 +65,11 @@ class LanguageModel:
         self.end_ids = frozenset(end_ids)
 
     def encode(self, prompt: str) -> list[int]:
-        """Give the token ids of a prompt, chat template included."""
+        """Return the token ids of a prompt, chat template included."""
         return self._tokenizer.encode(prompt)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Give the text of token ids."""
+        """Return the text of token ids."""
         return self._tokenizer.decode(ids)
 
     def new_cache(self) -> DynamicCache:
@@ -148,7 +148,7 @@ def load_model(name: str, on_prepare: Callable[[str], None] = lambda _: None) ->
 
 
 def keys_and_values(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Give K and V of each layer, float32[num_kv_heads, num_tokens, head_dim], as views of the cache."""
+    """Return K and V of each layer, float32[num_kv_heads, num_tokens, head_dim], as views of the cache."""
     layers: list[Any] = list(cache.layers)
     return [(layer.keys[0], layer.values[0]) for layer in layers]
 

@@ -61,7 +61,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     log: Literal["none", "console", "json"] = "none"
 
     def page_size_of(self, side: SideName) -> int:
-        """Give the page size of an engine. Prefill has twice that of decode, to show that they may differ."""
+        """Return the page size of an engine. Prefill has twice that of decode, to show that they may differ."""
         return self.page_size * (2 if side == "prefill" else 1)
 
 

@@ -15,7 +15,7 @@ RUN: Final[dict[SideName, Callable[[DemoOptions, Line], None]]] = {"prefill": pr
 
 
 def side_of(options: DemoOptions) -> Callable[[DemoOptions, Line], None]:
-    """Give what one side does."""
+    """Return what one side does."""
     if options.engine == "transformers":
         from kvflow.cli.demo import managers  # noqa: PLC0415 - needs the one version that its adapter knows
 

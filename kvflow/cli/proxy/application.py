@@ -116,7 +116,7 @@ class Proxy:
             return web.Response(status=error.status, body=error.body, content_type="application/json")
 
     async def models(self, _request: web.Request) -> web.Response:
-        """Say what a decode server says."""
+        """Return what a decode server says."""
         try:
             async with self._reached(next(self._decode) + "/v1/models") as answer:
                 body = await answer.read()
@@ -125,7 +125,7 @@ class Proxy:
             return web.Response(status=error.status, body=error.body, content_type="application/json")
 
     async def health(self, _request: web.Request) -> web.Response:
-        """Say whether all servers are healthy."""
+        """Return whether all servers are healthy."""
         try:
             for url in self._servers:
                 async with self._reached(f"{url}/health") as answer:

@@ -33,7 +33,7 @@ def add_concurrent(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what serves until SIGINT or SIGTERM, and prints its URL as the first line of standard output.
+    """Return what serves until SIGINT or SIGTERM, and prints its URL as the first line of standard output.
 
     Raises:
         ConfigError: An option is unusable, or a package is missing.

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Give what starts everything and stops it on SIGINT or SIGTERM. Its exit code is 2 if a server ends by itself.
+    """Return what starts everything and stops it on SIGINT or SIGTERM. Its exit code is 2 if a server ends by itself.
 
     Raises:
         ConfigError: An option is unusable, or a package is missing.

@@ -111,7 +111,7 @@ class Server:
         raise ServerFailed("server has ended", self)
 
     def has_ended(self) -> bool:
-        """Say whether its first process has ended, or was never started."""
+        """Return whether its first process has ended, or was never started."""
         return self._process is None or self._process.poll() is not None
 
     def stop(self, timeout_s: float = STOP_S) -> None:
@@ -130,5 +130,5 @@ class Server:
             self._process.wait()
 
     def tail(self) -> str:
-        """Give the last lines of its log."""
+        """Return the last lines of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])

@@ -135,7 +135,7 @@ class KvflowKVManager(CommonKVManager):
         }
 
     def _share(self, value: Any) -> Any:
-        """Give all ranks of the group what its first one says."""
+        """Return all ranks of the group what its first one says."""
         parallel = get_parallel()
         if self.attn_tp_size > 1:
             value = parallel.attn_tp_group.broadcast_object(value, src=0)
@@ -211,7 +211,7 @@ class KvflowKVManager(CommonKVManager):
 
     @override
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Say whether nothing can be written to the pages of a room any more; time alone never makes it so."""
+        """Return whether nothing can be written to the pages of a room any more; time alone never makes it so."""
         self.advance()
         return all(end.is_safe for end in self._held.get(bootstrap_room, ()))
 
@@ -277,7 +277,7 @@ def _describe(args: Any, *, is_mla: bool, fingerprint: str | None) -> PoolMap:
 
 
 def _is_vectorized() -> bool:
-    """Say whether AITER may have ordered the pages of the main pool, which `KVArgs` does not tell."""
+    """Return whether AITER may have ordered the pages of the main pool, which `KVArgs` does not tell."""
     return bool(envs.SGLANG_USE_AITER.get()) and envs.SGLANG_AITER_KV_CACHE_LAYOUT.get().lower() != "nhd"
 
 

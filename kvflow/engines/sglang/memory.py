@@ -42,16 +42,16 @@ class PoolMap:
         self._states = states
 
     def tokens(self, prefix: int, first_page: int, num_pages: int) -> tuple[int, int]:
-        """Give the tokens of whole pages, the first of which is `first_page` pages behind the prefix."""
+        """Return the tokens of whole pages, the first of which is `first_page` pages behind the prefix."""
         start = prefix + first_page * self.page_size
         return start, start + num_pages * self.page_size
 
     def pages(self, kv_indices: NDArray[Any]) -> Tables:
-        """Give the page tables of a chunk."""
+        """Return the page tables of a chunk."""
         return dict.fromkeys(self._paged, kv_indices)
 
     def state_pages(self, end: int, state_indices: Sequence[Any] | None) -> Tables:
-        """Give the page tables of a request's states; None where it has none.
+        """Return the page tables of a request's states; None where it has none.
 
         Args:
             end: One past the last token of the request's last page.

@@ -39,7 +39,7 @@ def activate() -> None:
 
 
 def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
-    """Give the classes of this backend, and leave others to SGLang."""
+    """Return the classes of this backend, and leave others to SGLang."""
     kinds = utils.KVClassType
     if transfer_backend.value != NAME or class_type == kinds.KVARGS:
         known = utils.TransferBackend.NIXL if transfer_backend.value == NAME else transfer_backend

@@ -46,7 +46,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plain: bool = False
 
     def timeouts_for(self, wait_s: float) -> Timeouts:
-        """Give timeouts that leave it to SGLang how long a request waits for the other side.
+        """Return timeouts that leave it to SGLang how long a request waits for the other side.
 
         Raises:
             ConfigError: One that was set is unknown or out of range.
@@ -63,7 +63,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _make(Proofs, self.proofs, "proofs")
 
     def limits_for(self, metadata_bytes: int) -> Limits:
-        """Give limits that the metadata fits into.
+        """Return limits that the metadata fits into.
 
         Raises:
             ConfigError: One that was set is unknown or out of range, or there is more metadata than can be sent.

@@ -91,7 +91,7 @@ class State(NamedTuple):
     is_slot: bool
 
     def pages(self, end: int, indices: NDArray[Any] | None, page_size: int) -> dict[str, TokenPages | None]:
-        """Give the page tables of a request.
+        """Return the page tables of a request.
 
         Args:
             end: One past the last token of the request's last page.
@@ -214,7 +214,7 @@ class _Cut(NamedTuple):
     has_blocks: bool
 
     def parts(self, shard: Shard, one: Buffer) -> Parts:
-        """Say what an item holds."""
+        """Return what an item holds."""
         tp_size, tp_rank = shard.tp_size, shard.tp_rank
         if self.dim is None:
             return OpaqueItem(f"{self.tensor} of {tp_size} ranks", tp_rank)

@@ -167,7 +167,7 @@ class Engine:
     # Blocks
 
     def blocks(self, request_id: str) -> dict[str, list[int]]:
-        """Give the blocks of a request for each kind of attention."""
+        """Return the blocks of a request for each kind of attention."""
         return {name: one.block_table.get(request_id, []) for name, one in self.cache.cache_allocators.items()}
 
     def allocate(self, state: Any, prefix: int) -> bool:

@@ -63,14 +63,14 @@ class CacheMap:
         return int(num_tokens // size * size)
 
     def chunk(self, blocks: BlockTables, start: int, stop: int) -> Tables:
-        """Give the page tables of tokens that are not the last ones: windows are not sent before the end."""
+        """Return the page tables of tokens that are not the last ones: windows are not sent before the end."""
         if FULL not in blocks:
             return {}
         size = self._allocators[FULL].tokens_per_page
         return {COMPONENTS[FULL]: blocks[FULL][start // size : -(-stop // size)]}
 
     def last(self, blocks: BlockTables, start: int, num_tokens: int) -> Tables:
-        """Give the page tables of the last tokens, or of all: those from `start` on, and what the window sees."""
+        """Return the page tables of the last tokens, or of all: those from `start` on, and what the window sees."""
         tables = self.chunk(blocks, start, num_tokens)
         if SLIDING in blocks:
             ring = self._allocators[SLIDING]

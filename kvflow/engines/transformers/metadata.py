@@ -19,7 +19,7 @@ class FirstToken(msgspec.Struct, frozen=True):
     logprob: float | None = None
 
     def to_bytes(self) -> bytes:
-        """Give what `read_first_token` reads."""
+        """Return what `read_first_token` reads."""
         return msgspec.json.encode(self)
 
 

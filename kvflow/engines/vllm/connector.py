@@ -263,7 +263,7 @@ def _refuse_unserved(parallel: Any, options: Options) -> None:
 
 
 def _share(value: str | None) -> str:
-    """Give all workers of a server what the first one says."""
+    """Return all workers of a server what the first one says."""
     for group in (get_tp_group(), get_pp_group()):
         if group.world_size > 1:
             value = group.broadcast_object(value, src=0)
@@ -283,7 +283,7 @@ def _attention_backend(config: Any) -> str:
 
 
 def _fingerprint(config: Any, options: Options) -> str:
-    """Say what makes two caches interchangeable: whatever changes what a block's bytes mean."""
+    """Return what makes two caches interchangeable: whatever changes what a block's bytes mean."""
     if options.fingerprint is not None:
         return options.fingerprint
     model, cache = config.model_config, config.cache_config

@@ -58,7 +58,7 @@ def digest_of(request: Any) -> str:
 
 
 def is_for_decode(params: Mapping[str, Any] | None) -> bool:
-    """Say whether prefill is to keep a request for another server."""
+    """Return whether prefill is to keep a request for another server."""
     return bool(params and params.get("do_remote_decode"))
 
 

@@ -42,11 +42,11 @@ class Group:
         return self.window is None and self.state is None
 
     def first_seen(self, token: int) -> int:
-        """Give the first token that another one sees."""
+        """Return the first token that another one sees."""
         return 0 if self.window is None else max(token + 1 - self.window, 0)
 
     def blocks_of(self, table: Sequence[int], start: int, stop: int) -> GroupBlocks:
-        """Give the blocks that tokens touch."""
+        """Return the blocks that tokens touch."""
         if self.state is not None:
             return GroupBlocks(0, list(table[:1]))
         return GroupBlocks(start, list(table[start // self.block_size : -(-stop // self.block_size)]))

@@ -43,7 +43,7 @@ class Caches:
         self._groups = groups
 
     def pages(self, blocks: Sequence[GroupBlocks | None], stop: int) -> dict[str, TokenPages | None]:
-        """Give the page tables of tokens up to one."""
+        """Return the page tables of tokens up to one."""
         return {
             group.component: None
             if given is None

@@ -89,7 +89,7 @@ class Ranks:
         return self._decode.announce(reference.room, prefill=reference.prefill, label=label)
 
     def completed(self) -> list[TransferUpdate[Any]]:
-        """Say what has changed."""
+        """Return what has changed."""
         return [update for rank in self._ranks for update in rank.completed()]
 
     def wait_any(self, timeout_s: float) -> list[TransferUpdate[Any]]:

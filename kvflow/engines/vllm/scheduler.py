@@ -134,7 +134,7 @@ class ConnectorScheduler:
         self._orders.announced[request_id] = reference._replace(prompt=prompt)
 
     def num_elsewhere(self, request: Any, num_computed: int) -> int | None:
-        """Say how many tokens, beyond those that are here, can be received; None while that is not known.
+        """Return how many tokens, beyond those that are here, can be received; None while that is not known.
 
         vLLM computes the last one again in any case, so it is not received: a window has to reach back from there.
         A request that follows another one of the same reference (`n` > 1, say) waits for that one, and finds its blocks
@@ -167,7 +167,7 @@ class ConnectorScheduler:
         self._orders.granted[request_id] = GrantOrder(start, stop, wanted)
 
     def step(self, output: Any) -> StepOrders:
-        """Give the orders of a step: what was decided since the last one, and what it computes."""
+        """Return the orders of a step: what was decided since the last one, and what it computes."""
         for request_id in output.preempted_req_ids or ():
             if request_id in self._sending:
                 self._sending[request_id].sent = 0  # its blocks come anew, and so do its tokens
@@ -200,7 +200,7 @@ class ConnectorScheduler:
     def _offered(
         self, tables: Sequence[Sequence[int]], start: int, stop: int, sending: _Sending
     ) -> list[GroupBlocks | None]:
-        """Give the blocks of a chunk; of windows and states only what is left when the last token is computed."""
+        """Return the blocks of a chunk; of windows and states only what is left when the last token is computed."""
         last = sending.stop - 1
         return [
             group.blocks_of(table, start, stop)
@@ -286,5 +286,5 @@ class ConnectorScheduler:
 
 
 def _is_only_to_be_told(request: Any) -> bool:
-    """Say whether vLLM has refused a request, and hands a stand-in on so that prefill is told."""
+    """Return whether vLLM has refused a request, and hands a stand-in on so that prefill is told."""
     return bool(getattr(request, "abort_immediately", False))

@@ -95,7 +95,7 @@ def describe_state(spec: Any, *, channels_first: bool) -> RecurrentState:
 
 
 def _channels(kind: str, total: int, state: Sequence[int]) -> tuple[int, ...]:
-    """Say how many channels there are of each kind, in their order in vLLM's layers."""
+    """Return how many channels there are of each kind, in their order in vLLM's layers."""
     if kind == "MAMBA1":
         return (total,)
     values = state[0] * state[1]  # heads, and what each has

@@ -237,7 +237,7 @@ class ConnectorWorker:
             self._send(request_id, chunk, ready=ready)
 
     def take_results(self, finished: Iterable[str]) -> Results:
-        """Say what has ended, once.
+        """Return what has ended, once.
 
         Args:
             finished: Ids of requests that are over in vLLM since the last step.
@@ -260,7 +260,7 @@ class ConnectorWorker:
             self._take(self._ranks.wait_any(left_s))
 
     def take_report(self) -> WorkerReport | None:
-        """Give what the scheduler is to know besides, if there is anything."""
+        """Return what the scheduler is to know besides, if there is anything."""
         report, self._report = self._report, WorkerReport()
         return report if report.held or report.freed else None
 

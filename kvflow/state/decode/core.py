@@ -122,7 +122,7 @@ class DecodeCore:
         return len(self.peers)
 
     def missing_proofs(self, key: int) -> list[MissingProof]:
-        """Say which proofs are missing that nobody can write to the pages of a transfer any more."""
+        """Return which proofs are missing that nobody can write to the pages of a transfer any more."""
         room = self.rooms.rooms.get(key)
         if room is None:
             return []
@@ -130,7 +130,7 @@ class DecodeCore:
         return [*(self.peers.missing_proof(peer) for peer in room.unproved()), *own]
 
     def pages_of(self, key: int) -> dict[str, bytes]:
-        """Give the pages of a transfer as `WIRE_PAGES`, by component."""
+        """Return the pages of a transfer as `WIRE_PAGES`, by component."""
         room = self.rooms.rooms.get(key)
         return {} if room is None else dict(room.opened.pages)
 
@@ -320,7 +320,7 @@ class DecodeCore:
         return [*self.peers.probe(peer), *self.peers.ping(peer, now)]
 
     def _connection_refused(self, peer: PeerId, detail: str, now: float) -> list[DecodeEffect]:
-        """Give a rank up that this one must not talk to, or that does not talk to this one, for their keys."""
+        """Return a rank up that this one must not talk to, or that does not talk to this one, for their keys."""
         counted = CountAnomaly("connection_refused", peer, detail=detail)
         if peer not in self.peers:
             return [counted, *self.instances.connection_refused(peer, detail, now)]

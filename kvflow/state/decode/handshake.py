@@ -391,17 +391,17 @@ class Instances:
         return [room for instance in self._instances for room, *_ in instance.waiting.values()]
 
     def is_waiting(self, room: Room) -> bool:
-        """Say whether a room waits for its instance."""
+        """Return whether a room waits for its instance."""
         instance = self._instances.at(room.opened.instance)
         return instance is not None and room.generation in instance.waiting
 
     def is_handshaking(self, peer: PeerId) -> bool:
-        """Say whether a rank was sent a Hello that it has not answered."""
+        """Return whether a rank was sent a Hello that it has not answered."""
         instance = self._instances.of(peer)
         return instance is not None and peer in instance.hellos
 
     def expects_answer(self, peer: PeerId, attempt: int) -> bool:
-        """Say whether a rank was sent this Hello, and not a later one, and has not answered it."""
+        """Return whether a rank was sent this Hello, and not a later one, and has not answered it."""
         return self.is_handshaking(peer) and attempt == self._instance_of(peer).attempt
 
     # Timers ----------------------------------------------------------------------------------------------------------
@@ -521,7 +521,7 @@ class Instances:
         return [*effects, *self._give_up(instance, self._failure(FailureReason.UNREACHABLE, detail), now)]
 
     def _mismatch(self, instance: Instance, room: Room) -> Failure | None:
-        """Say why a room cannot be granted to those who are connected, or of whom its ticket is not."""
+        """Return why a room cannot be granted to those who are connected, or of whom its ticket is not."""
         issuer = room.opened.issuer
         records = () if instance.found is None else instance.found.records
         other = next(
@@ -574,7 +574,7 @@ class Instances:
         return [*effects, *self._give_up(instance, self._failure(FailureReason.REFUSED, detail), now)]
 
     def _is_paused(self, instance: Instance, now: float) -> bool:
-        """Say whether an instance has refused just now; answers to earlier lookups may still come."""
+        """Return whether an instance has refused just now; answers to earlier lookups may still come."""
         is_refused = instance.failure is not None and instance.failure.reason is FailureReason.REFUSED
         return is_refused and now < instance.refused_at + REFUSED_PAUSE_S
 
@@ -599,7 +599,7 @@ class Instances:
         return effects
 
     def _forget_hellos(self, instance: Instance, now: float, keep: list[PeerId]) -> list[DecodeEffect]:
-        """Give the handshake with ranks up that are not connected. Those that never were give their windows back."""
+        """Return the handshake with ranks up that are not connected. Those that never were give their windows back."""
         effects: list[DecodeEffect] = []
         for peer in instance.peers:
             self._timers.clear(HelloUnanswered(peer))
@@ -613,7 +613,7 @@ class Instances:
         return effects
 
     def _obstacle(self, instance: Instance) -> str:
-        """Say what the rooms of an instance wait for."""
+        """Return what the rooms of an instance wait for."""
         if instance.state is InstanceState.COMPILING:
             return "its routes are still being compiled"
         if instance.state is not InstanceState.LOOKING_UP:
@@ -633,7 +633,7 @@ class Instances:
         return f"only ranks {registered} of {needed} are registered"
 
     def _silent(self, instance: Instance) -> Iterator[str]:
-        """Say of each rank that holds up the rooms of an instance why it does."""
+        """Return of each rank that holds up the rooms of an instance why it does."""
         for record in instance.records:
             who = f"rank {record.peer.rank} at {record.endpoint}"
             if record.peer in instance.hellos:

@@ -49,7 +49,7 @@ class HeldPages:
         self._set(pages, is_held=False)
 
     def count(self) -> dict[str, int]:
-        """Say how many pages of each component are held."""
+        """Return how many pages of each component are held."""
         return {name: int(np.count_nonzero(flags)) for name, flags in self._flags.items()}
 
     def _set(self, pages: Mapping[str, bytes], *, is_held: bool) -> None:
@@ -58,5 +58,5 @@ class HeldPages:
 
 
 def _indices(data: bytes) -> NDArray[np.intp]:
-    """Give pages as numpy indexes with them: to convert them first is three times as fast."""
+    """Return pages as numpy indexes with them: to convert them first is three times as fast."""
     return np.frombuffer(data, WIRE_PAGES).astype(np.intp)

@@ -121,7 +121,7 @@ class Instance:
         return waiting or ([self.ref] if self.ref in self.refs else list(self.refs)[-1:])
 
     def is_meant_by(self, room: Room) -> bool:
-        """Say whether its ranks are those that a room refers to: the issuer of its ticket, or who was found last."""
+        """Return whether its ranks are those that a room refers to: the issuer of its ticket, or who was found last."""
         meant = room.opened.issuer or self.refs.get(room.opened.instance)
         return meant in self.peers
 
@@ -156,7 +156,7 @@ class InstanceTable:
         return False
 
     def numbered(self, number: int) -> Instance:
-        """Give an instance that is known."""
+        """Return an instance that is known."""
         return self._instances[number]
 
     def at(self, ref: InstanceRef) -> Instance | None:

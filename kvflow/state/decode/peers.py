@@ -103,7 +103,7 @@ class PrefillPeers:
         return self._peers.get(peer)
 
     def is_connected(self, peer: PeerId) -> bool:
-        """Say whether a rank can be sent something new."""
+        """Return whether a rank can be sent something new."""
         known = self._peers.get(peer)
         return known is not None and known.is_connected
 
@@ -174,7 +174,7 @@ class PrefillPeers:
         return [other for other, where in self._endpoints.items() if where == endpoint and other != peer]
 
     def is_where_it_listens(self, peer: PeerId) -> bool:
-        """Say whether the connection to an incarnation leads where it has said that it listens."""
+        """Return whether the connection to an incarnation leads where it has said that it listens."""
         return peer in self._open and self._open[peer] == self._endpoints.get(peer)
 
     # Liveness --------------------------------------------------------------------------------------------------------
@@ -290,11 +290,11 @@ class PrefillPeers:
             self._fencing[peer] = False
 
     def origin(self, peer: PeerId) -> Origin:
-        """Say what is remembered of where an incarnation runs, also after its end."""
+        """Return what is remembered of where an incarnation runs, also after its end."""
         return self._origins.get(peer, NOWHERE)
 
     def missing_proof(self, peer: PeerId) -> MissingProof:
-        """Say what would prove that a rank can write nothing any more."""
+        """Return what would prove that a rank can write nothing any more."""
         known = self._peers.get(peer)
         if peer in self._fencing:
             awaited = Awaited.LANDING if self._fencing[peer] else Awaited.OPERATOR
@@ -310,7 +310,7 @@ class PrefillPeers:
         _remember(self._ended, peer, None)
 
     def has_ended(self, peer: PeerId) -> bool:
-        """Say whether a rank has said goodbye, or its process has ended; its record may outlive it."""
+        """Return whether a rank has said goodbye, or its process has ended; its record may outlive it."""
         return peer in self._ended
 
     def fenced(self, peer: PeerId) -> None:

@@ -83,11 +83,11 @@ class RankProgress:
         return bool(self._scattering)
 
     def has(self, seq: int) -> bool:
-        """Say whether a notice was counted."""
+        """Return whether a notice was counted."""
         return seq in self._notices
 
     def scatters(self, seq: int) -> bool:
-        """Say whether what a notice brought is on its way to the pages."""
+        """Return whether what a notice brought is on its way to the pages."""
         return seq in self._scattering
 
     def count(self, notice: Notice) -> str | None:
@@ -169,7 +169,7 @@ class RankProgress:
         return len(self._notices) == self._num_expected
 
     def shortfall(self) -> str | None:
-        """Say what is wrong once all notices are there: tokens out of line, or not the expected number of bytes."""
+        """Return what is wrong once all notices are there: tokens out of line, or not the expected number of bytes."""
         positions = {name: start for name, (start, _) in self._wanted.items()}
         chunk: Notice | None = None
         for seq in range(len(self._notices)):
@@ -200,7 +200,7 @@ class RankProgress:
 
 
 def _layers_anomaly(notice: Notice, before: Notice | None) -> str | None:
-    """Say what is wrong with the layers of a notice; `before` is the one that it continues, if there is one."""
+    """Return what is wrong with the layers of a notice; `before` is the one that it continues, if there is one."""
     start, stop = notice.layer_range
     expected = 0 if before is None or before.layers is None else before.layers[1]
     if start != expected or (stop is not None and stop <= start):
@@ -211,5 +211,5 @@ def _layers_anomaly(notice: Notice, before: Notice | None) -> str | None:
 
 
 def _goes_on(notice: Notice) -> bool:
-    """Say whether layers of the same tokens follow."""
+    """Return whether layers of the same tokens follow."""
     return notice.layers is not None and notice.layers[1] is not None

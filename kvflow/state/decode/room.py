@@ -118,11 +118,11 @@ class Room:
         return self.tally.num_notices + self.tally.num_scattering
 
     def involves(self, peer: PeerId) -> bool:
-        """Say whether a peer was granted these pages, or knows that it will be."""
+        """Return whether a peer was granted these pages, or knows that it will be."""
         return peer in self.told
 
     def holds(self, held: HeldPage) -> bool:
-        """Say whether it was given a page to receive into."""
+        """Return whether it was given a page to receive into."""
         pages = self.opened.pages.get(held.component, b"")
         return bool((np.frombuffer(pages, WIRE_PAGES) == held.page).any())
 
@@ -131,7 +131,7 @@ class Room:
         return [progress.peer for progress in self.ranks.values() if not progress.state.is_quiet]
 
     def awaits_proof_of(self, peer: PeerId) -> bool:
-        """Say whether a peer may still write to these pages."""
+        """Return whether a peer may still write to these pages."""
         progress = self._progress_of(peer)
         return progress is not None and not progress.state.is_quiet
 

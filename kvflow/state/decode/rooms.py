@@ -252,7 +252,7 @@ class Rooms:
         return effects
 
     def involve(self, peer: PeerId) -> bool:
-        """Say whether a room, in quarantine or not, was granted or announced to a prefill rank."""
+        """Return whether a room, in quarantine or not, was granted or announced to a prefill rank."""
         return any(room.involves(peer) for room in self.rooms.values())
 
     def await_proof_of(self, peer: PeerId) -> bool:
@@ -378,7 +378,7 @@ class Rooms:
         self.held.hold(pages)
 
     def _in_use(self, held: HeldPage) -> PagesInUse:
-        """Say which transfer holds a page."""
+        """Return which transfer holds a page."""
         holder = next(room for room in self.rooms.values() if room.holds(held))
         return PagesInUse(
             "another transfer may still write to this page",

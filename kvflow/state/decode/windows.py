@@ -40,7 +40,7 @@ class StagingWindows:
         return list(self._owners)
 
     def assign(self, peer: PeerId) -> StagingWindow | None:
-        """Give an incarnation of a prefill rank its window, or one of those that are left, if there are any."""
+        """Return an incarnation of a prefill rank its window, or one of those that are left, if there are any."""
         if peer not in self._owners:
             if not self._free:
                 return None
@@ -70,7 +70,7 @@ class StagingWindows:
             self._fenced[peer] = None
 
     def awaits_fence(self, peer: PeerId) -> bool:
-        """Say whether the window of an incarnation comes back only by the proof that nothing of it can land."""
+        """Return whether the window of an incarnation comes back only by the proof that nothing of it can land."""
         return peer in self._owners and peer not in self._fenced
 
     @property

@@ -121,7 +121,7 @@ class PrefillCore:
         return self.timers.next()
 
     def has_capacity(self, room: RoomId) -> bool:
-        """Say whether a chunk of this room may be offered now: no decode rank that asked has too much in line."""
+        """Return whether a chunk of this room may be offered now: no decode rank that asked has too much in line."""
         known = self.rooms.rooms.get(room)
         return known is None or self.queue.has_capacity(known.peers)
 
@@ -131,13 +131,13 @@ class PrefillCore:
         return [] if known is None else known.peers
 
     def missing_proofs(self, key: RoomId) -> list[MissingProof]:
-        """Say which proofs are missing that nothing reads the pages of a room any more."""
+        """Return which proofs are missing that nothing reads the pages of a room any more."""
         known = self.rooms.rooms.get(key)
         peers = [] if known is None else [one.id.peer for one in known.deliveries.values() if one.has_posts]
         return [MissingProof(str(peer), "", Awaited.WRITE_END) for peer in peers]
 
     def pages_of(self, key: RoomId) -> dict[str, bytes]:
-        """Give the pages of a room as `WIRE_PAGES`, by component."""
+        """Return the pages of a room as `WIRE_PAGES`, by component."""
         known = self.rooms.rooms.get(key)
         return {} if known is None else known.pages()
 
@@ -146,11 +146,11 @@ class PrefillCore:
         return list(self.peers.connections())
 
     def peer_at(self, connection: bytes) -> PeerId | None:
-        """Say who has said hello over a connection; None if nobody has."""
+        """Return who has said hello over a connection; None if nobody has."""
         return self.peers.claimant(connection)
 
     def peers_by_connection(self) -> dict[bytes, PeerId]:
-        """Give the connections over which decode ranks may be reached, and whose they are."""
+        """Return the connections over which decode ranks may be reached, and whose they are."""
         return self.peers.connections()
 
     @property
@@ -374,7 +374,7 @@ class PrefillCore:
         return [*effects, CheckHello(connection, hello)]
 
     def _mismatch(self, connection: bytes, hello: Hello) -> str | None:
-        """Say why a hello cannot be accepted, whatever its route is."""
+        """Return why a hello cannot be accepted, whatever its route is."""
         lowest, highest = hello.versions
         claimant = self.peers.claimant(connection)
         layout = self._settings.layout

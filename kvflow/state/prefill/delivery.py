@@ -92,7 +92,7 @@ class Standing(NamedTuple):
 
 
 def standing_of(state: TransferState) -> Standing:
-    """Say how a delivery counts for its room."""
+    """Return how a delivery counts for its room."""
     return Standing(state.outcome is Outcome.SUCCESS, state.is_safe, state.memory is Memory.QUARANTINED)
 
 
@@ -198,7 +198,7 @@ class Delivery:
         return tuple(self._posted)
 
     def missing(self, chunk: Chunk) -> str | None:
-        """Say which wanted tokens can never be served any more if this chunk comes next."""
+        """Return which wanted tokens can never be served any more if this chunk comes next."""
         for name, (start, stop) in self._wanted.items():
             at = self._positions[name]
             first, last = chunk.ranges.get(name, (at, at))

@@ -132,7 +132,7 @@ class DecodePeer:
         self._written_at = now
 
     def is_stuck(self, now: float, progress_s: float) -> bool:
-        """Say whether no write to it has ended well for so long."""
+        """Return whether no write to it has ended well for so long."""
         return now >= self._written_at + progress_s
 
     def write_failed(self, now: float) -> bool:
@@ -193,7 +193,7 @@ class DecodePeers:
         return None if other is None or other == peer else self._peers[other]
 
     def has_place(self, peer: PeerId, kept: Kept) -> bool:
-        """Say whether a hello of a decode rank can be kept: its share is not used up."""
+        """Return whether a hello of a decode rank can be kept: its share is not used up."""
         before = self._kept.get(peer)
         if before is None:
             return self._shares.has_place(kept.taker, 1) and self._bytes.has_place(kept.taker, kept.num_bytes)
@@ -233,7 +233,7 @@ class DecodePeers:
         return [] if known is None else [Reply(known.connection, message)]
 
     def is_outdated(self, connection: bytes, hello: Hello) -> bool:
-        """Say whether a later hello is known, or this one is being checked already."""
+        """Return whether a later hello is known, or this one is being checked already."""
         known = self._peers.get(hello.peer)
         latest = known.attempt if known is not None else -1
         checking = self._checking.get(hello.peer)
@@ -270,7 +270,7 @@ class DecodePeers:
         return self._checking_at.get(connection)
 
     def is_remembered(self, connection: bytes, peer: PeerId) -> bool:
-        """Say whether a decode rank that is not connected over it has said hello over a connection.
+        """Return whether a decode rank that is not connected over it has said hello over a connection.
 
         Its hello is being checked, it is disconnected, or it waits until it is known whether the rank that it claims to
         be lives.
@@ -306,7 +306,7 @@ class DecodePeers:
             self._disconnected[peer.rank] = gone._replace(connection=connection)
 
     def is_checking(self, peer: PeerId) -> bool:
-        """Say whether a hello of it is being checked."""
+        """Return whether a hello of it is being checked."""
         return peer in self._checking
 
     def begin_check(self, connection: bytes, hello: Hello, kept: Kept) -> None:
@@ -331,7 +331,7 @@ class DecodePeers:
             self._weigh(peer)
 
     def wants_other_cells(self, hello: Hello) -> bool:
-        """Say whether a connected decode rank asks for something else than before."""
+        """Return whether a connected decode rank asks for something else than before."""
         known = self._peers.get(hello.peer)
         return known is not None and (known.link.slices != hello.route.slices or known.link.layout != hello.layout)
 

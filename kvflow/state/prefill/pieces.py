@@ -67,7 +67,7 @@ def split_chunk(
 def cost_of(
     part: ChunkPart, wanted: Mapping[str, TokenRange], link: PeerRoute, max_descriptor_bytes: int | None
 ) -> Cost:
-    """Say what a part takes of its peer's window, without planning it.
+    """Return what a part takes of its peer's window, without planning it.
 
     Args:
         part: Of a chunk.
@@ -136,7 +136,7 @@ def _part(
     *,
     is_end: bool = True,
 ) -> ChunkPart:
-    """Say of a part what is said of its chunk."""
+    """Return of a part what is said of its chunk."""
     is_last = chunk.last and is_end
     return ChunkPart(ranges, ready, is_last, chunk.metadata if is_last else b"", layers)
 

@@ -61,7 +61,7 @@ class Window:
     num_descriptors: int = field(default=0, init=False)
 
     def admits(self, cost: Cost) -> bool:
-        """Say whether a post of this cost may begin now."""
+        """Return whether a post of this cost may begin now."""
         if self.num_posts == 0:
             return True
         return (
@@ -144,11 +144,11 @@ class PieceQueue:
         return bool(self._candidates)
 
     def has_capacity(self, peers: Iterable[PeerId]) -> bool:
-        """Say whether fewer pieces than allowed wait for each of these peers."""
+        """Return whether fewer pieces than allowed wait for each of these peers."""
         return not any(self._num_waiting.get(peer, 0) >= self._limits.queued_chunks for peer in peers)
 
     def take_freed_capacity(self) -> bool:
-        """Say whether some peer that was full is not full any more, since this was asked last."""
+        """Return whether some peer that was full is not full any more, since this was asked last."""
         has_freed, self._has_freed_capacity = self._has_freed_capacity, False
         return has_freed
 
@@ -207,7 +207,7 @@ class PieceQueue:
             self._end_slots(delivery.peer, taken.slots, how)
 
     def is_in_doubt(self, delivery: DeliveryId, seq: int) -> bool:
-        """Say whether a piece under way has given its credit back already."""
+        """Return whether a piece under way has given its credit back already."""
         return self._under_way[delivery, seq].charge is None
 
     def release_slots(self, delivery: DeliveryId, seq: int) -> None:

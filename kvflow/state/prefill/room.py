@@ -118,7 +118,7 @@ class Room:
         return next(iter(self.deliveries.values()), None)
 
     def pages(self) -> dict[str, bytes]:
-        """Give the pages of its chunks as `WIRE_PAGES`, by component, each once."""
+        """Return the pages of its chunks as `WIRE_PAGES`, by component, each once."""
         tables: dict[str, list[NDArray[np.uint32]]] = {}
         for chunk in self._chunks:
             for name, table in chunk.pages.items():
@@ -297,7 +297,7 @@ class Room:
         return [self._report()] if after != before else []
 
     def _wanted(self) -> dict[str, TokenRange]:
-        """Give the tokens that some decode rank wants, by component."""
+        """Return the tokens that some decode rank wants, by component."""
         wanted: dict[str, TokenRange] = {}
         for delivery in self.deliveries.values():
             for name, tokens in delivery.grant.ranges.items():

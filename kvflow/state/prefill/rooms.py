@@ -361,7 +361,7 @@ class Rooms:
         self._forget_unfenced([key for key in self.unfenced if key.peer == peer])
 
     def is_fenced(self, peer: PeerId) -> bool:
-        """Say whether nothing that was written to a decode rank can still land there."""
+        """Return whether nothing that was written to a decode rank can still land there."""
         if any(key.peer == peer for key in self.unfenced):
             return False
         deliveries = (room.delivery_to(peer) for room in self.rooms.values())
@@ -763,7 +763,7 @@ class Rooms:
         return len(self.unfenced) >= limit
 
     def count_unfenced(self) -> dict[PeerId, int]:
-        """Say how many unfenced deliveries each decode rank has."""
+        """Return how many unfenced deliveries each decode rank has."""
         return dict(self._num_unfenced)
 
     def _find(self, delivery_id: DeliveryId) -> tuple[Room | None, Delivery | None]:

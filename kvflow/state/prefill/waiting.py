@@ -80,7 +80,7 @@ class WaitingRooms:
         return None if kept is None else kept.one
 
     def has_place(self, taker: str, one: Asked, before: Asked | None) -> bool:
-        """Say whether something can be kept for somebody, new or instead of what was kept before."""
+        """Return whether something can be kept for somebody, new or instead of what was kept before."""
         num_bytes = _num_bytes(one) - (0 if before is None else _num_bytes(before))
         return self._grants.has_place(taker, int(before is None)) and self._bytes.has_place(taker, max(num_bytes, 0))
 

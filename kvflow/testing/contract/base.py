@@ -96,7 +96,7 @@ class ContractBase:
 
 
 def is_refused(call: Callable[[], object]) -> bool:
-    """Say whether a call raises `BackendError`; any other error is raised."""
+    """Return whether a call raises `BackendError`; any other error is raised."""
     try:
         call()
     except BackendError:

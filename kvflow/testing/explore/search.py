@@ -82,7 +82,7 @@ def explore(
 
 
 def _attempt(call: Callable[[], None]) -> str | None:
-    """Say what a call raises: a broken promise, or an error that no event may cause."""
+    """Return what a call raises: a broken promise, or an error that no event may cause."""
     try:
         call()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what was looked for

@@ -64,7 +64,7 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:  # noqa: C901, PLR0912 - on
 
 
 def fingerprint(value: Any) -> bytes:
-    """Give equal bytes for equal graphs, whatever the identities of their objects are."""
+    """Return equal bytes for equal graphs, whatever the identities of their objects are."""
     digest = hashlib.blake2b(digest_size=16)
     seen: dict[int, int] = {}
     stack: list[Any] = [value]

@@ -510,7 +510,7 @@ class SmallWorld:
             self.landed[piece] = None
 
     def _counts(self, piece: PieceId) -> bool:
-        """Say whether a transfer may still succeed; else its pages are held while it is scattered, with anything."""
+        """Return whether a transfer may still succeed; else its pages are held while it is scattered, with anything."""
         return self.received.get((piece.decode, piece.generation), BEGUN)[0] is Outcome.PENDING
 
     def _check_not_written(self, slot: Slot) -> None:

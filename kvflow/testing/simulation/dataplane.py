@@ -158,7 +158,7 @@ class DataPlane:
         return self.ends_with_process or self.shows_last_bytes
 
     def is_dry(self, peer: str) -> bool:
-        """Say whether nothing is on its way to an endpoint from processes that have ended."""
+        """Return whether nothing is on its way to an endpoint from processes that have ended."""
         return not any(write.peer == peer and not write.sender.process.is_alive for write in self._active.values())
 
     def start(
@@ -526,11 +526,11 @@ class SimulatedBackend(Backend):
             self._on_broken(BackendError("scripted breakdown", backend=self.name))
 
     def holds(self, address: int) -> bool:
-        """Say whether an address is in memory that is registered here."""
+        """Return whether an address is in memory that is registered here."""
         return any(start <= address < end for start, end, _ in self._memories)
 
     def read(self, address: int, length: int) -> bytes:
-        """Give bytes of registered memory."""
+        """Return bytes of registered memory."""
         start, _, view = self._find(address, length)
         return bytes(view[address - start : address - start + length])
 

@@ -344,7 +344,7 @@ class Deployment:
 
 
 def _lacks_sockets(error: BaseException) -> bool:
-    """Say whether a process could not even begin, for want of sockets."""
+    """Return whether a process could not even begin, for want of sockets."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(_lacks_sockets, error.exceptions))
     return isinstance(error, Unreachable)

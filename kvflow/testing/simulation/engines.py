@@ -602,7 +602,7 @@ class DecodeWorker(Worker):
         )
 
     def grant(self, one: Receiving, *, is_hasty: bool = False) -> bool:
-        """Give pages to a request that was announced.
+        """Return pages to a request that was announced.
 
         Args:
             one: Which.
@@ -680,7 +680,7 @@ def _tokens_of(request: Request) -> TokenRange:
 
 
 def _is_reusable(one: Receiving) -> bool:
-    """Say whether somebody may still write to pages of a transfer. A ticket is for its own room, which is in use."""
+    """Return whether somebody may still write to pages of a transfer. A ticket is for its own room, which is in use."""
     if isinstance(one.request.reference, (str, Mapping)):
         return False
     return one.memory is not Memory.SAFE and any(one.lease.pages[name] for name in one.ranges)

@@ -155,5 +155,5 @@ class Interference:
 
 
 def is_meant(rule: str | None, name: str) -> bool:
-    """Say whether a rule is about a process; one that names an instance is about all of its ranks."""
+    """Return whether a rule is about a process; one that names an instance is about all of its ranks."""
     return rule is None or rule in (name, name.partition("/")[0])

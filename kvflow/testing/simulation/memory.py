@@ -110,7 +110,7 @@ class Pool:
                     words[word] = cell_value(content, name, token)
 
     def find_wrong_cell(self, lease: Lease, component: str, tokens: TokenRange, contents: Iterable[int]) -> str | None:
-        """Say what is wrong with the cells of a lease: wanted ones must be there, the others untouched.
+        """Return what is wrong with the cells of a lease: wanted ones must be there, the others untouched.
 
         Args:
             lease: Whose pages, taken for tokens from `tokens[0]` on.
@@ -149,7 +149,7 @@ class Pool:
         return found
 
     def holds(self, address: int) -> bool:
-        """Say whether an address is in this memory."""
+        """Return whether an address is in this memory."""
         return 0 <= address - self.table.base < self.table.num_bytes
 
     def num_free(self, component: str) -> int:

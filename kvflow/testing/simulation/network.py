@@ -293,7 +293,7 @@ class Network:
             self.mend(source, target)
 
     def is_cut(self, one: str, other: str) -> bool:
-        """Say whether something between two hosts does not get through, one way or the other."""
+        """Return whether something between two hosts does not get through, one way or the other."""
         return (one, other) in self._cut or (other, one) in self._cut
 
     def sessions(self) -> list[Session]:

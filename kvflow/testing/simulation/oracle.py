@@ -426,7 +426,7 @@ class Oracle:
         self._ends.append((name, at))
 
     def is_excused(self, one: Sending | Receiving) -> bool:
-        """Say whether pages may stay in quarantine: only if nobody can prove any more that nothing lands in them.
+        """Return whether pages may stay in quarantine: only if nobody can prove any more that nothing lands in them.
 
         That is so if a process that could write to them is gone and its transport proves nothing by that, or if bytes
         of a write of its have gone on landing after the end of that write.
@@ -480,7 +480,7 @@ class Oracle:
 
 
 def shows_deaths(faults: "Faults") -> bool:
-    """Say whether nothing can come between the death of a process and those that are connected to it."""
+    """Return whether nothing can come between the death of a process and those that are connected to it."""
     return not (
         faults.partitions
         or faults.half_open

@@ -135,7 +135,7 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
 
 
 def _own(seed: int, what: str) -> random.Random:
-    """Give chance of its own, so that everything else is drawn as it was without it."""
+    """Return chance of its own, so that everything else is drawn as it was without it."""
     return random.Random(f"kvflow {what} {seed}")  # noqa: S311 - chance must be repeatable here
 
 
@@ -237,7 +237,7 @@ def _draw_announcements(seed: int) -> Announcements | None:
 
 
 def may_lose_messages(faults: Faults) -> bool:
-    """Say whether what a rank says when it leaves may reach nobody."""
+    """Return whether what a rank says when it leaves may reach nobody."""
     return bool(
         faults.drop
         or faults.full_queue

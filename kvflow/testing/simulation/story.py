@@ -15,7 +15,7 @@ SHOWN: Final = ("room", "generation", "seq", "ranges", "last", "staged", "failur
 
 
 def tell_message(payload: bytes) -> str | None:
-    """Say what a message is; None for what no reader misses."""
+    """Return what a message is; None for what no reader misses."""
     try:
         message = decode(payload)
     except RemoteProtocolError:

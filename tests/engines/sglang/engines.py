@@ -101,12 +101,12 @@ class DecodeEngine(Engine, DecodeScheduler):
         self.add(room, len(prompt))
 
     def reference(self, prompt: list[int]) -> list[int]:
-        """Give what comes of a prompt."""
+        """Return what comes of a prompt."""
         seed, shape = 1_000 * _checksum(torch.tensor(prompt)), (len(prompt), self.model.heads, self.model.dim)
         return [FIRST_TOKEN, *(_checksum(content(seed + part, *shape)) for part in range(2 * self.model.layers))]
 
     def result(self, room: int) -> list[int] | str | None:
-        """Give the tokens, or why there are none, once one or the other is known."""
+        """Return the tokens, or why there are none, once one or the other is known."""
         return self.results.get(room)
 
     def spoil(self) -> None:

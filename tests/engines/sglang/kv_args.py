@@ -10,13 +10,13 @@ SLOTS: Final = 8
 
 
 def lists(count: int, item: int, first: int) -> tuple[list[int], list[int], list[int]]:
-    """Give addresses, lengths and items of buffers that follow each other."""
+    """Return addresses, lengths and items of buffers that follow each other."""
     length = item * SLOTS
     return [first + number * length for number in range(count)], [length] * count, [item] * count
 
 
 def kv_args(layers: int = 4, heads: int = 8, *, draft: int = 0, groups: int = 2, **more: Any) -> Any:
-    """Give `KVArgs` of a rank.
+    """Return `KVArgs` of a rank.
 
     Args:
         layers: That it holds.

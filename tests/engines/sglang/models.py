@@ -47,7 +47,7 @@ class Held(NamedTuple):
 
 
 def content(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Give random bytes, the same for the same seed and shape."""
+    """Return random bytes, the same for the same seed and shape."""
     count = int(np.prod(shape)) * dtype.itemsize
     data = np.random.default_rng([seed, *shape]).integers(0, 256, count, np.uint8)
     return torch.from_numpy(data).view(dtype).view(*shape)
@@ -59,7 +59,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def share(total: int, rank: Rank) -> slice:
-    """Give the heads that a rank holds."""
+    """Return the heads that a rank holds."""
     each, copies = max(1, total // rank.tp_size), max(1, rank.tp_size // total)
     start = rank.tp_rank // copies * each
     return slice(start, start + each)
@@ -82,7 +82,7 @@ class Model:
         self.heads, self.dim, self.layers, self.page, self.draft_sides = heads, dim, layers, page, draft.split()
 
     def span(self, rank: Rank) -> range:
-        """Give the layers that a rank holds."""
+        """Return the layers that a rank holds."""
         stage, stages = rank.pp_rank, rank.pp_size
         return range(stage * self.layers // stages, (stage + 1) * self.layers // stages)
 
@@ -110,22 +110,22 @@ class Model:
         )
 
     def rows(self, held: Any, tokens: int, start: int) -> torch.Tensor:
-        """Give the places of tokens in a pool."""
+        """Return the places of tokens in a pool."""
         places = (np.asarray(held, np.int64)[:, None] * self.page + np.arange(self.page)).reshape(-1)
         return torch.as_tensor(places[: tokens - start])
 
     def window_start(self, tokens: int, prefix: int) -> int:
-        """Give the first token of a sliding window."""
+        """Return the first token of a sliding window."""
         return prefix
 
     def state_indices(self, held: Held) -> Any:
-        """Give what SGLang calls `state_indices`."""
+        """Return what SGLang calls `state_indices`."""
         return None
 
     def cells(
         self, pool: Any, draft: Any, rank: Rank, held: Held, tokens: int, prefix: int
     ) -> Iterator[tuple[torch.Tensor, Any, torch.Tensor]]:
-        """Give tensor, index and content of everything that a rank holds of a request."""
+        """Return tensor, index and content of everything that a rank holds of a request."""
         rows = self.rows(held.pages, tokens, prefix)
         for layer, number in enumerate(self.span(rank)):
             for buffers, seed in ((pool.k_buffer, 2 * number), (pool.v_buffer, 2 * number + 1)):
@@ -148,7 +148,7 @@ class Model:
             tensor.view(torch.uint8).fill_(UNTOUCHED)
 
     def differences(self, *request: Any) -> list[str]:
-        """Say which tensors do not hold the content, or hold more than that (but for the rest of a last page)."""
+        """Return which tensors do not hold the content, or hold more than that (but for the rest of a last page)."""
         found = []
         for number, (tensor, index, data) in enumerate(self.cells(*request)):
             if not same(tensor[index], data):

@@ -17,7 +17,7 @@ ROOT: Final = Path(__file__).parents[3]
 
 
 def free_port() -> int:
-    """Give a port on which nobody listens."""
+    """Return a port on which nobody listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -97,7 +97,7 @@ class Deployment:
         self.prefill.tell("start", port=self.port)
 
     def room(self) -> int:
-        """Give a room that was not used before."""
+        """Return a room that was not used before."""
         return next(self._rooms)
 
     def both(self, do: str, **arguments: Any) -> tuple[Any, Any]:

@@ -75,7 +75,7 @@ class Group(sides.Group):
         self.is_last_rank = rank == distributed.get_world_size(cpu_group) - 1
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """Give what the first rank says."""
+        """Return what the first rank says."""
         said = [value]
         if distributed.get_world_size(self.cpu_group) > 1:
             distributed.broadcast_object_list(said, src=src)
@@ -93,7 +93,7 @@ class Group(sides.Group):
         return said[0]
 
     def agree(self, values: list[str]) -> list[str]:
-        """Give what all ranks have in their lists."""
+        """Return what all ranks have in their lists."""
         lists: list[list[str]] = [[] for _ in range(distributed.get_world_size(self.cpu_group))]
         distributed.all_gather_object(lists, values, group=self.cpu_group)
         return [value for value in values if all(value in one for one in lists)]
@@ -149,7 +149,7 @@ class Scheduler:
         self.scheduler = self._scheduler()
 
     def _scheduler(self) -> Any:
-        """Give what the queues ask of the rest of a scheduler."""
+        """Return what the queues ask of the rest of a scheduler."""
         configuration = SimpleNamespace(
             num_hidden_layers=self.model.layers,
             get_total_num_kv_heads=lambda: self.model.heads,
@@ -197,7 +197,7 @@ class Scheduler:
         return made
 
     def cells(self, room: int, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Give what is in the pool of a request, and what should be."""
+        """Return what is in the pool of a request, and what should be."""
         found = self.table()[self.requests[room].kv.req_pool_idx, :tokens].long()
         pairs = []
         for layer, number in enumerate(self.model.span(self.rank)):
@@ -207,11 +207,11 @@ class Scheduler:
         return pairs
 
     def seed(self, room: int) -> int:
-        """Give what the content of a request depends on."""
+        """Return what the content of a request depends on."""
         return room
 
     def table(self) -> torch.Tensor:
-        """Give the table of the pool of requests."""
+        """Return the table of the pool of requests."""
         raise NotImplementedError
 
     def step(self) -> None:
@@ -229,7 +229,7 @@ class Scheduler:
         return False
 
     def was_told(self, room: int) -> str:
-        """Give what the client of a request was told."""
+        """Return what the client of a request was told."""
         return next((message for rid, message in self.told if rid == self.requests[room].rid), "")
 
     def add_twin(self, room: int, tokens: int) -> None:
@@ -248,7 +248,7 @@ class Scheduler:
         raise NotImplementedError
 
     def end(self, room: int) -> Any:
-        """Give the sender or receiver of a request."""
+        """Return the sender or receiver of a request."""
         raise NotImplementedError
 
     def break_rank(self) -> None:
@@ -261,7 +261,7 @@ class Scheduler:
         return bool(self.manager._quarantine._touched)
 
     def reminders(self) -> list[str]:
-        """Give what the manager says about such pages a minute later."""
+        """Return what the manager says about such pages a minute later."""
         lines: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -285,7 +285,7 @@ class Scheduler:
         self.manager.request_status.pop(room)
 
     def failure(self, room: int) -> tuple[str, bool]:
-        """Say why a request has failed, and whether another rank knows more."""
+        """Return why a request has failed, and whether another rank knows more."""
         try:
             self.end(room).failure_exception()
         except KVTransferError as error:
@@ -346,7 +346,7 @@ class SlowLink:
 
 @functools.cache
 def slow_link() -> SlowLink:
-    """Give the one of this process."""
+    """Return the one of this process."""
     return SlowLink()
 
 
@@ -463,7 +463,7 @@ class PrefillScheduler(Scheduler):
         self.requests[room].disagg_kv_sender.transfer.abort()
 
     def metric(self, room: int) -> tuple[float, int]:
-        """Give seconds and bytes of a transfer, as SGLang reports them."""
+        """Return seconds and bytes of a transfer, as SGLang reports them."""
         found = self.requests[room].disagg_kv_sender.get_transfer_metric()
         return found.transfer_latency_s, found.transfer_total_bytes
 
@@ -623,7 +623,7 @@ class DecodeScheduler(Scheduler):
         self._release(self.requests[room])
 
     def outcomes(self) -> list[str]:
-        """Say how pages came back that SGLang had to hold."""
+        """Return how pages came back that SGLang had to hold."""
         return self.proofs
 
     def step(self) -> None:

@@ -46,7 +46,7 @@ class Group:
         self._calls = itertools.count()
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """Give what the first rank said when it was asked as often as this one."""
+        """Return what the first rank said when it was asked as often as this one."""
         key = (self._name, next(self._calls))
         if self.rank_in_group == src:
             self._kept[key] = value
@@ -289,7 +289,7 @@ def wait_for(ends: list[Any], deadline: float, status: int) -> None:
 
 
 def reason_of(end: Any) -> str:
-    """Give why an end has failed, as SGLang's queues ask."""
+    """Return why an end has failed, as SGLang's queues ask."""
     try:
         end.failure_exception()
     except Exception as error:  # noqa: BLE001 - whatever it is

@@ -134,7 +134,7 @@ class Request:
 
 
 def _wait_for_the_rest(side: Side) -> list[dict[str, int]]:
-    """Give what is left in each manager. Prefill may still wait for proofs of pages that were being read."""
+    """Return what is left in each manager. Prefill may still wait for proofs of pages that were being read."""
     deadline = time.monotonic() + STUCK_S
     while any(left := [leftovers(manager) for manager in side.managers]) and time.monotonic() < deadline:
         time.sleep(2e-3)

@@ -65,7 +65,7 @@ def make_manager(
 
 
 def prompt(seed: int, num_tokens: int) -> list[int]:
-    """Give random tokens."""
+    """Return random tokens."""
     generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = torch.randint(0, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
     return tokens

@@ -91,7 +91,7 @@ class Deployment:
         self.decode.stop()
 
     async def text(self, client: aiohttp.ClientSession, prompt: str, tokens: int) -> str:
-        """Give what one server alone answers."""
+        """Return what one server alone answers."""
         if (prompt, tokens) not in self._texts:
             answer = await ask(client, self.prefill.url, prompt, tokens)
             assert answer.status == 200, answer.error

@@ -121,7 +121,7 @@ def _make(
 
 
 def prompt_of_tokens(count: int) -> str:
-    """Give a prompt of so many tokens."""
+    """Return a prompt of so many tokens."""
     words = AutoTokenizer.from_pretrained(prepare_smollm2())
     prompts = (prompt_of(seed, count - fewer) for seed in range(50) for fewer in range(count // 10))
     return next(prompt for prompt in prompts if len(words(prompt)["input_ids"]) == count)

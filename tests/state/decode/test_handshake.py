@@ -521,7 +521,7 @@ def test_rooms_that_were_given_up_are_declined_as_soon_as_the_instance_is_connec
 
 
 def answer(core: DecodeDriver, sender: PeerId, generation: int) -> list[DecodeEffect]:
-    """Say what a prefill rank says when it was told of a decline."""
+    """Return what a prefill rank says when it was told of a decline."""
     engine_rank = sender.rank.engine_rank
     return core.hear(sender, Drained(room=ROOM, generation=generation, engine_rank=engine_rank, failure=ABORTED))
 

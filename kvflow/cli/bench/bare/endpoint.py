@@ -18,7 +18,7 @@ class BareEndpoint(abc.ABC):
 
     @abc.abstractmethod
     def address(self) -> bytes:
-        """Give what the other side needs to write here."""
+        """Return what the other side needs to write here."""
 
     @abc.abstractmethod
     def connect(self, address: bytes) -> None:

@@ -65,7 +65,7 @@ class MetadataContract(ContractBase):
 
     @staticmethod
     async def _is_connect_refused(source: Endpoint, target: Endpoint, metadata: bytes) -> bool:
-        """Say whether connecting is refused, and posting after it."""
+        """Return whether connecting is refused, and posting after it."""
         try:
             await source.backend.connect(target.name, metadata)
         except BackendError:
