@@ -22,8 +22,8 @@ HELLOS_AT_ONCE: Final = 1_024
 """Such hellos that may come together, as when a whole instance starts."""
 
 HELLO_BYTES_PER_S: Final = 2**19
-HELLO_BYTES_AT_ONCE: Final = 8 * 2**20
-"""The same in bytes, since regions take time: half a megabyte of them is read in less than 0.1 s. At once it is 700
+HELLO_BYTES_AT_ONCE: Final = 4 * 2**20
+"""The same in bytes, since regions take time: half a megabyte of them is read in less than 0.1 s. At once it is 350
 ranks with 126 layers each."""
 
 GRANT_BYTES_PER_S: Final = 32 * 2**20
