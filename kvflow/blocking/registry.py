@@ -9,7 +9,6 @@ from anyio.from_thread import BlockingPortal
 from kvflow import directory
 from kvflow.aio.loop_thread import LoopThread
 from kvflow.errors import LocalProtocolError
-from kvflow.statistics import RegistryStatistics
 from kvflow.trust import Trust
 
 __all__ = ["Registry"]
@@ -71,7 +70,7 @@ class Registry:
             raise LocalProtocolError("registry is not open")
         self._portal.call(self._registry.reload_trust, trust)
 
-    def statistics(self) -> RegistryStatistics:
+    def statistics(self) -> directory.RegistryStatistics:
         """Say what is registered now, and count what was ignored. Waits for the event loop.
 
         Raises:
