@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from kvflow.observe.times import Duration, StageTimes
 
-__all__ = ["RankStatistics", "RegistryStatistics", "StagingStatistics"]
+__all__ = ["RankStatistics", "StagingStatistics"]
 
 
 class StagingStatistics(NamedTuple):
@@ -68,17 +68,3 @@ class RankStatistics(NamedTuple):
     times: StageTimes
     loop_lag: Duration
     staging: StagingStatistics
-
-
-class RegistryStatistics(NamedTuple):
-    """Counts of a registry at one moment.
-
-    Attributes:
-        ranks: That are registered.
-        waiting_lookups: Lookups that wait for an instance to be complete.
-        anomalies: Ignored messages, by kind.
-    """
-
-    ranks: int
-    waiting_lookups: int
-    anomalies: dict[str, int]

@@ -9,7 +9,6 @@ from anyio.from_thread import BlockingPortal
 from kvflow import directory
 from kvflow.aio.loop_thread import LoopThread
 from kvflow.errors import LocalProtocolError
-from kvflow.statistics import RegistryStatistics
 from kvflow.trust import Trust
 
 __all__ = ["Registry"]
@@ -72,8 +71,8 @@ class Registry:
             raise LocalProtocolError("registry is not open")
         self._portal.call(self._registry.reload_trust, trust)
 
-    def statistics(self) -> RegistryStatistics:
-        """Return what is registered now, and count what was ignored. Waits for the event loop.
+    def statistics(self) -> directory.RegistryStatistics:
+        """Return the number of registered ranks and of ignored messages. Waits for the event loop.
 
         Raises:
             LocalProtocolError: The registry is not open.

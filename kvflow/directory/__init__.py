@@ -2,7 +2,7 @@
 
 from kvflow.directory.client import RegistryClient
 from kvflow.directory.lookups import Directories
-from kvflow.directory.server import Registry
+from kvflow.directory.server import Registry, RegistryStatistics
 from kvflow.directory.service import DIRECTORY_KINDS, DirectoryMessage, DirectoryService
 
 __all__ = [
@@ -12,4 +12,5 @@ __all__ = [
     "DirectoryService",
     "Registry",
     "RegistryClient",
+    "RegistryStatistics",
 ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import anyio.lowlevel
 
@@ -13,15 +13,28 @@ from kvflow.keys import renewed_trust
 from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Listener, Ports
-from kvflow.statistics import RegistryStatistics
 from kvflow.system import system_ports
 from kvflow.trust import PLAIN, Trust, short
 from kvflow.wire.codec import Reader
 from kvflow.wire.refusals import Refusals
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "RegistryStatistics"]
 
 REQUESTS: Final[Reader[DirectoryMessage]] = Reader(DirectoryMessage)
+
+
+class RegistryStatistics(NamedTuple):
+    """Counts of a registry at one moment.
+
+    Attributes:
+        ranks: That are registered.
+        waiting_lookups: Lookups that wait for an instance to be complete.
+        anomalies: Ignored messages, by kind.
+    """
+
+    ranks: int
+    waiting_lookups: int
+    anomalies: dict[str, int]
 
 
 class Registry:

@@ -82,7 +82,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "observation": {
         "kvflow.RankStatistics": (),
         "kvflow.statistics.StagingStatistics": (),
-        "kvflow.statistics.RegistryStatistics": (),
+        "kvflow.directory.RegistryStatistics": (),
         "kvflow.observe.times.StageTimes": (),
         "kvflow.configure_logging": (),
         "kvflow.known_backends": (),
