@@ -24,12 +24,12 @@ REQUESTS: Final[Reader[DirectoryMessage]] = Reader(DirectoryMessage)
 
 
 class RegistryStatistics(NamedTuple):
-    """Counts of a registry at one moment.
+    """Counters of a registry.
 
     Attributes:
-        ranks: That are registered.
-        waiting_lookups: Lookups that wait for an instance to be complete.
-        anomalies: Ignored messages, by kind.
+        ranks: Number of registered ranks.
+        waiting_lookups: Number of lookups that wait for an instance to be complete.
+        anomalies: Number of ignored messages, by kind.
     """
 
     ranks: int
