@@ -22,7 +22,7 @@ import numpy as np
 from kvflow.aio.alarm import Alarm
 from kvflow.aio.shield import to_the_end
 from kvflow.aio.tasks import OwnedTasks
-from kvflow.aio.turns import Turns
+from kvflow.aio.yielding_queue import YieldingQueue
 from kvflow.backends import create_backend
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import RankEndpoint, SharedBackend
@@ -151,7 +151,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             anomalies=self._anomalies,
         )
         self._reading_context = ReadingContext(self._ports, self._anomalies.count, self._tasks.start)
-        self._arrived: Turns[BackendEvent] = Turns(self._take_backend_event, self._fail, EVENTS_AT_ONCE)
+        self._arrived: YieldingQueue[BackendEvent] = YieldingQueue(self._take_backend_event, self._fail, EVENTS_AT_ONCE)
         self._transfers: dict[RoomId, AnyTransfer] = {}
         self._num_unsettled = 0
         self._settled = anyio.Event()

@@ -42,7 +42,7 @@ def check_label(label: object) -> str | None:
     raise LocalProtocolError(f"label must be a string of at most {MAX_LABEL} characters", label=label)
 
 
-class Home(Protocol):
+class TransferOwner(Protocol):
     """What a transfer needs from its rank."""
 
     def check_loop(self) -> None:
@@ -87,7 +87,7 @@ class Transfer(abc.ABC):
         "room",
     )
 
-    def __init__(self, home: Home, room: RoomId, label: str | None = None) -> None:
+    def __init__(self, home: TransferOwner, room: RoomId, label: str | None = None) -> None:
         self.room = check_room(room)
         self.label = check_label(label)
         self.outcome = Outcome.PENDING

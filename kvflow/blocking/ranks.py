@@ -13,7 +13,7 @@ from kvflow import decode, prefill
 from kvflow.aio.changes import Changes
 from kvflow.aio.doorbell import Doorbell
 from kvflow.aio.loop_thread import LoopThread
-from kvflow.aio.switching import SWITCHING
+from kvflow.aio.switch_interval import SWITCHING
 from kvflow.aio.warm_ups import WarmUps
 from kvflow.backends.base import Backend
 from kvflow.backends.shared import SharedBackend

@@ -31,7 +31,7 @@ from kvflow.ports import OnKindRefused, OnRefused, ignore_kind_refused, ignore_r
 from kvflow.trust import ANY, PLAIN, PRINCIPAL_DIGITS, ClientKeys, Trust
 from kvflow.wire.backlog import Backlog
 from kvflow.wire.codec import MAX_REQUEST_BYTES
-from kvflow.wire.curve import Doorman, be_server
+from kvflow.wire.curve import ZapAuthenticator, be_server
 from kvflow.wire.dialer import ZmqConnection
 from kvflow.wire.hosts import host_towards
 from kvflow.wire.intake import Intake, fd_of
@@ -156,15 +156,15 @@ class ZmqListener:
         self._on_refused = on_refused
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
-        self._doorman: Doorman | None = None
+        self._authenticator: ZapAuthenticator | None = None
         self._port = port
         try:
             if not trust.is_plain:
-                self._doorman = Doorman(trust, partial(on_refused, "key_refused"))
+                self._authenticator = ZapAuthenticator(trust, partial(on_refused, "key_refused"))
             self._open()
         except zmq.ZMQError as error:
-            if self._doorman is not None:
-                self._doorman.close()
+            if self._authenticator is not None:
+                self._authenticator.close()
             os.close(self._fd)
             os.close(self._port_fd)
             raise ConfigError("address cannot be bound", bind=bind, detail=str(error)) from error
@@ -176,7 +176,7 @@ class ZmqListener:
         Raises:
             zmq.ZMQError: It cannot; nothing is left open but the descriptors of the port.
         """
-        context = None if self._doorman is None else self._doorman.context
+        context = None if self._authenticator is None else self._authenticator.context
         with ExitStack() as stack:
             self._socket = sockets.make(zmq.ROUTER, context)
             stack.callback(self._socket.close, 0)
@@ -185,7 +185,7 @@ class ZmqListener:
             self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
             self._socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-            if self._doorman is not None:
+            if self._authenticator is not None:
                 be_server(self._socket, self._trust)
             self._events = Inbox(sockets.make_monitor(self._socket, EVENTS, context), self._take_event)
             stack.callback(self._events.close, 0)
@@ -194,7 +194,7 @@ class ZmqListener:
             self._socket.bind(self._address)
             stack.pop_all()
         ports.add(self._fd)
-        tcp = Tcp(self._socket, self._port, is_encrypted=self._doorman is not None)
+        tcp = Tcp(self._socket, self._port, is_encrypted=self._authenticator is not None)
         self._intake = Intake(self._socket, tcp, self._on_refused, self._events.take_all)
         self._backlog = Backlog(tcp, self._intake.cut)
         self._routes = Routes()
@@ -226,7 +226,7 @@ class ZmqListener:
 
     def names_of(self, connection: bytes) -> tuple[str, ...]:
         """Return the instances that the other end of a connection may speak for, as the port says."""
-        return (ANY,) if self._doorman is None else self._trust.names_of(connection[:PRINCIPAL_DIGITS].decode())
+        return (ANY,) if self._authenticator is None else self._trust.names_of(connection[:PRINCIPAL_DIGITS].decode())
 
     def renew(self, trust: Trust) -> None:
         """Go by other keys from now on, as the port says.
@@ -234,12 +234,12 @@ class ZmqListener:
         Raises:
             ConfigError: Keys cannot be given up, or asked for, while it is open.
         """
-        if self._doorman is None or trust.is_plain:
+        if self._authenticator is None or trust.is_plain:
             if trust.is_plain is not self._trust.is_plain:
                 raise ConfigError("listener cannot switch between plain transport and keys while it is open")
             return
         is_same = trust.keeps(self._trust)
-        self._trust = self._doorman.trust = trust
+        self._trust = self._authenticator.trust = trust
         if not is_same and not self._is_closed:
             self._loop.call_soon(self._open_anew)  # what is sent until then still leaves
 
@@ -266,7 +266,7 @@ class ZmqListener:
         self._sender = frames[0]
         routing_id, *parts = [frame.bytes for frame in frames]
         name = name_in(frames[0]) or routing_id
-        if self._doorman is not None:
+        if self._authenticator is not None:
             name = self._trust.principal(str(frames[0].get("User-Id"))).encode() + name
         fd = fd_of(frames[0])
         if fd is not None and self._intake.is_watched(fd):
@@ -278,8 +278,8 @@ class ZmqListener:
         try:
             self._on_message(frames[0], frames[1:])
         except RemoteProtocolError as error:
-            if self._doorman is not None:
-                self._doorman.keep_out(str(sender.get("User-Id")))
+            if self._authenticator is not None:
+                self._authenticator.keep_out(str(sender.get("User-Id")))
             fd = fd_of(sender)
             if fd is not None:
                 self._intake.cut(fd, str(error))
@@ -290,7 +290,7 @@ class ZmqListener:
             self._intake.watch(fd)
             self._backlog.watch(fd)
             return
-        is_refusal = self._doorman is not None and self._intake.is_unheard(fd)
+        is_refusal = self._authenticator is not None and self._intake.is_unheard(fd)
         self._intake.forget(fd)
         self._backlog.forget(fd)
         self._routes.forget(fd)
@@ -308,8 +308,8 @@ class ZmqListener:
             return
         self._is_closed = True
         self._close_socket()
-        if self._doorman is not None:
-            self._doorman.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         if not keep_port:
             ports.close(self._port_fd)
 

@@ -19,7 +19,7 @@ from kvflow.errors import ConfigError
 from kvflow.trust import Trust, short
 from kvflow.wire.sockets import NOBLOCK, Context, Frames, Inbox, ZmqSocket, new_context, sockets
 
-__all__ = ["Doorman", "be_client", "be_server", "new_keys", "public_key_of"]
+__all__ = ["ZapAuthenticator", "be_client", "be_server", "new_keys", "public_key_of"]
 
 IDENTITY: Final = b"\x08Identity"
 """A property of ZMTP's handshake. In the answer to libzmq's question it replaces the one that the client has given."""
@@ -96,7 +96,7 @@ class _Contexts:
 _contexts: Final = _Contexts()
 
 
-class Doorman:
+class ZapAuthenticator:
     """Answers libzmq's question who may connect to a listener, on the event loop, and numbers the connections.
 
     A client may give a routing id of its own to the socket, such as one that is taken, for which libzmq is not made

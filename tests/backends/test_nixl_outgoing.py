@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvflow.backends.nixl.outgoing import QUIET_S, RETRY_S, InUse, LeftOpen, OutgoingSockets
+from kvflow.backends.nixl.outgoing import QUIET_S, RETRY_S, InUse, OutgoingSockets, StaleConnections
 
 pytestmark = pytest.mark.skipif(not hasattr(select, "epoll"), reason="needs Linux")
 
@@ -104,9 +104,9 @@ def test_a_descriptor_that_is_another_ones_by_now_is_not_touched(library: Librar
     assert not is_shut_down(kept)
 
 
-def left(library: Library, found: socket.socket, **changes: bool) -> tuple[LeftOpen, int]:
+def left(library: Library, found: socket.socket, **changes: bool) -> tuple[StaleConnections, int]:
     inode = library.watch(found)
-    left_open = LeftOpen()
+    left_open = StaleConnections()
     options = {"is_written": False} | changes
     left_open.add("peer", library.sockets, library.sockets.now(), shut_from=10.0, **options)
     return left_open, inode
@@ -170,7 +170,7 @@ def test_what_a_peer_has_left_is_shut_down_before_it_is_added_anew(library: Libr
 
 def test_where_nothing_is_seen_nothing_is_left() -> None:
     sockets = OutgoingSockets([])
-    left_open = LeftOpen()
+    left_open = StaleConnections()
     left_open.add("peer", sockets, sockets.now(), shut_from=0.0, is_written=False)
     assert not left_open.peers
     assert not left_open.is_due(1e9)

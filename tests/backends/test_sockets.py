@@ -10,12 +10,12 @@ from typing import ClassVar
 import anyio
 import pytest
 
-from kvflow.backends import dryness, sockets
+from kvflow.backends import socket_drain, sockets
 from kvflow.backends.base import Backend
-from kvflow.backends.dryness import Dryness
 from kvflow.backends.memory import MemoryBackend
 from kvflow.backends.mooncake import MooncakeBackend
 from kvflow.backends.nixl import NixlBackend
+from kvflow.backends.socket_drain import SocketDrainCheck
 from kvflow.backends.sockets import Connections
 from kvflow.wire.hosts import is_own_address
 from tests.backends.endpoints import open_backend
@@ -240,9 +240,9 @@ class Looks:
 
 async def test_one_look_at_the_connections_answers_everybody_who_has_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank whose peers never close their connections does not look more often with each of them that dies."""
-    monkeypatch.setattr(dryness, "Connections", Looks)
+    monkeypatch.setattr(socket_drain, "Connections", Looks)
     monkeypatch.setattr(Looks, "made", [])
-    dry, answers = Dryness(), list[int]()
+    dry, answers = SocketDrainCheck(), list[int]()
 
     async def ask(number: int) -> None:
         await dry.wait()
@@ -261,9 +261,9 @@ async def test_one_look_at_the_connections_answers_everybody_who_has_asked(monke
 
 
 async def test_somebody_who_gives_up_waiting_leaves_it_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dryness, "Connections", Looks)
+    monkeypatch.setattr(socket_drain, "Connections", Looks)
     monkeypatch.setattr(Looks, "made", [])
-    dry = Dryness()
+    dry = SocketDrainCheck()
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(dry.wait)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvflow.backends.nixl.posts import Outbox, Write
+from kvflow.backends.nixl.posts import PostQueue, Write
 from kvflow.geometry import Blocks
 from tests.support.instances import deploy
 
@@ -13,13 +13,13 @@ pytestmark = pytest.mark.anyio
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """What kind of moves has been posted, in order."""
     kinds: list[type] = []
-    put = Outbox.put
+    put = PostQueue.put
 
-    def record(self: Outbox, write: Write) -> None:
+    def record(self: PostQueue, write: Write) -> None:
         kinds.append(type(write.moves))
         put(self, write)
 
-    monkeypatch.setattr(Outbox, "put", record)
+    monkeypatch.setattr(PostQueue, "put", record)
     return kinds
 
 

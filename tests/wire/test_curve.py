@@ -111,8 +111,8 @@ async def test_nobody_to_answer_is_listed() -> None:
 async def test_listener_without_its_handler_lets_nobody_in() -> None:
     ends = Ends()
     with closing(Server(trust=ends.server)) as server:
-        assert server.listener._doorman is not None
-        server.listener._doorman.close()
+        assert server.listener._authenticator is not None
+        server.listener._authenticator.close()
         with closing(Client(server.endpoint, ends.keys)) as client:
             assert not await is_heard(server, client, 1.0)
 
@@ -205,11 +205,11 @@ async def test_lists_that_change_while_a_name_is_looked_up() -> None:
 async def test_contexts_are_used_again() -> None:
     ends = Ends()
     with closing(Server(trust=ends.server)) as first:
-        assert first.listener._doorman is not None
-        context = first.listener._doorman.context
+        assert first.listener._authenticator is not None
+        context = first.listener._authenticator.context
     with closing(Server(trust=ends.server)) as second, closing(Client(second.endpoint, ends.keys)) as client:
-        assert second.listener._doorman is not None
-        assert second.listener._doorman.context is context
+        assert second.listener._authenticator is not None
+        assert second.listener._authenticator.context is context
         await meet(second, client)
 
 

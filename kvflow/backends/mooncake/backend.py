@@ -38,7 +38,6 @@ from typing_extensions import override
 
 from kvflow.backends.base import Capabilities
 from kvflow.backends.delivery import Delivery
-from kvflow.backends.dryness import Dryness
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.backends.mooncake.address import CELL_BYTES, INCARNATION_BYTES, EndpointAddress
 from kvflow.backends.mooncake.agent import Agent
@@ -54,6 +53,7 @@ from kvflow.backends.mooncake.library import (
     shortest_timeout_s,
 )
 from kvflow.backends.owner import ConnectedPeer, OwnerBackend, PollIntervals
+from kvflow.backends.socket_drain import SocketDrainCheck
 from kvflow.backends.threads import run_in_thread
 from kvflow.errors import BackendError, ConfigError
 from kvflow.geometry.plan import Descriptors
@@ -144,7 +144,7 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         self._is_host_given = host is not None
         self._settings = EngineSettings(host or LOCAL_HOST, protocol, tuple(devices), metadata_server)
         self._environment = environment
-        self._dryness = Dryness()
+        self._socket_drain = SocketDrainCheck()
         self._window = window
         self._connect_timeout_s = connect_timeout_s
         self._connecting = anyio.CapacityLimiter(CONNECTS_AT_ONCE)
@@ -190,7 +190,7 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         if self._settings.protocol != "tcp" or not is_on_host:
             return False
         try:
-            await self._dryness.wait()
+            await self._socket_drain.wait()
         except OSError as error:
             get_logger(backend=self.name).warning("mooncake_connections_unknown", detail=str(error))
             return False

@@ -31,8 +31,8 @@ from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.nixl.library import error_text, load
 from kvflow.backends.nixl.native import NativeAgents
 from kvflow.backends.nixl.notices import pack_notices, unpack_notices
-from kvflow.backends.nixl.outgoing import ANSWER_S, Address, InUse, LeftOpen, OutgoingSockets
-from kvflow.backends.nixl.posts import Connection, Outbox, Post, PreparedLists, Write, joined
+from kvflow.backends.nixl.outgoing import ANSWER_S, Address, InUse, OutgoingSockets, StaleConnections
+from kvflow.backends.nixl.posts import Connection, Post, PostQueue, PreparedLists, Write, joined
 from kvflow.errors import BackendError, RemoteProtocolError
 from kvflow.geometry.blocks import Blocks
 from kvflow.geometry.layout import MemoryKind
@@ -98,7 +98,7 @@ class NixlAgent:
         self._kept: dict[str, None] = {}
         self._num_posts = 0
         self._is_watching = False
-        self._left_open = LeftOpen()
+        self._left_open = StaleConnections()
         self._agents = NativeAgents(api, name, plugin, plugin_options)
 
     @property
@@ -151,7 +151,7 @@ class NixlAgent:
         self._disconnecting[peer] = None
         self._finish_disconnecting()
 
-    def post_next(self, outbox: Outbox) -> None:
+    def post_next(self, outbox: PostQueue) -> None:
         """Begin the next writes of an outbox, if any wait; events report what becomes of them."""
         writes = outbox.take()
         if not writes:  # they were joined with an earlier one
@@ -161,7 +161,7 @@ class NixlAgent:
         if post is not None:
             self._follow(post, post.connection.agent.transfer)
 
-    def post_now(self, outbox: Outbox) -> None:
+    def post_now(self, outbox: PostQueue) -> None:
         """Begin the next writes of an outbox on the event loop, and deliver what has become of them by then."""
         self.post_next(outbox)
         self.poll()
@@ -174,7 +174,7 @@ class NixlAgent:
         connection = self._connections.get(peer)
         return connection is not None and connection.is_used
 
-    def _prepare(self, outbox: Outbox, writes: Sequence[Write]) -> Post | None:
+    def _prepare(self, outbox: PostQueue, writes: Sequence[Write]) -> Post | None:
         connection = self._connections.get(outbox.peer)
         if connection is None or connection.has_failed:
             error = "the connection to the peer has failed; it must be connected anew"

@@ -31,14 +31,14 @@ from typing_extensions import override
 
 from kvflow.backends.base import Capabilities, OnBroken, OnEvents
 from kvflow.backends.delivery import Delivery
-from kvflow.backends.dryness import Dryness
 from kvflow.backends.metadata import PeerMetadata
 from kvflow.backends.nixl.agent import NixlAgent
 from kvflow.backends.nixl.arrivals import Arrivals
 from kvflow.backends.nixl.library import ENGINE_CONFIG
 from kvflow.backends.nixl.paths import can_be_seen, may_use_rdma
-from kvflow.backends.nixl.posts import Outbox, Write
+from kvflow.backends.nixl.posts import PostQueue, Write
 from kvflow.backends.owner import ConnectedPeer, OwnerBackend, PollIntervals
+from kvflow.backends.socket_drain import SocketDrainCheck
 from kvflow.backends.sockets import kernel_domain
 from kvflow.errors import BackendError
 from kvflow.geometry.blocks import BlockLists, Blocks, run_extents
@@ -62,7 +62,7 @@ class _Peer(ConnectedPeer):
         kinds: Of memory that they are in, here and at the peer.
     """
 
-    outbox: Outbox
+    outbox: PostQueue
     lists: BlockLists | None = None
     kinds: tuple[MemoryKind, MemoryKind] = ("DRAM", "DRAM")
 
@@ -117,7 +117,7 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
         self._arrivals: Arrivals | None = None
         self._inline_bytes = inline_bytes
         self._inline_from = 0.0
-        self._dryness = Dryness(of_domain=True)
+        self._socket_drain = SocketDrainCheck(of_domain=True)
         self._plugin = plugin
         self._plugin_options = dict({"engine_config": ENGINE_CONFIG} if plugin == "UCX" else {})
         self._plugin_options.update(plugin_options or {})
@@ -149,7 +149,7 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
     @override
     async def _connect(self, peer: str, theirs: PeerMetadata) -> _Peer:
         await self._call(lambda agent: agent.connect(peer, theirs.agent))
-        return _Peer(peer, theirs.memory, Outbox(peer))
+        return _Peer(peer, theirs.memory, PostQueue(peer))
 
     @override
     def _post(self, post_id: int, peer: _Peer, descriptors: Descriptors, notice: bytes) -> None:
@@ -166,7 +166,7 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
             to.lists = blocks.lists
         self._submit(to.outbox, Write(post_id, blocks, to.kinds, notice))
 
-    def _submit(self, outbox: Outbox, write: Write) -> None:
+    def _submit(self, outbox: PostQueue, write: Write) -> None:
         owner, agent = self._running()
         outbox.put(write)
         began = monotonic()
@@ -209,7 +209,7 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
         if not domain or domain != self.domain():
             return False
         try:
-            await self._dryness.wait()
+            await self._socket_drain.wait()
             await self._call(lambda agent: agent.poll())  # what was read by now is in its place after this
         except (OSError, BackendError) as error:
             get_logger(backend=self.name).warning("nixl_connections_unknown", detail=str(error))

@@ -29,7 +29,7 @@ from typing import Final
 
 from kvflow.backends.sockets import listening_ports, remote_ends
 
-__all__ = ["ANSWER_S", "Address", "InUse", "LeftOpen", "OutgoingSockets"]
+__all__ = ["ANSWER_S", "Address", "InUse", "OutgoingSockets", "StaleConnections"]
 
 DETAILS: Final = Path("/proc/self/fdinfo")
 WATCHED: Final = re.compile(r"^tfd:\s*([0-9]+) .*\bino:([0-9a-f]+)", re.MULTILINE)
@@ -164,7 +164,7 @@ class _Left:
         return True
 
 
-class LeftOpen:
+class StaleConnections:
     """Connections to peers that were removed, until they are closed.
 
     Attributes:

@@ -17,7 +17,7 @@ from kvflow.geometry.blocks import BlockLists, Blocks
 from kvflow.geometry.layout import MemoryKind
 from kvflow.geometry.plan import Descriptors
 
-__all__ = ["Connection", "Outbox", "Post", "PreparedLists", "Write", "joined"]
+__all__ = ["Connection", "Post", "PostQueue", "PreparedLists", "Write", "joined"]
 
 MAX_JOINED: Final = 16
 """Most writes that are joined into one."""
@@ -57,7 +57,7 @@ class Write:
         return mine is theirs and self.kinds == other.kinds and max(self.num_bytes, other.num_bytes) <= MAX_SMALL_BYTES
 
 
-class Outbox:
+class PostQueue:
     """Writes that wait to begin, for as long as their peer stays connected. One thread puts in, and one takes out.
 
     Args:

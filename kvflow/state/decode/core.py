@@ -17,8 +17,8 @@ from kvflow.state.decode.peers import PeerForgotten, PingDue, PrefillPeers, Prob
 from kvflow.state.decode.room import ReceiveContext, Room
 from kvflow.state.decode.rooms import Rooms
 from kvflow.state.decode.windows import StagingWindows
+from kvflow.state.drain import DrainState
 from kvflow.state.effects import CountAnomaly, DecodeEffect, WatchNotices
-from kvflow.state.leaving import Leaving
 from kvflow.state.peers import LeaseCheck, is_genuine, log_loss
 from kvflow.state.quarantine import Awaited, MissingProof, Quarantine
 from kvflow.state.settings import DecodeSettings
@@ -63,7 +63,7 @@ class DecodeCore:
         context = ReceiveContext(me, settings.timeouts.progress_s, self.peers.probe, self._decline, self._reconnect)
         self.rooms = Rooms(context, settings, self.timers, self.quarantine)
         self.instances = Instances(me, settings, self.peers, self.rooms, self.timers)
-        self._leaving = Leaving()
+        self._leaving = DrainState()
         self._is_watching = False
 
     def handle(self, event: ev.DecodeEvent, now: float) -> list[DecodeEffect]:

@@ -13,6 +13,7 @@ from kvflow.errors import FailureReason, LocalProtocolError, Stage
 from kvflow.geometry.pack import is_head_major
 from kvflow.room import RoomId
 from kvflow.state import events as ev
+from kvflow.state.drain import DrainState
 from kvflow.state.effects import (
     AdmitChunks,
     CheckHello,
@@ -26,7 +27,6 @@ from kvflow.state.effects import (
     PrefillEffect,
     Reply,
 )
-from kvflow.state.leaving import Leaving
 from kvflow.state.peers import LeaseCheck, Peer, is_genuine, log_loss
 from kvflow.state.prefill.delivery import SendContext
 from kvflow.state.prefill.peers import DecodePeer, DecodePeers, Kept, Newcomer
@@ -92,7 +92,7 @@ class PrefillCore:
         self.queue = PieceQueue(settings.limits, settings.timeouts.ageing_s, self.local_slots, self.slots)
         self.rooms = Rooms(SendContext(me, settings, self.peers, self.queue, self.slots), self.timers, self.quarantine)
         self._settings = settings
-        self._leaving = Leaving()
+        self._leaving = DrainState()
         self._continues = False
         self._slow_plans: dict[tuple[ev.DeliveryId, int], None] = {}
 

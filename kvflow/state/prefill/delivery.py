@@ -28,7 +28,7 @@ from kvflow.state.settings import PrefillSettings
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
 from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, PeerId
 
-__all__ = ["Delivery", "DeliveryWait", "SendContext", "Standing", "standing_of"]
+__all__ = ["Delivery", "DeliveryStatus", "DeliveryWait", "SendContext", "standing_of"]
 
 
 class SendContext(NamedTuple):
@@ -77,7 +77,7 @@ class DeliveryWait(NamedTuple):
     answer: bool = False
 
 
-class Standing(NamedTuple):
+class DeliveryStatus(NamedTuple):
     """How a delivery counts for its room.
 
     Attributes:
@@ -91,9 +91,9 @@ class Standing(NamedTuple):
     is_quarantined: bool = False
 
 
-def standing_of(state: TransferState) -> Standing:
+def standing_of(state: TransferState) -> DeliveryStatus:
     """Return how a delivery counts for its room."""
-    return Standing(state.outcome is Outcome.SUCCESS, state.is_safe, state.memory is Memory.QUARANTINED)
+    return DeliveryStatus(state.outcome is Outcome.SUCCESS, state.is_safe, state.memory is Memory.QUARANTINED)
 
 
 class _Unposted(NamedTuple):
@@ -137,7 +137,7 @@ class Delivery:
         self.state = TransferState()
         self.failure: Failure | None = None
         self.num_retransmits = 0
-        self.standing = Standing()
+        self.standing = DeliveryStatus()
         self.waits = DeliveryWait()
         self._context = context
         self._link = link

@@ -10,14 +10,14 @@ from kvflow.backends.sockets import Connections
 from kvflow.backends.threads import run_in_thread
 from kvflow.errors import BackendError
 
-__all__ = ["Dryness"]
+__all__ = ["SocketDrainCheck"]
 
 LOOK_S: Final = 2e-3
 MAX_LOOK_S: Final = 1.0
 """Between two looks at the connections, in seconds: twice as long each time. The kernel sends no event."""
 
 
-class Dryness:
+class SocketDrainCheck:
     """Looks at the connections to this process for everybody who waits.
 
     Whoever asks has all connections looked at anew. That answers those who asked before as well: what is dry of the

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvflow.aio.switching import Switching
+from kvflow.aio.switch_interval import SwitchInterval
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def _interval() -> Iterator[None]:
 
 
 def test_the_shortest_need_counts_and_the_former_interval_comes_back() -> None:
-    switching = Switching()
+    switching = SwitchInterval()
     switching.shorten(1e-3)
     switching.shorten(1e-4)
     switching.shorten(1e-4)
@@ -31,7 +31,7 @@ def test_the_shortest_need_counts_and_the_former_interval_comes_back() -> None:
 
 
 def test_a_shorter_interval_stays() -> None:
-    switching = Switching()
+    switching = SwitchInterval()
     sys.setswitchinterval(1.01e-5)  # Python rounds down
     switching.shorten(1e-3)
     assert sys.getswitchinterval() == pytest.approx(1e-5)
@@ -40,7 +40,7 @@ def test_a_shorter_interval_stays() -> None:
 
 
 def test_an_interval_that_somebody_sets_meanwhile_stays() -> None:
-    switching = Switching()
+    switching = SwitchInterval()
     switching.shorten(1e-3)
     sys.setswitchinterval(1e-2)
     switching.restore(1e-3)

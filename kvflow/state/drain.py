@@ -4,10 +4,10 @@ from kvflow.errors import LocalProtocolError, RankDraining
 from kvflow.room import RoomId
 from kvflow.wire.messages import Failure
 
-__all__ = ["Leaving"]
+__all__ = ["DrainState"]
 
 
-class Leaving:
+class DrainState:
     """How far a rank is on its way out.
 
     Attributes:

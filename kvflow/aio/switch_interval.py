@@ -8,14 +8,14 @@ import sys
 import threading
 from typing import Final
 
-__all__ = ["SWITCHING", "Switching"]
+__all__ = ["SWITCHING", "SwitchInterval"]
 
 
 ROUNDING_S: Final = 1e-7
 """Python keeps whole microseconds, rounded down."""
 
 
-class Switching:
+class SwitchInterval:
     """Shortens the switch interval of the process for as long as somebody needs it, and then puts it back.
 
     An interval that is shorter already stays as it is, and so does one that somebody else sets meanwhile.
@@ -54,5 +54,5 @@ class Switching:
         self._ours = sys.getswitchinterval()
 
 
-SWITCHING: Final = Switching()
+SWITCHING: Final = SwitchInterval()
 """That of this process."""

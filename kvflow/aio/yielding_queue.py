@@ -5,12 +5,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-__all__ = ["Turns"]
+__all__ = ["YieldingQueue"]
 
 Item = TypeVar("Item")
 
 
-class Turns(Generic[Item]):
+class YieldingQueue(Generic[Item]):
     """Takes items in the order in which they arrive, a few in each turn of the event loop.
 
     Args:
