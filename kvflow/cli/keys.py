@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from kvflow.cli.options import HelpFormatter
+from kvflow.cli.options import HelpFormatter, sentence
 
 __all__ = ["add_arguments", "prepare"]
 
@@ -11,16 +11,16 @@ __all__ = ["add_arguments", "prepare"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the actions."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    new = commands.add_parser("new", help="create a key pair, and print its public key", formatter_class=HelpFormatter)
+    text = "create a key pair, and print its public key"
+    new = commands.add_parser("new", help=text, description=sentence(text), formatter_class=HelpFormatter)
     new.add_argument("directory", metavar="DIRECTORY", help="key directory; created if it does not exist")
     new.add_argument(
         "--capability",
         action="store_true",
         help="create only a capability key, which routers and prefill ranks share",
     )
-    trust = commands.add_parser(
-        "trust", help="add another process's public key to the list", formatter_class=HelpFormatter
-    )
+    text = "add another process's public key to the list"
+    trust = commands.add_parser("trust", help=text, description=sentence(text), formatter_class=HelpFormatter)
     trust.add_argument("directory", metavar="DIRECTORY", help="key directory of the process that is to trust it")
     trust.add_argument("key", metavar="PUBLIC-KEY", help="as printed by `kvflow keys new`")
     whose = trust.add_mutually_exclusive_group(required=True)
@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the instance it belongs to; `NAME*` matches every name that begins with NAME",
     )
     whose.add_argument("--registry", action="store_true", help="the key belongs to the registry")
-    show = commands.add_parser("show", help="print the public key, and the trusted keys", formatter_class=HelpFormatter)
+    text = "print the public key, and the trusted keys"
+    show = commands.add_parser("show", help=text, description=sentence(text), formatter_class=HelpFormatter)
     show.add_argument("directory", metavar="DIRECTORY", help="key directory")
 
 

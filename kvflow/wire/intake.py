@@ -58,7 +58,7 @@ class Intake:
         zmq_socket: A DEALER with one connection, or a ROUTER.
         tcp: Looks at its connections.
         on_refused: Told of each connection that is broken, and of each message that is dropped: which, and why.
-        take_news: Called if a message came over a connection that is not watched: perhaps it is a new one.
+        take_news: Called before a message is taken, to handle what has happened to connections before it was sent.
     """
 
     def __init__(
@@ -112,8 +112,7 @@ class Intake:
             self._is_in_rest = frame.more
             self._on_refused("message_rejected", "it was sent with ZMTP 2 or older")
             return []
-        if fd not in self._taken:
-            self._take_news()
+        self._take_news()  # the descriptor may be that of another connection by now
         frames = [frame]
         is_broken = fd in self._broken
         while frames[-1].more:

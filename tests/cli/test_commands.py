@@ -92,7 +92,7 @@ def test_help_shows_defaults_where_there_are_some(command: str, capsys: pytest.C
     assert ("(default: " in shown) == (command != "replay")
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "bench transfer", "keys new", "keys show"])
+@pytest.mark.parametrize("command", [*COMMANDS, "bench transfer", "keys new", "keys trust", "keys show"])
 def test_help_begins_with_a_sentence(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     _usage, description, *_ = help_of(command, capsys).split("\n\n")
     assert re.fullmatch(r"[A-Z].*\.", description, re.DOTALL)

@@ -92,7 +92,7 @@ def test_pages_of_an_unknown_order_go_to_as_many_ranks() -> None:
         describe(kv_args(2, 4), WHOLE._replace(tp_size=2, tp_rank=rank, has_unknown_order=True)) for rank in range(2)
     ]
     assert {route.engine_rank for route in routes(two, two[1], rank=1) for _ in route.slices} == {1}
-    with pytest.raises(RouteError, match="no prefill rank holds"):
+    with pytest.raises(RouteError, match="no prefill rank has this part of the cache"):
         routes(two, describe(kv_args(2), WHOLE._replace(has_unknown_order=True)))
 
 
