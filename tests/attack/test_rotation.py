@@ -180,7 +180,7 @@ async def test_capabilities_are_not_switched_off_by_a_file_that_is_being_replace
                 deployment.prefill[0].reload_trust()
             failure = await outcome(request.receive)
             assert failure is not None
-            assert failure.detail.endswith("a capability is needed")
+            assert failure.detail.endswith("a capability is required")
             tasks.cancel_scope.cancel()
 
 
