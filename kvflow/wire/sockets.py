@@ -56,6 +56,8 @@ RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 500
 
 RAND_STATE_BYTES: Final = 128
+_RAND_STATE: Final = ctypes.create_string_buffer(RAND_STATE_BYTES)
+"""Never freed: when two threads make sockets at the same time, `rand` may be left using it."""
 
 LINGER_MS: Final = 500
 """How long the last messages may take to leave after a socket was closed."""
@@ -79,15 +81,14 @@ def new_context() -> Context:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Let C's `rand` be unpredictable meanwhile, and go on as before afterwards.
+    """Make C's `rand` unpredictable meanwhile, and continue its own sequence afterwards.
 
-    libzmq 4.3.5 numbers the connections of a ROUTER from what it gives, and seeds it never. It ends the process when
-    it comes to a number that a peer has chosen for itself (docs/decisions/0051).
+    libzmq 4.3.5 numbers the connections of a ROUTER with `rand`, which it never seeds. It aborts the process when it
+    comes to a number that a peer has chosen for itself (docs/decisions/0051).
     """
     libc = ctypes.CDLL(None)
     libc.initstate.restype = ctypes.c_void_p
-    state = ctypes.create_string_buffer(RAND_STATE_BYTES)
-    before = libc.initstate(secrets.randbits(32), state, ctypes.c_size_t(RAND_STATE_BYTES))
+    before = libc.initstate(secrets.randbits(32), _RAND_STATE, ctypes.c_size_t(RAND_STATE_BYTES))
     try:
         yield
     finally:
