@@ -107,6 +107,10 @@ class Servers(KillableAdapter):
 
 
 def _reason_in(message: str) -> FailureReason:
-    """Read what SGLang tells the client, which names kvflow's reason if it was kvflow's."""
+    """Read what SGLang tells the client, which names kvflow's reason if it was kvflow's.
+
+    A call that comes after the failure raises it, and SGLang passes the text of that on.
+    """
     named = {f"{reason}: ": reason for reason in FailureReason} | SGLANGS_REASONS
+    named |= {f"reason={reason.value!r}": reason for reason in FailureReason}
     return next(reason for words, reason in named.items() if words in message)
