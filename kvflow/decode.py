@@ -410,7 +410,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         return True
 
     def statistics(self) -> RankStatistics:
-        """Return counts at this moment.
+        """Return the current counters.
 
         Raises:
             LocalProtocolError: The rank was not opened yet.

@@ -96,7 +96,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         return None
 
     def kind_of(self, descriptors: Words) -> MemoryKind:
-        """Return of which kind descriptors are that `check` has let pass.
+        """Return the memory kind of descriptors that have passed `check`.
 
         Raises:
             BackendError: There are several kinds, which a transport cannot move with one write.

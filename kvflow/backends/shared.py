@@ -165,7 +165,7 @@ class SharedBackend:
             await self._inner.disconnect(peer)
 
     def begin(self, member: "RankEndpoint", post_id: int) -> int:
-        """Return a post of a rank a number that no other has."""
+        """Give a rank's post a number that no other post has."""
         number = self._num_posts
         self._num_posts += 1
         self._posts[number] = (member, post_id)

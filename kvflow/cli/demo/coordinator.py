@@ -138,7 +138,7 @@ async def _route(options: DemoOptions, prefill: Child, decode: Child) -> DemoRes
 
 
 async def _route_managers(options: DemoOptions, prefill: Child, decode: Child) -> ManagersResult:
-    """Return both sides the request, as a router does: decode gets the ticket that prefill gives."""
+    """Pass a request to both sides, as a router does: decode receives the ticket from prefill."""
     await decode.expect("ready")
     ready = await prefill.expect("ready")
     await prefill.tell("serve")

@@ -135,7 +135,7 @@ class KvflowKVManager(CommonKVManager):
         }
 
     def _share(self, value: Any) -> Any:
-        """Return all ranks of the group what its first one says."""
+        """Broadcast a value from the first rank of the group, and return it on each rank."""
         parallel = get_parallel()
         if self.attn_tp_size > 1:
             value = parallel.attn_tp_group.broadcast_object(value, src=0)

@@ -263,7 +263,7 @@ def _refuse_unserved(parallel: Any, options: Options) -> None:
 
 
 def _share(value: str | None) -> str:
-    """Return all workers of a server what the first one says."""
+    """Broadcast a value from the first worker of a server, and return it in each worker."""
     for group in (get_tp_group(), get_pp_group()):
         if group.world_size > 1:
             value = group.broadcast_object(value, src=0)

@@ -320,7 +320,7 @@ class DecodeCore:
         return [*self.peers.probe(peer), *self.peers.ping(peer, now)]
 
     def _connection_refused(self, peer: PeerId, detail: str, now: float) -> list[DecodeEffect]:
-        """Return a rank up that this one must not talk to, or that does not talk to this one, for their keys."""
+        """Give up a rank that refuses this one, or that this one refuses, because of a key."""
         counted = CountAnomaly("connection_refused", peer, detail=detail)
         if peer not in self.peers:
             return [counted, *self.instances.connection_refused(peer, detail, now)]

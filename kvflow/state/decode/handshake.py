@@ -633,7 +633,7 @@ class Instances:
         return f"only ranks {registered} of {needed} are registered"
 
     def _silent(self, instance: Instance) -> Iterator[str]:
-        """Return of each rank that holds up the rooms of an instance why it does."""
+        """Return why each rank that delays the rooms of an instance does so."""
         for record in instance.records:
             who = f"rank {record.peer.rank} at {record.endpoint}"
             if record.peer in instance.hellos:

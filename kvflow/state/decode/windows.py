@@ -40,7 +40,7 @@ class StagingWindows:
         return list(self._owners)
 
     def assign(self, peer: PeerId) -> StagingWindow | None:
-        """Return an incarnation of a prefill rank its window, or one of those that are left, if there are any."""
+        """Give a prefill incarnation its staging window, or a free one if there is any."""
         if peer not in self._owners:
             if not self._free:
                 return None

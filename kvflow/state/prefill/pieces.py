@@ -136,7 +136,7 @@ def _part(
     *,
     is_end: bool = True,
 ) -> ChunkPart:
-    """Return of a part what is said of its chunk."""
+    """Describe one part of a chunk; only the last part of the last chunk ends the request and has its metadata."""
     is_last = chunk.last and is_end
     return ChunkPart(ranges, ready, is_last, chunk.metadata if is_last else b"", layers)
 

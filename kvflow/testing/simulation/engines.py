@@ -602,7 +602,7 @@ class DecodeWorker(Worker):
         )
 
     def grant(self, one: Receiving, *, is_hasty: bool = False) -> bool:
-        """Return pages to a request that was announced.
+        """Allocate pages for a request that was announced.
 
         Args:
             one: Which.

@@ -135,7 +135,7 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
 
 
 def _own(seed: int, what: str) -> random.Random:
-    """Return chance of its own, so that everything else is drawn as it was without it."""
+    """Return a random generator of its own, so that all other draws stay as they were."""
     return random.Random(f"kvflow {what} {seed}")  # noqa: S311 - chance must be repeatable here
 
 
