@@ -34,7 +34,7 @@ from kvflow.wire.codec import MAX_REQUEST_BYTES
 from kvflow.wire.curve import ZapAuthenticator, be_server
 from kvflow.wire.dialer import ZmqConnection
 from kvflow.wire.hosts import host_towards
-from kvflow.wire.intake import Intake, fd_of
+from kvflow.wire.intake import Intake
 from kvflow.wire.routes import Route, Routes, name_in
 from kvflow.wire.sockets import (
     RECONNECT_MAX_MS,
@@ -268,21 +268,18 @@ class ZmqListener:
         name = name_in(frames[0]) or routing_id
         if self._authenticator is not None:
             name = self._trust.principal(str(frames[0].get("User-Id"))).encode() + name
-        fd = fd_of(frames[0])
-        if fd is not None and self._intake.is_watched(fd):
-            self._routes.note(name, Route(routing_id, fd))
+        if self._intake.is_watched(self._intake.fd):
+            self._routes.note(name, Route(routing_id, self._intake.fd))
         return [name, *parts]
 
     def _deliver(self, frames: Frames) -> None:
-        sender = self._sender
+        sender, fd = self._sender, self._intake.fd
         try:
             self._on_message(frames[0], frames[1:])
         except RemoteProtocolError as error:
             if self._authenticator is not None:
                 self._authenticator.keep_out(str(sender.get("User-Id")))
-            fd = fd_of(sender)
-            if fd is not None:
-                self._intake.cut(fd, str(error))
+            self._intake.cut(fd, str(error))
 
     def _take_event(self, frames: Frames) -> None:
         event, fd = struct.unpack("=Hi", frames[0])

@@ -20,7 +20,7 @@ from kvflow.wire.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from kvflow.wire.sockets import HEARTBEAT_MS, NOBLOCK, SILENCE_MS, ZmqSocket
 from kvflow.wire.tcp import Tcp, is_listener
 
-__all__ = ["MAX_ANSWERS_BYTES", "MAX_WAITING_BYTES", "MAX_WAITING_IN_ALL_BYTES", "Intake", "fd_of"]
+__all__ = ["MAX_ANSWERS_BYTES", "MAX_WAITING_BYTES", "MAX_WAITING_IN_ALL_BYTES", "Intake"]
 
 MAX_WAITING_BYTES: Final = 2 * MAX_REQUEST_BYTES
 """Of one connection to a listener."""
@@ -59,6 +59,9 @@ class Intake:
         tcp: Looks at its connections.
         on_refused: Told of each connection that is broken, and of each message that is dropped: which, and why.
         take_news: Called before a message is taken, to handle what has happened to connections before it was sent.
+
+    Attributes:
+        fd: Descriptor of the connection that the latest message came over.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Intake:
         on_refused: OnKindRefused,
         take_news: Callable[[], None] = lambda: None,
     ) -> None:
+        self.fd = -1
         self._socket = zmq_socket
         self._tcp = tcp
         self._on_refused = on_refused
@@ -107,7 +111,7 @@ class Intake:
         if self._is_in_rest:
             self._is_in_rest = frame.more
             return []
-        fd = fd_of(frame)
+        fd = self._fd_of(frame)
         if fd is None:
             self._is_in_rest = frame.more
             self._on_refused("message_rejected", "it was sent with ZMTP 2 or older")
@@ -123,6 +127,7 @@ class Intake:
                 break
         if is_broken:
             return []
+        self.fd = fd
         if fd in self._taken:
             self._unheard.discard(fd)
             self._taken[fd] += sum(self._tcp.bytes_on_wire(len(part)) for part in frames[self._num_ids :])
@@ -193,10 +198,10 @@ class Intake:
         self._taken[fd] = min(self._taken[fd] + COMMAND_BYTES, received)
         return received - self._taken[fd]
 
-
-def fd_of(frame: zmq.Frame) -> int | None:
-    """Give the descriptor of the connection that a frame came over; None if its ZMTP is so old that nothing says it."""
-    try:
-        return int(frame.get(SRCFD))
-    except zmq.ZMQError:
-        return None
+    @staticmethod
+    def _fd_of(frame: zmq.Frame) -> int | None:
+        """Return the descriptor of the connection that a frame came over; None with ZMTP 2, which does not tell."""
+        try:
+            return int(frame.get(SRCFD))
+        except zmq.ZMQError:
+            return None
