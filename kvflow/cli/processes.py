@@ -8,7 +8,6 @@ the child. It is killed by the kernel if that process dies.
 """
 
 import abc
-import ctypes
 import json
 import os
 import signal
@@ -27,6 +26,7 @@ from anyio.abc import Process, TaskGroup
 from anyio.streams.buffered import BufferedByteReceiveStream
 from typing_extensions import Unpack, override
 
+from kvflow.cli.mortal import end_with_parent
 from kvflow.errors import KvflowError
 
 __all__ = [
@@ -49,8 +49,6 @@ MAX_LINE_BYTES: Final = 2**20
 EXIT_UNUSABLE: Final = 2
 FAILED: Final = "failed"
 """The last report of a child that cannot go on."""
-
-PR_SET_PDEATHSIG: Final = 1
 
 Report = dict[str, Any]
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -323,7 +321,7 @@ def run_child(serve: Callable[[Options, Line], None], options_type: type[Options
     Returns:
         The exit code.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     line = PipeLine()
     try:
         serve(msgspec.json.decode(sys.argv[1], type=options_type), line)

@@ -70,7 +70,7 @@ class Server:
         """Start the process. It is not ready yet."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - the command is ours
-                [sys.executable, "-m", "kvflow.cli.serve.mortal", str(os.getpid()), *self._command],
+                [sys.executable, "-m", "kvflow.cli.mortal", str(os.getpid()), *self._command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
