@@ -274,9 +274,9 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self.line = CapacityLine(self._core.has_capacity, self._core.peers_of)
         self._device_waits = DeviceWaits(self._context)
         self._planning = Planning(self._context, self.layout, backend, self._submit, staging)
-        self._hellos = HelloChecks(self._context, settings, backend, agents, staging, self._listener.names_of)
         self._refusals = Refusals(self._listener.names_of, self._ports.now)
         self._gate = Gate(self._context, self._trust, self._listener.names_of, self._core.peer_at)
+        self._hellos = HelloChecks(self._context, settings, backend, agents, staging, self._gate.principal_of)
         self._reading = OrderedReading(
             REQUESTS, self._reading_context, self._gate.principal_of, self._take, self._reject
         )

@@ -78,7 +78,7 @@ class HelloChecks:
         backend: Connected to each decode rank that fits.
         agents: Of the decode ranks.
         staging: Where packed pieces are gathered; nothing is packed if None.
-        names_of: Gives the instances that the other end of a connection may speak for.
+        principal_of: Returns who is at the other end of a connection.
     """
 
     def __init__(
@@ -88,24 +88,24 @@ class HelloChecks:
         backend: Backend,
         agents: PeerAgents,
         staging: LocalStaging | None,
-        names_of: Callable[[bytes], tuple[str, ...]],
+        principal_of: Callable[[bytes], str],
     ) -> None:
         self._context = context
         self._settings = settings
-        self._names_of = names_of
+        self._principal_of = principal_of
         self._backend = backend
         self._agents = agents
         self._staging = staging
-        self._at_once: dict[tuple[str, ...], anyio.CapacityLimiter] = {}  # of whom lists name, so they are not many
+        self._at_once: dict[str, anyio.CapacityLimiter] = {}  # of whom lists name, so they are not many
         self._disconnecting: dict[str, anyio.Event] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
 
     def start(self, connection: bytes, hello: Hello) -> None:
         """Check a hello; the core hears what came of it."""
-        names = self._names_of(connection)
-        if names not in self._at_once:
-            self._at_once[names] = anyio.CapacityLimiter(HELLOS_AT_ONCE)
-        self._context.start_task(self._check, connection, hello, self._at_once[names])
+        principal = self._principal_of(connection)
+        if principal not in self._at_once:
+            self._at_once[principal] = anyio.CapacityLimiter(HELLOS_AT_ONCE)
+        self._context.start_task(self._check, connection, hello, self._at_once[principal])
 
     def disconnect(self, peer: PeerId) -> None:
         """Release what the transport holds for a peer, unless another one has the same agent."""
