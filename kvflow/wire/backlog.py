@@ -1,8 +1,8 @@
-"""Breaks connections to which more is sent than they take.
+"""Closes connections whose peer does not read what it is sent.
 
-libzmq bounds its queues in messages only, and a message may have 64 MiB. What was sent over each connection is counted
-here, and what has arrived is known to the kernel. It is asked only when too much would wait if nothing had arrived
-since it was asked last.
+libzmq limits its send queues in messages only, and a message may have 64 MiB. This module counts the bytes sent over
+each connection; the kernel knows how many the peer has acknowledged. The kernel is asked only when the limit would be
+exceeded if nothing had been acknowledged since the last time.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from kvflow.wire.tcp import Tcp
 __all__ = ["MAX_UNSENT_BYTES", "MAX_UNSENT_IN_ALL_BYTES", "Backlog"]
 
 MAX_UNSENT_BYTES: Final = MAX_MESSAGE_BYTES
-"""For one connection, besides the message that is sent then."""
+"""Limit for one connection, not counting the message that is about to be sent."""
 
 MAX_UNSENT_IN_ALL_BYTES: Final = 4 * MAX_MESSAGE_BYTES
-"""For all connections of a socket. Once it is too much, those with most are broken until half of it is left, so that
-not all of them are looked at each time."""
+"""Limit for all connections of a socket. When it is exceeded, the connections with the most unsent bytes are closed until
+half of the limit is left, so that not all of them are checked for every message."""
 
 
 class Backlog:
-    """Counts what waits to be sent over each connection of a socket.
+    """Counts the unsent bytes of each connection of a socket.
 
     Args:
         tcp: Looks at the connections.
@@ -37,7 +37,7 @@ class Backlog:
         self._in_all = 0
 
     def admits(self, fd: int) -> bool:
-        """Return whether another message may be sent over a connection; one that does not take them is broken."""
+        """Return whether another message may be sent over a connection. Closes it if its peer does not read."""
         if self._waiting.get(fd, 0) > MAX_UNSENT_BYTES and self._look(fd) > MAX_UNSENT_BYTES:
             self._break(fd)
         if self._in_all > MAX_UNSENT_IN_ALL_BYTES:
@@ -52,17 +52,17 @@ class Backlog:
         self._in_all += num_bytes
 
     def watch(self, fd: int) -> None:
-        """Count for a new connection."""
+        """Start counting for a new connection."""
         self.forget(fd)
         self._sent[fd] = self._waiting[fd] = 0
 
     def forget(self, fd: int) -> None:
-        """Count for it no longer."""
+        """Stop counting for a connection."""
         self._sent.pop(fd, None)
         self._in_all -= self._waiting.pop(fd, 0)
 
     def _look(self, fd: int) -> int:
-        """Give the bytes that wait, as the kernel knows it. What it counts besides messages is no credit for later."""
+        """Ask the kernel, and return the unsent bytes. Acknowledged bytes that are not messages give no credit."""
         acked = self._tcp.acked(fd)
         self._sent[fd] = self._sent[fd] if acked is None else max(self._sent[fd], acked)
         waiting = 0 if acked is None else self._sent[fd] - acked

@@ -1,7 +1,7 @@
 """Who is at the other end of a connection, as far as keys tell.
 
-A *principal* is all who have keys of the same instances. Names of ranks, and of instances that a `*` in a list stands
-for, are made up at will; what is shared out among principals is not had by more of them.
+A *principal* stands for everyone whose keys are listed for the same instances. A peer can make up rank names, and
+instance names that match a `*`, but not principals, so limits are shared among principals.
 """
 
 from kvflow.trust import ANY, is_named
@@ -10,7 +10,7 @@ __all__ = ["principal_of", "speaks_for"]
 
 
 def principal_of(names: tuple[str, ...]) -> str | None:
-    """Give one text for the instances that the other end of a connection may speak for; None where nobody is asked."""
+    """Return a text that identifies a principal, from the names it may use; None without keys."""
     return None if names == (ANY,) else "\n".join(names)
 
 

@@ -1,7 +1,7 @@
-"""Reads messages in their order without holding up the event loop: long ones beside it.
+"""Parses messages in order without blocking the event loop: long ones in a thread.
 
-The interpreter runs one thread at a time, so a long message still takes time from everybody. But it takes turns: one is
-read at a time, and everything else goes on meanwhile.
+Because of the GIL a long message still takes time from everything else. But only one is parsed at a time, and the event
+loop runs in between.
 """
 
 from collections import Counter, deque
