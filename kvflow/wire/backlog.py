@@ -17,8 +17,8 @@ MAX_UNSENT_BYTES: Final = MAX_MESSAGE_BYTES
 """Limit for one connection, not counting the message that is about to be sent."""
 
 MAX_UNSENT_IN_ALL_BYTES: Final = 4 * MAX_MESSAGE_BYTES
-"""Limit for all connections of a socket. When it is exceeded, the connections with the most unsent bytes are closed until
-half of the limit is left, so that not all of them are checked for every message."""
+"""Limit for all connections of a socket. When it is exceeded, the connections with the most unsent bytes are closed
+until half of the limit is left, so that not all of them are checked for every message."""
 
 
 class Backlog:
