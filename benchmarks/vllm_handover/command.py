@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=names,
         default="kvflow,NixlConnector",
         metavar="NAME,...",
-        help="connectors to compare; `none` when idle",
+        help="connectors to compare; `none` when idle, and in the soak",
     )
     parser.add_argument("--words", type=counts, default="4,60,250,750,1200", metavar="N,...", help="of the prompts")
     parser.add_argument(
@@ -235,9 +235,11 @@ class _Run:
         self._row("idle", f"both servers for {seconds:.0f} s", "CPU", "% of a core", shares)
 
     async def soak(self, requests: int) -> None:
-        """Ask for long, and say what has grown."""
-        for what, unit, grown in await soak(self._pairs["kvflow"], self._client, requests):
-            self._row("soak", f"{requests} requests, 4 at a time, some of which leave", what, unit, {"kvflow": [grown]})
+        """Ask each pair for long, one after the other, and say what has grown."""
+        grown = {way: await soak(pair, self._client, requests) for way, pair in self._all.items()}
+        for quantity, unit in grown["kvflow"]:
+            values: dict[str, list[float]] = {way: [of_way[quantity, unit]] for way, of_way in grown.items()}
+            self._row("soak", f"{requests} requests, 4 at a time, some of which leave", quantity, unit, values)
 
     def _row(  # noqa: PLR0913 - a row has many columns
         self,

@@ -1,7 +1,7 @@
 """The servers that take turns: a pair with kvflow's connector, one with vLLM's own, and one without any."""
 
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -71,9 +71,11 @@ class Pair:
 
     def usage(self) -> "Usage":
         """Return what all processes of both servers take."""
-        groups = {server.pid for server in self.servers}
-        found = [usage for place in Path("/proc").glob("[0-9]*") if (usage := _usage(place, groups)) is not None]
-        return Usage(*(sum(values) for values in zip(*found, strict=True)))
+        return _sum(self.usage_by_server().values())
+
+    def usage_by_server(self) -> "dict[str, Usage]":
+        """Return what all processes of each server take, by `prefill` and `decode`."""
+        return {name: _usage_of(server.pid) for name, server in zip(("prefill", "decode"), self.servers, strict=True)}
 
 
 class Usage(NamedTuple):
@@ -92,10 +94,18 @@ class Usage(NamedTuple):
     files: float
 
 
-def _usage(place: Path, groups: set[int]) -> Usage | None:
+def _sum(usages: Iterable[Usage]) -> Usage:
+    return Usage(*(sum(values) for values in zip(*usages, strict=True)))
+
+
+def _usage_of(group: int) -> Usage:
+    return _sum(usage for place in Path("/proc").glob("[0-9]*") if (usage := _usage(place, group)) is not None)
+
+
+def _usage(place: Path, group: int) -> Usage | None:
     try:
         fields = (place / "stat").read_text().rpartition(")")[2].split()
-        if int(fields[2]) not in groups:
+        if int(fields[2]) != group:
             return None
         files = len(list((place / "fd").iterdir()))
     except OSError:  # it has ended meanwhile

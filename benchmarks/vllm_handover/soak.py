@@ -1,22 +1,24 @@
 """Many requests, of which some leave: what grows in the servers meanwhile."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
 import anyio
 
-from benchmarks.vllm_handover.client import ask, hand_over, metrics, prompt_of
+from benchmarks.vllm_handover.client import Answer, ask, hand_over, metrics, prompt_of
 from kvflow.cli.processes import open_tasks
 from kvflow.cli.proxy.application import PREFILL_PARAMS
 
 if TYPE_CHECKING:
-    from benchmarks.vllm_handover.servers import Pair
+    from benchmarks.vllm_handover.servers import Pair, Usage
 
 __all__ = ["soak"]
 
 LANES: Final = 4
+QUARTERS: Final = 4
 TOKENS: Final = 4
 PROMPTS: Final = 16
 LEAVES_DECODE: Final = 7
@@ -33,54 +35,81 @@ LOOK_S: Final = 0.5
 """Prefill keeps what nobody asks for for 30 s."""
 
 
-async def soak(pair: "Pair", client: aiohttp.ClientSession, requests: int) -> list[tuple[str, str, float]]:
-    """Ask, and return what has grown after the first tenth, with its unit; also how many texts were wrong.
+async def soak(pair: "Pair", client: aiohttp.ClientSession, requests: int) -> Mapping[tuple[str, str], float]:
+    """Ask, and return what has grown since the first tenth, by name and unit; also how many texts were wrong.
 
     Memory of a block is touched when the block is used for the first time, so all of them are used beforehand.
+    Without a connector decode computes each prompt again.
     """
     for url in pair.urls:
         for number in range(LONG_PROMPTS):
             await ask(client, url, prompt_of(PROMPTS + number, LONG_WORDS), 1)
     asked = [prompt_of(number, 20 + 25 * number) for number in range(PROMPTS)]
-    expected = {prompt: (await ask(client, pair.urls[0], prompt, TOKENS)).text for prompt in asked}
-    wrong: list[str] = []
+    load = _Load(pair, client, {prompt: (await ask(client, pair.urls[0], prompt, TOKENS)).text for prompt in asked})
+    await load.run(requests // 10)
+    usages = [pair.usage_by_server()]
+    for quarter in range(QUARTERS):
+        await load.run(requests * (quarter + 1) // QUARTERS - requests * quarter // QUARTERS)
+        usages.append(pair.usage_by_server())
+    in_use = 100 * sum([await _in_use(client, url) for url in pair.urls])
+    return {("wrong texts and errors", "requests"): load.wrong, **_grown(usages), ("blocks in use", "%"): in_use}
 
-    async def run(numbers: Iterator[int]) -> None:
-        for number in numbers:
-            prompt = asked[number % PROMPTS]
-            with suppress(aiohttp.ClientError):
-                await one(number, prompt)
 
-    async def one(number: int, prompt: str) -> None:
-        if number % LEAVES_PREFILL == 0:
-            await ask(client, pair.urls[0], prompt, 1, PREFILL_PARAMS)
-            return
-        with anyio.move_on_after(LEAVES_S if number % LEAVES_DECODE == 0 else None):
-            _, answer = await hand_over(client, *pair.urls, prompt, TOKENS)
-            if answer is None or answer.error or answer.text != expected[prompt]:
-                wrong.append(prompt)
+class _Load:
+    """Hands over the same prompts again and again; some clients leave early.
 
-    async def run_all(count: int) -> None:
+    Attributes:
+        wrong: How many answers were errors or other texts.
+    """
+
+    def __init__(self, pair: "Pair", client: aiohttp.ClientSession, expected: Mapping[str, str]) -> None:
+        self.wrong = 0
+        self._pair = pair
+        self._client = client
+        self._expected = expected
+        self._prompts = list(expected)
+
+    async def run(self, count: int) -> None:
+        """Ask so many times, and wait until the servers have freed what they can."""
         numbers = iter(range(count))
         async with open_tasks() as tasks:
             for _ in range(LANES):
-                tasks.start_soon(run, numbers)
-        await _until_free(pair, client)
+                tasks.start_soon(self._lane, numbers)
+        await _until_free(self._pair, self._client)
 
-    await run_all(requests // 10)
-    before = pair.usage()
-    await run_all(requests // 2 - requests // 10)
-    middle = pair.usage()
-    await run_all(requests - requests // 2)
-    after = pair.usage()
-    return [
-        ("wrong texts and errors", "requests", len(wrong)),
-        ("growth of memory in the first half", "MiB", (middle.resident - before.resident) / 2**20),
-        ("growth of memory in the second half", "MiB", (after.resident - middle.resident) / 2**20),
-        ("growth of threads", "threads", after.threads - before.threads),
-        ("growth of open files", "files", after.files - before.files),
-        ("blocks in use", "%", 100 * sum([await _in_use(client, url) for url in pair.urls])),
-    ]
+    async def _lane(self, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            with suppress(aiohttp.ClientError):
+                await self._one(number, self._prompts[number % len(self._prompts)])
+
+    async def _one(self, number: int, prompt: str) -> None:
+        is_plain = self._pair.way == "none"
+        if number % LEAVES_PREFILL == 0:
+            await ask(self._client, self._pair.urls[0], prompt, 1, None if is_plain else PREFILL_PARAMS)
+            return
+        with anyio.move_on_after(LEAVES_S if number % LEAVES_DECODE == 0 else None):
+            answer = await (self._computed_twice(prompt) if is_plain else self._handed_over(prompt))
+            self.wrong += answer is None or bool(answer.error) or answer.text != self._expected[prompt]
+
+    async def _handed_over(self, prompt: str) -> Answer | None:
+        _, answer = await hand_over(self._client, *self._pair.urls, prompt, TOKENS)
+        return answer
+
+    async def _computed_twice(self, prompt: str) -> Answer:
+        prefill, decode = self._pair.urls
+        await ask(self._client, prefill, prompt, 1)
+        return await ask(self._client, decode, prompt, TOKENS)
+
+
+def _grown(usages: "Sequence[Mapping[str, Usage]]") -> dict[tuple[str, str], float]:
+    grown: dict[tuple[str, str], float] = {}
+    for name in usages[0]:
+        for quarter, (before, after) in enumerate(pairwise(usages), 1):
+            memory = (after[name].resident - before[name].resident) / 2**20
+            grown[f"growth of memory of {name} in quarter {quarter}", "MiB"] = memory
+        grown[f"growth of threads of {name}", "threads"] = usages[-1][name].threads - usages[0][name].threads
+        grown[f"growth of open files of {name}", "files"] = usages[-1][name].files - usages[0][name].files
+    return grown
 
 
 async def _in_use(client: aiohttp.ClientSession, url: str) -> float:
