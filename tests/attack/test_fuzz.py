@@ -88,12 +88,11 @@ async def fuzzed(deployment: Deployment) -> None:
     prefill = deployment.prefill[0]
     await works(deployment)
     fuzz = Fuzz(corpus_of(hello_to(deployment, instance="other")), seed=1)
+    resident = resident_mib()
     with ExitStack() as stack:
         lines = lines_to(deployment, stack)
         async with exceptions() as escaped, under_way(deployment) as honest:
-            await say(lines, fuzz, NUM_MESSAGES // 4)
-            resident = resident_mib()
-            await say(lines, fuzz, NUM_MESSAGES - NUM_MESSAGES // 4)
+            await say(lines, fuzz, NUM_MESSAGES)
             await honest.go_on()
             assert resident_mib() < resident + GROWTH_MIB
     assert escaped == []
