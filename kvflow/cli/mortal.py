@@ -1,30 +1,39 @@
-"""Run a command that does not outlive the thread that started it.
+"""Run a command that does not outlive the thread that started it, nor do the processes that it starts.
 
-`python -m kvflow.cli.mortal PARENT PROGRAM ...`, where PARENT is the process ID of whoever starts it.
+`python -m kvflow.cli.mortal PARENT PROGRAM ...`, where PARENT is the process ID of whoever starts it, in a process
+group of its own. The kernel ends children with their parent, but not grandchildren: an engine's server that is killed
+leaves its workers behind.
 """
 
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from typing import Final
 
 __all__ = ["end_with_parent", "main"]
 
 PR_SET_PDEATHSIG: Final = 1
+PARENT_HAS_ENDED: Final = signal.SIGHUP
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends. One that has ended already is missed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when the thread that started it ends. A parent already gone is missed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
-def main() -> None:
-    """Become the command, unless the parent has ended before this process could ask to end with it."""
-    end_with_parent()
-    if os.getppid() == int(sys.argv[1]):
-        os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - that is what this is for
+def main() -> int:
+    """Run the command, forward SIGTERM to it, and return its exit status. Kill the group if the parent ends."""
+    signal.signal(PARENT_HAS_ENDED, lambda *_: os.killpg(0, signal.SIGKILL))
+    end_with_parent(PARENT_HAS_ENDED)
+    if os.getppid() != int(sys.argv[1]):
+        return 1
+    command = subprocess.Popen(sys.argv[2:])  # noqa: S603 - that is what this is for
+    signal.signal(signal.SIGTERM, lambda *_: command.terminate())
+    status = command.wait()
+    return 128 - status if status < 0 else status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

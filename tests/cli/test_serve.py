@@ -1,6 +1,7 @@
 """Servers as child processes, and the command that starts them, without an engine."""
 
 import os
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +41,18 @@ from kvflow.cli.serve.server import Server
 server = Server("example", [sys.executable, "-c", "import time; time.sleep(600)"], {}, url="", log=Path(sys.argv[1]))
 server.start()
 print(server.pid, flush=True)
+"""
+
+KILLED_WHILE_ITS_SERVER_RUNS = """
+import os, signal, sys
+from pathlib import Path
+import anyio
+from kvflow.cli.serve.server import Server
+
+server = Server("example", [sys.executable, "-c", sys.argv[2], sys.argv[4]], {}, url=sys.argv[3], log=Path(sys.argv[1]))
+server.start()
+anyio.run(server.wait_until_ready)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -96,6 +109,24 @@ async def test_a_server_does_not_outlive_the_process_that_started_it(tmp_path: P
     command = [sys.executable, "-c", STARTED_BY_ANOTHER, str(tmp_path / "log")]
     finished = await anyio.run_process(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     await until_ended(int(finished.stdout))
+
+
+async def test_no_process_of_a_server_outlives_the_process_that_started_it(tmp_path: Path) -> None:
+    """The workers of vLLM go on when its server is killed."""
+    log, port = tmp_path / "log", unused_port()
+    script = [
+        sys.executable,
+        "-c",
+        KILLED_WHILE_ITS_SERVER_RUNS,
+        str(log),
+        HEALTHY,
+        f"http://127.0.0.1:{port}",
+        str(port),
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    finished = await anyio.run_process(script, check=False, env=environment)
+    assert finished.returncode == -signal.SIGKILL
+    await until_ended(int(log.read_text().split()[-1]))
 
 
 def test_a_pair_shares_the_cpus_and_nothing_else(tmp_path: Path) -> None:
