@@ -230,7 +230,7 @@ class _Registration:
             self._log.info("registered_after_conflict")
 
     def dispute(self, conflict: RegistrationConflict) -> None:
-        """Handle a RegistrationConflict; log each other process once."""
+        """Handle a RegistrationConflict; log it unless it repeats the last one."""
         if conflict.peer != self._record.peer:
             return
         self._note_answer()
@@ -245,7 +245,7 @@ class _Registration:
             )
 
     def refuse(self, refuse: Refuse) -> None:
-        """Handle a Refuse; log each reason once."""
+        """Handle a Refuse; log it unless it repeats the last reason."""
         if refuse.to not in (None, self._record.peer):
             return
         self._note_answer()

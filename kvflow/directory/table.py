@@ -240,7 +240,7 @@ class RegistryTable:
     ) -> list[Answer]:
         """Answer a lookup, or let it wait until the instance is complete or the lookup times out.
 
-        A lookup that may not wait is answered immediately.
+        A lookup that may not wait is answered immediately, with the ranks known.
 
         Args:
             instance: Name of the instance.

@@ -1,7 +1,7 @@
 """Second stage: checks the engine's chunks, and holds them until there is capacity and their data has been computed.
 
-When too many chunks are queued for one decode rank, `chunk()` blocks for the rooms that go there. This is how
-backpressure reaches the engine.
+When too many chunks are queued for one decode rank, calls of `chunk()` for its rooms wait. This is how backpressure
+reaches the engine.
 """
 
 import itertools

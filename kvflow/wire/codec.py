@@ -29,7 +29,8 @@ FRAME_FORMAT: Final = 1
 """Version of the framing, a four-byte header and MessagePack. The protocol version is negotiated in the Hello."""
 HEADER: Final = MAGIC + bytes([FRAME_FORMAT])
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
-"""Limit for answers to this process: the metadata of a transfer may be large, and takes no time to parse."""
+"""Limit for messages on connections that this process has opened: a transfer's metadata may be large, and takes no time
+to parse."""
 
 MAX_REQUEST_BYTES: Final = 8 * 2**20
 """Limit for messages to a listener, and for Records: a Grant of one million pages has 4 MiB, and the records of 512

@@ -38,7 +38,7 @@ async def host_towards(endpoint: str) -> str | None:
 
 
 def is_own_address(address: bytes) -> bool:
-    """Return whether an IPv4 or IPv6 address belongs to this host, in its network namespace. True if it is unknown.
+    """Return whether an IPv4 or IPv6 address belongs to this host, in its network namespace. True if unknown.
 
     Args:
         address: 4 or 16 bytes in network order.

@@ -105,7 +105,7 @@ class Intake:
         raise zmq.Again
 
     def _take(self) -> list[zmq.Frame]:
-        """Read a message; empty if it or a part was dropped.
+        """Read a message; empty if a message or a part of one was dropped.
 
         Raises:
             zmq.Again: There is no message.

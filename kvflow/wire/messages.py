@@ -80,7 +80,7 @@ OLDEST_VERSION = 3
 """The lowest protocol version that is still supported."""
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
-"""A duration. Messages never contain timestamps, because clocks differ between hosts."""
+"""A duration. Messages contain no timestamps, except in capabilities, because clocks differ between hosts."""
 
 Lease = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_S)]
 
@@ -380,11 +380,11 @@ class Welcome(Message, frozen=True, tag="welcome"):
 class Refuse(Message, frozen=True, tag="refuse"):
     """Prefill -> decode: rejects a Hello, or requires a new handshake.
 
-    A directory also sends it to a rank whose registration it rejects.
+    A prefill rank or registry also sends it to reject a Register, Unregister or Lookup.
 
     Attributes:
         peer: The sender.
-        to: The incarnation that is refused; None if it is not known, because it has not sent a Hello.
+        to: The incarnation that is refused; None if unknown.
         detail: Human-readable reason.
         attempt: Repeats the attempt of the Hello that is rejected; None if a new handshake is needed.
     """

@@ -96,7 +96,7 @@ class Ticket:
         return cls(room, read.address, issuer, read.fingerprint, read.versions, read.capability)
 
     def check(self, room: RoomId | None, fingerprint: str) -> None:
-        """Check that this ticket is for a request, and that a handshake with its issuer can succeed.
+        """Check that this ticket matches a request, and that a handshake with its issuer can succeed.
 
         Args:
             room: Room of the request; None for the room of the ticket.

@@ -25,7 +25,7 @@ SIZES: Final = {
     0xD7: 9,
     0xD8: 17,
 }
-"""By first byte of a value without a length field: the number of bytes that follow it. None if the byte is missing."""
+"""By first byte of a value without a length field: the number of bytes that follow it; 0 if not listed."""
 
 ARRAYS: Final = (0xDC, 0xDD)
 MAPS: Final = (0xDE, 0xDF)
@@ -34,7 +34,7 @@ EXTENSIONS: Final = (0xC7, 0xC8, 0xC9)
 
 
 def is_light(data: bytes, start: int, *, max_values: int, max_text_bytes: int) -> bool:
-    """Return whether a value contains few values and no long text. Truncated data counts as light; the decoder fails.
+    """Return whether a value contains few values and no long text. Does not detect truncated data; the decoder does.
 
     Args:
         data: Bytes that contain the value.
