@@ -1,7 +1,7 @@
 """Capabilities: signed permissions to receive a room, issued by the router. Pure; the time is passed in.
 
-A capability is a string that names a room, the prefill instance that has it, the decode instance that may receive it
-and an expiry time, followed by an HMAC-SHA256 of these. Anyone with the key can create one: the router, and every
+A capability is a string that names a room, the prefill instance that computes it, the decode instance that may receive
+it and an expiry time, followed by an HMAC-SHA256 of these. Anyone with the key can create one: the router, and every
 prefill rank, which has the pages anyway.
 """
 
@@ -69,8 +69,8 @@ def denial(keys: Sequence[bytes], capability: str, room: RoomId, *, prefill: str
         keys: Accepted signing keys.
         capability: From a peer; not trusted.
         room: The requested room.
-        prefill: The instance that was asked.
-        decode: The instance that asks.
+        prefill: The instance that received the request.
+        decode: The instance that sent the request.
         now: Unix time in seconds.
     """
     if not capability:

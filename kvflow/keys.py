@@ -4,8 +4,8 @@
 "KEY INSTANCE" for each trusted public key, and `registry` a line "KEY" for each key of the registry. `capability.key`
 contains the secrets that sign capabilities, one per line. Lines that begin with "#" are comments.
 
-Files may be read while they are being replaced. So a file that may be incomplete is rejected: one that does not end
-with a newline, and on a reload one that removes every key.
+Files may be read while they are being replaced, so files that may be incomplete are rejected: those that do not end
+with a newline and, on a reload, lists that have become empty.
 """
 
 import os
@@ -34,7 +34,7 @@ __all__ = [
     "renewed_trust",
 ]
 
-SECRET: Final = "secret.key"  # noqa: S105 - a name of a file
+SECRET: Final = "secret.key"  # noqa: S105 - a file name
 PUBLIC: Final = "public.key"
 PEERS: Final = "peers"
 REGISTRY: Final = "registry"
@@ -71,14 +71,14 @@ def load_trust(directory: str | os.PathLike[str]) -> Trust:
 
 
 def renewed_trust(before: Trust, trust: Trust | None) -> Trust:
-    """Return the keys that replace others.
+    """Return new keys after checking that they may replace the current ones without a restart.
 
     Args:
         before: The current keys.
         trust: The new keys; None to read the current keys' directory again.
 
     Raises:
-        ConfigError: They cannot be read, or a list has become empty; or the change would switch between plain and
+        ConfigError: The keys cannot be read, a list has become empty, or the change would switch between plain and
             encrypted transport, or turn capabilities off.
     """
     if trust is None:
@@ -95,7 +95,7 @@ def _read_again(before: Trust) -> Trust:
     """Read the directory of the current keys again.
 
     Raises:
-        ConfigError: The keys cannot be read, or a list that had keys has none. The list may be in the middle of being
+        ConfigError: The keys cannot be read, or a list has become empty. Such a list may be in the middle of being
             replaced; and without registry keys, any listed key would be accepted as the registry's.
     """
     if before.directory is None:
@@ -115,7 +115,7 @@ def make_keys(directory: str | os.PathLike[str]) -> str:
         The public key.
 
     Raises:
-        ConfigError: There are keys already, or the files cannot be written.
+        ConfigError: The directory already has keys, or the files cannot be written.
     """
     path = Path(directory)
     public, secret = new_keys()
@@ -128,21 +128,21 @@ def make_capability_key(directory: str | os.PathLike[str]) -> None:
     """Create a capability key, shared by the router and all prefill ranks.
 
     Raises:
-        ConfigError: There is one already, or the file cannot be written.
+        ConfigError: The directory already has one, or the file cannot be written.
     """
     _make(Path(directory) / CAPABILITY, f"{secrets.token_hex(KEY_BYTES)}\n", SECRET_MODE)
 
 
 def add_peer(directory: str | os.PathLike[str], key: str, instance: str) -> None:
-    """List a public key as that of an instance. The list is replaced as a whole, so it may be read meanwhile.
+    """Add an instance's public key to `peers`. The file is replaced atomically, so it may be read at any time.
 
     Args:
-        directory: Of the keys.
+        directory: Key directory.
         key: 64 hexadecimal digits.
-        instance: Whose it is. With `*` at its end it stands for every name that begins with the rest.
+        instance: Name of the instance. A trailing `*` matches any suffix.
 
     Raises:
-        ConfigError: The key or the name is malformed, or the list is, or it cannot be written.
+        ConfigError: The key, the name or the file is malformed, or the file cannot be written.
     """
     peer = TrustedKey(key, instance)
     if instance != instance.strip():
@@ -151,14 +151,14 @@ def add_peer(directory: str | os.PathLike[str], key: str, instance: str) -> None
 
 
 def add_registry(directory: str | os.PathLike[str], key: str) -> None:
-    """List a public key as one of the registry; as `add_peer`."""
+    """Add a public key of the registry to `registry`, in the same way as `add_peer`."""
     if not is_key(key):
         raise ConfigError("public key must be 64 hexadecimal digits", found=key)
     _add_line(Path(directory) / REGISTRY, key)
 
 
 def _add_line(path: Path, line: str) -> None:
-    """Add a line to a list, unless it is there."""
+    """Append a line to a file, unless the file already has it."""
     text = _text_if_any(path) or ""
     _check_line(path, line)
     if line not in _lines_of(path, text):
@@ -188,10 +188,10 @@ def make_capability(key: bytes, room: RoomId, *, prefill: str, decode: str, life
         lifetime_s: How long the room may be requested; a transfer that has started may take longer.
 
     Raises:
-        ConfigError: An argument is unusable.
+        ConfigError: An argument is invalid.
     """
     check_duration("lifetime_s", lifetime_s)
-    expires_at = time.time() + lifetime_s  # noqa: TID251 - it is compared on another host
+    expires_at = time.time() + lifetime_s  # noqa: TID251 - compared on another host
     return sign(key, room, prefill=prefill, decode=decode, expires_at=expires_at)
 
 
@@ -203,7 +203,7 @@ def _peer(path: Path, line: str) -> TrustedKey:
 
 
 def _capability_keys(path: Path, lines: Sequence[str] | None) -> tuple[bytes, ...]:
-    """Return the keys in a file; there are none if there is no file, but a file has some."""
+    """Parse the keys of a capability key file, which must have at least one; empty if there is no file."""
     if lines is None:
         return ()
     if not lines or not all(map(is_key, lines)):
@@ -212,7 +212,7 @@ def _capability_keys(path: Path, lines: Sequence[str] | None) -> tuple[bytes, ..
 
 
 def _lines(path: Path, *, is_secret: bool = False) -> list[str]:
-    """Read what a file says that must be there."""
+    """Return the lines of a file that must exist, without comments and blank lines."""
     lines = _lines_if_any(path, is_secret=is_secret)
     if lines is None:
         raise ConfigError("key file does not exist; create it with `kvflow keys new DIRECTORY`", path=str(path))
@@ -220,13 +220,13 @@ def _lines(path: Path, *, is_secret: bool = False) -> list[str]:
 
 
 def _lines_if_any(path: Path, *, is_secret: bool = False) -> list[str] | None:
-    """Read what a file says; None if there is none."""
+    """Return the lines of a file, without comments and blank lines; None if it does not exist."""
     text = _text_if_any(path, is_secret=is_secret)
     return None if text is None else _lines_of(path, text)
 
 
 def _lines_of(path: Path, text: str) -> list[str]:
-    """Return the lines of a file that say something."""
+    """Return the lines of a text, without comments and blank lines."""
     lines = [line for line in (line.strip() for line in text.split("\n")) if line and not line.startswith("#")]
     for line in lines:
         _check_line(path, line)
@@ -234,13 +234,13 @@ def _lines_of(path: Path, text: str) -> list[str]:
 
 
 def _check_line(path: Path, line: str) -> None:
-    """Refuse characters that make a line look like another one, or like two."""
+    """Reject characters that make a line look like a different one, or like two."""
     if not line.isprintable():
         raise ConfigError("line contains characters that cannot be printed", path=str(path), line=line)
 
 
 def _text_if_any(path: Path, *, is_secret: bool = False) -> str | None:
-    """Read a file that nobody else could have written, or put there; None if there is none."""
+    """Read a file after checking that no other user could have written or placed it; None if it does not exist."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             _check_file(path, os.fstat(file.fileno()), is_secret=is_secret)
@@ -256,12 +256,12 @@ def _text_if_any(path: Path, *, is_secret: bool = False) -> str | None:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting for who writes to it, as one would wait at a pipe."""
+    """Open a file without blocking; opening a named pipe would otherwise wait for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _check_file(path: Path, status: os.stat_result, *, is_secret: bool) -> None:
-    """Refuse what is no file, and a file that others may write, or read if it is a secret."""
+    """Check that a path is a regular file that other users cannot write to, nor read if it is a secret."""
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError("key file is not a regular file", path=str(path))
@@ -275,9 +275,9 @@ def _check_file(path: Path, status: os.stat_result, *, is_secret: bool) -> None:
 
 
 def _check_place(path: Path) -> None:
-    """Refuse a file, or a link to one, in the place of which others may put another one.
+    """Check that no other user can replace a file, or the link to it.
 
-    A mounted secret is a link, in a directory that is sticky and that all may write.
+    A mounted secret is a link, in a directory that is sticky and world-writable.
     """
     _check_owner(path, path.lstat())
     for directory in (path.parent, path.resolve().parent):
@@ -296,7 +296,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def _make(path: Path, text: str, mode: int) -> None:
-    """Write a file that is not there yet, in a directory that is made if need be."""
+    """Create a file, and its directory if necessary."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write(path, text, mode)
@@ -307,7 +307,7 @@ def _make(path: Path, text: str, mode: int) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a file by another one that is whole: who reads it meanwhile finds one or the other."""
+    """Replace a file atomically: readers see either the old or the new content."""
     target = path.resolve()
     beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:

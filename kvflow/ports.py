@@ -89,11 +89,11 @@ class Listener(Protocol):
         """
 
     def close(self, *, keep_port: bool = False) -> None:
-        """Close it. Messages that were sent still leave within a bound; no callback follows.
+        """Close the listener. Queued messages are still sent, within a time limit. No callback is called any more.
 
         Args:
-            keep_port: Keep the port open until this process ends: it cannot be bound, connections to it are not
-                refused, and they are not answered.
+            keep_port: Keep the port open until this process ends: no other process can bind it, and connections to it
+                are neither refused nor answered.
         """
 
 
@@ -112,7 +112,7 @@ class ControlChannel(Protocol):
         """Bind a socket.
 
         Args:
-            bind: "tcp://host:port"; port 0 takes a free one.
+            bind: "tcp://host:port"; port 0 picks a free port.
             advertise: Host to give to others, if not the one bound.
             on_message: Called with the connection's identity and the frames of a message (kvflow's messages have one).
                 Peers that may act for different instances have different identities. If it raises RemoteProtocolError,

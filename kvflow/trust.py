@@ -55,7 +55,8 @@ class TrustedKey:
 
     Attributes:
         key: 64 hexadecimal digits.
-        instance: Its name. A trailing `*` matches any suffix, so that the replicas of a deployment can share a key.
+        instance: Name of the instance. A trailing `*` matches any suffix, so the replicas of a deployment can share a
+            key.
 
     Raises:
         ConfigError: The key or the name is malformed.
@@ -126,12 +127,12 @@ class Trust:
         return key in self._known
 
     def keeps(self, before: "Trust") -> bool:
-        """Return whether who was let in before may stay: no key is another one, missing, or for other instances."""
+        """Return whether existing connections may stay: no key has been removed, replaced, or listed differently."""
         is_same = before._principals.items() <= self._principals.items()
         return self.secret == before.secret and before._known <= self._known and is_same
 
     def principal(self, key: str) -> str:
-        """Return a fixed-length identity for a key. All keys listed for the same instances have the same identity.
+        """Return a fixed-length identity for a key, shared by all keys that are listed for the same instances.
 
         So a rank keeps its identity when its key is rotated.
         """
@@ -164,19 +165,19 @@ class Trust:
         return None if self.is_plain else ClientKeys(self, self.keys_of(instance))
 
     def for_registry(self) -> "ClientKeys | None":
-        """Return the keys for connecting to the registry.
+        """Return the keys for connecting to the registry; None for plain transport.
 
-        If none is listed for it, any listed rank may act as the registry.
+        If no registry key is listed, any listed rank may act as the registry.
         """
         return None if self.is_plain else ClientKeys(self, self.registry or self._all)
 
     def for_address(self, instance: str | None) -> "ClientKeys | None":
-        """Return the keys for connecting to an address that answers lookups.
+        """Return the keys for connecting to an address that answers lookups; None for plain transport.
 
         The answers need not be trusted, because ranks authenticate themselves.
 
         Args:
-            instance: The instance to look up there; None if it is not known.
+            instance: The instance to look up there; None if unknown.
         """
         if self.is_plain:
             return None

@@ -1,4 +1,4 @@
-"""Where ranks find each other."""
+"""Discovery of ranks."""
 
 from kvflow.directory.client import RegistryClient
 from kvflow.directory.lookups import Directories

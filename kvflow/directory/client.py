@@ -28,17 +28,17 @@ from kvflow.wire.reading import OrderedReading, ReadingContext
 __all__ = ["RegistryClient"]
 
 LEASE_S: Final = 9.0
-"""How long a record stays after its rank fell silent."""
+"""How long the registry keeps a record without a renewal."""
 
 RENEWALS_PER_LEASE: Final = 3
 
 LOOKUP_S: Final = 0.8
-"""How long the registry may wait for an instance to be complete before it answers with the ranks that it knows."""
+"""How long the registry may wait for an instance to be complete before it answers with the ranks known."""
 
 RECORDS_AT_ONCE_BYTES: Final = 32 * 2**20
 RECORDS_PER_S_BYTES: Final = 2**20
-"""Of one registry, in answers that are long: a megabyte of layouts takes 0.2 s to read. Who is not heard is asked
-again."""
+"""Limits for long answers per registry: a megabyte of layouts takes 0.2 s to parse. Lookups whose answers are dropped
+are repeated."""
 
 Answer = Registered | RegistrationConflict | Refuse
 ANSWERS: Final[Reader[Answer | Records]] = Reader(Answer)
@@ -52,12 +52,12 @@ class RegistryClient:
 
     Args:
         endpoint: Address of the registry; it need not be up yet.
-        log: Where to say that it is silent, or that two processes claim to be this rank.
-        context: Sockets, a clock, and what long answers are read with.
-        on_records: Takes the name of an instance, its records, by engine rank, and the number of the question, whenever
-            the registry sends them; they are refused if it is None.
-        keys: Of those of whom one must answer there; everybody may if None.
-        on_refused: Told why the registry and this rank will not have each other.
+        log: Logger; reports a silent registry, and other processes that claim to be this rank.
+        context: Sockets, clock, and the means to parse long answers.
+        on_records: Called with the instance's name, its records by engine rank, and the lookup's number, whenever the
+            registry sends Records. If None, Records are rejected.
+        keys: Keys to use, and those of which the registry must have one; None for a plain connection.
+        on_refused: Called with the reason if either end rejects the other.
 
     Raises:
         ConfigError: The address is malformed.
@@ -90,38 +90,39 @@ class RegistryClient:
         )
 
     def look_up(self, instance: str | None, number: int = 0) -> None:
-        """Ask for the ranks of an instance, once.
+        """Send a Lookup for the ranks of an instance, once.
 
-        The registry answers when they are complete, or with those that it knows after 0.8 s. If it is silent, nothing
-        follows: ask again.
+        The registry answers when the instance is complete, or after 0.8 s with the ranks known. A lost Lookup is not
+        repeated: call this again.
 
         Args:
-            instance: A name that `kvflow.config.is_instance_name` takes; None for that of whoever answers.
-            number: The answer repeats it, or a higher one that was asked with meanwhile.
+            instance: A name that `kvflow.config.is_instance_name` accepts; None for the instance of the rank that
+                answers.
+            number: The answer repeats it, or a higher number sent in the meantime.
         """
         self._send(Lookup(instance=instance, timeout_s=LOOKUP_S, number=number))
 
     def publish(self, record: RankRecord) -> None:
-        """Keep a rank registered until it is withdrawn; a registry that is silent is logged and tried again."""
+        """Keep a rank registered until `withdraw`. If the registry is silent, log that and keep trying."""
         if self._registration is not None:
             self._registration.stop()
         self._registration = _Registration(record, self._send, self._log, self._loop)
         self._registration.renew()
 
     def withdraw(self, peer: PeerId) -> None:
-        """Tell the registry to forget a rank, and do not register it again."""
+        """Stop renewing a registration, and send Unregister."""
         if self._registration is not None:
             self._registration.stop()
             self._registration = None
         self._send(Unregister(peer=peer))
 
     def renew(self, keys: ClientKeys | None) -> None:
-        """Go by other keys from now on."""
+        """Use these keys from now on."""
         if keys is not None:
             self._connection.renew(keys)
 
     def close(self) -> None:
-        """Close the connection; no callback follows. May be called twice."""
+        """Close the connection. No callback is called any more. May be called twice."""
         self._is_closed = True
         if self._registration is not None:
             self._registration.stop()
@@ -129,7 +130,7 @@ class RegistryClient:
         self._connection.close()
 
     def _send(self, message: Message) -> None:
-        with suppress(Unreachable):  # its silence is noticed where the answer is missed
+        with suppress(Unreachable):  # the missing answer is handled as silence
             self._connection.send(encode(message))
 
     def _refused(self, detail: str) -> None:
@@ -137,7 +138,7 @@ class RegistryClient:
         self._on_refused(detail)
 
     def _on_lost(self) -> None:
-        """Be there at once when a registry that was restarted comes back."""
+        """Register immediately, so that a restarted registry has the record as soon as it is back."""
         if self._registration is not None:
             self._registration.send()
 
@@ -178,7 +179,7 @@ class RegistryClient:
 
 
 class _Registration:
-    """One record that is kept registered, and what was logged about that."""
+    """Keeps one record registered, and logs changes of its state."""
 
     def __init__(
         self,
@@ -199,11 +200,11 @@ class _Registration:
         self._refusal: str | None = None
 
     def send(self) -> None:
-        """Register, or renew the lease."""
+        """Send a Register, which also renews the lease."""
         self._send(Register(record=self._record, lease_s=LEASE_S))
 
     def renew(self) -> None:
-        """Register now and then."""
+        """Register now and periodically. Log if the previous Register was not answered."""
         if not self._is_answered and not self._is_silent:
             self._is_silent = True
             self._log.warning("registry_silent", was_registered=self._was_registered)
@@ -212,12 +213,12 @@ class _Registration:
         self._timer = self._loop.call_later(LEASE_S / RENEWALS_PER_LEASE, self.renew)
 
     def stop(self) -> None:
-        """Register no more."""
+        """Stop renewing the registration."""
         if self._timer is not None:
             self._timer.cancel()
 
     def confirm(self, peer: PeerId) -> None:
-        """Take in that the registry has noted a rank."""
+        """Handle a Registered."""
         if peer != self._record.peer:
             return
         self._note_answer()
@@ -229,7 +230,7 @@ class _Registration:
             self._log.info("registered_after_conflict")
 
     def dispute(self, conflict: RegistrationConflict) -> None:
-        """Log that another living process claims to be the same rank; once for each."""
+        """Handle a RegistrationConflict; log it unless it repeats the last one."""
         if conflict.peer != self._record.peer:
             return
         self._note_answer()
@@ -244,7 +245,7 @@ class _Registration:
             )
 
     def refuse(self, refuse: Refuse) -> None:
-        """Log that who answers there does so for another instance, or for none; once for each reason."""
+        """Handle a Refuse; log it unless it repeats the last reason."""
         if refuse.to not in (None, self._record.peer):
             return
         self._note_answer()

@@ -1,4 +1,4 @@
-"""Where a decode rank looks instances up: in its registry by name, or at an address."""
+"""A decode rank's lookups: by name in its registry, or at an address."""
 
 import asyncio
 from collections import OrderedDict
@@ -18,27 +18,29 @@ from kvflow.wire.reading import ReadingContext
 __all__ = ["Directories"]
 
 MAX_CONNECTIONS: Final = 2 * MAX_LOOKUPS
-"""To addresses, with those that are asked about connected instances. Who was asked last is kept."""
+"""Maximum number of connections to addresses, including lookups for connected instances. The least recently used one is
+closed first."""
 
 UNUSED_S: Final = 30.0
-"""A connection to an address is closed after so long without a question."""
+"""Time without a lookup after which a connection to an address is closed."""
 
 OnFound = Callable[[InstanceRef, tuple[RankRecord, ...], int], None]
 OnLookUpRefused = Callable[[InstanceRef | None, str], None]
 
 
 class Directories:
-    """Asks whoever knows an instance. A question that cannot be asked is lost: ask again.
+    """Looks instances up, in the registry or at addresses. Lookups that cannot be sent are lost, and must be repeated.
 
-    The core asks for no more addresses at once than connections are held; those of others are closed.
+    The core looks up no more addresses at the same time than there may be connections.
 
     Args:
         registry: Address of the registry for names; None if there is none.
-        log: For the connections.
-        context: Sockets, a clock, and what long answers are read with.
-        on_found: Takes what was asked for, the records, by engine rank, and the number of the question.
-        on_refused: Takes why nobody is asked for an instance, for all names if it is None.
-        trust: Who may answer.
+        log: Logger for the connections.
+        context: Sockets, clock, and the means to parse long answers.
+        on_found: Called with the instance looked up, its records by engine rank, and the number of the lookup.
+        on_refused: Called with an instance, or None for all names, and the reason if either end of the connection
+            rejects the other.
+        trust: Own keys, and the keys that directories must have.
 
     Raises:
         Unreachable: This process has no sockets left.
@@ -77,15 +79,15 @@ class Directories:
         return len(self._at)
 
     def look_up(self, instance: InstanceRef, number: int) -> None:
-        """Ask for an instance, once."""
+        """Send a Lookup for an instance, once."""
         if isinstance(instance, InstanceAt):
-            with suppress(Unreachable):  # no socket left; the next question may find one
+            with suppress(Unreachable):  # no socket left; the next lookup may get one
                 self._client_at(instance).look_up(instance.name, number)
         elif self._registry is not None:
             self._registry.look_up(instance, number)
 
     def renew(self, trust: Trust) -> None:
-        """Go by other keys from now on."""
+        """Use these keys from now on."""
         self._trust = trust
         if self._registry is not None:
             self._registry.renew(trust.for_registry())
@@ -93,7 +95,7 @@ class Directories:
             client.renew(trust.for_address(instance.name))
 
     def close(self) -> None:
-        """Close every connection; no callback follows. May be called twice."""
+        """Close every connection. No callback is called any more. May be called twice."""
         if self._timer is not None:
             self._timer.cancel()
         while self._at:

@@ -1,4 +1,4 @@
-"""The registry as a service: hosted by any process of a deployment, or on its own by `kvflow registry`."""
+"""The registry as a service, hosted by any process of a deployment or run standalone by `kvflow registry`."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -38,11 +38,11 @@ class RegistryStatistics(NamedTuple):
 
 
 class Registry:
-    """Serves lookups while it is open. Use it as an async context manager.
+    """A registry of ranks, which serves registrations and lookups while it is open. An async context manager.
 
     Args:
-        bind: "tcp://host:port"; port 0 takes a free one.
-        advertise: Host to give to others, if not the one bound; needed if `bind` is a wildcard.
+        bind: "tcp://host:port"; port 0 picks a free port.
+        advertise: Host to give to others, if not the one bound; required if `bind` is a wildcard.
         ports: Sockets and clock; the real ones if None.
         trust: Own keys, and those of the instances that may register and look up; as in `kvflow.PrefillConfig`.
 
@@ -50,8 +50,8 @@ class Registry:
         endpoint: Address for the `registry` setting of ranks.
 
     Raises:
-        ConfigError: The address is malformed, or others could not use it; on entry: it cannot be bound.
-        LocalProtocolError: On entry: it is open.
+        ConfigError: The address is malformed or unusable for others; on entry: it cannot be bound.
+        LocalProtocolError: On entry: the registry is already open.
     """
 
     endpoint: str
@@ -102,13 +102,13 @@ class Registry:
         await anyio.lowlevel.cancel_shielded_checkpoint()
 
     def reload_trust(self, trust: Trust | None = None) -> None:
-        """Go by other keys from now on, without a restart.
+        """Replace the keys without a restart.
 
         Args:
-            trust: The keys; by default those that are in the directory now that they were read from.
+            trust: The new keys; by default the current keys' directory is read again.
 
         Raises:
-            ConfigError: They cannot be read or used; nothing has changed.
+            ConfigError: The new keys cannot be read or used. The current ones stay in use.
             LocalProtocolError: The registry is not open.
         """
         if self._listener is None:
@@ -119,7 +119,7 @@ class Registry:
         self._log.info("trust_reloaded", public=short(self._trust.public), peers=len(self._trust.peers))
 
     def statistics(self) -> RegistryStatistics:
-        """Return what is registered now, and count what was ignored.
+        """Return the current counters.
 
         Raises:
             LocalProtocolError: The registry is not open.
@@ -142,5 +142,5 @@ class Registry:
             self._anomalies.count("message_rejected", detail=str(error))
             self._refusals.add(connection, sum(map(len, frames)))
             return
-        if is_too_much and unread.is_long:  # it was received and decrypted
+        if is_too_much and unread.is_long:  # it has cost time to receive and decrypt
             self._refusals.add(connection, len(unread.data))

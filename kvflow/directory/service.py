@@ -1,4 +1,4 @@
-"""What answers ranks that register and look up, over the socket of a registry or of a prefill rank."""
+"""Answers Register and Lookup messages, over the socket of a registry or of a prefill rank."""
 
 from collections.abc import Callable
 from typing import Final, get_args
@@ -30,39 +30,39 @@ from kvflow.wire.principals import principal_of, speaks_for
 __all__ = ["DIRECTORY_KINDS", "DirectoryMessage", "DirectoryService", "seal"]
 
 REGISTRY: Final = PeerId(RankId("registry", 0), 0)
-"""Who refuses, if it is no rank."""
+"""The sender of Refuse messages from a registry, which is not a rank."""
 
 REGISTERS_AT_ONCE_BYTES: Final = 64 * 2**20
 REGISTERS_PER_S_BYTES: Final = 8 * 2**20
-"""Of one principal; of one connection without keys. Layouts are not read here, so that this is a few hundredths of the
-time; 400 ranks whose records have 60 KB are renewed with it."""
+"""Limits for Register messages per principal; without keys, per connection. Layouts are not parsed here, so this rate
+takes a few hundredths of the time. It is enough to renew 400 ranks with records of 60 KB."""
 
 ANSWERS_AT_ONCE_BYTES: Final = 256 * 2**20
 ANSWERS_PER_S_BYTES: Final = 64 * 2**20
-"""Records that are sent, of one principal as above: a question is short, and its answer may have 8 MiB. Ranks ask
-again."""
+"""Limits for sent records per principal, as above: a Lookup is short, but its answer may have 8 MiB. Ranks repeat
+unanswered lookups."""
 
 DirectoryMessage = SealedRegister | Unregister | Lookup
-"""What it takes."""
+"""Messages to a directory."""
 
 DIRECTORY_KINDS: Final = get_args(DirectoryMessage)
 
 
 class DirectoryService:
-    """Keeps a table, and answers over somebody's listener.
+    """A directory of ranks that answers over the listener of its host, a registry or a prefill rank.
 
-    A registry answers for every instance. A prefill rank answers for its own: whatever name a lookup has, it hears of
-    this one, and nobody else may register.
+    A registry serves all instances. A prefill rank serves its own instance: it returns that instance whatever name a
+    Lookup has, and rejects ranks of other instances.
 
     Args:
-        send: Queues bytes for a connection; raises Unreachable if that is gone.
-        names_of: Gives the instances that the other end of a connection may speak for.
-        now: Gives monotonic seconds.
-        anomalies: Counts what is refused.
-        own: The rank that answers; None for a registry.
+        send: Queues bytes for a connection; raises Unreachable if it is gone.
+        names_of: Returns the instances that the peer of a connection may act for.
+        now: Returns monotonic time in seconds.
+        anomalies: Counts rejected messages.
+        own: Record of the hosting rank; None for a registry.
 
     Attributes:
-        table: Who is registered.
+        table: The registered ranks and waiting lookups.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class DirectoryService:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that are registered."""
+        """Number of registered ranks."""
         return self.table.num_ranks
 
     def is_too_much(self, connection: bytes, unread: Unread) -> bool:
-        """Return whether a message is one more than its sender may say now; it is counted and not answered."""
+        """Return whether a message exceeds its sender's budget, in which case it is counted and must be ignored."""
         if unread.kind is not SealedRegister:
             return False
         if self._registers.take(self._taker(connection), self._now(), len(unread.data)):
@@ -100,10 +100,10 @@ class DirectoryService:
         return True
 
     def take(self, connection: bytes, message: DirectoryMessage) -> None:
-        """Do what a message asks for.
+        """Handle a message.
 
         Raises:
-            RemoteProtocolError: It is not for this directory; its sender was told, if it can be.
+            RemoteProtocolError: The message was rejected. The sender has been notified, if it is reachable.
         """
         now = self._now()
         principal = principal_of(self._names_of(connection))
@@ -112,8 +112,8 @@ class DirectoryService:
                 self._check_key(connection, record.peer)
                 self._check_belongs(connection, record)
                 self._check_place(connection, record, principal)
-                # What a killed process had sent may be read after the first message of its successor. Nothing but its
-                # connection, which is gone, tells it from the message of a living one, so the answer goes first.
+                # A message of a killed process may be read after the first message of its successor. Only its lost
+                # connection distinguishes it from a message of a live process, so the reply is sent first.
                 if self._send(self.table.answer_to(record, connection)):
                     self._send_all(self.table.register(record, lease_s, connection, now, principal))
             case Unregister(peer=peer):
@@ -135,19 +135,19 @@ class DirectoryService:
         self._send_all(self.table.lookup(instance, lookup.timeout_s, connection, now, number, principal))
 
     def withdraw(self) -> None:
-        """Forget the rank that answers: nobody finds it any more."""
+        """Remove the hosting rank, so that lookups no longer return it."""
         if self._own is not None:
             self.table.let_go(self._own.peer)
 
     def close(self) -> None:
-        """Answer nobody any more. May be called twice."""
+        """Stop expiring leases and lookups. May be called twice."""
         self._alarm.close()
 
     def _check_key(self, connection: bytes, peer: PeerId) -> None:
-        """Refuse who speaks for an instance that his key is not listed for.
+        """Check that the sender's key is listed for the instance of a rank.
 
         Raises:
-            RemoteProtocolError: It does; its sender was told.
+            RemoteProtocolError: It is not; the sender has been notified.
         """
         if not speaks_for(self._names_of(connection), peer.rank.instance):
             answerer = self._own.peer if self._own is not None else REGISTRY
@@ -156,10 +156,10 @@ class DirectoryService:
             raise RemoteProtocolError("key is not listed for this instance", rank=str(peer.rank))
 
     def _check_belongs(self, connection: bytes, record: SealedRecord) -> None:
-        """Refuse a rank of another instance, or one that claims to be the rank that answers.
+        """Check that a rank belongs to the hosting rank's instance, and does not claim to be the hosting rank.
 
         Raises:
-            RemoteProtocolError: It is one; its sender was told.
+            RemoteProtocolError: It does not belong here; the sender has been notified.
         """
         own, rank = self._own, record.peer.rank
         if own is None:
@@ -176,10 +176,10 @@ class DirectoryService:
             )
 
     def _check_place(self, connection: bytes, record: SealedRecord, principal: str | None) -> None:
-        """Refuse a rank of somebody who has used up a share of the table.
+        """Check that the sender has not used up its share of the table.
 
         Raises:
-            RemoteProtocolError: It is one; its sender was told.
+            RemoteProtocolError: It has; the sender has been notified.
         """
         if not self.table.has_place(record, principal):
             answerer = self._own.peer if self._own is not None else REGISTRY
@@ -199,7 +199,7 @@ class DirectoryService:
             self._send(answer)
 
     def _send(self, answer: Answer) -> bool:
-        """Send an answer, and say whether its connection is there and takes it."""
+        """Send an answer; return whether it was queued."""
         message: Message = answer.message
         if isinstance(message, SealedRecords) and not self._may_be_told(answer.connection, message):
             return False
@@ -224,7 +224,7 @@ class DirectoryService:
         return True
 
     def _may_be_told(self, connection: bytes, answer: SealedRecords) -> bool:
-        """Return whether records may be sent to whoever asked for them; it is counted if not."""
+        """Return whether the receiver's budget permits these records; count an anomaly if not."""
         num_bytes = sum(record.num_bytes for record in answer.records)
         if self._answers.take(self._taker(connection), self._now(), num_bytes):
             return True
@@ -233,7 +233,7 @@ class DirectoryService:
 
 
 def seal(record: RankRecord) -> SealedRecord:
-    """Return a record as a directory keeps it."""
+    """Return a record as a directory stores it."""
     return SealedRecord(
         peer=record.peer,
         num_ranks=record.num_ranks,

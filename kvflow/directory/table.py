@@ -1,12 +1,12 @@
-"""Who is registered, for how long, and who waits for whom. Pure.
+"""The registry's table: registered ranks with their leases, and waiting lookups. Pure.
 
-Two processes with the same rank name are told apart by their incarnations. A new one replaces the one before it, which
-is what a restart looks like. If the one before it then registers twice again, it has not ended: the name is in
-conflict. It gets its place back, and the newcomer is refused for as long as the other one renews its lease.
+Two processes with the same rank name have different incarnations. A new incarnation replaces the previous one, as after
+a restart. If the previous one then registers two more times, it has not ended, and the name is in conflict: it gets its
+place back, and the new one is refused for as long as the other renews its lease.
 
-The last registration of a process that was killed may arrive after the first of its successor. It says nothing about
-who is alive, so a process that cannot be answered is not noted: its connection is gone. The registry may not know that
-yet, which is why registering once is not enough.
+The last Register of a killed process may arrive after the first one of its successor. It does not prove that its sender
+is alive, so a Register is recorded only if the reply could be sent, which fails when the connection is gone. The
+registry may learn that only later, so registering once more is not enough to get a place back.
 """
 
 from dataclasses import dataclass, field
@@ -26,21 +26,25 @@ from kvflow.wire.messages import (
 __all__ = ["Answer", "RegistryTable", "is_complete"]
 
 MAX_RANKS = 65_536
-"""Ranks in a table. An instance has at most as many as an answer can name, a principal as are left for all others."""
+"""Maximum number of ranks. An instance has at most `MAX_RANKS_TOLD`; a principal at most as many as are left for all
+others."""
 
 MAX_BYTES = 256 * 2**20
-"""Bytes of their records. One principal has at most as many as are left for all others."""
+"""Maximum size of all records, in bytes. One principal has at most as many as are left for all others."""
 
 MAX_WAITING = 65_536
-"""Lookups that wait. One principal has at most as many as are left for all others; more are answered at once."""
+"""Maximum number of waiting lookups. One principal has at most as many as are left for all others; further ones are
+answered immediately."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Send `message` over `connection`.
+    """A message to send over a connection.
 
     Attributes:
-        then: To be sent as well, if this could be sent.
+        connection: Connection to send over.
+        message: Message to send.
+        then: Another answer, to be sent only if this one could be sent.
     """
 
     connection: bytes
@@ -61,11 +65,12 @@ class _Wait:
 
 @dataclass(slots=True)
 class _Claim:
-    """One incarnation that registers a rank.
+    """An incarnation that registers a rank.
 
     Attributes:
-        connection: Over which it last did.
-        taker: To whose share it counts.
+        record: Its latest record.
+        connection: Connection of its latest Register.
+        taker: Whose share the record counts towards.
     """
 
     record: SealedRecord
@@ -79,14 +84,14 @@ class _Claim:
 
 @dataclass(slots=True)
 class _Place:
-    """Who claims to be one rank.
+    """The incarnations that claim to be one rank.
 
     Attributes:
-        holder: To whom decode ranks are sent.
-        replaced: Had the place before the holder, and its lease goes on; it has ended unless it registers again, twice.
-        was_heard_again: `replaced` has registered once more.
-        refused: Registers as well, while the holder lives. There is no `replaced` then.
-        taker: To whose share the place counts: of whoever was the first to claim it.
+        holder: The incarnation that lookups return.
+        taker: Whose share the place counts towards: that of the first claim.
+        replaced: The previous holder, while its lease lasts. It counts as ended unless it registers two more times.
+        was_heard_again: Whether `replaced` has registered once more.
+        refused: A conflicting incarnation that is refused while the holder lives. `replaced` is then None.
     """
 
     holder: _Claim
@@ -102,11 +107,11 @@ class _Place:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A lookup that waits.
+    """A waiting lookup.
 
     Attributes:
-        number: The highest that it was asked with.
-        taker: To whose share it counts.
+        number: The highest number received for it.
+        taker: Whose share it counts towards.
     """
 
     number: int
@@ -120,12 +125,12 @@ class _Instance:
 
 
 class RegistryTable:
-    """Ranks by instance, each under a lease; lookups wait until their instance is complete or their time is up.
+    """Leased ranks by instance, and lookups that wait until their instance is complete or they time out.
 
     Attributes:
-        timers: When `expire` is to be called.
-        num_ranks: Ranks that are registered.
-        num_waiting: Lookups that wait.
+        timers: When `expire` must be called.
+        num_ranks: Number of registered ranks.
+        num_waiting: Number of waiting lookups.
     """
 
     def __init__(self) -> None:
@@ -138,11 +143,11 @@ class RegistryTable:
         self._waits = Shares(MAX_WAITING)
 
     def has_place(self, record: SealedRecord, principal: str | None = None) -> bool:
-        """Return whether a rank that registers has a place, or can be given one.
+        """Return whether a rank has a place, or its sender's shares leave room for one.
 
         Args:
-            record: Of the rank.
-            principal: Of who registers it; its instance stands for it if None.
+            record: The rank's record.
+            principal: Principal of the sender; None without keys, in which case the share is that of the instance.
         """
         rank = record.peer.rank
         taker = principal or rank.instance
@@ -157,7 +162,7 @@ class RegistryTable:
         return has_bytes and self._ranks.has_place(taker, int(place is None))
 
     def answer_to(self, record: SealedRecord, connection: bytes) -> Answer:
-        """Return what a rank that registers is to be told. Nothing is noted yet: `register` it if it could be told."""
+        """Return the reply to a Register, without recording it. Call `register` if the reply could be sent."""
         peer = record.peer
         instance = self._instances.get(peer.rank.instance)
         place = None if instance is None else instance.places.get(peer.rank.engine_rank)
@@ -168,17 +173,17 @@ class RegistryTable:
     def register(
         self, record: SealedRecord, lease_s: float, connection: bytes, now: float, principal: str | None = None
     ) -> list[Answer]:
-        """Note a rank, or renew its lease, after it was told what `answer_to` says.
+        """Record a rank, or renew its lease. Call it after the reply from `answer_to` was sent.
 
         Args:
-            record: Of the rank.
-            lease_s: Until it is forgotten.
-            connection: Over which it registers.
-            now: The time.
+            record: The rank's record.
+            lease_s: How long the record is kept without a renewal.
+            connection: Connection that the Register arrived on.
+            now: Current time.
             principal: As in `has_place`.
 
         Returns:
-            What to say to those who waited for its instance, and to both sides if another one is refused its place.
+            The answers to lookups of its instance, and to both incarnations if another one is refused.
         """
         peer = record.peer
         instance = self._instances.setdefault(peer.rank.instance, _Instance())
@@ -197,28 +202,28 @@ class RegistryTable:
         return answers + self._answer_if_complete(peer.rank.instance, instance)
 
     def unregister(self, peer: PeerId) -> None:
-        """Forget an incarnation of a rank; any other one stays."""
+        """Remove one incarnation of a rank. Others stay."""
         if self.timers.clear(_Lease(peer)):
             self._forget(peer)
 
     def hold(self, record: SealedRecord) -> None:
-        """Note a rank without a lease: the one that answers. Nobody else may be registered as that rank."""
+        """Record the rank that hosts this table, without a lease. No other process may register as this rank."""
         instance = record.peer.rank.instance
         self._add(self._instances.setdefault(instance, _Instance()), _Claim(record, b"", instance))
 
     def let_go(self, peer: PeerId) -> None:
-        """Forget the rank that was held, if there is one."""
+        """Remove the rank recorded by `hold`, if there is one."""
         instance = self._instances.get(peer.rank.instance)
         if instance is not None and peer.rank.engine_rank in instance.places:
             self._forget(peer)
 
     def may_wait(self, instance: str, connection: bytes, principal: str | None = None) -> bool:
-        """Return whether a lookup waits, or can: who asks has not used up its share.
+        """Return whether a lookup is already waiting, or its sender's share permits it to wait.
 
         Args:
-            instance: That is looked up.
-            connection: Over which it is.
-            principal: Of who asks; the connection stands for it if None.
+            instance: Name of the instance.
+            connection: Connection that the Lookup arrived on.
+            principal: Principal of the sender; None without keys, in which case the share is that of the connection.
         """
         entry = self._instances.get(instance)
         is_waiting = entry is not None and connection in entry.waiting
@@ -233,14 +238,16 @@ class RegistryTable:
         number: int = 0,
         principal: str | None = None,
     ) -> list[Answer]:
-        """Answer now if the instance is complete, or it may not wait; else when it is, or when the time is up.
+        """Answer a lookup, or let it wait until the instance is complete or the lookup times out.
+
+        A lookup that may not wait is answered immediately, with the ranks known.
 
         Args:
-            instance: That is looked up.
-            timeout_s: How long it may wait.
-            connection: Over which it is.
-            now: The time.
-            number: To be repeated.
+            instance: Name of the instance.
+            timeout_s: How long the lookup may wait.
+            connection: Connection that the Lookup arrived on.
+            now: Current time.
+            number: Number for the answer to repeat.
             principal: As in `may_wait`.
         """
         entry = self._instances.get(instance) or _Instance()
@@ -253,12 +260,12 @@ class RegistryTable:
         self._instances[instance] = entry
         waiting = entry.waiting[connection]
         waiting.number = max(number, waiting.number)
-        self.timers.set_once(_Wait(instance, connection), now + timeout_s)  # a repeated question waits no longer
+        self.timers.set_once(_Wait(instance, connection), now + timeout_s)  # a repeated lookup keeps its deadline
         records = _complete_records(entry)
         return [] if records is None else [self._answer(instance, connection, records)]
 
     def expire(self, now: float) -> list[Answer]:
-        """Forget ranks whose lease is over, and answer lookups whose time is up with what there is."""
+        """Remove ranks whose lease has expired, and answer lookups that have timed out with the ranks known."""
         answers = []
         while (key := self.timers.pop_due(now)) is not None:
             match key:
@@ -269,19 +276,19 @@ class RegistryTable:
         return answers
 
     def _add(self, instance: _Instance, claim: _Claim) -> None:
-        """Give a place to the first who claims it."""
+        """Create a place for its first claim."""
         place = instance.places[claim.peer.rank.engine_rank] = _Place(claim, claim.taker)
         self.num_ranks += 1
         self._ranks.add(place.taker, 1)
         self._weigh(place, 1)
 
     def _weigh(self, place: _Place, sign: int) -> None:
-        """Count the bytes of a place, or take them back."""
+        """Add the bytes of a place to the shares, or subtract them if `sign` is -1."""
         for claim in place.claims:
             self._bytes.add(claim.taker, sign * claim.record.num_bytes)
 
     def _claim(self, place: _Place, claim: _Claim) -> None:
-        """Decide whether a claim to a taken place is a renewal, a restart or a conflict."""
+        """Treat a claim to an occupied place as a renewal, a restart or a conflict."""
         peer = claim.peer
         if peer == place.holder.peer:
             place.holder = claim
@@ -302,7 +309,7 @@ class RegistryTable:
             self.timers.clear(_Lease(claim.peer))
 
     def _forget(self, peer: PeerId) -> None:
-        """Take an incarnation whose lease has ended out of its place, which goes to whoever was refused it."""
+        """Remove an incarnation from its place. If it was the holder, the refused incarnation takes the place."""
         instance = self._instances[peer.rank.instance]
         place = instance.places[peer.rank.engine_rank]
         self._weigh(place, -1)
@@ -343,7 +350,7 @@ class RegistryTable:
 
 
 def _conflict(holder: _Claim, refused: _Claim) -> Answer:
-    """Tell both sides that they claim to be the same rank; the holder only if the other one is there to be refused."""
+    """Return a RegistrationConflict for both incarnations; the holder's is sent only if the refused one's could be."""
     told = RegistrationConflict(
         peer=holder.peer, other=refused.peer, other_endpoint=refused.record.endpoint, refused=False
     )
@@ -359,7 +366,7 @@ def _records(entry: _Instance) -> tuple[SealedRecord, ...]:
 
 
 def _complete_records(entry: _Instance) -> tuple[SealedRecord, ...] | None:
-    """Return the ranks of a complete instance. Looks at all of them only if their number is right."""
+    """Return the ranks of an instance; None if it is incomplete. Checks each rank only if their number matches."""
     first = entry.places.get(0)
     if first is None or len(entry.places) != first.holder.record.num_ranks:
         return None
@@ -368,6 +375,9 @@ def _complete_records(entry: _Instance) -> tuple[SealedRecord, ...] | None:
 
 
 def is_complete(records: tuple[SealedRecord, ...]) -> bool:
-    """Every rank of an instance is there, in order; `num_ranks` is a claim, so nothing of that size is made."""
+    """Return whether records contain every rank of an instance, in order.
+
+    `num_ranks` is not trusted, so nothing of that size is allocated.
+    """
     is_whole = bool(records) and len(records) == records[0].num_ranks
     return is_whole and all(record.peer.rank.engine_rank == rank for rank, record in enumerate(records))

@@ -1,5 +1,5 @@
-"""What a rank does, in five stages: each carries effects of the core out, and tells it what came of them.
+"""The five stages of a rank, which carry out the core's effects and report the results to it.
 
-`bootstrap` connects two ranks, `enqueue` takes what the engine gives, `planning` turns page tables into descriptors,
-`submit` posts them, and `aggregate` collects what has arrived. No stage decides anything: the core does.
+`bootstrap` connects two ranks, `enqueue` accepts chunks from the engine, `planning` turns page tables into descriptors,
+`submit` posts them, and `aggregate` handles arrived data. The core makes all decisions.
 """

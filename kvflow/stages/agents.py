@@ -1,4 +1,4 @@
-"""Which agent of the transport each decode rank has. Ranks of one process may share one."""
+"""Maps decode ranks to their transport agents. Ranks of one process may share an agent."""
 
 from kvflow.errors import BackendError
 from kvflow.stages.context import agent_name
@@ -8,7 +8,7 @@ __all__ = ["PeerAgents"]
 
 
 class PeerAgents:
-    """Agents that the transport is connected to, or about to be, and for whom."""
+    """The agents that the transport is connected to or connecting to, and the peers that use them."""
 
     def __init__(self) -> None:
         self._of: dict[PeerId, str] = {}
@@ -19,18 +19,18 @@ class PeerAgents:
         return self._of.get(peer) or agent_name(peer)
 
     def add(self, peer: PeerId, shared: str | None, metadata: bytes) -> str:
-        """Note which agent a peer has.
+        """Record a peer's agent.
 
         Args:
             peer: A decode rank.
             shared: Name of its agent, if it shares one.
-            metadata: Of the agent. Whoever says that it has the agent of another rank must know what that has said.
+            metadata: The agent's metadata. A peer that shares the agent of another peer must send the same metadata.
 
         Returns:
             The name of the agent.
 
         Raises:
-            BackendError: The peer has had another agent, or another peer has this one with other metadata.
+            BackendError: The peer already has a different agent, or another peer has this one with different metadata.
         """
         agent = shared or agent_name(peer)
         if self._of.get(peer, agent) != agent:
@@ -45,7 +45,7 @@ class PeerAgents:
         return agent
 
     def remove(self, peer: PeerId) -> str | None:
-        """Forget a peer, and give the name of its agent, to be disconnected; None if others have it, or it has none."""
+        """Remove a peer, and return its agent, to be disconnected; None if the peer has none or others share it."""
         agent = self._of.pop(peer, None)
         if agent is None:
             return None

@@ -1,7 +1,7 @@
-"""Fifth stage: what has arrived is collected, scattered out of staging slots, and compared with its digests.
+"""Fifth stage: receives notices, scatters staging slots into pages, and verifies digests.
 
-Notices come in band with the bytes, or over the control channel. Worker threads scatter and compare; the core holds the
-pages until they have answered, and closing the rank waits for them, because its memory may be gone afterwards.
+Notices arrive in band with the bytes, or over the control channel. Worker threads scatter and verify. The core holds
+the pages until they have finished, and closing the rank waits for them, because its memory may be freed afterwards.
 """
 
 from typing import Final
@@ -27,17 +27,17 @@ __all__ = ["Aggregate"]
 SCATTERS_AT_ONCE: Final = 2
 
 NOTICES: Final[Reader[Notice]] = Reader(Notice)
-"""Anything else in band is refused unread."""
+"""Other messages that arrive in band are rejected unparsed."""
 
 
 class Aggregate:
-    """Collects what has arrived.
+    """Handles arrived data.
 
     Args:
-        context: Of this rank.
-        layout: Of this rank.
-        backend: Delivers notices, and lets memory be read and written.
-        staging: What peers write packed pieces into; nothing is staged here if None.
+        context: Context of this rank.
+        layout: Layout of this rank.
+        backend: Transport that delivers notices and gives access to memory.
+        staging: Memory into which peers write packed pieces; None if this rank accepts none.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Aggregate:
         self._compared: dict[int, None] = {}
 
     def take(self, event: BackendEvent) -> None:
-        """Take in a notice that the transport has delivered; anybody can have sent it."""
+        """Handle a notice from the transport. It is untrusted: any process could have sent it."""
         if not isinstance(event, NoticeArrived):
             self._context.anomalies.count("post_on_decode_rank")
             return
@@ -64,24 +64,24 @@ class Aggregate:
             self._context.dispatch(NoticeDelivered(notice))
 
     def warm_up(self, core: DecodeCore, notice: Notice) -> None:
-        """Do what `take` does with a notice, but for a core that is thrown away."""
+        """Do the work of `take` for a notice, on a core that is discarded afterwards."""
         core.handle(NoticeDelivered(NOTICES.take([encode(notice)])), self._context.now())
 
     def scatter(self, effect: ScatterStaged) -> None:
-        """Scatter what a notice has brought; the core hears how that ended."""
+        """Scatter a notice's staging slot into pages, and dispatch Scattered."""
         self._context.start_task(self._scatter, effect)
 
     def verify(self, effect: VerifyDigests) -> None:
-        """Compare digests; the core hears how that ended."""
+        """Verify the digests of a transfer, and dispatch DigestsVerified."""
         self._compared[effect.opened.generation] = None
         self._context.start_task(self._verify, effect)
 
     def stop_verifying(self, generation: int) -> None:
-        """Stop a comparison early: its result is not needed any more."""
+        """Stop verifying a transfer whose result is no longer needed."""
         self._compared.pop(generation, None)
 
     def drop(self, generation: int) -> None:
-        """Forget what is kept for a transfer that is over."""
+        """Discard the state of a transfer that has ended."""
         if self._scattering is not None:
             self._scattering.drop(generation)
 

@@ -1,8 +1,8 @@
-"""First stage: two ranks are connected, once.
+"""First stage: connects two ranks, once.
 
-The cores do the handshake. A prefill rank binds the route that a decode rank asks for, and connects its transport. A
-decode rank compiles routes from the records of an instance, holds a connection to each prefill rank, and finds out
-whether one that is silent still exists.
+The cores perform the handshake. A prefill rank binds the route that a decode rank requests, and connects its transport.
+A decode rank compiles routes from the records of an instance, keeps a connection to each prefill rank, and probes
+silent prefill ranks.
 """
 
 import asyncio
@@ -51,34 +51,35 @@ from kvflow.wire.messages import (
 __all__ = ["HelloChecks", "PeerConnections", "PeerProofs", "RouteCompiler"]
 
 MAX_UNCLOSED: Final = 256
-"""Agents that were disconnected and still cost descriptors. No instance gets more of them than the others leave."""
+"""Maximum number of disconnected agents that still hold file descriptors. One instance may have as many as are left for
+all others."""
 
 MAX_GONE: Final = 4_096
-"""Agents that have been disconnected of which it is known whose they were."""
+"""Maximum number of disconnected agents whose instance is remembered."""
 
 HELLOS_AT_ONCE: Final = 8
-"""Hellos that a prefill rank works on at the same time for all who have keys of the same instances; the rest wait.
+"""Hellos that a prefill rank handles concurrently for one principal; further ones wait.
 
-Some transports wait seconds for a peer that does not answer, and nobody waits for the peers of others.
+Some transports wait seconds for a peer that does not answer. With a limit per principal, others are not delayed.
 """
 
 SLICES_BOUND_INLINE: Final = 256
-"""Routes of more slices than this are bound beside the event loop."""
+"""Routes with more slices than this are bound in a worker thread."""
 
 
 # On a prefill rank -------------------------------------------------------------------------------------------------
 
 
 class HelloChecks:
-    """Compares hellos with this rank, and connects the transport to their senders.
+    """Checks Hellos against this rank's layout, and connects the transport to their senders.
 
     Args:
-        context: Of this rank.
-        settings: Of this rank's core.
-        backend: Connected to each decode rank that fits.
-        agents: Of the decode ranks.
-        staging: Where packed pieces are gathered; nothing is packed if None.
-        principal_of: Returns who is at the other end of a connection.
+        context: Context of this rank.
+        settings: Settings of this rank's core.
+        backend: Transport to connect to each accepted decode rank.
+        agents: Transport agents of the decode ranks.
+        staging: Staging memory for packed pieces; None to pack nothing.
+        principal_of: Returns the principal of a connection.
     """
 
     def __init__(
@@ -96,19 +97,19 @@ class HelloChecks:
         self._backend = backend
         self._agents = agents
         self._staging = staging
-        self._at_once: dict[str, anyio.CapacityLimiter] = {}  # of whom lists name, so they are not many
+        self._at_once: dict[str, anyio.CapacityLimiter] = {}  # by principal; bounded by the key lists
         self._disconnecting: dict[str, anyio.Event] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
 
     def start(self, connection: bytes, hello: Hello) -> None:
-        """Check a hello; the core hears what came of it."""
+        """Check a Hello in a task, which dispatches HelloChecked."""
         principal = self._principal_of(connection)
         if principal not in self._at_once:
             self._at_once[principal] = anyio.CapacityLimiter(HELLOS_AT_ONCE)
         self._context.start_task(self._check, connection, hello, self._at_once[principal])
 
     def disconnect(self, peer: PeerId) -> None:
-        """Release what the transport holds for a peer, unless another one has the same agent."""
+        """Release the transport's resources for a peer, unless another peer shares its agent."""
         agent = self._agents.remove(peer)
         if agent is not None:
             self._note_gone(agent, peer.rank.instance)
@@ -136,14 +137,15 @@ class HelloChecks:
         self._context.dispatch(checked)
 
     def _check_agent(self, hello: Hello) -> None:
-        """Refuse who says that it has an agent of this process: what it is sent would be written to the own pools.
+        """Reject a peer that claims an agent of this process, as its data would be written to this process's own pools.
 
         Raises:
-            RemoteProtocolError: It says so, and is no rank of this process. Metadata proves nothing: peers are told it.
+            RemoteProtocolError: The peer claims one and is not a rank of this process. Knowing the agent's metadata
+                proves nothing, because peers receive it.
         """
         own = {agent_name(self._context.me), self._backend.shared_agent or ""} - {""}
         agent = hello.agent or agent_name(hello.peer)
-        if not any(agent == name or agent.startswith(f"{name}#") for name in own):  # a transport may number its agents
+        if not any(agent == name or agent.startswith(f"{name}#") for name in own):  # a transport may append a number
             return
         if agent != self._backend.shared_agent or not self._backend.is_shared_with(agent_name(hello.peer)):
             raise RemoteProtocolError(
@@ -151,10 +153,12 @@ class HelloChecks:
             )
 
     def _check_unclosed(self, hello: Hello) -> None:
-        """Refuse one more agent of those whose former agents cost descriptors for as long as their processes live.
+        """Reject another agent of an instance whose disconnected agents still hold too many file descriptors.
+
+        They hold them until their processes end.
 
         Raises:
-            BackendError: They have used up their share.
+            BackendError: The instance has used up its share.
         """
         unclosed = self._backend.unclosed()
         instance = hello.peer.rank.instance
@@ -176,10 +180,10 @@ class HelloChecks:
             self._gone.popitem(last=False)
 
     def bind(self, hello: Hello) -> ev.PeerRoute:
-        """Work out how this rank sends what a decode rank wants. May be called in any thread.
+        """Return how this rank sends what a decode rank requests. May be called in any thread.
 
         Raises:
-            RouteError, PlanError: They do not fit.
+            RouteError, PlanError: The two ranks are incompatible.
         """
         link = link_for(hello, self._settings)
         blocks = RouteBlocks.of(link.route) if self._backend.capabilities.takes_blocks else None
@@ -189,7 +193,7 @@ class HelloChecks:
         return replace(link, prepared=PreparedRoute(blocks, packed, is_head_major(link.route)))
 
     async def _connect(self, agent: str, metadata: bytes) -> None:
-        """Connect the transport, but not before it has disconnected from the agent if it is about to."""
+        """Connect the transport to an agent, after any disconnection from it that is still in progress."""
         while agent in self._disconnecting:
             await self._disconnecting[agent].wait()
         await self._backend.connect(agent, metadata)
@@ -206,17 +210,17 @@ class HelloChecks:
 # On a decode rank --------------------------------------------------------------------------------------------------
 
 Answer = Welcome | Refuse | Notice | SlotQuery | Drained | Failed | Ping | Pong | Goodbye
-"""What prefill ranks say."""
+"""Messages from prefill ranks."""
 
 ANSWERS: Final[Reader[Answer]] = Reader(Answer)
 
 
 class PeerConnections:
-    """Holds a connection to each prefill rank.
+    """The connections of a decode rank to prefill ranks.
 
     Args:
-        context: Of this rank.
-        trust: Whose ranks may be talked to.
+        context: Context of this rank.
+        trust: Own keys, and the keys that prefill ranks must have.
     """
 
     def __init__(self, context: StageContext[ev.DecodeEvent], trust: Trust) -> None:
@@ -226,9 +230,9 @@ class PeerConnections:
         self._acks: list[tuple[PeerId, Message]] = []
 
     def connect(self, peer: PeerId, endpoint: str) -> None:
-        """Open a connection; the core hears what comes over it, when it breaks, or that it cannot be had.
+        """Open a connection, and dispatch its messages, its loss, and any failure to open it.
 
-        Whoever answers must have a key of the instance, so that it does not matter who has said that it is there.
+        The listener must have a key of the instance, so the source of the address need not be trusted.
         """
         dispatch = self._context.dispatch
         try:
@@ -244,7 +248,7 @@ class PeerConnections:
             dispatch(ev.ConnectFailed(peer, str(error)))
 
     def renew(self, trust: Trust) -> None:
-        """Go by other keys from now on."""
+        """Use these keys from now on."""
         self._trust = trust
         for peer, connection in self._connections.items():
             if (keys := trust.for_instance(peer.rank.instance)) is not None:
@@ -258,7 +262,7 @@ class PeerConnections:
             connection.close()
 
     def send(self, peer: PeerId, message: Message) -> None:
-        """Send to a peer. What cannot be sent is lost: it is retransmitted if it matters, or the lease ends."""
+        """Send a message to a peer. If that fails, the core retransmits it if needed, or the lease expires."""
         if self._acks:
             self._send_acks()
         connection = self._connections.get(peer)
@@ -270,7 +274,7 @@ class PeerConnections:
             self._context.anomalies.count("message_lost", peer, stage=Stage.BOOTSTRAP.value, detail=str(error))
 
     def send_ack(self, peer: PeerId, message: Message) -> None:
-        """Send after the engine, which has just been told of a success, has had its turn."""
+        """Send an Ack on the next turn of the event loop, after the engine has handled the success."""
         if not self._acks:
             asyncio.get_running_loop().call_soon(self._send_acks)
         self._acks.append((peer, message))
@@ -297,11 +301,11 @@ class PeerConnections:
 
 
 class RouteCompiler:
-    """Works out what each rank of an instance is to send here.
+    """Compiles the routes from the ranks of an instance to this rank.
 
     Args:
-        context: Of this rank.
-        layout: Of this rank.
+        context: Context of this rank.
+        layout: Layout of this rank.
     """
 
     def __init__(self, context: StageContext[ev.DecodeEvent], layout: KVLayout) -> None:
@@ -310,7 +314,7 @@ class RouteCompiler:
         self._at_once = anyio.CapacityLimiter(1)
 
     def start(self, effect: ef.CompileRoutes) -> None:
-        """Compile beside the event loop; the core hears what came of it."""
+        """Compile in a worker thread, and dispatch RoutesCompiled."""
         self._context.start_task(self._compile, effect)
 
     async def _compile(self, effect: ef.CompileRoutes) -> None:
@@ -329,7 +333,7 @@ class RouteCompiler:
         """Return the routes from all ranks, in order. May be called in any thread.
 
         Raises:
-            RouteError: The two sides do not fit.
+            RouteError: The two sides are incompatible.
         """
         layouts = {record.peer.rank.engine_rank: record.layout for record in effect.records}
         routes = compile_routes(layouts, self._layout, decode_rank=self._context.me.rank.engine_rank)
@@ -340,11 +344,11 @@ class RouteCompiler:
 
 
 class PeerProofs:
-    """Finds out whether a silent prefill rank still exists, and whether what it has written still lands.
+    """Finds out whether a silent prefill rank still exists, and waits until its writes can no longer land.
 
     Args:
-        context: Of this rank.
-        backend: Fences what ended processes have written.
+        context: Context of this rank.
+        backend: Transport that waits for the writes of ended processes.
     """
 
     def __init__(self, context: StageContext[ev.DecodeEvent], backend: Backend) -> None:
@@ -352,11 +356,14 @@ class PeerProofs:
         self._backend = backend
 
     def probe(self, effect: ef.ProbePeer) -> None:
-        """Look whether somebody listens at the peer's port; the core hears the answer."""
+        """Check whether the peer's host refuses connections to its port, and dispatch ProbeFinished."""
         self._context.start_task(self._probe, effect)
 
     def fence(self, effect: ef.AwaitFence) -> None:
-        """Wait until nothing of the peer lands any more; the core hears of it if that can be known."""
+        """Wait until none of the peer's writes can land any more, and dispatch PeerFenced.
+
+        Dispatches FenceImpossible if that can never be known.
+        """
         self._context.start_task(self._fence, effect)
 
     async def _probe(self, effect: ef.ProbePeer) -> None:

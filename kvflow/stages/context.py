@@ -1,4 +1,4 @@
-"""What every stage of a rank is given."""
+"""The context that all stages of a rank share."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -21,18 +21,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class StageContext(Generic[Event]):
-    """Shared by the stages of one rank.
+    """What the stages of one rank share.
 
     Attributes:
         me: This incarnation of this rank.
-        config: Its settings.
-        ports: The world around it.
-        now: Gives monotonic seconds, as its ports do.
-        dispatch: Tells the core what has happened. Never raises.
-        start_task: Starts a task that lives no longer than the rank.
-        times: Where to note how long things took.
-        log: Where to say what happened.
-        anomalies: Where to say what was ignored.
+        config: The rank's settings.
+        ports: The rank's external dependencies.
+        now: Returns monotonic time in seconds, as `ports.now`.
+        dispatch: Passes an event to the core. Never raises.
+        start_task: Starts a task that ends with the rank at the latest.
+        times: Records how long the stages take.
+        log: Logger of the rank.
+        anomalies: Counts and logs ignored messages.
     """
 
     me: PeerId
@@ -46,14 +46,14 @@ class StageContext(Generic[Event]):
     anomalies: AnomalyLog
 
     def failure(self, reason: FailureReason, stage: Stage, detail: str) -> Failure:
-        """Describe a failure that this rank was the first to notice."""
+        """Return a Failure that this rank was the first to detect."""
         return Failure(reason, stage, str(self.me.rank), detail)
 
     async def in_thread(self, function: Callable[[], Result]) -> Result:
-        """Call a function beside the event loop, or on it if no thread can be had.
+        """Call a function in a worker thread, or on the event loop if no thread can be started.
 
         Raises:
-            BaseException: What the function raises.
+            BaseException: Any exception of the function.
         """
         result: Awaitable[Result] = self.ports.run_in_thread(function)
         try:
@@ -65,5 +65,5 @@ class StageContext(Generic[Event]):
 
 @functools.lru_cache(maxsize=4096)
 def agent_name(peer: PeerId) -> str:
-    """Return the name under which an incarnation of a rank is known to the transport."""
+    """Return the transport's name for an incarnation of a rank."""
     return str(peer)

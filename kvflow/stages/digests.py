@@ -1,4 +1,4 @@
-"""Digests of a rank's own memory: of what is sent, to go with its notices, and of what has arrived, to compare."""
+"""Digests of a rank's own memory: of sent data, for its notices, and of arrived data, for verification."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,15 +17,15 @@ __all__ = ["Difference", "DigestWork", "check_digestible", "digests_of", "find_d
 
 
 class DigestWork(msgspec.Struct, frozen=True):
-    """Digests that are yet to be worked out; that may be done in any thread.
+    """The input for computing digests, which may be done in any thread.
 
     Attributes:
-        layout: Of this rank.
-        view: Lets its memory be read.
-        slices: Of the route between the two ranks.
-        expected: By component, which tokens the two hold.
-        tables: By component, this rank's pages.
-        wanted: By component, all tokens of the transfer.
+        layout: Layout of this rank.
+        view: Gives access to this rank's memory.
+        slices: Region slices of the route between the two ranks.
+        expected: Which tokens both ranks hold, by component.
+        tables: This rank's page tables, by component.
+        wanted: All tokens of the transfer, by component.
     """
 
     layout: KVLayout
@@ -36,28 +36,28 @@ class DigestWork(msgspec.Struct, frozen=True):
     wanted: Mapping[str, TokenRange]
 
     def digest(self, name: str, tokens: TokenRange, layers: LayerRange) -> int:
-        """Work one digest out.
+        """Return the digest of some tokens and layers of a component.
 
         Args:
-            name: Component.
-            tokens: Of this component.
-            layers: Of which the digest is wanted.
+            name: Name of the component.
+            tokens: Token range of this component.
+            layers: Layers to include.
         """
         scope = DigestScope(self.slices, self.expected[name], tokens, is_final(tokens, self.wanted[name]), layers)
         return digest(scope, self.layout.component(name), self.tables[name], self.view)
 
 
 def digests_of(piece: Piece, layout: KVLayout, view: View) -> dict[str, int]:
-    """Work out the digests of a piece, by component. May be called in any thread.
+    """Return the digests of a piece, by component. May be called in any thread.
 
     Args:
-        piece: About to be written.
-        layout: Of this rank.
-        view: Lets its memory be read.
+        piece: The piece that is about to be written.
+        layout: Layout of this rank.
+        view: Gives access to this rank's memory.
 
     Raises:
-        PlanError: It is device memory, or a table does not reach over its tokens.
-        MemoryError: There is no memory left to do it with.
+        PlanError: The layout has device memory, or a page table does not cover its tokens.
+        MemoryError: Out of memory.
     """
     check_digestible(layout)
     link = piece.link
@@ -66,11 +66,11 @@ def digests_of(piece: Piece, layout: KVLayout, view: View) -> dict[str, int]:
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """What is wrong with what has arrived.
+    """Why arrived data failed verification.
 
     Attributes:
         reason: CORRUPT, or PROTOCOL if a digest is missing.
-        detail: For a person.
+        detail: Human-readable explanation.
     """
 
     reason: FailureReason
@@ -80,17 +80,20 @@ class Difference(msgspec.Struct, frozen=True):
 def find_difference(
     effect: VerifyDigests, layout: KVLayout, view: View, is_wanted: Callable[[], bool]
 ) -> Difference | None:
-    """Compare what has arrived with its digests until the first difference. May be called in any thread.
+    """Compare arrived data with its digests, and return the first difference. May be called in any thread.
 
     Args:
-        effect: What has arrived.
-        layout: Of this rank.
-        view: Lets its memory be read.
-        is_wanted: Says whether anybody still wants to know; the search ends if not.
+        effect: The arrived data.
+        layout: Layout of this rank.
+        view: Gives access to this rank's memory.
+        is_wanted: Returns whether the result is still needed. The search stops once it returns False.
+
+    Returns:
+        The first difference; None if there is none or the search was stopped.
 
     Raises:
-        PlanError: It cannot be compared.
-        MemoryError: There is no memory left to do it with.
+        PlanError: The data cannot be compared.
+        MemoryError: Out of memory.
     """
     opened = effect.opened
     tables = read_page_tables(opened.ranges, opened.pages, layout)
@@ -121,7 +124,7 @@ def _find_difference(written: WrittenBy, work: DigestWork, is_wanted: Callable[[
 
 
 def check_digestible(layout: KVLayout) -> None:
-    """Refuse digests of memory that this process cannot read.
+    """Check that this process can read all memory of a layout.
 
     Raises:
         PlanError: Some of it is device memory.

@@ -1,7 +1,7 @@
-"""Second stage: what the engine gives is checked, and waits here while there is no capacity or a device computes it.
+"""Second stage: checks the engine's chunks, and holds them until there is capacity and their data has been computed.
 
-When too many chunks wait for one decode rank, the engine's `chunk()` waits for the rooms that go there: the pressure
-that reaches the engine.
+When too many chunks are queued for one decode rank, calls of `chunk()` for its rooms wait. This is how backpressure
+reaches the engine.
 """
 
 import itertools
@@ -27,7 +27,8 @@ from kvflow.wire.messages import Failure, PeerId
 __all__ = ["CapacityLine", "DeviceWaits", "finish_chunk", "make_chunk"]
 
 DEVICE_WAITS_AT_ONCE: Final = 48
-"""Threads that wait for devices; fewer than there are, so that other work gets one."""
+"""Maximum number of threads that wait for devices; less than the number of worker threads, to leave some for other
+work."""
 
 
 def make_chunk(
@@ -38,10 +39,10 @@ def make_chunk(
     ready: ReadyEvent | None = None,
     layers: Sequence[LayersReady] = (),
 ) -> Chunk:
-    """Check what an engine says about a chunk; `RoomSender.chunk` has the meaning of the arguments.
+    """Check the arguments of `RoomSender.chunk`, which describes them, and return the chunk.
 
     Raises:
-        PlanError: A page table does not fit the pool or the tokens, or layers are out of order.
+        PlanError: A page table does not match the pool or the tokens, or layers are out of order.
     """
     tokens = check_range(tokens)
     parts = normalize(pages, layout, tokens)
@@ -54,12 +55,12 @@ def make_chunk(
 
 
 def finish_chunk(chunk: Chunk, metadata: bytes, max_bytes: int) -> Chunk:
-    """Make a chunk the last one.
+    """Return a copy of a chunk that is marked as the last one.
 
     Args:
         chunk: From `make_chunk`.
-        metadata: For the decode engine.
-        max_bytes: Longest metadata that is allowed.
+        metadata: Opaque bytes for the decode engine.
+        max_bytes: Maximum length of the metadata.
 
     Raises:
         PlanError: The metadata is not bytes, or too long.
@@ -73,10 +74,10 @@ def finish_chunk(chunk: Chunk, metadata: bytes, max_bytes: int) -> Chunk:
 
 
 def _check_layers(layers: Sequence[LayersReady], ready: ReadyEvent | None) -> tuple[LayersReady, ...]:
-    """Check the groups of layers in which a chunk gets ready.
+    """Check the groups of layers in which a chunk is computed.
 
     Raises:
-        PlanError: They are no such groups, are not in ascending order, or there is an event for the whole chunk too.
+        PlanError: They are not LayersReady values, not in ascending order, or combined with `ready`.
     """
     if ready is not None:
         raise PlanError("`ready` and `layers` are mutually exclusive", groups=len(layers))
@@ -92,7 +93,7 @@ def _check_layers(layers: Sequence[LayersReady], ready: ReadyEvent | None) -> tu
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A call that waits with a chunk. Later calls whose rooms go to one of `peers` wait behind it."""
+    """A waiting call of `chunk()`. Later calls whose rooms go to one of `peers` wait behind it."""
 
     room: RoomId
     turn: Future[None]
@@ -100,11 +101,11 @@ class _Place:
 
 
 class CapacityLine:
-    """Rooms that wait to offer a chunk. Whoever waits goes before anybody who comes later for the same decode ranks.
+    """A queue of rooms that wait to offer a chunk, first in, first out among rooms for the same decode ranks.
 
     Args:
-        has_capacity: Says whether a chunk of a room may be offered now.
-        peers_of: Gives the decode ranks that have asked for a room.
+        has_capacity: Returns whether a chunk of a room may be offered now.
+        peers_of: Returns the decode ranks that have requested a room.
     """
 
     def __init__(self, has_capacity: Callable[[RoomId], bool], peers_of: Callable[[RoomId], Iterable[PeerId]]) -> None:
@@ -123,7 +124,7 @@ class CapacityLine:
     async def wait(self, room: RoomId) -> None:
         """Wait for this room's turn, or until `leave` is called for it. Then offer the chunk, and call `admit`.
 
-        Cancelled, it passes the turn on.
+        If cancelled, the turn passes to the next room.
         """
         place = _Place(room, get_running_loop().create_future())
         self._waiting[place] = None
@@ -138,11 +139,11 @@ class CapacityLine:
         self._remove(place)
 
     def admit(self) -> None:
-        """Admit the first room for which there is capacity. Call it when there may be some, and after each chunk."""
+        """Admit the first room that has capacity. Call it when capacity may have become free, and after each chunk."""
         before: set[PeerId] = set()
         for place in self._waiting:
             if place.turn.done():
-                return  # it is about to run, and calls this again
+                return  # it runs next, and then calls `admit` again
             self._look(place)
             if before.isdisjoint(place.peers) and self._has_capacity(place.room):
                 place.turn.set_result(None)
@@ -150,13 +151,13 @@ class CapacityLine:
             before.update(place.peers)
 
     def leave(self, room: RoomId) -> None:
-        """Let a room stop waiting: it has failed."""
+        """Stop waiting for a room that has failed."""
         for place in self._by_room.get(room, ()):
             if not place.turn.done():
                 place.turn.set_result(None)
 
     def _look(self, place: _Place) -> None:
-        """See which decode ranks have asked for a room by now: further ones may while it waits."""
+        """Update the decode ranks that have requested a room; more may do so while it waits."""
         peers = tuple(self._peers_of(place.room))
         if peers != place.peers:
             self._count(place.peers, -1)
@@ -179,10 +180,10 @@ class CapacityLine:
 
 
 class DeviceWaits:
-    """Waits for devices, beside the event loop.
+    """Waits for devices in worker threads.
 
     Args:
-        context: Of this rank.
+        context: Context of this rank.
     """
 
     def __init__(self, context: StageContext[PrefillEvent]) -> None:
@@ -190,7 +191,7 @@ class DeviceWaits:
         self._threads = anyio.CapacityLimiter(DEVICE_WAITS_AT_ONCE)
 
     def start(self, effect: AwaitData) -> None:
-        """Wait until a piece is computed; the core hears of it."""
+        """Wait in a worker thread until a device has computed the data, and dispatch DataReady."""
         self._context.start_task(self._wait, effect)
 
     async def _wait(self, effect: AwaitData) -> None:
@@ -198,7 +199,7 @@ class DeviceWaits:
         async with self._threads:
             try:
                 await self._context.ports.run_in_thread(effect.ready.synchronize)
-            except Exception as error:  # noqa: BLE001 - it is the engine's object; only this transfer suffers
+            except Exception as error:  # noqa: BLE001 - raised by the engine's object; fail only this transfer
                 detail = f"{type(error).__name__}: {error}"
                 failure = self._context.failure(FailureReason.NOT_READY, Stage.ENQUEUE, detail)
         self._context.dispatch(DataReady(effect.delivery, effect.wait, failure))

@@ -1,4 +1,4 @@
-"""Who may say what to a prefill rank, by the keys and capabilities that it goes by now."""
+"""Authorizes messages to a prefill rank, by keys, capabilities and budgets."""
 
 from collections.abc import Callable
 from typing import Final
@@ -15,39 +15,41 @@ from kvflow.wire.principals import principal_of, speaks_for
 __all__ = ["Gate"]
 
 HELLOS_PER_S: Final = 256
-"""Of a principal; without keys, of all. Who says more is not answered for now, and decode ranks repeat what is not
-answered."""
+"""Allowed rate of Hellos per principal; without keys, of all peers together. Excess Hellos are not answered; decode
+ranks repeat them."""
 
 HELLOS_AT_ONCE: Final = 1_024
-"""Such hellos that may come together, as when a whole instance starts."""
+"""Allowed burst of Hellos, for example when a whole instance starts."""
 
 HELLO_BYTES_PER_S: Final = 2**19
 HELLO_BYTES_AT_ONCE: Final = 4 * 2**20
-"""The same in bytes, since regions take time: half a megabyte of them is read in less than 0.1 s. At once it is 350
-ranks with 126 layers each."""
+"""The same limits in bytes, because regions take time to parse: half a megabyte takes less than 0.1 s. The burst is
+enough for 350 ranks with 126 layers each."""
 
 GRANT_BYTES_PER_S: Final = 32 * 2**20
 GRANT_BYTES_AT_ONCE: Final = 256 * 2**20
-"""Of a principal, in long messages besides. It is pages of eight million tokens a second, if each token has one."""
+"""Limits per principal for other long messages. The rate is enough for the pages of eight million tokens per second, at
+one token per page."""
 
 MESSAGES_OF_STRANGERS: Final = 1_024
-"""Messages in a second of a principal over connections without a hello; without keys, over one connection. Some may
-have been meant for a process before this one."""
+"""Messages per second that a principal may send over connections without a Hello; without keys, that each such
+connection may carry. Some may be meant for a previous process at this address."""
 
 
 class Gate:
-    """Says why the core must not do what a message asks for.
+    """Decides which messages reach the core.
 
-    Ends that may speak for different instances have different connections, so the core itself keeps them apart. What is
-    left is whether the key of a connection may say hello for an instance, and who may have a room.
+    Peers that may act for different instances have different connections, so the core itself keeps them apart. The gate
+    checks that the key of a connection permits a Hello for an instance, and that the peer may receive a room.
 
     Args:
-        context: Of this rank.
-        names_of: Gives the instances that the other end of a connection may speak for.
-        peer_at: Gives who has said hello over a connection.
+        context: Context of this rank.
+        trust: Initial value of the attribute.
+        names_of: Returns the instances that the peer of a connection may act for.
+        peer_at: Returns the peer that has sent a Hello over a connection; None if there is none.
 
     Attributes:
-        trust: Goes by it.
+        trust: The current keys; may be replaced at any time.
     """
 
     def __init__(
@@ -67,18 +69,18 @@ class Gate:
         self._strangers = Budgets[bytes | str](MESSAGES_OF_STRANGERS, MESSAGES_OF_STRANGERS)
 
     def principal_of(self, connection: bytes) -> str:
-        """Return who is at the other end of a connection; empty where nobody is asked for a key."""
+        """Return the principal of a connection; empty without keys."""
         return principal_of(self._names_of(connection)) or ""
 
     def is_too_much(self, connection: bytes, unread: Unread) -> bool:
-        """Say whether a message is one more than its sender may say now; it is counted, not read, and not answered."""
+        """Return whether a message exceeds its sender's budgets, in which case it is counted and must be ignored."""
         excess = self._excess(connection, unread)
         if excess:
             self._context.anomalies.count(excess)
         return bool(excess)
 
     def _excess(self, connection: bytes, unread: Unread) -> str:
-        """Return the name of the budget that a message is beyond; empty if there is none."""
+        """Return the anomaly for the budget that a message exceeds; empty if it exceeds none."""
         now, num_bytes = self._context.now(), len(unread.data)
         if unread.kind is Hello:
             principal = self.principal_of(connection)
@@ -93,7 +95,7 @@ class Gate:
         return ""
 
     def denial(self, connection: bytes, message: AnyMessage) -> str:
-        """Return why a message must not be obeyed; empty if it may be."""
+        """Return why a message must be rejected; empty if it is allowed."""
         if isinstance(message, Hello):
             return "" if self.may_speak(connection, message.peer) else self._other_name(connection, message.peer)
         if not self.trust.capability_keys or not isinstance(message, Grant | Announce | Decline):
@@ -111,7 +113,7 @@ class Gate:
         )
 
     def may_speak(self, connection: bytes, peer: PeerId) -> bool:
-        """Return whether who is at the other end of a connection may be a rank."""
+        """Return whether the peer of a connection may act for a rank's instance."""
         return speaks_for(self._names_of(connection), peer.rank.instance)
 
     def _other_name(self, connection: bytes, peer: PeerId) -> str:

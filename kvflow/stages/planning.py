@@ -1,7 +1,7 @@
-"""Third stage: page tables become descriptors, or blocks of lists that the transport has prepared.
+"""Third stage: turns page tables into descriptors, or into blocks of lists that the transport has prepared.
 
-The core says where a piece is planned: small ones on the event loop, where they are posted at once; large ones, and all
-of which digests are wanted, in a worker thread. Of those the core hears before they are posted.
+The core decides where a piece is planned. Small pieces are planned on the event loop and posted immediately. Large
+pieces, and all pieces with digests, are planned in a worker thread, which reports to the core before they are posted.
 """
 
 from collections.abc import Mapping
@@ -35,11 +35,11 @@ __all__ = ["Plan", "PlanWork", "Planning", "PreparedRoute"]
 
 
 class PreparedRoute(msgspec.Struct, frozen=True):
-    """What is worked out once for a route; goes into `PeerRoute.prepared`.
+    """What is computed once per route, stored in `PeerRoute.prepared`.
 
     Attributes:
-        blocks: The route in blocks, if it can be said so and the transport prepares lists.
-        packed: Its slices, where this rank has them, if any piece may be packed.
+        blocks: The route in blocks; None if it cannot be expressed in blocks or the transport does not prepare lists.
+        packed: The route's slices in this rank's memory; empty if no piece may be packed.
         head_major: Order of the cells of a packed piece.
     """
 
@@ -49,11 +49,11 @@ class PreparedRoute(msgspec.Struct, frozen=True):
 
 
 class Plan(NamedTuple):
-    """How a piece is moved.
+    """How a piece is written.
 
     Attributes:
-        moves: What to copy.
-        staged: Where it will be, if it is packed: gathered already.
+        moves: What to write.
+        staged: The staging slot at the decode rank, if the piece is packed, in which case it is already gathered.
     """
 
     moves: Descriptors | Blocks
@@ -61,14 +61,14 @@ class Plan(NamedTuple):
 
 
 class PlanWork(msgspec.Struct, frozen=True):
-    """A plan that is yet to be made; it may be made in any thread.
+    """The input of a plan, which may be made in any thread.
 
     Attributes:
-        piece: To be planned.
-        components: Its tokens, by component, with the page tables of both sides.
-        max_bytes: Longest descriptor that the transport takes; no limit if None.
-        gathering: How it is packed, if it has slots.
-        descriptor_overhead_s: What each descriptor costs the transport besides its bytes, in seconds.
+        piece: The piece to plan.
+        components: Its tokens and the page tables of both sides, by component.
+        max_bytes: Longest descriptor that the transport accepts; None for no limit.
+        gathering: How to pack the piece; None if it has no slots.
+        descriptor_overhead_s: Seconds that the transport takes per descriptor, in addition to the time for its bytes.
     """
 
     piece: Piece
@@ -78,13 +78,13 @@ class PlanWork(msgspec.Struct, frozen=True):
     descriptor_overhead_s: float
 
     def plan(self) -> Plan:
-        """Make it; what is packed is gathered on the way.
+        """Make the plan, and gather the piece if it is packed.
 
-        A piece that has slots goes directly all the same if that turns out to be quicker.
+        A piece with slots is still written directly if that is faster, unless it must be packed.
 
         Raises:
-            PlanError: Page tables do not reach over their tokens, or there are too many descriptors.
-            MemoryError: There is no memory left to do it with.
+            PlanError: Page tables do not cover their tokens, or there are too many descriptors.
+            MemoryError: Out of memory.
         """
         piece, gathering = self.piece, self.gathering
         route, layers = piece.link.route, piece.layers
@@ -103,14 +103,14 @@ class PlanWork(msgspec.Struct, frozen=True):
 
 
 class Planning:
-    """Plans pieces.
+    """Plans pieces, and passes them to `Submit`.
 
     Args:
-        context: Of this rank.
-        layout: Of this rank.
-        backend: Says what it takes.
-        submit: Posts what is planned.
-        staging: Where packed pieces are gathered; none are if None.
+        context: Context of this rank.
+        layout: Layout of this rank.
+        backend: Transport whose capabilities the plans respect.
+        submit: Posts planned pieces.
+        staging: Staging memory for packed pieces; None to pack nothing.
     """
 
     def __init__(
@@ -150,41 +150,41 @@ class Planning:
         self._submit.post(piece.delivery, piece.seq, plan.moves, notice)
 
     def plan_piece(self, piece: Piece) -> None:
-        """Plan a piece beside the event loop; the core hears when that is done."""
+        """Plan a piece in a worker thread, and dispatch PlanFinished or PlanFailed."""
         self._context.times.add(Stage.ENQUEUE, self._context.now() - piece.queued_at)
         try:
-            work = self.prepare(piece)  # now, because the room and its tables may be gone when the task runs
+            work = self.prepare(piece)  # not in the task: the room and its tables may be gone by then
         except (PlanError, MemoryError) as error:
             self._fail(piece, error)
         else:
             self._context.start_task(self._plan_in_thread, work)
 
     def warm_up(self, piece: Piece) -> None:
-        """Do what `post_piece` does, but for posting.
+        """Do the work of `post_piece` without posting.
 
         Raises:
-            PlanError: The granted page tables do not fit; the piece itself would say so.
+            PlanError: The granted page tables are invalid, so the piece itself would fail.
         """
         self.prepare(piece).plan()
         encode(piece.notice)
 
     def post_plan(self, delivery: DeliveryId, seq: int, notice: Notice) -> None:
-        """Post what was planned beside the event loop."""
+        """Post a piece that was planned by `plan_piece`."""
         self._submit.post(delivery, seq, self._planned.pop((delivery, seq)), notice)
 
     def drop_plan(self, delivery: DeliveryId, seq: int) -> None:
-        """Forget what was planned beside the event loop."""
+        """Discard a plan made by `plan_piece`."""
         del self._planned[delivery, seq]
 
     def drop_room(self, room: RoomId) -> None:
-        """Forget the page tables that were granted for a room."""
+        """Discard the page tables that were granted for a room."""
         self._granted.pop(room, None)
 
     def prepare(self, piece: Piece) -> PlanWork:
-        """Bring together what the plan of a piece needs.
+        """Collect the input for planning a piece.
 
         Raises:
-            PlanError: The granted page tables do not fit.
+            PlanError: The granted page tables are invalid.
         """
         granted, wanted = self._granted_tables(piece), piece.grant.ranges
         components = {

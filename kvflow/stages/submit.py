@@ -1,4 +1,4 @@
-"""Fourth stage: planned pieces are posted to the transport and followed to their end."""
+"""Fourth stage: posts planned pieces to the transport, and tracks each post until it has ended."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,23 +25,23 @@ class _Post(NamedTuple):
 
 @dataclass(slots=True)
 class PathTotals:
-    """What has gone one way so far."""
+    """Totals of one path: direct or packed."""
 
     num_posts: int = 0
     num_bytes: int = 0
 
 
 class Submit:
-    """Posts what is planned.
+    """Posts planned pieces.
 
     Args:
-        context: Of this rank.
-        backend: Where to post.
-        agents: Of the decode ranks.
+        context: Context of this rank.
+        backend: Transport to post to.
+        agents: Transport agents of the decode ranks.
 
     Attributes:
-        direct: What was posted to pages.
-        packed: What was posted to staging slots.
+        direct: Totals of posts to pages.
+        packed: Totals of posts to staging slots.
     """
 
     def __init__(self, context: StageContext[ev.PrefillEvent], backend: Backend, agents: PeerAgents) -> None:
@@ -56,22 +56,22 @@ class Submit:
 
     @property
     def num_posted(self) -> int:
-        """Posts that have begun and are not known to have ended."""
+        """Number of posts in flight."""
         return len(self._posts)
 
     @property
     def may_still_land(self) -> bool:
-        """Something that was posted has not ended, or lingers. It is known of a broken rank, too."""
+        """Whether a post is in flight or has lingered, so that bytes may still land. Also valid for a broken rank."""
         return self._has_lingered or bool(self._posts)
 
     def post(self, delivery: DeliveryId, seq: int, moves: Descriptors | Blocks, notice: Notice) -> None:
-        """Post a piece; the core hears how it ends.
+        """Post a piece, and dispatch PostEnded when the post has ended.
 
         Args:
-            delivery: Of the piece.
-            seq: Of the piece.
-            moves: What to copy.
-            notice: What to say with the last byte, if the transport can.
+            delivery: Delivery that the piece belongs to.
+            seq: Number of the piece in the delivery.
+            moves: What to write.
+            notice: Notice to deliver after the last byte, if the transport supports in-band notices.
         """
         post_id = self._num_posts
         self._num_posts += 1
@@ -82,12 +82,12 @@ class Submit:
         payload = encode(notice) if self._in_band else b""
         post = self._backend.post_blocks if isinstance(moves, Blocks) else self._backend.post
         try:
-            post(post_id, self._agents.of(delivery.peer), moves, payload)  # type: ignore[arg-type] # told apart above
+            post(post_id, self._agents.of(delivery.peer), moves, payload)  # type: ignore[arg-type] # distinguished above
         except BackendError as error:
             self.take(PostEnded(post_id, str(error)))
 
     def take(self, event: BackendEvent) -> None:
-        """Take in what the transport says about a post. What it says about none, or once more, is counted only."""
+        """Handle a transport event. Events of unknown or ended posts are only counted."""
         match event:
             case PostEnded(post_id, error, lingers):
                 post = self._posts.pop(post_id, None)

@@ -1,1 +1,1 @@
-"""What travels between processes: `messages` (pure), `codec` (bytes), `channel` (sockets)."""
+"""Communication between processes: `messages` (pure), `codec` (bytes), `channel` (sockets)."""

@@ -1,8 +1,8 @@
-"""Closes connections whose peer does not read what it is sent.
+"""Closes connections whose peer does not read its messages.
 
 libzmq limits its send queues in messages only, and a message may have 64 MiB. This module counts the bytes sent over
-each connection; the kernel knows how many the peer has acknowledged. The kernel is asked only when the limit would be
-exceeded if nothing had been acknowledged since the last time.
+each connection; the kernel knows how many of them the peer has acknowledged. It queries the kernel only when the limit
+would be exceeded if nothing had been acknowledged since the last query.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ class Backlog:
     """Counts the unsent bytes of each connection of a socket.
 
     Args:
-        tcp: Looks at the connections.
-        cut: Breaks a connection, and says why.
+        tcp: The connections, as the kernel sees them.
+        cut: Called with a descriptor and a reason to close a connection.
     """
 
     def __init__(self, tcp: Tcp, cut: Callable[[int, str], None]) -> None:
@@ -45,7 +45,7 @@ class Backlog:
         return fd in self._waiting
 
     def sent(self, fd: int, length: int) -> None:
-        """Note that a message was queued."""
+        """Record that a message of `length` bytes was queued."""
         num_bytes = self._tcp.bytes_on_wire(length)
         self._sent[fd] += num_bytes
         self._waiting[fd] += num_bytes
@@ -62,7 +62,7 @@ class Backlog:
         self._in_all -= self._waiting.pop(fd, 0)
 
     def _look(self, fd: int) -> int:
-        """Ask the kernel, and return the unsent bytes. Acknowledged bytes that are not messages give no credit."""
+        """Query the kernel, and return the unsent bytes. Acknowledged heartbeats and handshakes give no credit."""
         acked = self._tcp.acked(fd)
         self._sent[fd] = self._sent[fd] if acked is None else max(self._sent[fd], acked)
         waiting = 0 if acked is None else self._sent[fd] - acked

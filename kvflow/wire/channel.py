@@ -1,16 +1,15 @@
-"""Control sockets: the ports over ZMQ.
+"""Control sockets over ZMQ, as defined in `kvflow.ports`.
 
-Sockets are plain ones that never block, and callbacks are called on the event loop; `zmq.asyncio` makes futures for
-both directions, which costs several times as much. ZMQ's file descriptor tells of changes, not of messages: whoever has
-used a socket looks whether there are messages by now.
+Sockets are non-blocking, and callbacks run on the event loop. `zmq.asyncio` would cost several times as much, because
+it creates futures for both directions. ZMQ's file descriptor is edge-triggered, so each use of a socket is followed by
+a check for messages.
 
-Sending never waits: a peer that does not take its messages fills its queue, and the send that finds it full fails, so
-that it cannot hold up anybody else.
+Sending never waits. A peer that does not read fills its queue, and further sends to it fail, so it cannot delay others.
 
-A connection that a middlebox has dropped silently is found by ZMQ heartbeats and made anew. libzmq's own thread
-sends and answers them, so a process whose interpreter is busy stays connected. Dialers send them. Listeners only
-answer, since a heartbeat of libzmq 4.3.5 may end the process (docs/decisions/0051), and close connections over which
-nothing comes (`wire/intake`).
+ZMQ heartbeats detect connections that a middlebox has silently dropped, which are then re-established. libzmq's I/O
+thread sends and answers them, so a process whose interpreter is busy stays connected. Only dialers send heartbeats,
+because sending one may abort a listener with libzmq 4.3.5 (docs/decisions/0051). Listeners answer them, and close
+silent connections (`wire/intake`).
 """
 
 import asyncio
@@ -53,10 +52,10 @@ BACKLOG: Final = 1_024
 ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
 DISCONNECTED: Final = int(zmq.EVENT_DISCONNECTED)
 EVENTS: Final = ACCEPTED | DISCONNECTED
-"""Not HANDSHAKE_FAILED_PROTOCOL, as in `wire/dialer`."""
+"""HANDSHAKE_FAILED_PROTOCOL is left out, as in `wire/dialer`."""
 
 KEEPALIVE_S: Final = 60
-"""Silence after which the kernel asks whether a host is there that has not even sent a heartbeat."""
+"""Silence after which the kernel sends TCP keepalive probes, for peers that have not even sent a heartbeat."""
 
 
 class ZmqControl:
@@ -74,7 +73,7 @@ class ZmqControl:
         """Bind a socket.
 
         Raises:
-            ConfigError: The address is malformed or cannot be bound, or the host to advertise is none.
+            ConfigError: The address is malformed or cannot be bound, or the host to advertise is invalid.
         """
         return ZmqListener(bind, advertise, on_message, trust, on_refused)
 
@@ -96,13 +95,13 @@ class ZmqControl:
         return ZmqConnection(endpoint, on_message, on_lost, keys, on_refused)
 
     async def host_towards(self, endpoint: str) -> str | None:
-        """As the port says. Sends nothing."""
+        """Return this host's address on the route to an endpoint, or None. Sends nothing."""
         return await host_towards(endpoint)
 
     async def is_refused(self, endpoint: str, timeout_s: float) -> bool:
-        """Return whether the host of an address says that nobody listens there.
+        """Return whether the host refuses connections to an address.
 
-        Silence says nothing: a host that is off or cut off looks like that, and so does a process that hangs.
+        No answer counts as False: the host may be down or unreachable, or the process may hang.
 
         Raises:
             ConfigError: The address is malformed.
@@ -113,27 +112,27 @@ class ZmqControl:
                 stream = await anyio.connect_tcp(host, port)
             except OSError as error:
                 return _is_refusal(error.__cause__)
-            except Exception:  # noqa: BLE001 - who cannot be asked has not refused; an address is a peer's word
+            except Exception:  # noqa: BLE001 - any other error is not a refusal; the address comes from a peer
                 return False
             await stream.aclose()
         return False
 
 
 def _is_refusal(cause: BaseException | None) -> bool:
-    """Every address of the host refused."""
+    """Return whether every address of the host refused the connection."""
     if isinstance(cause, BaseExceptionGroup):
         return all(_is_refusal(part) for part in cause.exceptions)
     return isinstance(cause, ConnectionRefusedError)
 
 
 class ZmqListener:
-    """A bound socket, see `kvflow.ports.Listener`.
+    """A bound ROUTER socket, see `kvflow.ports.Listener`.
 
-    Where there are keys, the name of a connection begins with the principal of its other end. So one that
-    somebody else gives the same name is another connection.
+    With keys, the name of a connection begins with the principal of the peer. So peers that choose the same name still
+    have different connections.
 
     Attributes:
-        endpoint: Address under which others reach it.
+        endpoint: Address at which others reach it.
     """
 
     def __init__(
@@ -171,10 +170,10 @@ class ZmqListener:
         ports.add(self._port_fd)
 
     def _open(self) -> None:
-        """Make the socket and let it take connections.
+        """Create the socket and start to accept connections.
 
         Raises:
-            zmq.ZMQError: It cannot; nothing is left open but the descriptors of the port.
+            zmq.ZMQError: The socket cannot be created or bound. Only the descriptors of the port are left open.
         """
         context = None if self._authenticator is None else self._authenticator.context
         with ExitStack() as stack:
@@ -201,7 +200,7 @@ class ZmqListener:
         self._inbox = Inbox(self._socket, self._deliver, receive=self._receive)
 
     def _close_socket(self) -> None:
-        ports.remove(self._fd)  # which libzmq closes
+        ports.remove(self._fd)  # libzmq closes it
         self._intake.close()
         self._socket.monitor(None, 0)
         self._events.close(0)
@@ -225,14 +224,14 @@ class ZmqListener:
         self._backlog.sent(route.fd, len(payload))
 
     def names_of(self, connection: bytes) -> tuple[str, ...]:
-        """Return the instances that the other end of a connection may speak for, as the port says."""
+        """Return the instances that the peer of a connection may act for, see `kvflow.ports.Listener.names_of`."""
         return (ANY,) if self._authenticator is None else self._trust.names_of(connection[:PRINCIPAL_DIGITS].decode())
 
     def renew(self, trust: Trust) -> None:
-        """Go by other keys from now on, as the port says.
+        """Use these keys from now on, see `kvflow.ports.Listener.renew`.
 
         Raises:
-            ConfigError: Keys cannot be given up, or asked for, while it is open.
+            ConfigError: Authentication cannot be turned on or off while the listener is open.
         """
         if self._authenticator is None or trust.is_plain:
             if trust.is_plain is not self._trust.is_plain:
@@ -241,10 +240,10 @@ class ZmqListener:
         is_same = trust.keeps(self._trust)
         self._trust = self._authenticator.trust = trust
         if not is_same and not self._is_closed:
-            self._loop.call_soon(self._open_anew)  # what is sent until then still leaves
+            self._loop.call_soon(self._open_anew)  # messages sent until then still leave
 
     def _open_anew(self) -> None:
-        """Break all connections, since a bound socket keeps its key and whom it has let in; they are made anew."""
+        """Replace the socket, which breaks all connections. A bound socket keeps its key and its accepted peers."""
         if self._is_closed:
             return
         self._close_socket()
@@ -257,10 +256,10 @@ class ZmqListener:
             self._loop.call_later(RECONNECT_MAX_MS / 1e3, self._open_anew)
 
     def _receive(self) -> Frames:
-        """Take the next message, under the name of its connection.
+        """Read the next message, with the name of its connection in place of the routing id.
 
         Raises:
-            zmq.Again: There is none.
+            zmq.Again: There is no message.
         """
         frames = self._intake.receive()
         self._sender = frames[0]
@@ -295,11 +294,11 @@ class ZmqListener:
             self._on_refused("key_refused", "a connection ended before its first message: no key, or another one")
 
     def close(self, *, keep_port: bool = False) -> None:
-        """Close it.
+        """Close the listener.
 
         Args:
-            keep_port: The host goes on to take connections for the port, and to let nobody else bind it, until this
-                process has ended. Nobody accepts them.
+            keep_port: Keep the port open until this process ends: no other process can bind it, and the host goes on
+                completing connections to it, which nobody accepts.
         """
         if self._is_closed:
             return
@@ -315,15 +314,15 @@ def _bind(host: str, port: int) -> tuple[int, int, str, int]:
     """Bind and listen.
 
     Returns:
-        Two descriptors, one for libzmq and one to keep the port with, which are closed on exec; the host that was
-        bound, as a number; the port.
+        Two descriptors that are closed on exec, one for libzmq and one that keeps the port; the bound host as a numeric
+        address; the port.
     """
     if host == "*":
         is_dual = socket.has_dualstack_ipv6()
-        family, address = (socket.AF_INET6, ("::", port)) if is_dual else (socket.AF_INET, ("0.0.0.0", port))  # noqa: S104 - asked for
+        family, address = (socket.AF_INET6, ("::", port)) if is_dual else (socket.AF_INET, ("0.0.0.0", port))  # noqa: S104 - the caller asked for it
     else:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        # A name may stand for addresses of both kinds; peers try the older one first, too.
+        # A name may have addresses of both families. Peers prefer IPv4, too.
         family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)  # type: ignore[assignment]
     with socket.socket(family, socket.SOCK_STREAM) as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
-"""Bytes <-> messages. Everything that can be wrong with bytes from outside is found here.
+"""Encodes and decodes messages, and validates untrusted bytes.
 
-A message says first of which kind it is. So an end refuses what is not for it, or is too long for its kind, without
-reading it, and can ask whether its sender may say so much before it does.
+A message begins with its kind. So a receiver can reject a message of an unexpected kind, or one that is too long for
+its kind, without parsing it, and can check the sender's budget first.
 """
 
 from collections.abc import Sequence
@@ -26,21 +26,22 @@ __all__ = [
 
 MAGIC: Final = b"KVF"
 FRAME_FORMAT: Final = 1
-"""Version of "four bytes, then MessagePack"; what the messages mean is negotiated in the Hello."""
+"""Version of the framing, a four-byte header and MessagePack. The protocol version is negotiated in the Hello."""
 HEADER: Final = MAGIC + bytes([FRAME_FORMAT])
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
-"""What a rank that was asked may answer: the metadata of a transfer may be large, and costs nothing to read."""
+"""Limit for messages on connections that this process has opened: a transfer's metadata may be large, and takes no time
+to parse."""
 
 MAX_REQUEST_BYTES: Final = 8 * 2**20
-"""What anybody may send to a listener, and any other answer: a grant of one million pages is 4 MiB, the records of 512
-ranks with 126 layers each are 7 MiB."""
+"""Limit for messages to a listener, and for Records: a Grant of one million pages has 4 MiB, and the records of 512
+ranks with 126 layers each have 7 MiB."""
 
 MAX_RECORD_BYTES: Final = 2 * 2**20
-"""What a Hello or Register may take. Its regions are checked one by one: 4,096 of them, which are 150 KB, take 25 ms.
-Most of a large one is the transport's metadata, which costs nothing to read."""
+"""Limit for a Hello or Register. Its regions are checked one by one: 4,096 regions, which are 150 KB, take 25 ms. Most
+of a large message is the transport's metadata, which takes no time to parse."""
 
 LONG_BYTES: Final = 16 * 2**10
-"""What any other message may take: all of ours have less than half of it. Longer ones are for few kinds."""
+"""Limit for all other kinds, whose messages have less than half of it. A message above this limit is called long."""
 
 LIMITS: Final = {
     b"hello": MAX_RECORD_BYTES,
@@ -49,16 +50,18 @@ LIMITS: Final = {
     b"grant": MAX_REQUEST_BYTES,
     b"notice": MAX_MESSAGE_BYTES,
 }
-"""Of kinds that may be long, by tag."""
+"""Limits of the kinds that may be long, by tag."""
 
 LIGHT: Final = (b"grant", b"notice")
-"""Kinds that are only long for a few large values: page tables, metadata. Reading one takes as long as copying it."""
+"""Kinds that are long only because of a few large values: page tables, metadata. Parsing one takes as long as copying
+it."""
 
 MAX_VALUES: Final = 512
-"""Of a light message that is long. With pages of 16 components, with names of their own, a grant has some 130."""
+"""Maximum number of values in a long message of a light kind. A Grant with page tables for 16 components has about
+130."""
 
 MAX_TEXT_BYTES: Final = 2**16
-"""Of one text in such a message. Bytes are not looked at; text is."""
+"""Maximum length of a text in such a message. Texts are validated as they are decoded; bytes are not."""
 
 TAG_FIELD: Final = b"\xa4type"
 SHORT_MAP: Final = 0x80
@@ -69,11 +72,11 @@ Read = TypeVar("Read", bound=Message)
 
 
 class Unread(msgspec.Struct, frozen=True, gc=False):
-    """A message of which only the beginning was looked at.
+    """A message that has not been parsed, except for its kind.
 
     Attributes:
-        kind: Its class.
-        data: All of its bytes.
+        kind: Class of the message.
+        data: All bytes of the message.
     """
 
     kind: type[Message]
@@ -81,15 +84,15 @@ class Unread(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_long(self) -> bool:
-        """It may take a while to read."""
+        """Whether parsing may block the event loop noticeably."""
         return len(self.data) > LONG_BYTES
 
 
 class Reader(Generic[Read]):
-    """Reads the messages that are for one end; all others are refused unread.
+    """Parses the kinds of messages that one receiver accepts, and rejects all others unparsed.
 
     Args:
-        kinds: Union of their classes.
+        kinds: Union of the accepted message classes.
     """
 
     def __init__(self, kinds: Any) -> None:
@@ -97,17 +100,17 @@ class Reader(Generic[Read]):
         self._kinds: dict[bytes, type[Read]] = {_beginning_of(kind): kind for kind in get_args(kinds) or (kinds,)}
 
     def look(self, frames: Sequence[bytes]) -> Unread:
-        """Look at the beginning of a ZMQ multipart message; ours have a single frame.
+        """Determine the kind of a ZMQ message, which must have one frame, without parsing it.
 
         Raises:
-            RemoteProtocolError: It is no message, not for this end, or too long for its kind.
+            RemoteProtocolError: It is not a kvflow message, its kind is not accepted, or it is too long for its kind.
         """
         if len(frames) != 1:
             raise RemoteProtocolError("message must be one frame", frames=len(frames))
         return self.look_at(frames[0])
 
     def look_at(self, data: bytes) -> Unread:
-        """Look at the beginning of a message.
+        """Determine the kind of a message without parsing it.
 
         Raises:
             RemoteProtocolError: As in `look`.
@@ -124,10 +127,10 @@ class Reader(Generic[Read]):
         return Unread(kind, data)
 
     def read(self, unread: Unread) -> Read:
-        """Read a message that was looked at.
+        """Parse a message returned by `look` or `look_at`.
 
         Raises:
-            RemoteProtocolError: It is malformed.
+            RemoteProtocolError: The message is malformed.
         """
         try:
             return self._decoder.decode(memoryview(unread.data)[len(HEADER) :])
@@ -135,7 +138,7 @@ class Reader(Generic[Read]):
             raise _malformed(str(error), unread.data) from error
 
     def take(self, frames: Sequence[bytes]) -> Read:
-        """Look at a message, and read it.
+        """Check and parse a ZMQ message.
 
         Raises:
             RemoteProtocolError: As in `look` and `read`.
@@ -144,12 +147,12 @@ class Reader(Generic[Read]):
 
 
 def encode(message: Message) -> bytes:
-    """Return the bytes of a message: four bytes of header, then MessagePack."""
+    """Return the bytes of a message: a four-byte header and MessagePack."""
     return HEADER + _encoder.encode(message)
 
 
 def decode(data: bytes) -> AnyMessage:
-    """Return the message of any kind that bytes from a peer stand for.
+    """Parse a message of any kind.
 
     Raises:
         RemoteProtocolError: As in `Reader`.
@@ -158,7 +161,7 @@ def decode(data: bytes) -> AnyMessage:
 
 
 def decode_frames(frames: Sequence[bytes]) -> AnyMessage:
-    """Return the message of any kind that came as one ZMQ multipart message.
+    """Parse a message of any kind from the frames of a ZMQ message.
 
     Raises:
         RemoteProtocolError: As in `Reader`.
@@ -173,7 +176,7 @@ def _foreign(data: bytes) -> RemoteProtocolError:
 
 
 def _beginning_of(kind: type[Message]) -> bytes:
-    """Return what stands in front of each message of a class, after the length of its map."""
+    """Return the bytes that every message of a class begins with, after the header and the length of its map."""
     tag = str(kind.__struct_config__.tag).encode()
     return TAG_FIELD + bytes([SHORT_TEXT + len(tag)]) + tag
 
@@ -183,10 +186,10 @@ def _tag(beginning: bytes) -> bytes:
 
 
 def _beginning(data: bytes) -> bytes:
-    """Return what stands in front of a message: it is a map of less than 2**16 fields, of which the first is its tag.
+    """Return the tag field that a message begins with. The message must be a map of fewer than 2**16 fields.
 
     Raises:
-        RemoteProtocolError: It is not.
+        RemoteProtocolError: It is not such a map, or its first field is not the tag.
     """
     if len(data) > 10 and data[4] & 0xF0 == SHORT_MAP:
         start = 5
@@ -201,10 +204,10 @@ def _beginning(data: bytes) -> bytes:
 
 
 def _check_length(data: bytes, tag: bytes) -> None:
-    """Refuse a long message that is too long for its kind, or would take too long to read for its length.
+    """Check that a long message is within the limit of its kind, and does not take disproportionately long to parse.
 
     Raises:
-        RemoteProtocolError: It is one.
+        RemoteProtocolError: The message is too long, or has too many values.
     """
     if len(data) > LIMITS.get(tag, LONG_BYTES):
         raise RemoteProtocolError("message is too long for its kind", kind=tag.decode(), num_bytes=len(data))

@@ -1,8 +1,8 @@
 """CURVE on ZMQ sockets: keys, and who may connect to a listener.
 
-libzmq asks a handler of the context whether a key may connect (ZAP, RFC 27). One context has one handler, so each
-listener has a context of its own, and its handler runs on the event loop. If the handler is gone, nobody can connect.
-A context is never ended, since that waits; the next listener takes it.
+libzmq asks the ZAP handler of the context (RFC 27) whether a key may connect. A context has one handler, so each
+listener has its own context, and its handler runs on the event loop. Without a handler no peer can connect. A context
+is never terminated, because that blocks; the next listener reuses it.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from kvflow.wire.sockets import NOBLOCK, Context, Frames, Inbox, ZmqSocket, new_
 __all__ = ["ZapAuthenticator", "be_client", "be_server", "new_keys", "public_key_of"]
 
 IDENTITY: Final = b"\x08Identity"
-"""A property of ZMTP's handshake. In the answer to libzmq's question it replaces the one that the client has given."""
+"""A property of the ZMTP handshake. In the ZAP reply it overrides the routing id that the client has chosen."""
 
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 ZAP_VERSION: Final = b"1.0"
@@ -31,14 +31,14 @@ DOMAIN: Final = b"kvflow"
 REFUSAL: Final = [b"400", b"", b"", b""]
 
 LISTENER_HANDSHAKE_MS: Final = 5_000
-"""How long a handshake may take as the listener sees it. It is longer than for who connects, who thus knows a listener
-that refuses from one that is busy."""
+"""Handshake timeout of listeners. It is longer than that of dialers, which can thus distinguish a listener that refuses
+them from a busy one."""
 
 KEPT_OUT_S: Final = 1.0
 
 
 def new_keys() -> tuple[str, str]:
-    """Make a public key and its secret.
+    """Create a key pair, and return the public and the secret key.
 
     Raises:
         ConfigError: This build of libzmq has no CURVE.
@@ -50,7 +50,7 @@ def new_keys() -> tuple[str, str]:
 
 
 def public_key_of(secret: str) -> str:
-    """Return the public key that belongs to a secret.
+    """Return the public key of a secret key.
 
     Raises:
         ConfigError: As in `new_keys`.
@@ -61,7 +61,7 @@ def public_key_of(secret: str) -> str:
 
 
 def be_server(socket: ZmqSocket, trust: Trust) -> None:
-    """Let a socket take connections with keys only, from the next `bind` on."""
+    """Make a socket accept only authenticated connections, from the next `bind` on."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(trust.secret))
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
@@ -70,14 +70,14 @@ def be_server(socket: ZmqSocket, trust: Trust) -> None:
 
 
 def be_client(socket: ZmqSocket, trust: Trust, server: str) -> None:
-    """Let a socket connect with own keys to who has the given one, from the next `connect` on."""
+    """Make a socket use this process's keys and accept only the given server key, from the next `connect` on."""
     socket.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(trust.secret))
     socket.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(trust.public))
     socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(server))
 
 
 class _Contexts:
-    """Contexts of listeners; those that none has are kept for the next one."""
+    """A pool of contexts for listeners."""
 
     def __init__(self) -> None:
         self._free: list[Context] = []
@@ -97,20 +97,20 @@ _contexts: Final = _Contexts()
 
 
 class ZapAuthenticator:
-    """Answers libzmq's question who may connect to a listener, on the event loop, and numbers the connections.
+    """A ZAP handler that decides on the event loop which keys may connect, and numbers the connections.
 
-    A client may give a routing id of its own to the socket, such as one that is taken, for which libzmq is not made
-    (docs/decisions/0051). The answer gives each connection another one.
+    A client may choose a routing id that is already in use, which can abort the process (docs/decisions/0051). So the
+    reply gives each connection a unique one.
 
     Args:
-        trust: Whose keys are known; may be replaced at any time.
-        on_refused: Told of each key that is refused.
+        trust: The accepted keys; the attribute may be replaced at any time.
+        on_refused: Called with the reason of each refusal.
 
     Attributes:
-        context: For the listener's socket.
+        context: Context for the listener's socket.
 
     Raises:
-        zmq.ZMQError: This process has no descriptors left.
+        zmq.ZMQError: This process has no file descriptors left.
     """
 
     def __init__(self, trust: Trust, on_refused: Callable[[str], None]) -> None:
@@ -130,15 +130,15 @@ class ZapAuthenticator:
         self._inbox = Inbox(self._socket, self._answer)
 
     def keep_out(self, key: str) -> None:
-        """Refuse a key for a second."""
+        """Refuse a key for the next second."""
         self._kept_out[key] = self._loop.time() + KEPT_OUT_S
 
     def close(self) -> None:
-        """Let nobody in any more. May be called twice."""
+        """Stop answering: no peer can connect any more. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._socket.unbind(ZAP_ADDRESS)  # at once, while closing is left to libzmq
+        self._socket.unbind(ZAP_ADDRESS)  # synchronous, whereas libzmq closes sockets in the background
         self._inbox.close(0)
         _contexts.give_back(self.context)
 
@@ -157,7 +157,7 @@ class ZapAuthenticator:
 
     @staticmethod
     def _key(request: Sequence[bytes]) -> str:
-        """Return the key that a handshake has proved; empty if it has none."""
+        """Return the key that the client has proved to own; empty if there is none."""
         if len(request) != 7 or (request[0], request[5]) != (ZAP_VERSION, b"CURVE"):
             return ""
         return request[6].hex()

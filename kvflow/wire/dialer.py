@@ -1,9 +1,8 @@
-"""Control connections to listeners: the end that connects, and connects again.
+"""Control connections to listeners: the side that connects and reconnects.
 
-Each attempt has a socket of its own. libzmq tries again by itself as long as nobody answers, and then keeps the
-connection that was made; once that has broken, or the two ends will not have each other, another socket begins anew. So
-no news of one attempt is taken for that of another. What libzmq has not sent of a connection that breaks is dropped
-with it.
+Each attempt has its own socket, so events of one attempt are never mistaken for those of another. libzmq retries by
+itself until a connection is established. When the connection breaks, or either end rejects the other, a new socket
+takes over. Messages that libzmq has not sent by then are dropped with the old socket.
 """
 
 import asyncio
@@ -47,24 +46,25 @@ HANDSHAKE_SUCCEEDED: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 HANDSHAKE_FAILED_AUTH: Final = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 HANDSHAKE_FAILED_NO_DETAIL: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 EVENTS: Final = CONNECTED | DISCONNECTED | HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED_AUTH | HANDSHAKE_FAILED_NO_DETAIL
-"""Not HANDSHAKE_FAILED_PROTOCOL: telling of a message that cannot be decrypted makes libzmq 4.3.5 forget that it was
-one, and end the process at the next heartbeat (docs/decisions/0051). What fails without any other event is that."""
+"""HANDSHAKE_FAILED_PROTOCOL is left out: if it is monitored, libzmq 4.3.5 does not treat a message that cannot be
+decrypted as an error, and aborts the process at the next heartbeat (docs/decisions/0051). A handshake that ends without
+any other event counts as a protocol failure."""
 
 PEER_HUNG_UP: Final = (errno.EPIPE, errno.ECONNRESET)
-"""Why a handshake has failed of which libzmq says no more: not for want of time."""
+"""Error numbers with HANDSHAKE_FAILED_NO_DETAIL that mean that the peer hung up, rather than that time ran out."""
 
 TRIES_OF_A_KEY: Final = 2
 MAX_KEYS_SHOWN: Final = 4
 
 
 class _Failure(Enum):
-    """Why a handshake has failed.
+    """Why a handshake failed.
 
     Attributes:
-        NOT_LISTED: The listener refuses the own key.
-        HUNG_UP: The other end has hung up. libzmq tries again.
-        LATE: The other end is too slow. libzmq tries again.
-        MISFIT: The other end says something else than is expected of it.
+        NOT_LISTED: The listener refused this process's key.
+        HUNG_UP: The other end closed the connection. libzmq retries.
+        LATE: The other end was too slow. libzmq retries.
+        MISFIT: The other end did not follow the expected handshake.
     """
 
     NOT_LISTED = auto()
@@ -74,14 +74,14 @@ class _Failure(Enum):
 
 
 class _Callbacks(NamedTuple):
-    """What a line tells.
+    """The callbacks of a line.
 
     Attributes:
-        on_message: Takes the frames of a message.
-        on_made: Called when its connection is made.
-        on_failed: Told why a handshake has failed.
-        on_broken: Called when its connection has broken, and all that came over it was taken.
-        on_refused: Told why it has broken the connection itself.
+        on_message: Called with the frames of a message.
+        on_made: Called when the connection is established.
+        on_failed: Called with the reason when a handshake has failed.
+        on_broken: Called when an established connection has broken and all received messages have been handled.
+        on_refused: Called with the reason when the line itself closes the connection.
     """
 
     on_message: Callable[[Sequence[bytes]], None]
@@ -92,20 +92,20 @@ class _Callbacks(NamedTuple):
 
 
 class _Line:
-    """One socket, for one connection.
+    """A DEALER socket that makes one connection.
 
     Args:
-        zmq_socket: A DEALER that is not connected yet. Closed with it, also if this fails.
-        monitor: Receives its events. Closed with it, too.
-        endpoint: Where it is to connect to.
-        callbacks: Told what happens.
-        is_encrypted: Whether there are keys.
+        zmq_socket: An unconnected DEALER. The line owns and closes it, even if the constructor fails.
+        monitor: Receives the socket's events. The line owns and closes it, too.
+        endpoint: Address to connect to.
+        callbacks: Called when something happens.
+        is_encrypted: Whether the socket has keys.
 
     Attributes:
-        is_made: The connection stands.
+        is_made: Whether the connection is established.
 
     Raises:
-        zmq.ZMQError: libzmq does not take the address, or has no resources left.
+        zmq.ZMQError: libzmq rejects the address, or has no resources left.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class _Line:
         """Queue a message.
 
         Raises:
-            Unreachable: Too much waits, or the connection has broken.
+            Unreachable: The queue is full, or the connection has broken.
         """
         if not self._backlog.admits(self._fd):
             raise Unreachable("queue to the peer is full", endpoint=self._endpoint)
@@ -145,10 +145,10 @@ class _Line:
         self._backlog.sent(self._fd, len(payload))
 
     def close(self) -> None:
-        """Close it. What was sent still leaves within a bound, unless the other end does not take it.
+        """Close the line. Queued messages are still sent within a time limit, unless the other end has stopped reading.
 
-        libzmq 4.3.5 ends the process if a connection breaks while what is left of it waits to be sent, and another
-        message has come (docs/decisions/0051).
+        In that case they are dropped, because libzmq 4.3.5 aborts the process if a connection breaks while a closed
+        socket still has messages to send and another message has arrived (docs/decisions/0051).
         """
         may_linger = self.is_made and self._tcp.is_writable(self._fd)
         self._socket.monitor(None, 0)
@@ -162,7 +162,7 @@ class _Line:
     def _take_event(self, frames: Frames) -> None:
         event, value = struct.unpack("=Hi", frames[0])
         if self._is_broken:
-            if event == CONNECTED:  # libzmq has connected again before all that had come was taken
+            if event == CONNECTED:  # libzmq has reconnected before all received messages were read
                 self._tcp.shut(value)
         elif event == CONNECTED:
             self._fd = value
@@ -185,7 +185,7 @@ class _Line:
         if self.is_made:
             self.is_made = False
             self._is_broken = True
-            self._inbox.take_soon()  # what came before the break comes before the news of it
+            self._inbox.take_soon()  # deliver messages received before the break first
         else:
             self._callbacks.on_failed(self._failure)
 
@@ -197,18 +197,18 @@ class _Line:
 class ZmqConnection:
     """A connection to one listener, see `kvflow.ports.Connection`.
 
-    libzmq resolves a host name again at each attempt, but to addresses of one kind only. Of a name with both, the older
-    kind is taken, as listeners do; which kinds there are is found out beside the event loop.
+    libzmq resolves a host name again for each attempt, but only to addresses of one family. If a name has both, IPv4 is
+    used, as by listeners; a worker thread finds out which families it has.
 
-    Where a listener may have one of several keys, each is tried in turn. What is sent while no connection is made waits
-    here.
+    If the listener may have any of several keys, each is tried in turn. Messages sent while disconnected are queued in
+    this object.
 
     Args:
         endpoint: "tcp://host:port".
-        on_message: Takes the frames of a message.
-        on_lost: Called whenever the connection has broken after it was made.
-        keys: What it is made with; None for a plain one.
-        on_refused: Told why the two ends will not have each other.
+        on_message: Called with the frames of a message.
+        on_lost: Called whenever an established connection breaks.
+        keys: Keys to use; None for a plain connection.
+        on_refused: Called with the reason if either end rejects the other.
 
     Raises:
         ConfigError: The address is malformed.
@@ -245,7 +245,7 @@ class ZmqConnection:
             raise ConfigError("address cannot be used", endpoint=endpoint, detail=str(error)) from error
 
     def send(self, payload: bytes) -> None:
-        """Queue a message, also while there is no connection.
+        """Queue a message, even while disconnected.
 
         Raises:
             Unreachable: The queue is full, or the connection is closed.
@@ -261,7 +261,7 @@ class ZmqConnection:
         self._early_bytes += len(payload)
 
     def renew(self, keys: ClientKeys) -> None:
-        """Connect with other keys from now on, as the port says."""
+        """Use these keys from now on, see `kvflow.ports.Connection.renew`."""
         if self._keys is None or self._is_closed:
             return
         is_good = keys.trust.secret == self._keys.trust.secret and self._server in keys.servers
@@ -275,11 +275,11 @@ class ZmqConnection:
             self._on_lost()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._is_closed = True
         self._hang_up()
 
-    # What a line tells -----------------------------------------------------------------------------------------------
+    # Callbacks of the line -------------------------------------------------------------------------------------------
 
     def _made(self) -> None:
         self._num_misfits = 0
@@ -310,20 +310,20 @@ class ZmqConnection:
     # Attempts --------------------------------------------------------------------------------------------------------
 
     def _try_next_key(self, keys: ClientKeys) -> None:
-        """Go on with another key: the listener has hung up, as one does whose key is not the one that was tried.
+        """Try the next key. A listener hangs up if its key is not the one that was tried.
 
-        One that is about to end does so, too, which is why each key is tried twice.
+        A listener that is shutting down hangs up, too, so each key is tried twice.
         """
         self._num_misfits += 1
         if self._num_misfits >= TRIES_OF_A_KEY * len(keys.servers):
             self._num_misfits = 0
             listed = ", ".join(map(short, keys.servers[:MAX_KEYS_SHOWN]))
             self._refuse(f"its key is not one of those that are listed for it here: {listed}")
-        elif len(keys.servers) > 1:  # else libzmq tries again
+        elif len(keys.servers) > 1:  # otherwise libzmq retries
             self._redial()
 
     def _refuse(self, detail: str) -> None:
-        """Say that no connection can be made for now, and try again later: lists of keys change."""
+        """Report that the connection was rejected, and retry later, because lists of keys change."""
         self._redial_later(RECONNECT_MAX_MS)
         self._on_refused(detail)
 
@@ -332,7 +332,7 @@ class ZmqConnection:
             self._refuse("no key is listed for it here")
 
     def _hang_up(self) -> None:
-        """End the attempt that is under way, or the connection."""
+        """Close the connection, or cancel the attempt in progress."""
         self._resolving = None
         if self._timer is not None:
             self._timer.cancel()
@@ -347,7 +347,7 @@ class ZmqConnection:
         self._timer = self._loop.call_later(delay_ms / 1e3, self._redial)
 
     def _redial(self) -> None:
-        """Begin anew, with the next key if there are several."""
+        """Start a new attempt, with the next key if there are several."""
         self._hang_up()
         try:
             self._begin()
@@ -355,7 +355,7 @@ class ZmqConnection:
             self._redial_later(RECONNECT_MAX_MS)
 
     def _begin(self) -> None:
-        """Connect, or find out how.
+        """Start to connect, or to resolve the host name.
 
         Raises:
             Unreachable: As in `_dial`.
@@ -369,7 +369,7 @@ class ZmqConnection:
             self._resolve()
 
     def _resolve(self) -> None:
-        """Find out which kinds of addresses a name has. Without any, the peer cannot be reached, as if it were off."""
+        """Look up the address families of the host name in a thread. If there are none, retry later."""
         try:
             found = self._loop.run_in_executor(None, _families, self._host)
         except RuntimeError:  # no thread could be started
@@ -380,7 +380,7 @@ class ZmqConnection:
 
     def _take_families(self, found: "asyncio.Future[set[int]]") -> None:
         is_unknown = found.cancelled() or found.exception() is not None
-        if found is not self._resolving:  # other keys have come meanwhile, or none, or it was closed
+        if found is not self._resolving:  # the attempt was replaced, or the connection closed
             return
         if is_unknown:
             self._redial_later(RECONNECT_MAX_MS)
@@ -391,11 +391,11 @@ class ZmqConnection:
             self._redial_later(RECONNECT_MAX_MS)
 
     def _dial(self, *, is_ipv6: bool) -> None:
-        """Begin to connect.
+        """Start to connect.
 
         Raises:
             Unreachable: This process has no sockets left.
-            zmq.ZMQError: libzmq does not take the address, or has no resources left.
+            zmq.ZMQError: libzmq rejects the address, or has no resources left.
         """
         made, monitor = self._make_sockets()
         made.setsockopt(zmq.IPV6, int(is_ipv6))
@@ -406,7 +406,7 @@ class ZmqConnection:
         self._line = _Line(made, monitor, self._endpoint, self._callbacks, is_encrypted=self._keys is not None)
 
     def _make_sockets(self) -> tuple[ZmqSocket, ZmqSocket]:
-        """Make a socket, and one that receives its events.
+        """Create a socket and its monitor.
 
         Raises:
             Unreachable: This process has no sockets left.
@@ -424,7 +424,7 @@ class ZmqConnection:
 
 
 def _families(host: str) -> set[int]:
-    """Return the kinds of addresses that a name has."""
+    """Return the address families of a host name."""
     return {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
 
 

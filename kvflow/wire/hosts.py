@@ -1,4 +1,4 @@
-"""Under which host others reach this process, and which addresses are its own."""
+"""The host address at which others reach this process, and which addresses belong to this host."""
 
 import errno
 import socket
@@ -10,7 +10,7 @@ import anyio
 __all__ = ["default_host", "host_of", "host_towards", "is_own_address"]
 
 ELSEWHERE: Final = ("tcp://192.0.2.1:1", "tcp://[2001:db8::1]:1")
-"""Addresses that are kept for documentation: they are on no network but behind the default route."""
+"""Addresses reserved for documentation: no network has them, so the route to them is the default route."""
 
 
 def host_of(endpoint: str) -> str:
@@ -19,13 +19,13 @@ def host_of(endpoint: str) -> str:
 
 
 async def host_towards(endpoint: str) -> str | None:
-    """Return the address of this host on the network that leads to an endpoint. Sends nothing.
+    """Return this host's address on the route to an endpoint. Sends nothing.
 
     Args:
         endpoint: "tcp://host:port".
 
     Returns:
-        An IPv4 or IPv6 address without brackets; None if the host cannot be resolved, or no network leads there.
+        An IPv4 or IPv6 address without brackets; None if the host cannot be resolved or there is no route.
     """
     try:
         found = await anyio.getaddrinfo(host_of(endpoint), 1, type=socket.SOCK_DGRAM)
@@ -33,15 +33,15 @@ async def host_towards(endpoint: str) -> str | None:
         with socket.socket(family, kind) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0]).partition("%")[0]
-    except (OSError, RuntimeError):  # the latter if the system allows no thread to resolve the name in
+    except (OSError, RuntimeError):  # RuntimeError: no thread could be started to resolve the name
         return None
 
 
 def is_own_address(address: bytes) -> bool:
-    """Return whether this host has an IPv4 or IPv6 address, in its network namespace. True if that cannot be found out.
+    """Return whether an IPv4 or IPv6 address belongs to this host, in its network namespace. True if unknown.
 
     Args:
-        address: In the order of the network, 4 or 16 bytes.
+        address: 4 or 16 bytes in network order.
     """
     family = socket.AF_INET if len(address) == 4 else socket.AF_INET6
     try:
@@ -53,10 +53,10 @@ def is_own_address(address: bytes) -> bool:
 
 
 async def default_host(towards: Callable[[str], Awaitable[str | None]]) -> str | None:
-    """Return the address of this host on the network of the default route; None if there is none.
+    """Return this host's address on the default route; None if there is no such route.
 
     Args:
-        towards: What `host_towards` does.
+        towards: `host_towards`, or a replacement.
     """
     for endpoint in ELSEWHERE:
         if (host := await towards(endpoint)) is not None:

@@ -1,12 +1,12 @@
-"""Takes messages from sockets, and breaks connections that send more than is taken, or nothing any more.
+"""Reads messages from sockets, and closes connections that send faster than they are read, or that have gone silent.
 
-The queues have no bound: libzmq 4.3.5 ends the process when a connection breaks whose queue is full. Nor has a message
-that never ends, of which libzmq keeps all parts and shows none. What a connection has sent is known to the kernel,
-though (`wire/tcp`), and what was taken of it is counted here; the rest waits. Where the kernel does not say it, nothing
-is found.
+Receive queues have no limit, because libzmq 4.3.5 aborts the process when a connection with a full queue breaks. A
+multipart message has no limit either: libzmq buffers its parts until the last one. So this module compares the bytes
+that it has read from each connection with the bytes that the kernel has received (`wire/tcp`). Without the kernel's
+counters nothing is detected.
 
-A dialer sends heartbeats, so a listener hears of it all the time. When it does not, the kernel knows that as well.
-libzmq 4.3.5 measures the silence after a heartbeat only, and no longer once a message has come after it.
+Dialers send heartbeats, so a live connection to a listener is never silent for long. The kernel measures the silence,
+because libzmq 4.3.5 measures it only after a heartbeat, and stops when a message arrives.
 """
 
 import asyncio
@@ -23,45 +23,46 @@ from kvflow.wire.tcp import Tcp, is_listener
 __all__ = ["MAX_ANSWERS_BYTES", "MAX_WAITING_BYTES", "MAX_WAITING_IN_ALL_BYTES", "Intake"]
 
 MAX_WAITING_BYTES: Final = 2 * MAX_REQUEST_BYTES
-"""Of one connection to a listener."""
+"""Limit of unread bytes of one connection to a listener."""
 
 MAX_WAITING_IN_ALL_BYTES: Final = 8 * MAX_REQUEST_BYTES
-"""Of all connections to a listener."""
+"""Limit of unread bytes of all connections to a listener."""
 
 MAX_ANSWERS_BYTES: Final = 2 * MAX_MESSAGE_BYTES
-"""Of a connection that this process has made."""
+"""Limit of unread bytes of a connection that this process has opened."""
 
 LISTENER_CHECK_S: Final = 0.25
 CONNECTION_CHECK_S: Final = 1.0
-"""Seldom, since there is one such socket for each peer, and peers of that kind were chosen."""
+"""Longer than for listeners, because there is one such socket per peer, and this process has chosen those peers."""
 
 COMMAND_BYTES: Final = 256
-"""What heartbeats and the rest of a handshake may take between two checks."""
+"""Allowance for heartbeats and the end of a handshake between two checks."""
 
 DROPPED_AT_ONCE: Final = 256
-"""Messages of broken connections, and parts, that are dropped before the event loop gets its turn."""
+"""Messages of closed connections, and message parts, that are dropped before yielding to the event loop."""
 
 MAX_SILENCE_MS: Final = HEARTBEAT_MS + SILENCE_MS
-"""Of a connection to a listener over which a message has come: its handshake is done, and heartbeats follow."""
+"""Maximum silence of a connection to a listener after its first message, when its handshake is done and heartbeats
+follow."""
 
 SRCFD: Final = int(zmq.SRCFD)
 
 
 class Intake:
-    """Takes the messages of a socket, each of one part; watches its connections.
+    """Reads the single-part messages of a socket, and watches its connections.
 
-    A connection is broken if, at two checks in a row, more than its share waits; and if it sends more parts. What waits
-    of it is dropped. One to a listener is closed if nothing comes over it. While the event loop stands still nothing is
-    checked.
+    A connection is closed, and its unread messages are dropped, if it exceeds the limits of unread bytes at two checks
+    in a row, or sends a multipart message. A listener also closes silent connections. Nothing is checked while the
+    event loop is blocked.
 
     Args:
         zmq_socket: A DEALER with one connection, or a ROUTER.
-        tcp: Looks at its connections.
-        on_refused: Told of each connection that is broken, and of each message that is dropped: which, and why.
-        take_news: Called before a message is taken, to handle what has happened to connections before it was sent.
+        tcp: The socket's connections, as the kernel sees them.
+        on_refused: Called with the kind and the reason when a connection is cut, or a message rejected.
+        take_news: Called before a message is delivered, to handle connection events that precede it.
 
     Attributes:
-        fd: Descriptor of the connection that the latest message came over.
+        fd: Descriptor of the connection that the latest message arrived on.
     """
 
     def __init__(
@@ -90,10 +91,12 @@ class Intake:
         self._is_in_rest = False
 
     def receive(self) -> list[zmq.Frame]:
-        """Take the next message: a routing id, if it is a ROUTER, and one part; a second one if there are more.
+        """Read the next message: one part, preceded by a routing id if the socket is a ROUTER.
+
+        If the message has further parts, the second one is included and the others are dropped.
 
         Raises:
-            zmq.Again: There is none, or there is more to be dropped.
+            zmq.Again: There is no message, or `DROPPED_AT_ONCE` messages were dropped.
         """
         for _ in range(DROPPED_AT_ONCE):
             frames = self._take()
@@ -102,10 +105,10 @@ class Intake:
         raise zmq.Again
 
     def _take(self) -> list[zmq.Frame]:
-        """Take a message, or drop something.
+        """Read a message; empty if a message or a part of one was dropped.
 
         Raises:
-            zmq.Again: There is none.
+            zmq.Again: There is no message.
         """
         frame = self._socket.recv(NOBLOCK, copy=False)
         if self._is_in_rest:
@@ -116,7 +119,7 @@ class Intake:
             self._is_in_rest = frame.more
             self._on_refused("message_rejected", "it was sent with ZMTP 2 or older")
             return []
-        self._take_news()  # the descriptor may be that of another connection by now
+        self._take_news()  # the descriptor may belong to a new connection by now
         frames = [frame]
         is_broken = fd in self._broken
         while frames[-1].more:
@@ -142,28 +145,28 @@ class Intake:
             self._timer = self._loop.call_later(self._check_s, self._check)
 
     def is_watched(self, fd: int) -> bool:
-        """Return whether a connection is there, and was not broken."""
+        """Return whether a connection exists and has not been closed from this side."""
         return fd in self._taken
 
     def is_unheard(self, fd: int) -> bool:
-        """Return whether a connection is there, and no message has come over it."""
+        """Return whether a connection exists and has not delivered a message."""
         return fd in self._unheard
 
     def forget(self, fd: int) -> None:
-        """Watch it no longer."""
+        """Stop watching a connection."""
         self._taken.pop(fd, None)
         self._unheard.discard(fd)
         self._suspects.discard(fd)
 
     def cut(self, fd: int, why: str) -> None:
-        """Break a connection, and drop what waits of it."""
+        """Close a connection, and drop its unread messages."""
         if fd not in self._broken and self._tcp.shut(fd):
             self.forget(fd)
             self._broken.add(fd)
             self._on_refused("connection_cut", why)
 
     def close(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching all connections."""
         if self._timer is not None:
             self._timer.cancel()
         self._taken.clear()
@@ -188,10 +191,10 @@ class Intake:
         for fd in self._taken.keys() - self._unheard:
             silence_ms = self._tcp.silence_ms(fd)
             if silence_ms is not None and silence_ms > MAX_SILENCE_MS:
-                self._tcp.shut(fd)  # libzmq tells of its end
+                self._tcp.shut(fd)  # libzmq then reports its end
 
     def _waiting(self, fd: int) -> int:
-        """Return the bytes of a connection that were received and not taken, but for those that no message has."""
+        """Return the number of received but unread bytes of a connection, less an allowance for heartbeats."""
         received = self._tcp.received(fd)
         if received is None:
             return 0
@@ -200,7 +203,7 @@ class Intake:
 
     @staticmethod
     def _fd_of(frame: zmq.Frame) -> int | None:
-        """Return the descriptor of the connection that a frame came over; None with ZMTP 2, which does not tell."""
+        """Return the descriptor of a frame's connection; None with ZMTP 2, for which libzmq does not report it."""
         try:
             return int(frame.get(SRCFD))
         except zmq.ZMQError:

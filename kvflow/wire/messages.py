@@ -1,18 +1,17 @@
-"""What ranks say to each other, as one tagged union. Pure: sockets are in `channel`, bytes in `codec`.
+"""The messages between ranks, as one tagged union. Pure: sockets are in `channel`, bytes in `codec`.
 
 Version history:
     1: first version.
-    2: a Notice may be of some layers only (`layers`).
+    2: a Notice may cover a range of layers (`layers`).
     3: standard names for messages and fields; Welcome and Refuse repeat the attempt that they answer; Decline and
-       RegistrationConflict are new; Goodbye says whether it is a fence; Welcome names a domain and an endpoint, and
-       Hello an agent of the transport that ranks share. Versions 1 and 2 were never deployed and are not spoken any
-       more. Lookup and Records have numbers, and a Lookup may leave the name of the instance to whoever answers; a
-       rank that answers for its instance refuses to register others by Refuse. Rooms may be strings. Announce is new.
-       Announce, Grant and Decline may have a capability. Every text, number and collection has a bound; a lease is ten
-       minutes at most.
+       RegistrationConflict are new; Goodbye has `fenced`; Welcome has `domain` and `endpoint`; Hello names a shared
+       transport agent. Versions 1 and 2 were never deployed and are no longer supported. Lookup and Records have
+       numbers, and a Lookup may omit the instance name; a rank that serves as its instance's directory sends Refuse to
+       ranks of other instances. Rooms may be strings. Announce is new. Announce, Grant and Decline may have a
+       capability. Every text, number and collection has a bound; a lease is at most ten minutes.
 
-Rules for change: the tag stands first; a new field has a default; a field never changes its meaning; a message that an
-old peer cannot ignore needs a new version.
+Rules for changes: the tag is the first field; a new field has a default; a field never changes its meaning; a message
+that an old peer cannot ignore needs a new version.
 """
 
 from typing import Annotated, NamedTuple
@@ -78,10 +77,10 @@ __all__ = [
 PROTOCOL_VERSION = 3
 
 OLDEST_VERSION = 3
-"""The lowest version that is still spoken."""
+"""The lowest protocol version that is still supported."""
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
-"""A duration. Clocks differ between hosts, so no point in time ever travels."""
+"""A duration. Messages contain no timestamps, except in capabilities, because clocks differ between hosts."""
 
 Lease = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_S)]
 
@@ -90,24 +89,24 @@ LookupTime = Annotated[float, msgspec.Meta(gt=0, le=60)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 Number = Annotated[int, msgspec.Meta(ge=0)]
-"""MessagePack itself ends at 2**64."""
+"""MessagePack limits integers to less than 2**64."""
 
 Position = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 InstanceName = Annotated[str, msgspec.Meta(max_length=MAX_INSTANCE_CHARACTERS)]
 
 MAX_RANKS_TOLD = 4_096
-"""Ranks of one instance that an answer to a Lookup names at most."""
+"""Maximum number of ranks in the answer to a Lookup."""
 
 MAX_METADATA_OF_TRANSPORT = 2**20
 
 MAX_DETAIL = 1_024
-"""Characters of a reason that are kept; the rest is cut, on both sides."""
+"""Maximum length of a failure detail, in characters. Both sender and receiver truncate longer ones."""
 
 MAX_DOMAIN_BYTES = 256
 
 LookupNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
-"""There may be one for each room."""
+"""Large enough for a new number with every room."""
 
 AgentName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
@@ -120,11 +119,11 @@ WireRoom = (
     Annotated[int, msgspec.Meta(ge=0, le=MAX_ROOM)]
     | Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ROOM_BYTES)]
 )
-"""A room in a message. Its length counts characters there, which bounds it as well."""
+"""A room in a message. The length limit counts characters here, not bytes, which is still a bound."""
 
 
 class RankId(NamedTuple):
-    """A worker process of a serving instance; stays the same when the process restarts."""
+    """A worker process of a serving instance. The id stays the same when the process restarts."""
 
     instance: InstanceName
     engine_rank: Count
@@ -144,13 +143,13 @@ class PeerId(NamedTuple):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a transfer failed, in a form that travels to every party of it.
+    """Why a transfer failed, as sent to every rank that takes part in it.
 
     Attributes:
-        reason: For a program.
-        stage: Where it was detected.
+        reason: Machine-readable reason.
+        stage: Stage that detected the failure.
         rank: The rank that detected it first, as "instance/engine_rank".
-        detail: For a person.
+        detail: Human-readable explanation.
     """
 
     reason: FailureReason
@@ -178,12 +177,13 @@ class RankAddress(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach a rank.
 
     Attributes:
-        num_ranks: Ranks of the whole instance; the instance is complete when all of them are registered.
+        peer: The rank's current incarnation.
+        num_ranks: Number of ranks in the instance, which is complete when all of them are registered.
         endpoint: ZMQ address of the rank's control socket.
         backend: Name of its transport.
 
     Raises:
-        RemoteProtocolError: The rank is not one of the instance's, or the endpoint is no TCP address.
+        RemoteProtocolError: The engine rank is not below `num_ranks`, or the endpoint is not a TCP address.
     """
 
     peer: PeerId
@@ -201,54 +201,54 @@ class RankAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankRecord(RankAddress, frozen=True, kw_only=True):
-    """How to reach a rank and what it holds; published in the directory."""
+    """A rank's address and KV layout, as published in the directory."""
 
     layout: KVLayout
 
 
 class SealedRecord(RankAddress, frozen=True, kw_only=True):
-    """A record as a directory keeps it and passes it on: whoever asks for it reads the layout, and nobody before."""
+    """A record as a directory stores and forwards it. The directory does not decode the layout."""
 
     layout: msgspec.Raw
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        msgspec.structs.force_setattr(self, "layout", self.layout.copy())  # else it keeps all of its message
+        msgspec.structs.force_setattr(self, "layout", self.layout.copy())  # a slice would keep the whole message alive
 
     @property
     def num_bytes(self) -> int:
-        """About how much it is."""
+        """Approximate size in bytes."""
         return len(memoryview(self.layout)) + len(self.endpoint)
 
 
 class Register(Message, frozen=True, tag="register"):
-    """Rank -> registry: I am here; forget me unless I repeat this within `lease_s`."""
+    """Rank -> registry: store this record, or renew its lease. It expires `lease_s` after the last Register."""
 
     record: RankRecord
     lease_s: Lease
 
 
 class SealedRegister(Message, frozen=True, tag="register"):
-    """A Register as a directory reads it."""
+    """A Register as a directory decodes it."""
 
     record: SealedRecord
     lease_s: Lease
 
 
 class Registered(Message, frozen=True, tag="registered"):
-    """Registry -> rank: noted."""
+    """Registry -> rank: your record is stored."""
 
     peer: PeerId
 
 
 class RegistrationConflict(Message, frozen=True, tag="registration_conflict"):
-    """Registry -> rank: another living process registers the same rank.
+    """Registry -> rank: another running process registers the same rank.
 
     Attributes:
-        peer: The incarnation that this is sent to.
-        other: The other one.
-        other_endpoint: Where the other one listens.
-        refused: Decode ranks are not sent to `peer`, but to `other`.
+        peer: The incarnation that this message is sent to.
+        other: The other incarnation.
+        other_endpoint: Control address of the other incarnation.
+        refused: True if lookups return `other` instead of `peer`.
     """
 
     peer: PeerId
@@ -258,18 +258,19 @@ class RegistrationConflict(Message, frozen=True, tag="registration_conflict"):
 
 
 class Unregister(Message, frozen=True, tag="unregister"):
-    """Rank -> registry: I am leaving."""
+    """Rank -> registry: remove this incarnation."""
 
     peer: PeerId
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
-    """Rank -> registry, or prefill rank that answers for its instance: tell me about an instance when it is complete.
+    """Rank -> registry, or prefill rank serving as its instance's directory: send an instance's records once complete.
 
     Attributes:
-        instance: Its name; None for that of the rank that answers, which says nothing of others in any case.
-        timeout_s: How long to wait until all of its ranks are registered.
-        number: The answer repeats the highest that was asked with, so that it shows which question it is later than.
+        instance: Name of the instance; None for the instance of the rank that answers. Such a rank returns its own
+            instance whatever the name.
+        timeout_s: How long the directory may wait until all ranks are registered.
+        number: The answer repeats the highest number received, which shows that it is newer than that lookup.
     """
 
     instance: InstanceName | None
@@ -278,11 +279,12 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
 
 class Records(Message, frozen=True, tag="records"):
-    """The answer to a Lookup: the ranks of an instance, by engine rank; incomplete if the time ran out.
+    """The answer to a Lookup.
 
     Attributes:
-        instance: Its name; None if a registry was asked for no name.
-        number: Of the Lookup.
+        instance: Name of the instance; None if a registry received a Lookup without a name.
+        records: The instance's ranks by engine rank; incomplete if the lookup timed out.
+        number: The highest number of the lookups that this answers.
     """
 
     instance: InstanceName | None
@@ -299,12 +301,12 @@ class SealedRecords(Message, frozen=True, tag="records"):
 
 
 class StagingWindow(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of a decode rank into which one incarnation of a prefill rank, and nobody else, may write packed pieces.
+    """Memory of a decode rank, reserved for packed pieces from one incarnation of a prefill rank.
 
     Attributes:
-        address: Of the first slot; the others follow without gaps.
-        slot_bytes: Size of a slot.
-        num_slots: How many there are.
+        address: Address of the first slot; the slots are contiguous.
+        slot_bytes: Size of a slot in bytes.
+        num_slots: Number of slots.
     """
 
     address: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
@@ -312,23 +314,27 @@ class StagingWindow(msgspec.Struct, frozen=True, array_like=True):
     num_slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOTS_PER_PEER)]
 
     def slot_address(self, slot: int) -> int:
-        """Address of a slot."""
+        """Return the address of a slot."""
         return self.address + slot * self.slot_bytes
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """Decode -> prefill, first: who I am, what I hold, what I want from you.
+    """Decode -> prefill: start a handshake.
 
     Attributes:
-        to: The incarnation that is meant.
-        attempt: Counts the handshakes of the sender; an answer repeats it, and an older hello than the last is ignored.
-        versions: Lowest and highest protocol version spoken.
-        lease_s: Silence after which the sender must be taken for dead.
-        backend_metadata: What the prefill rank's transport needs to write here.
-        route: What the sender wants from the rank that reads this.
-        staging: Where the rank that reads this may write packed pieces; nowhere if None.
-        agent: Name of the sender's agent in the transport, if it shares one with other ranks of its process; else it is
-            that of the incarnation.
+        peer: The sender.
+        to: The incarnation that the sender expects to reach.
+        attempt: Counts the sender's handshakes. The answer repeats it; a Hello with a lower attempt than the last one
+            is ignored.
+        versions: Lowest and highest supported protocol version.
+        lease_s: How long the sender may be silent before it counts as dead.
+        backend: Name of the sender's transport.
+        backend_metadata: What the receiver's transport needs in order to write to the sender's memory.
+        layout: The sender's KV layout.
+        route: The cells that the receiver is to send.
+        staging: Where the receiver may write packed pieces; None if it must not send any.
+        agent: Name of the sender's transport agent, if it shares one with other ranks of its process; by default the
+            name of the incarnation.
     """
 
     peer: PeerId
@@ -345,15 +351,19 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """Prefill -> decode: the answer to a Hello that fits.
+    """Prefill -> decode: accepts a Hello.
 
     Attributes:
-        domain: Where what the rank's transport leaves behind can be seen; see `kvflow.backends.base.Backend.domain`.
-        endpoint: ZMQ address of the rank's control socket: its process has ended when nobody listens there, or somebody
-            else. Where the reader has found it proves nothing, as a directory may lie. Empty if it is not said.
+        peer: The sender.
+        attempt: Repeats the attempt of the Hello.
+        version: Protocol version to use.
+        domain: Where the transport's bytes in flight can be seen; see `kvflow.backends.base.Backend.domain`.
+        endpoint: ZMQ address of the rank's control socket; empty if not given. The process has ended once this address
+            refuses connections, or another incarnation answers there. An address from a directory proves nothing,
+            because a directory may lie.
 
     Raises:
-        RemoteProtocolError: The endpoint is no TCP address.
+        RemoteProtocolError: The endpoint is not a TCP address.
     """
 
     peer: PeerId
@@ -368,13 +378,15 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Refuse(Message, frozen=True, tag="refuse"):
-    """Prefill -> decode: the answer to a Hello that does not fit, or to a message without one; or the end of a peer.
+    """Prefill -> decode: rejects a Hello, or requires a new handshake.
 
-    A prefill rank that answers for its instance also sends it to a rank that does not belong there but registers.
+    A prefill rank or registry also sends it to reject a Register, Unregister or Lookup.
 
     Attributes:
-        to: The incarnation that is refused; None if the sender of the message is not known.
-        attempt: Of the Hello that this answers; None if it answers none: a new handshake is needed.
+        peer: The sender.
+        to: The incarnation that is refused; None if unknown.
+        detail: Human-readable reason.
+        attempt: Repeats the attempt of the Hello that is rejected; None if a new handshake is needed.
     """
 
     peer: PeerId
@@ -388,15 +400,16 @@ class Refuse(Message, frozen=True, tag="refuse"):
 
 
 class Announce(Message, frozen=True, tag="announce"):
-    """Decode -> prefill: I will grant pages for this room as soon as I have some; keep yours until then.
+    """Decode -> prefill: asks the receiver to keep a room's pages until the sender has pages to grant.
 
-    A Grant of the same generation follows, or a Decline. Not answered while it is true.
+    A Grant or Decline of the same generation follows. Answered only if the room fails, by Failed.
 
     Attributes:
+        room: The room that will be granted.
         generation: As in Grant.
-        num_decode_ranks: How many decode ranks ask for this room.
+        num_decode_ranks: Number of decode ranks that request this room.
         timeout_s: Time left until the decode rank gives up.
-        capability: Says that the sender may have the room, see `kvflow.capability`; empty if it has none.
+        capability: Permits the sender to receive the room, see `kvflow.capability`; empty if it has none.
     """
 
     room: WireRoom
@@ -407,18 +420,19 @@ class Announce(Message, frozen=True, tag="announce"):
 
 
 class Grant(Message, frozen=True, tag="grant"):
-    """Decode -> prefill: you may write these pages.
+    """Decode -> prefill: permits writes to these pages.
 
     Attributes:
-        generation: Issued by the decode rank, never reused by it.
-        token: Random; every Notice must repeat it, because in-band notices carry no other proof of their origin.
-        ranges: For each component that is wanted, token positions `[start, stop)`.
-        pages: For the same components, the pages that hold them: little-endian uint32.
-        num_decode_ranks: How many decode ranks ask for this room.
+        room: The room to send.
+        generation: Identifies this attempt to receive the room; the decode rank never reuses one.
+        token: Random. Every Notice must repeat it, because in-band notices carry no other proof of their origin.
+        ranges: Requested token positions `[start, stop)`, by component.
+        pages: Pages that receive them, by component, as little-endian uint32.
+        num_decode_ranks: Number of decode ranks that request this room.
         timeout_s: Time left until the decode rank gives up.
-        progress_s: How long nothing may arrive, once something has, before it gives up.
-        priority: Class of the transfer; 0 goes first.
-        digest: Digests of what is written are wanted with the notices.
+        progress_s: After the first bytes have arrived, how long the decode rank waits for more before it gives up.
+        priority: Priority class of the transfer; 0 is sent first.
+        digest: True if notices must carry digests of the written bytes.
         capability: As in Announce.
     """
 
@@ -436,11 +450,14 @@ class Grant(Message, frozen=True, tag="grant"):
 
 
 class Decline(Message, frozen=True, tag="decline"):
-    """Decode -> prefill: I will not take this room, and have granted nothing for it; do not hold its pages for me.
+    """Decode -> prefill: the sender will not receive this room and has granted no pages for it.
 
-    Answered by Drained.
+    The receiver need not keep its pages. Answered by Drained.
 
     Attributes:
+        room: The room that is declined.
+        generation: As in Grant.
+        failure: Why the room is declined.
         capability: As in Announce.
     """
 
@@ -451,10 +468,10 @@ class Decline(Message, frozen=True, tag="decline"):
 
 
 class Staged(msgspec.Struct, frozen=True, array_like=True):
-    """Where the bytes of a notice are, if they are packed and not in the pages yet.
+    """Where the bytes of a notice are, if they are packed in a staging slot and not yet in the pages.
 
     Attributes:
-        slot: Of the sender's window.
+        slot: Index of the slot in the window that was given to the sender of the notice.
         head_major: Order of the cells, see `kvflow.geometry.pack`.
     """
 
@@ -463,19 +480,24 @@ class Staged(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Notice(Message, frozen=True, tag="notice"):
-    """Prefill -> decode: the bytes of one chunk, or of one piece of a large one, are in your memory.
+    """Prefill -> decode: the bytes of one chunk, or of one piece of a large chunk, are in the receiver's memory.
 
     Attributes:
+        room: The room that was sent.
+        generation: Repeated from the Grant.
+        token: Repeated from the Grant.
+        engine_rank: Engine rank of the sender.
         seq: Counts the notices of this rank in this generation, from 0.
-        ranges: For each component of which something was written, token positions.
-        num_bytes: Bytes that were written.
-        last: No notice of this rank has a higher `seq`.
-        metadata: Only on the last: opaque, from the prefill engine to the decode engine.
-        digests: If the grant asked for them: for each component in `ranges`, the digest of the cells that were
-            written, in logical order.
-        layers: Layers that were written, `[start, stop)`, all from `start` on without a `stop`; all layers if None. The
-            notices of a chunk follow each other, with the same ranges, from layer 0 to the one without a `stop`.
-        staged: The bytes are in a staging slot, from where the decode rank scatters them into its pages.
+        ranges: Written token positions `[start, stop)`, by component.
+        num_bytes: Number of bytes written.
+        last: True if no notice of this rank has a higher `seq`.
+        metadata: Opaque bytes from the prefill engine to the decode engine; only on the last notice.
+        digests: If the Grant requested them: by component in `ranges`, the digest of the written cells in logical
+            order.
+        layers: Written layers `[start, stop)`; up to the last layer if `stop` is None; all layers if None. The notices
+            of a chunk have consecutive numbers and the same ranges, from layer 0 to the notice without a `stop`.
+        staged: The staging slot that holds the bytes until the decode rank scatters them; None if they are in the
+            pages.
     """
 
     room: WireRoom
@@ -493,12 +515,12 @@ class Notice(Message, frozen=True, tag="notice"):
 
     @property
     def layer_range(self) -> LayerRange:
-        """Layers that were written."""
+        """The layers that were written."""
         return self.layers or ALL_LAYERS
 
 
 class SlotReleased(Message, frozen=True, tag="slot_released"):
-    """Decode -> prefill: the staging slot of this notice is not read any more, and never will be for it."""
+    """Decode -> prefill: the sender has finished reading this notice's staging slot and will not read it again."""
 
     room: WireRoom
     generation: Number
@@ -507,7 +529,7 @@ class SlotReleased(Message, frozen=True, tag="slot_released"):
 
 
 class SlotQuery(Message, frozen=True, tag="slot_query"):
-    """Prefill -> decode: repeat SlotReleased for this notice, if it is true; it may have been lost."""
+    """Prefill -> decode: asks for SlotReleased again, in case it was lost. Not answered while the slot is in use."""
 
     room: WireRoom
     generation: Number
@@ -516,14 +538,14 @@ class SlotQuery(Message, frozen=True, tag="slot_query"):
 
 
 class Ack(Message, frozen=True, tag="ack"):
-    """Decode -> prefill: every byte of this generation has arrived; only now do both sides call it a success."""
+    """Decode -> prefill: every byte of this generation has arrived. Only now do both sides report success."""
 
     room: WireRoom
     generation: Number
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """Decode -> prefill: stop, and say Drained when nothing of this generation can be written any more."""
+    """Decode -> prefill: stop sending, and send Drained once nothing can be written for this generation any more."""
 
     room: WireRoom
     generation: Number
@@ -531,10 +553,13 @@ class Cancel(Message, frozen=True, tag="cancel"):
 
 
 class Drained(Message, frozen=True, tag="drained"):
-    """Prefill -> decode: nothing of this generation can be written by this rank any more.
+    """Prefill -> decode: the sender can no longer write anything for this generation.
 
     Attributes:
-        failure: Why the transfer has ended, as far as this rank knows; a Failed that said so may have been lost.
+        room: The room of the transfer.
+        generation: Its generation.
+        engine_rank: Engine rank of the sender.
+        failure: Why the transfer ended, if the sender knows; repeats a Failed that may have been lost.
     """
 
     room: WireRoom
@@ -544,9 +569,15 @@ class Drained(Message, frozen=True, tag="drained"):
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """Prefill -> decode: this transfer will not succeed; a Drained follows unless `drained` says it already.
+    """Prefill -> decode: this transfer will not succeed.
 
-    It follows when it is true, which is never if bytes of a failed write may land at any time.
+    Attributes:
+        room: The room of the transfer.
+        generation: Its generation.
+        engine_rank: Engine rank of the sender.
+        failure: Why the transfer failed.
+        drained: True if the sender can no longer write anything for this generation. If False, a Drained follows once
+            that holds, which is never if the bytes of a failed write may still land at any time.
     """
 
     room: WireRoom
@@ -563,17 +594,18 @@ class Ping(Message, frozen=True, tag="ping"):
 
 
 class Pong(Message, frozen=True, tag="pong"):
-    """Either: the answer to a Ping."""
+    """Either direction: answers a Ping."""
 
     peer: PeerId
 
 
 class Goodbye(Message, frozen=True, tag="goodbye"):
-    """Either: this incarnation is leaving.
+    """Either direction: this incarnation is leaving.
 
     Attributes:
-        failure: Why, if it is not an orderly end.
-        fenced: From prefill: nothing that this incarnation has written can land any more.
+        peer: The sender.
+        failure: The reason, if the shutdown is not orderly.
+        fenced: From prefill: True if nothing that this incarnation has written can land any more.
     """
 
     peer: PeerId

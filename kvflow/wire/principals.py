@@ -1,7 +1,7 @@
-"""Who is at the other end of a connection, as far as keys tell.
+"""Identifies peers by their keys.
 
-A *principal* stands for everyone whose keys are listed for the same instances. A peer can make up rank names, and
-instance names that match a `*`, but not principals, so limits are shared among principals.
+A *principal* is the set of peers whose keys are listed for the same instances. A peer can invent rank names, and
+instance names that match a `*`, but not principals. So limits apply to principals.
 """
 
 from kvflow.trust import ANY, is_named
@@ -10,10 +10,10 @@ __all__ = ["principal_of", "speaks_for"]
 
 
 def principal_of(names: tuple[str, ...]) -> str | None:
-    """Return a text that identifies a principal, from the names it may use; None without keys."""
+    """Return a string that identifies a principal, given the instance names it may use; None without keys."""
     return None if names == (ANY,) else "\n".join(names)
 
 
 def speaks_for(names: tuple[str, ...], instance: str) -> bool:
-    """Return whether an instance is among those that the other end of a connection may speak for."""
+    """Return whether an instance matches one of the names that a peer may act for."""
     return any(is_named(name, instance) for name in names)

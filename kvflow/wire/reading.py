@@ -1,6 +1,6 @@
 """Parses messages in order without blocking the event loop: long ones in a thread.
 
-Because of the GIL a long message still takes time from everything else. But only one is parsed at a time, and the event
+A thread that parses a long message still competes for the GIL. But only one message is parsed at a time, and the event
 loop runs in between.
 """
 
@@ -21,23 +21,23 @@ from kvflow.wire.messages import Message
 __all__ = ["MAX_WAITING_BYTES", "OrderedReading", "ReadingContext"]
 
 MAX_WAITING_BYTES: Final = 16 * 2**20
-"""Of one principal: long messages, and what has come behind them."""
+"""Limit per principal for queued messages: long ones, and those that arrived after them."""
 
 OVERHEAD_BYTES: Final = 256
-"""Of each message that waits."""
+"""Counted for each queued message in addition to its bytes."""
 
 Read = TypeVar("Read", bound=Message)
 
 
 @dataclass(frozen=True)
 class ReadingContext:
-    """What a rank reads long messages with: one at a time, whatever connections there are.
+    """What a rank's connections share for parsing long messages, one at a time.
 
     Attributes:
-        ports: Have threads.
-        count: Counts what was ignored, by its kind, with values that say more.
-        start_task: Starts a task that lives no longer than the rank.
-        turn: To be taken in order.
+        ports: The rank's external dependencies, such as threads.
+        count: Counts an anomaly, given its kind and details.
+        start_task: Starts a task that ends with the rank at the latest.
+        turn: Lets one message be parsed at a time, in first-in, first-out order.
     """
 
     ports: Ports
@@ -47,12 +47,12 @@ class ReadingContext:
 
 
 class _Line:
-    """Messages of one principal that wait.
+    """The queued messages of one principal.
 
     Attributes:
-        waiting: With their connections; the first one is being read.
-        connections: How many there are of each connection.
-        num_bytes: What they take together.
+        waiting: Messages with their connections; the first one is being parsed.
+        connections: Number of queued messages by connection.
+        num_bytes: Total size of the queued messages, including overhead.
     """
 
     def __init__(self) -> None:
@@ -72,17 +72,17 @@ class _Line:
 
 
 class OrderedReading(Generic[Read]):
-    """Reads what comes over many connections, and passes messages of each on in the order in which they came.
+    """Parses the messages of many connections, and delivers those of each connection in order of arrival.
 
-    Short ones are read at once. A long one is read in a thread, and what comes over its connection meanwhile waits for
-    it. One is read at a time, and principals take turns.
+    A short message is parsed immediately. A long one is parsed in a thread, and later messages of its connection are
+    queued behind it. Only one long message is parsed at a time, and principals take turns.
 
     Args:
-        reader: Reads.
-        context: Has threads and tasks.
-        principal_of: Says who is at the other end of a connection.
-        on_message: Takes a connection, its next message, and the bytes of that.
-        on_refused: Takes a connection, why its next message is none or is dropped, and the bytes of that.
+        reader: Parses messages.
+        context: Threads and tasks.
+        principal_of: Returns the principal of a connection.
+        on_message: Called with a connection, its next message and the message's size in bytes.
+        on_refused: Called with a connection, the reason why its next message is malformed or dropped, and its size.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class OrderedReading(Generic[Read]):
         self._lines: dict[str, _Line] = {}
 
     def take(self, connection: bytes, unread: Unread) -> None:
-        """Take a message. Raises what the callbacks raise, if it is read at once."""
-        if not self._lines and not unread.is_long:  # as it is nearly always
+        """Parse a message, now or later. Exceptions of the callbacks propagate if it is parsed now."""
+        if not self._lines and not unread.is_long:  # the common case
             self._read(connection, unread)
             return
         principal = self._principal_of(connection)
@@ -130,7 +130,7 @@ class OrderedReading(Generic[Read]):
     async def _work_off(self, principal: str, line: _Line) -> None:
         while line.waiting:
             connection, unread = line.waiting[0]
-            with suppress(RemoteProtocolError):  # says to break the connection; its next message does
+            with suppress(RemoteProtocolError):  # a callback wants to close the connection; the next message does so
                 if unread.is_long:
                     await self._read_beside(connection, unread)
                 else:
@@ -149,10 +149,10 @@ class OrderedReading(Generic[Read]):
             self._on_message(connection, message, len(unread.data))
 
     async def _read_in_thread(self, unread: Unread) -> Read:
-        """Read beside the event loop, or on it if no thread can be had.
+        """Parse a message in a worker thread, or on the event loop if no thread can be started.
 
         Raises:
-            RemoteProtocolError: It is malformed.
+            RemoteProtocolError: The message is malformed.
         """
         result: Awaitable[Read] = self._context.ports.run_in_thread(lambda: self._reader.read(unread))
         try:

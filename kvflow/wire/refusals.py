@@ -1,4 +1,4 @@
-"""Counts messages that a listener refuses, until their sender has said too many."""
+"""Limits how many rejected messages a peer may send before its connection is closed."""
 
 from collections.abc import Callable
 from typing import Final
@@ -10,21 +10,21 @@ from kvflow.wire.principals import principal_of
 __all__ = ["REFUSALS_AT_ONCE", "Refusals"]
 
 REFUSALS_PER_S: Final = 64
-"""Messages that are malformed or in the name of others. Ranks hardly send any."""
+"""Allowed rate of messages that are malformed or sent in the name of others. Ranks hardly ever send any."""
 
 REFUSALS_AT_ONCE: Final = 1_024
-"""Such messages that may come together."""
+"""Allowed burst of such messages."""
 
 BYTES_OF_ONE: Final = 16 * 2**10
-"""A longer one counts as several: it is not read, but it was received."""
+"""A message counts once more per this many bytes: it was not parsed, but it was received."""
 
 
 class Refusals:
-    """What each sender may still say: all together who may speak for the same instances, each by itself without keys.
+    """Budgets of rejected messages, one per principal; without keys, one per connection.
 
     Args:
-        names_of: Gives the instances that the other end of a connection may speak for.
-        now: Gives monotonic seconds.
+        names_of: Returns the instances that the peer of a connection may act for.
+        now: Returns monotonic time in seconds.
     """
 
     def __init__(self, names_of: Callable[[bytes], tuple[str, ...]], now: Callable[[], float]) -> None:
@@ -33,10 +33,10 @@ class Refusals:
         self._budgets = Budgets[bytes | str](REFUSALS_AT_ONCE, REFUSALS_PER_S)
 
     def add(self, connection: bytes, num_bytes: int = 0) -> None:
-        """Note a message of so many bytes.
+        """Count a rejected message of `num_bytes` bytes.
 
         Raises:
-            RemoteProtocolError: It is one too many, and its connection is to be broken.
+            RemoteProtocolError: The budget is exceeded, and the connection must be closed.
         """
         taker = principal_of(self._names_of(connection)) or connection
         if not self._budgets.take(taker, self._now(), 1 + num_bytes // BYTES_OF_ONE):

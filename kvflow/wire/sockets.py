@@ -1,4 +1,4 @@
-"""ZMQ sockets on an event loop: how they are set, read and closed, and what a forked child gives up."""
+"""ZMQ sockets on an event loop: options, reading and closing, and cleanup in forked children."""
 
 import asyncio
 import ctypes
@@ -31,38 +31,38 @@ __all__ = [
 ]
 
 QUEUE_MESSAGES: Final = 10_000
-"""Messages queued for one peer; at three messages for a transfer, thousands of transfers. What was received is queued
-without a bound, see `kvflow.wire.intake`."""
+"""Length limit of the send queue of a peer: at three messages per transfer, enough for thousands of transfers. Receive
+queues have no limit, see `kvflow.wire.intake`."""
 
 MESSAGES_AT_ONCE: Final = 16
-"""Messages taken before the event loop gets its turn."""
+"""Messages read before yielding to the event loop."""
 
 HEARTBEAT_MS: Final = 400
-"""Between two heartbeats of a connection."""
+"""Interval between two heartbeats of a connection."""
 
 SILENCE_MS: Final = 1_200
-"""Silence after which a connection is dropped and made anew; well below the lease of a peer, which is 3 s by default.
+"""Silence after which a connection is closed and re-established; well below a peer's lease, which is 3 s by default.
 
-Any whole message breaks the silence; a single one that takes longer to arrive does not get through.
+Only a complete message ends the silence, so a message that takes longer to arrive never gets through.
 """
 
 HANDSHAKE_MS: Final = 2_000
-"""How long ZMQ's own handshake may take before a connection is made anew."""
+"""How long the ZMTP handshake may take before the connection is retried."""
 
 CONNECT_MS: Final = 1_000
-"""How long TCP may take to connect; a host that is off or cut off says nothing."""
+"""How long a TCP connect may take; a host that is down or unreachable does not answer."""
 
 RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 500
 
 RAND_STATE_BYTES: Final = 128
 _RAND_STATE: Final = ctypes.create_string_buffer(RAND_STATE_BYTES)
-"""Never freed: when two threads make sockets at the same time, `rand` may be left using it."""
+"""Never freed: if two threads create sockets at the same time, `rand` may keep using it."""
 
 LINGER_MS: Final = 500
-"""How long the last messages may take to leave after a socket was closed."""
+"""How long a closed socket may go on sending queued messages."""
 
-# As numbers: zmq's own flags are enums, and each operation with one costs as much as looking at the socket.
+# Plain integers: pyzmq's flags are enums, and an operation on one costs as much as polling the socket.
 NOBLOCK: Final = int(zmq.NOBLOCK)
 NOBLOCK_MORE: Final = NOBLOCK | int(zmq.SNDMORE)
 POLLIN: Final = int(zmq.POLLIN)
@@ -73,7 +73,7 @@ Context = zmq.Context[ZmqSocket]
 
 
 def new_context() -> Context:
-    """Make a context without a bound on its sockets."""
+    """Create a context with the highest possible limit on its sockets."""
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
     return context
@@ -81,10 +81,10 @@ def new_context() -> Context:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Make C's `rand` unpredictable meanwhile, and continue its own sequence afterwards.
+    """Seed C's `rand` unpredictably inside the block, and restore its previous state afterwards.
 
     libzmq 4.3.5 numbers the connections of a ROUTER with `rand`, which it never seeds. It aborts the process when it
-    comes to a number that a peer has chosen for itself (docs/decisions/0051).
+    generates a number that a peer has chosen as its routing id (docs/decisions/0051).
     """
     libc = ctypes.CDLL(None)
     libc.initstate.restype = ctypes.c_void_p
@@ -96,7 +96,7 @@ def _seeded() -> Iterator[None]:
 
 
 class Sockets:
-    """Makes ZMQ sockets, in a context of kvflow's own: an engine may end the one that libraries share."""
+    """Creates ZMQ sockets, in a context of their own, because an engine may terminate pyzmq's shared one."""
 
     def __init__(self) -> None:
         self._context: Context | None = None
@@ -104,14 +104,14 @@ class Sockets:
         os.register_at_fork(after_in_child=self._forget)
 
     def make(self, kind: int, context: Context | None = None) -> ZmqSocket:
-        """Make a socket without any connection.
+        """Create an unconnected socket.
 
         Args:
-            kind: Of ZMQ's kinds.
-            context: That of all sockets by default.
+            kind: ZMQ socket type.
+            context: Context of the socket; by default the one that this object shares among its sockets.
 
         Raises:
-            zmq.ZMQError: This process has no descriptors left.
+            zmq.ZMQError: This process has no file descriptors left.
         """
         if context is None:
             context = self._context = self._context or new_context()
@@ -135,15 +135,15 @@ class Sockets:
         return made
 
     def make_monitor(self, watched: ZmqSocket, events: int, context: Context | None = None) -> ZmqSocket:
-        """Make a socket that receives the connection events of another one.
+        """Create a socket that receives the connection events of another socket.
 
         Args:
-            watched: The other one.
-            events: Of ZMQ's events.
-            context: Of the other one.
+            watched: The socket to monitor.
+            events: Mask of ZMQ events.
+            context: Context of `watched`.
 
         Raises:
-            zmq.ZMQError: This process has no descriptors left.
+            zmq.ZMQError: This process has no file descriptors left.
         """
         name = f"inproc://kvflow-monitor-{next(self._names)}"
         watched.monitor(name, events)
@@ -156,7 +156,7 @@ class Sockets:
         return monitor
 
     def _forget(self) -> None:
-        """Forget the context: a forked child has none of libzmq's threads."""
+        """Drop the context, because a forked child has none of libzmq's threads."""
         self._context = None
 
 
@@ -164,11 +164,11 @@ sockets: Final = Sockets()
 
 
 class Ports:
-    """Bound descriptors of this process, which a forked child gives up.
+    """The bound file descriptors of this process, which a forked child closes.
 
-    A port is refused once its last descriptor is closed, and that is what peers take as the proof that nobody is left
-    who could write. So each listener has a second descriptor, besides the one that libzmq closes, and may leave it
-    open until the process ends. A child that was only forked, such as a worker of `multiprocessing`, must hold neither.
+    A host refuses connections to a port once the last descriptor of the port is closed. Peers take that as proof that
+    no process is left that could write. So each listener has a second descriptor besides the one that libzmq closes,
+    and may keep it open until the process ends. A forked child, such as a `multiprocessing` worker, must hold neither.
     """
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class Ports:
         os.register_at_fork(after_in_child=self._close)
 
     def add(self, fd: int) -> None:
-        """Note a descriptor."""
+        """Record a descriptor."""
         self._bound[fd] = os.fstat(fd).st_ino
 
     def remove(self, fd: int) -> None:
@@ -184,7 +184,7 @@ class Ports:
         self._bound.pop(fd, None)
 
     def close(self, fd: int) -> None:
-        """Close a descriptor that libzmq does not have, unless this is a forked child, which has closed it."""
+        """Close a descriptor that libzmq does not own, unless this is a forked child that has already closed it."""
         if self._bound.pop(fd, None) is not None:
             os.close(fd)
 
@@ -193,7 +193,7 @@ class Ports:
             try:
                 if os.fstat(fd).st_ino == inode:
                     os.close(fd)
-            except OSError:  # it is closed already
+            except OSError:  # already closed
                 continue
         self._bound.clear()
 
@@ -202,13 +202,13 @@ ports: Final = Ports()
 
 
 class Inbox:
-    """Takes the messages of a ZMQ socket on the event loop, in order.
+    """Reads the messages of a ZMQ socket on the event loop, in order.
 
     Args:
-        zmq_socket: Is closed with it.
-        on_frames: Takes the frames of a message; it may close the inbox.
-        on_empty: Called when all messages were taken.
-        receive: Takes the next message from the socket, or raises zmq.Again.
+        zmq_socket: The socket; the inbox closes it.
+        on_frames: Called with the frames of a message. It may close the inbox.
+        on_empty: Called when no messages are left.
+        receive: Reads the next message from the socket, or raises zmq.Again. By default `recv_multipart`.
     """
 
     def __init__(
@@ -230,19 +230,19 @@ class Inbox:
         self.look()
 
     def look(self) -> None:
-        """Take messages soon if there are any. Call it after the socket was used."""
+        """Schedule a read if there are messages. Call it after each use of the socket."""
         if self._has_messages():
             self.take_soon()
 
     def take(self) -> None:
-        """Take some messages now, and the others soon."""
+        """Read up to `MESSAGES_AT_ONCE` messages now, and schedule another read if more are left."""
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None
         self._is_taking = True
         try:
             self._take_some()
-        finally:  # also if a callback has failed, which is the event loop's to report
+        finally:  # even if a callback has raised; the event loop reports that
             self._is_taking = False
             if self._has_messages():
                 self._soon = self._loop.call_soon(self.take)
@@ -250,12 +250,12 @@ class Inbox:
                 self._on_empty()
 
     def take_soon(self) -> None:
-        """Take messages soon, or tell that there are none."""
+        """Schedule a read, or a call of `on_empty` if there are no messages."""
         if self._soon is None and not self._is_taking:
             self._soon = self._loop.call_soon(self.take)
 
     def take_all(self) -> None:
-        """Take all messages now."""
+        """Read all messages now."""
         while self._has_messages():
             self.take()
 
@@ -263,7 +263,7 @@ class Inbox:
         return not self.is_closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN)
 
     def _take_some(self) -> None:
-        """Take up to as many as one turn allows."""
+        """Read up to `MESSAGES_AT_ONCE` messages."""
         for _ in range(MESSAGES_AT_ONCE):
             if self.is_closed:
                 return
@@ -274,10 +274,10 @@ class Inbox:
             self._on_frames(frames)
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
-        """Take nothing any more, and close the socket. May be called twice, and by a callback.
+        """Stop reading, and close the socket. May be called twice, and from a callback.
 
-        The event loop has to forget the descriptor before its number is given to another socket: it would take that one
-        for known, and never look at it.
+        The descriptor is removed from the event loop first. Otherwise a new socket with the same number would count as
+        already registered, and would never be polled.
         """
         if self.is_closed:
             return
@@ -292,8 +292,13 @@ class Inbox:
 def send(zmq_socket: ZmqSocket, frames: Frames, **values: object) -> None:
     """Queue a message.
 
+    Args:
+        zmq_socket: The socket to send with.
+        frames: Parts of the message.
+        values: Context for the error.
+
     Raises:
-        Unreachable: It cannot be sent; with these values.
+        Unreachable: The queue is full, or the peer is not connected.
     """
     try:
         for frame in frames[:-1]:

@@ -1,7 +1,7 @@
-"""What the kernel knows of the TCP connections of libzmq: bytes each way, silence, and whether more can be written.
+"""The kernel's view of libzmq's TCP connections: bytes received and acknowledged, silence, and writability.
 
-libzmq shows neither how much waits to be taken from a connection nor how much waits to be sent over it. The kernel has
-counted what has come and what was acknowledged. Where it has not (not Linux), nothing is known.
+libzmq does not report how many bytes of a connection are waiting to be read or sent, but the kernel counts received and
+acknowledged bytes. On systems other than Linux these counters are unknown.
 """
 
 import os
@@ -18,33 +18,34 @@ from kvflow.wire.sockets import ZmqSocket
 __all__ = ["CURVE_BYTES", "Tcp", "is_listener"]
 
 CURVE_BYTES: Final = 33
-"""What encryption adds to a part: a name, a number, an authenticator and flags."""
+"""Bytes that encryption adds to a message part: command name, nonce, authenticator and flags."""
 
 LONG: Final = 255
-"""Bytes from which on a length takes eight bytes instead of one."""
+"""Longest body whose length ZMTP encodes in one byte; longer ones take eight."""
 
 LAST_DATA_RECEIVED: Final = struct.Struct("=52xI")
-"""Where Linux says in its `tcp_info` how many milliseconds ago data has come."""
+"""Offset in Linux's `tcp_info` of the number of milliseconds since data was last received."""
 
 BYTES_ACKED: Final = struct.Struct("=120xQ")
-"""How many bytes the other end has acknowledged."""
+"""Offset of the number of bytes that the peer has acknowledged."""
 
 BYTES_RECEIVED: Final = struct.Struct("=128xQ")
-"""How many bytes have come."""
+"""Offset of the number of bytes received."""
 
 
 def is_listener(zmq_socket: ZmqSocket) -> bool:
-    """Return whether a socket is a ROUTER, which many connect to, or a DEALER, which has one connection."""
+    """Return whether a socket is a ROUTER, which accepts many connections, rather than a DEALER, which has one."""
     return int(zmq_socket.getsockopt(zmq.TYPE)) == zmq.ROUTER
 
 
 class Tcp:
-    """Looks at the connections of a socket, by their descriptors.
+    """Inspects and closes the TCP connections of a ZMQ socket, by their file descriptors.
 
     Args:
         zmq_socket: A DEALER or a ROUTER.
-        port: Of the listener. Descriptors of other connections are not touched: libzmq may have closed one by now.
-        is_encrypted: Whether there are keys.
+        port: Port of the listener. A descriptor with another port is not touched, because libzmq may have closed the
+            connection, and the descriptor may have been reused.
+        is_encrypted: Whether the socket has keys.
     """
 
     def __init__(self, zmq_socket: ZmqSocket, port: int, *, is_encrypted: bool) -> None:
@@ -55,24 +56,24 @@ class Tcp:
         self._bytes_around = CURVE_BYTES if is_encrypted else 0
 
     def bytes_on_wire(self, length: int) -> int:
-        """Return the bytes that a part of a message takes."""
+        """Return the number of bytes that a message part of a given length takes on the wire."""
         body = length + self._bytes_around
         return body + (9 if body > LONG else 2)
 
     def received(self, fd: int) -> int | None:
-        """Return the bytes that have come; None if that is not known."""
+        """Return the number of bytes received; None if unknown."""
         return self._number(fd, BYTES_RECEIVED)
 
     def silence_ms(self, fd: int) -> int | None:
-        """Return the time for which nothing has come; None if that is not known."""
+        """Return the time since data was last received; None if unknown."""
         return self._number(fd, LAST_DATA_RECEIVED)
 
     def acked(self, fd: int) -> int | None:
-        """Return the bytes that have arrived at the other end; None if that is not known."""
+        """Return the number of bytes that the peer has acknowledged; None if unknown."""
         return self._number(fd, BYTES_ACKED)
 
     def is_writable(self, fd: int) -> bool:
-        """Return whether the kernel takes more bytes now, so that none can be waiting in libzmq for long."""
+        """Return whether the kernel accepts more bytes now, in which case none wait in libzmq for long."""
         own = self._open(fd)
         if own is None:
             return False
@@ -82,11 +83,11 @@ class Tcp:
             return any(event == select.POLLOUT for _, event in poll.poll(0))
 
     def shut(self, fd: int) -> bool:
-        """Break a connection; say whether it was there."""
+        """Shut a connection down; return whether it existed."""
         own = self._open(fd)
         if own is None:
             return False
-        with own, suppress(OSError):  # its other end may be gone by now
+        with own, suppress(OSError):  # the peer may have disconnected
             own.shutdown(socket.SHUT_RDWR)
         return True
 
@@ -102,7 +103,7 @@ class Tcp:
         return number
 
     def _open(self, fd: int) -> socket.socket | None:
-        """Open a connection by its descriptor once more; None if it is none of the socket any more."""
+        """Return a connection as a socket with a duplicate descriptor; None if the descriptor is no longer its own."""
         if not hasattr(socket, "TCP_INFO"):
             return None
         try:

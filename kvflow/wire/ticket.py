@@ -1,6 +1,7 @@
-"""Tickets: what a decode rank needs to receive a room, in a form that any router hands through. Pure.
+"""Tickets: what a decode rank needs to receive a room, in a form that any router can pass on. Pure.
 
-Routers parse and write JSON again, and some read numbers as floats: what may be above 2**53 travels as text.
+Routers parse JSON and serialize it again, and some parse numbers as floats. So numbers that may exceed 2**53 are sent
+as text.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ Version = Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a ticket as they travel; unknown ones are ignored."""
+    """The serialized fields of a ticket. Unknown fields are ignored."""
 
     versions: tuple[Version, Version]
     address: Text
@@ -40,15 +41,15 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a prefill rank says about a room that it computes.
+    """Where and how to receive a room, issued by the prefill rank that computes it.
 
     Attributes:
         room: The router's id of the request.
-        address: Of whoever answers for the instance.
-        issuer: The incarnation that gave it.
-        fingerprint: Of its layout.
-        versions: Lowest and highest protocol version that it speaks.
-        capability: Added by whoever routes, see `kvflow.make_capability`; empty if nobody has.
+        address: Address of the directory of the instance: its registry, or the issuer itself.
+        issuer: The incarnation that issued the ticket.
+        fingerprint: Fingerprint of the issuer's layout.
+        versions: Lowest and highest protocol version that the issuer supports.
+        capability: Added by the router, see `kvflow.make_capability`; empty if there is none.
     """
 
     room: RoomId
@@ -59,7 +60,7 @@ class Ticket:
     capability: str = ""
 
     def as_dict(self) -> dict[str, object]:
-        """Give it in a form that survives JSON."""
+        """Return the ticket as a dict that survives a round trip through JSON."""
         signed = {"capability": self.capability} if self.capability else {}
         return signed | {
             "versions": list(self.versions),
@@ -74,7 +75,7 @@ class Ticket:
 
     @classmethod
     def parse(cls, fields: Mapping[str, object]) -> "Ticket":
-        """Read what a router has handed through.
+        """Parse a ticket that a router has passed on.
 
         Raises:
             TicketError: A field is missing, or has a wrong type or value.
@@ -95,14 +96,14 @@ class Ticket:
         return cls(room, read.address, issuer, read.fingerprint, read.versions, read.capability)
 
     def check(self, room: RoomId | None, fingerprint: str) -> None:
-        """Refuse a ticket that is not meant for a request, or that cannot lead to a handshake.
+        """Check that this ticket matches a request, and that a handshake with its issuer can succeed.
 
         Args:
-            room: Of the request; None for that of the ticket.
-            fingerprint: Of the layout of the decode rank.
+            room: Room of the request; None for the room of the ticket.
+            fingerprint: Fingerprint of the decode rank's layout.
 
         Raises:
-            TicketError: It is for another room or model, or no protocol version is common.
+            TicketError: It is for a different room or model, or the two ranks support no common protocol version.
         """
         if room is not None and room != self.room:
             raise TicketError("ticket is for a different room", room=room, ticket=self.room)
@@ -115,18 +116,18 @@ class Ticket:
 
 
 def ticket_for_room(ticket: Mapping[str, object], room: RoomId) -> dict[str, object]:
-    """Return the ticket of another room of the process that gave a ticket, wherever that is known.
+    """Return a copy of a ticket, by the same issuer, for another room. Works in any process.
 
-    An engine whose scheduler answers the router, but whose rank is in a worker process, has the worker send one ticket
-    of any room, once.
+    If an engine's scheduler answers the router, but its rank runs in a worker process, the worker sends the scheduler
+    one ticket, for any room, once.
 
     Args:
         ticket: From `PrefillRank.ticket`.
-        room: What it is to be for.
+        room: The room of the new ticket.
 
     Raises:
         TicketError: The ticket is malformed.
-        LocalProtocolError: The room is none.
+        LocalProtocolError: The room is invalid.
     """
     number_or_name = as_room(room)
     if number_or_name is None:
@@ -135,13 +136,13 @@ def ticket_for_room(ticket: Mapping[str, object], room: RoomId) -> dict[str, obj
 
 
 def _parse_room(digits: str) -> RoomId | None:
-    """Read a room that is an integer; None if it is none."""
+    """Parse an integer room; None if it is invalid."""
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS
     return as_room(int(digits)) if is_number else None
 
 
 def _brief(fingerprint: str) -> str:
-    """Return a fingerprint, or its digest if it is long, so that tickets stay small."""
+    """Return a fingerprint, or its digest if it is long, to keep tickets small."""
     if len(fingerprint) <= MAX_TEXT:
         return fingerprint
     return hashlib.blake2b(fingerprint.encode(), digest_size=32).hexdigest()

@@ -1,7 +1,7 @@
-"""How much work MessagePack is, found out without reading it. Pure.
+"""Estimates how long MessagePack takes to decode, without decoding it. Pure.
 
-A decoder looks at each value, also of fields that it does not know, and at each character of a text; bytes it copies.
-So eight megabytes of empty arrays take a hundred times as long as eight megabytes of bytes.
+A decoder visits each value, even of unknown fields, and each character of a text, but only copies bytes. So eight
+megabytes of empty arrays take a hundred times as long as eight megabytes of bytes.
 """
 
 from typing import Final
@@ -13,7 +13,7 @@ LENGTH_BYTES: Final = {
     **dict.fromkeys((0xC5, 0xC8, 0xDA, 0xDC, 0xDE), 2),
     **dict.fromkeys((0xC6, 0xC9, 0xDB, 0xDD, 0xDF), 4),
 }
-"""Bytes of the length that follows the first byte of a value, by that byte."""
+"""By first byte of a value: the number of bytes of the length field that follows it."""
 
 SIZES: Final = {
     **dict.fromkeys((0xCC, 0xD0), 1),
@@ -25,7 +25,7 @@ SIZES: Final = {
     0xD7: 9,
     0xD8: 17,
 }
-"""Bytes after the first byte of a value without a length, by that byte; those that are not here have none."""
+"""By first byte of a value without a length field: the number of bytes that follow it; 0 if not listed."""
 
 ARRAYS: Final = (0xDC, 0xDD)
 MAPS: Final = (0xDE, 0xDF)
@@ -34,13 +34,13 @@ EXTENSIONS: Final = (0xC7, 0xC8, 0xC9)
 
 
 def is_light(data: bytes, start: int, *, max_values: int, max_text_bytes: int) -> bool:
-    """Return whether a value has few values inside of it, and no long text. What is cut off is left to the decoder.
+    """Return whether a value contains few values and no long text. Does not detect truncated data; the decoder does.
 
     Args:
-        data: Has the value in it.
-        start: Where it begins.
-        max_values: How many values there may be, keys and the value itself included.
-        max_text_bytes: How long a text may be, with its length in front.
+        data: Bytes that contain the value.
+        start: Offset of the value.
+        max_values: Maximum number of values, including keys and the value itself.
+        max_text_bytes: Maximum size of a text, including its header.
     """
     position, left, num_values = start, 1, 0
     while left and position < len(data):
@@ -54,7 +54,7 @@ def is_light(data: bytes, start: int, *, max_values: int, max_text_bytes: int) -
 
 
 def _extent(data: bytes, position: int) -> tuple[int, int]:
-    """Return how many values are directly inside of one, and how many bytes it has without them."""
+    """Return how many values a value directly contains, and its size in bytes without them."""
     first = data[position]
     if first < 0x80 or first >= 0xE0:  # a small number
         return 0, 1
@@ -72,4 +72,4 @@ def _extent(data: bytes, position: int) -> tuple[int, int]:
         return length, 1 + length_bytes
     if first in MAPS:
         return 2 * length, 1 + length_bytes
-    return 0, 1 + length_bytes + length + (first in EXTENSIONS)  # whose kind is a byte more
+    return 0, 1 + length_bytes + length + (first in EXTENSIONS)  # extensions have a type byte
