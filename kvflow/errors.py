@@ -135,7 +135,7 @@ class Stage(enum.StrEnum):
     PLANNING = "planning"
     """Page tables become descriptors."""
     SUBMIT = "submit"
-    """A write is under way."""
+    """A write is in progress."""
     AGGREGATE = "aggregate"
     """Received data is counted, scattered and compared."""
 
@@ -178,7 +178,7 @@ class FailureReason(enum.StrEnum):
     PEER_FAILING = "peer_failing"
     """The last attempt to reach the prefill instance failed; kvflow keeps retrying the handshake."""
     PEER_CLOSED = "peer_closed"
-    """A peer said that it is leaving."""
+    """A peer is closing."""
     BROKEN = "broken"
     """A rank could not carry out the effects of an event, which should never happen; closing the rank raises the cause.
     """
@@ -197,10 +197,10 @@ class TransferFailed(KvflowError):
 
     Attributes:
         room: The room of the transfer.
-        reason: Why, for a program.
+        reason: The reason, for programs.
         stage: The stage at which it was detected.
         detected_by: The rank that detected it first, as "instance/engine_rank".
-        detail: Why, for a person.
+        detail: The reason, for people.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class TransferFailed(KvflowError):
 
     @property
     def memory(self) -> "Memory":
-        """Whether anyone can still touch the transfer's pages, as of now, not as of the failure."""
+        """Whether anything can still touch the transfer's pages: the current state, not that at the failure."""
         return self._memory()
 
     @property
