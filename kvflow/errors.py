@@ -74,7 +74,7 @@ class PlanError(KvflowError):
 
 
 class ProtocolError(KvflowError):
-    """A protocol rule was violated; the subclass says by whom. No state has changed."""
+    """A protocol rule was violated, by this process or by a peer (see the subclasses). No state has changed."""
 
 
 class LocalProtocolError(ProtocolError):
@@ -102,7 +102,7 @@ class CapacityExceeded(KvflowError):
 
 
 class TicketError(KvflowError):
-    """The ticket cannot be used; `values` says why. Fail its request."""
+    """The ticket cannot be used; `values` has the reason. Fail its request."""
 
 
 class Unreachable(KvflowError):
@@ -170,7 +170,7 @@ class FailureReason(enum.StrEnum):
     WRITE_FAILED = "write_failed"
     """The transport reported that a write failed."""
     ABORTED = "aborted"
-    """An engine cancelled; `detected_by` says on which side."""
+    """An engine aborted the transfer; `detected_by` names its rank."""
     DEADLINE = "deadline"
     """The transfer took longer than allowed."""
     PEER_LOST = "peer_lost"

@@ -14,8 +14,8 @@ class OwnedTasks:
     """A task group that runs in its own task.
 
     A plain task group must be left by the task that entered it, in reverse order of all others. Owners of this one may
-    be opened and closed by any task in any order, as engines do in their start-up and shut-down hooks. A cancellation
-    of the owner's user does not reach the tasks either: the owner needs them for an orderly end.
+    be opened and closed by any task in any order, as engines do in their start-up and shut-down hooks. Cancelling the
+    code that uses the owner does not cancel these tasks either, because the owner needs them to close properly.
 
     Args:
         on_crash: Called once, when a task fails; the other tasks are then cancelled.

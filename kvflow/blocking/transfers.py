@@ -43,7 +43,7 @@ class TransferUpdate(NamedTuple, Generic[AnyTransfer]):
         room: Its room.
         outcome: Whether it succeeded; set once.
         failure: Why it failed; None until then.
-        memory: Whether anyone can still touch the pages; they may be reused when it is SAFE. It can change long after
+        memory: Whether anything can still touch the pages; they may be reused when it is SAFE. It can change long after
             the outcome; for a sender it may become SAFE before the outcome is decided.
     """
 
@@ -88,7 +88,7 @@ class BlockingTransfer:
 
     @property
     def memory(self) -> Memory:
-        """Whether anyone can still touch the pages; they may be reused when it is SAFE."""
+        """Whether anything can still touch the pages; they may be reused when it is SAFE."""
         return self._transfer.memory
 
     @property
@@ -400,7 +400,7 @@ class BlockingReceiver(BlockingTransfer):
     @property
     @override
     def memory(self) -> Memory:
-        """Whether anyone can still touch the pages. SAFE before `grant`, because there are no pages yet."""
+        """Whether anything can still touch the pages. SAFE before `grant`, because there are no pages yet."""
         if self._queued is not None and self.outcome is Outcome.PENDING:
             return Memory.HELD
         return super().memory

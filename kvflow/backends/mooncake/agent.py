@@ -110,7 +110,7 @@ class Agent:
         return self._sender
 
     def give_back(self, engine: WritingEngine) -> None:
-        """Return an engine from `borrow_sender`: no peer is being connected through it any more."""
+        """Release one use of an engine, by a peer or by `borrow_sender`, and close engines that are no longer used."""
         engine.num_users -= 1
         self._close_unused()
 
