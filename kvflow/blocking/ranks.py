@@ -434,6 +434,7 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
             ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range, or `prefill` is a name and no registry
                 is configured.
             TicketError: The ticket is malformed, or it is for another room, model or protocol version.
+            LocalProtocolError: `room`, `prefill` or `label` is invalid, or the rank is not open.
         """
         self._check_open()
         receiver = self._opened.receive(
