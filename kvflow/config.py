@@ -54,7 +54,7 @@ MAX_COUNT = 2**53
 MAX_SLOTS_PER_PEER = 4_096
 
 MAX_STAGING_BYTES: Final = 2**40
-"""Catches unit mistakes; no rank needs a tebibyte of staging memory."""
+"""Maximum staging memory of a rank, to catch unit mistakes."""
 
 MAX_METADATA_BYTES: Final = 32 * 2**20
 """Half the maximum message size, so that a notice with digests and ranges always fits."""
@@ -62,7 +62,7 @@ MAX_METADATA_BYTES: Final = 32 * 2**20
 MAX_INSTANCE_CHARACTERS: Final = 256
 
 MAX_LEASE_S: Final = 600.0
-"""A peer never counts as alive for longer than this after it was last heard."""
+"""Maximum lease: no peer counts as alive for longer than this after its last message."""
 
 
 PINGS_PER_LEASE = 3
@@ -71,13 +71,13 @@ NUM_PRIORITIES = 8
 """Number of priority classes: 0 goes first, 7 last."""
 
 Packing = Literal["auto", "never", "always"]
-"""Whether small pieces are gathered, sent as one write and scattered: when it is faster, never, or whenever possible.
-"""
+"""Whether to pack small pieces (gather, send as one write, scatter): if it is faster, never, or whenever possible."""
 
 SCHEME: Final = "tcp://"
 MAX_ZONE: Final = 15
-"""Letters in the zone of an IPv6 address: the name of a network interface has no more. Python resolves none beyond 63,
-and says so with an error that is not one of the network."""
+"""Maximum length of an IPv6 zone, which is that of a network interface name. Python cannot resolve zones longer than 63
+characters, and raises an error that is not an OSError.
+"""
 
 ADDRESS: Final = re.compile(r"tcp://(\*|[A-Za-z0-9._-]+|\[[A-Za-z0-9:._%-]+\]):([0-9]{1,5})", re.ASCII)
 HOST: Final = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
@@ -86,13 +86,13 @@ HOST: Final = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 def split_address(setting: str, address: object) -> tuple[str, int]:
     """Split `tcp://host:port`.
 
-    ZMQ accepts ports above 65535 and silently uses different ones; they are refused here.
+    ZMQ accepts ports above 65535 and silently uses different ones; they are rejected here.
 
     Returns:
-        The host, an IPv6 address without brackets; the port.
+        The host, without brackets if it is an IPv6 address, and the port.
 
     Raises:
-        ConfigError: It does not look like that. Names the setting.
+        ConfigError: The address does not have this form; the error names the setting.
     """
     match = ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if match is None or int(match[2]) > MAX_PORT:
@@ -106,7 +106,7 @@ def split_address(setting: str, address: object) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """Return `tcp://host:port`; an IPv6 address gets its brackets if it has none."""
+    """Return `tcp://host:port`, with an IPv6 address in brackets."""
     is_bare = ":" in host and not host.startswith("[")
     return f"tcp://[{host}]:{port}" if is_bare else f"tcp://{host}:{port}"
 
@@ -115,16 +115,16 @@ def check_address(setting: str, address: object) -> None:
     """Check that an address has the form `tcp://host:port`.
 
     Raises:
-        ConfigError: It has not; the error names the setting.
+        ConfigError: It does not; the error names the setting.
     """
     split_address(setting, address)
 
 
 def check_endpoint(setting: str, address: object) -> None:
-    """Check that an address can be connected to: not a wildcard, not port 0.
+    """Check that an address can be connected to: no wildcard and not port 0.
 
     Raises:
-        ConfigError: It is malformed, or such an address. Names the setting.
+        ConfigError: It is malformed or cannot be connected to; the error names the setting.
     """
     host, port = split_address(setting, address)
     if port == 0 or _is_wildcard(host):
@@ -200,7 +200,7 @@ def check_bind(bind: object, advertise: object) -> None:
 
     Args:
         bind: "tcp://host:port".
-        advertise: Host to give to others, without a port; the one of `bind` if None.
+        advertise: Host to give to peers, without a port; None for the host of `bind`.
 
     Raises:
         ConfigError: One of them is malformed, or `bind` is a wildcard and `advertise` is missing.
@@ -237,7 +237,7 @@ def _is_host(text: str) -> bool:
 
 
 def _is_wildcard(host: str) -> bool:
-    """Return whether it stands for every address of the host; "0" and "0x0.0" do, too."""
+    """Return whether a host stands for all addresses of this machine, as "0" and "0x0.0" also do."""
     if _is_ipv6(host):
         address = ipaddress.IPv6Address(host)
         return (address.ipv4_mapped or address).is_unspecified
@@ -256,10 +256,10 @@ def is_instance_name(name: object) -> TypeGuard[str]:
 
 
 def check_instance_name(setting: str, name: object) -> None:
-    """Refuse what cannot be the name of an instance.
+    """Check that a value is a valid instance name.
 
     Raises:
-        ConfigError: Naming the setting.
+        ConfigError: It is not; the error names the setting.
     """
     if not is_instance_name(name):
         raise ConfigError(
@@ -276,16 +276,16 @@ def check_num_ranks(value: SupportsIndex) -> int:
     """Convert an integer of any type to a number of ranks.
 
     Raises:
-        ConfigError: It is not an integer, or out of range.
+        ConfigError: The value is not an integer, or is out of range.
     """
     return _check_integer("num_ranks", value, 1, MAX_RANKS - 1)
 
 
 def check_priority(setting: str, value: SupportsIndex) -> int:
-    """Turn any kind of integer into a class of transfers.
+    """Convert an integer of any type to a priority class.
 
     Raises:
-        ConfigError: Naming the setting.
+        ConfigError: The value is not an integer, or is out of range; the error names the setting.
     """
     try:
         priority = operator.index(value)
@@ -297,10 +297,10 @@ def check_priority(setting: str, value: SupportsIndex) -> int:
 
 
 def check_duration(setting: str, value: object) -> None:
-    """Check for a positive number of seconds, at most a day, the limit in messages.
+    """Check that a value is a positive number of seconds, at most a day (the limit in messages).
 
     Raises:
-        ConfigError: Naming the setting.
+        ConfigError: It is not; the error names the setting.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_DURATION_S:
         raise ConfigError(
@@ -312,10 +312,10 @@ def check_duration(setting: str, value: object) -> None:
 
 
 def _check_integer(setting: str, value: object, minimum: int, maximum: int) -> int:
-    """Turn any kind of integer within bounds into a plain one; a bool is none.
+    """Convert an integer of any type within bounds to an int; a bool is rejected.
 
     Raises:
-        ConfigError: Naming the setting.
+        ConfigError: The value is not an integer, or is out of range; the error names the setting.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
@@ -338,12 +338,12 @@ class Timeouts:
         transfer_s: Time for a whole transfer as seen by the decode rank, including queueing and computing on prefill.
             For an announced room it starts with the grant.
         open_s: How long a grant waits on prefill until the engine opens its room.
-        grant_s: How long finished pages are kept on prefill if a decode rank has neither announced the room nor asked
-            for it, because it is late or died first.
+        grant_s: How long prefill keeps finished pages if a decode rank has neither announced the room nor asked for it,
+            because it is late or died first.
         first_bytes_s: How long a granted transfer may wait, queueing and computing on prefill included, until its first
             bytes have arrived.
         progress_s: How long a transfer may go without progress, once the first bytes have moved, before it fails.
-        drain_s: How long to wait for the proof that pages are quiet before they are put into quarantine.
+        drain_s: How long to wait for proof that nothing can touch the pages before they are put into quarantine.
         ageing_s: Waiting time that raises a chunk by one priority class. In other words, each class has a head start of
             this much over the next one: with 0.1 s, the lowest of 8 classes waits 0.7 s before it takes turns with the
             highest.
@@ -378,7 +378,7 @@ class Timeouts:
 
     @property
     def retransmit_s(self) -> float:
-        """How long to wait for an answer before a message that may have been lost is retransmitted."""
+        """Seconds to wait for an answer before retransmitting a message that may have been lost."""
         return self.ping_s
 
 
@@ -438,7 +438,7 @@ class Limits:
 
 
 def _set(config: object, name: str, value: object) -> None:
-    """Store a normalised setting while a frozen object is being created."""
+    """Store a normalised setting in a frozen object that is being created."""
     object.__setattr__(config, name, value)
 
 
@@ -528,7 +528,7 @@ class RankConfig:
         """Reject staging memory that is too small to be used.
 
         Raises:
-            ConfigError: There is some, but less than that.
+            ConfigError: `staging_bytes` is neither 0 nor at least `minimum`.
         """
         if self.staging_bytes and self.staging_bytes < minimum:
             raise ConfigError(
@@ -539,10 +539,10 @@ class RankConfig:
             )
 
     def staging_bytes_for(self, *, is_on_host: bool) -> int:
-        """Bytes of staging memory that a rank takes.
+        """Return the number of bytes of staging memory that a rank allocates.
 
         Args:
-            is_on_host: The pools are in host memory.
+            is_on_host: True if the pools are in host memory.
         """
         if self.staging_bytes is not None:
             return self.staging_bytes
@@ -554,10 +554,10 @@ class RankConfig:
 
 
 def check_type(setting: str, value: object, *kinds: type) -> None:
-    """Refuse a value of another type.
+    """Check the type of a setting.
 
     Raises:
-        ConfigError: Naming the setting.
+        ConfigError: The type is wrong; the error names the setting.
     """
     if not isinstance(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
@@ -565,10 +565,10 @@ def check_type(setting: str, value: object, *kinds: type) -> None:
 
 
 def check_trust(trust: object) -> None:
-    """Refuse what are no keys, such as the path of a directory that has them.
+    """Check that a value is a `Trust`, and not, for example, the directory to load one from.
 
     Raises:
-        ConfigError: They are not.
+        ConfigError: It is not.
     """
     if not isinstance(trust, Trust):
         raise ConfigError(
@@ -577,10 +577,10 @@ def check_trust(trust: object) -> None:
 
 
 def check_argument(argument: str, value: object, kind: type) -> None:
-    """Refuse an argument of another type. Its value is not shown: a layout, or the tensors that were meant for it.
+    """Check the type of an argument. The error omits the value, which may be large (a layout or tensors).
 
     Raises:
-        ConfigError: Naming the argument, and both types.
+        ConfigError: The type is wrong; the error names the argument and both types.
     """
     if not isinstance(value, kind):
         found, wanted = type(value).__name__, kind.__name__
@@ -593,7 +593,7 @@ class PrefillConfig(RankConfig):
 
     Attributes:
         bind: Address of its control socket; port 0 takes a free one.
-        advertise: Host under which decode ranks reach it; needed if `bind` is a wildcard.
+        advertise: Host at which decode ranks reach it; needed if `bind` is a wildcard.
         packing: "auto" packs where the transport's figures say it is faster, "always" whenever a slot is available,
             "never" not at all.
     """
@@ -622,7 +622,7 @@ class PrefillConfig(RankConfig):
 class Proofs:
     """What a decode rank accepts as proof that a prefill rank can no longer write, besides that rank's own messages.
 
-    What always counts is in docs/failure-model.md: all bytes have arrived, Drained, a Goodbye that is a fence, and an
+    docs/failure-model.md lists what always counts: all bytes have arrived, Drained, a Goodbye that is a fence, and an
     operator's `release`. Over TCP, time proves nothing, however long ago a process has ended.
 
     Attributes:

@@ -101,16 +101,15 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     Args:
         config: Settings.
         layout: The pools to receive into; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name; one that it shares with other ranks of
-            this process is a `SharedBackend`.
-        ports: The world to use instead of the real one.
+        backend: A transport to use instead of the configured one; a `SharedBackend` if ranks of this process share it.
+        ports: Replacement for the real sockets, clock, threads and random bytes (for tests).
 
     Raises:
-        ConfigError: The settings are not those of a decode rank, the layout is none, the backend is not known, the
-            settings ask for digests of device memory, or the device has no memory left for `staging_bytes`.
+        ConfigError: `config` is not a `DecodeConfig`, `layout` is not a `KVLayout`, the backend is unknown, digests of
+            device memory are configured, or the device has not enough memory for `staging_bytes`.
         BackendUnavailable: The transport's library is missing or broken.
-        RegistrationError: The transport does not take the memory.
-        Unreachable: On entry: this process has no sockets left.
+        RegistrationError: The transport cannot register the memory.
+        Unreachable: On entry: this process cannot open any more sockets.
     """
 
     config: DecodeConfig
@@ -139,7 +138,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         self._generations = itertools.count(1)
         self._secret = self._ports.random_bytes(SECRET_BYTES)
 
-    def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
+    def receive(  # noqa: PLR0913 - engine options, by keyword
         self,
         room: RoomId | None = None,
         *,
@@ -168,22 +167,24 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             pages: For each component of the layout, the pool pages to write `tokens` to: one for each page-sized block
                 that the range touches. Use a `TokenPages` to ask for a different token range (a window); for a
                 component of kind "slot", pass its one slot; pass None for a component that is not wanted.
-            num_ranks: Decode ranks that receive this room; all ranks of this instance by default.
-            timeout_s: How long the whole transfer may take; from the settings by default.
+            num_ranks: Number of decode ranks that receive this room; by default all ranks of this instance.
+            timeout_s: How long the whole transfer may take; by default `Timeouts.transfer_s`.
             digest: Compare digests of the sent and the received data before the transfer counts as complete; a
                 difference fails it with the reason `corrupt`. By default, as configured (`digest_every`).
             priority: Priority class on every prefill rank, 0 (first) to 7 (last). Among the chunks waiting for this
                 rank, lower numbers go first; every `Timeouts.ageing_s` (of the prefill rank) that a chunk waits raises
                 it by one class.
-            label: The engine's own id of the request, for log lines; it does not travel.
+            label: The engine's own ID for the request, for log lines; not sent to the other side.
             capability: A capability from the router, if prefill requires one (`kvflow.make_capability`); by default,
                 the one in the ticket.
 
         Raises:
-            PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
-            ConfigError: `num_ranks`, `timeout_s`, `priority` or `digest` is unusable, or `prefill` needs a registry.
+            PlanError: A page table does not match the pool or the tokens, or digests were requested for device memory.
+            ConfigError: `num_ranks`, `timeout_s`, `priority`, `digest` or `capability` is invalid, or `prefill` needs a
+                registry.
             TicketError: The ticket is malformed, or it is for another room, model or protocol version.
-            LocalProtocolError: On entry: the room is being received already, or the rank is not open.
+            LocalProtocolError: `room`, `prefill` or `label` is invalid. On entry: the room is already being received,
+                or the rank is not open.
             PagesInUse: On entry: another transfer may still write to one of the pages.
             CapacityExceeded: On entry: too many transfers are open, or too much memory is in quarantine.
             RankDraining: On entry: the rank is draining.
@@ -220,10 +221,10 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             capability: As in `receive`.
 
         Raises:
-            ConfigError: `num_ranks`, `timeout_s`, `priority` or `capability` is unusable, or `prefill` needs a
-                registry.
+            ConfigError: `num_ranks`, `timeout_s`, `priority` or `capability` is invalid, or `prefill` needs a registry.
             TicketError: The ticket is malformed, or it is for another room, model or protocol version.
-            LocalProtocolError: On entry: the room is being received already, or the rank is not open.
+            LocalProtocolError: `room`, `prefill` or `label` is invalid. On entry: the room is already being received,
+                or the rank is not open.
             CapacityExceeded: On entry: too many transfers are open, or too much memory is in quarantine.
             RankDraining: On entry: the rank is draining.
             TransferFailed: On exit: the transfer failed, and `done` has not raised it.
@@ -235,7 +236,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     def _request(
         self, room: RoomId | None, prefill: Prefill, num_ranks: int | None, priority: int, capability: str | None
     ) -> ev.ReceiveOpened:
-        """Return what is asked for, as far as that does not depend on pages.
+        """Check the arguments that do not depend on pages, and return the event that opens the transfer.
 
         Raises:
             ConfigError, LocalProtocolError, TicketError: As in `receive`.
@@ -256,7 +257,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         )
 
     def _meaning(self, room: RoomId | None, prefill: Prefill) -> tuple[RoomId, ev.InstanceRef, PeerId | None, str]:
-        """Return the room, how its instance is referred to, who gave its ticket, and the capability in that.
+        """Return the room, the reference to its instance, and the ticket's issuer and capability, if there is a ticket.
 
         Raises:
             LocalProtocolError, ConfigError, TicketError: As in `receive`.
@@ -305,7 +306,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         digest: bool | None,
         timeout_s: float | None,
     ) -> "Wanted":
-        """Check which tokens are wanted and where they go.
+        """Check the tokens and pages of a receive.
 
         Raises:
             PlanError, ConfigError: As in `receive`.
@@ -338,21 +339,22 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         return parts, build_page_tables(parts, self.layout, distinct=True)
 
     def open_receiver(self, receiver: "RoomReceiver", opened: ev.ReceiveOpened, wanted: "Wanted | None") -> int:
-        """Register a receiver under a new generation, which no other transfer of this incarnation uses.
+        """Open a receiver under a new generation, which no other transfer of this incarnation uses.
 
         Args:
-            receiver: To be opened.
-            opened: What it asks for; generation and secret are filled in here.
-            wanted: What is wanted, and where it goes; None if it is only announced.
+            receiver: The receiver to open.
+            opened: Its request; generation and secret are filled in here.
+            wanted: The wanted tokens and pages; None if the room is only announced.
 
         Returns:
             The generation.
 
         Raises:
-            LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: It may not begin; nothing has changed.
+            LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: The transfer was refused; nothing has
+                changed.
         """
         generation = next(self._generations)
-        # Asking the system for random bytes each time takes many times as long.
+        # Cheaper by a large factor than reading random bytes from the system each time.
         number = generation.to_bytes(8, "little")
         secret = hashlib.blake2b(number, key=self._secret, digest_size=SECRET_BYTES).digest()
         event = msgspec.structs.replace(opened, generation=generation, secret=secret)
@@ -371,10 +373,10 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         return generation
 
     def grant(self, room: RoomId, generation: int, wanted: "Wanted") -> None:
-        """Give pages to a room that was announced.
+        """Provide the pages of an announced room.
 
         Raises:
-            LocalProtocolError, PagesInUse, CapacityExceeded, RankBroken: It gets none; nothing has changed.
+            LocalProtocolError, PagesInUse, CapacityExceeded, RankBroken: The grant was refused; nothing has changed.
         """
         digest = self._wants_digest(generation, wanted)
         self.request(
@@ -391,14 +393,14 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         """Execute the code path for completing a granted room; see `kvflow.PrefillRank.warm_up`.
 
         Args:
-            room: One that is being received.
+            room: A room that is being received.
 
         Returns:
-            Whether it is granted.
+            True if the room is granted.
 
         Raises:
-            LocalProtocolError: The rank is not open, or this is another event loop or thread.
-            RankBroken: It is broken.
+            LocalProtocolError: The rank is not open, or this is the wrong event loop or thread.
+            RankBroken: The rank is broken.
         """
         self.check_open()
         warm_up = self._core.warm_up_core(room, self.now())
@@ -413,7 +415,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         """Return the current counters.
 
         Raises:
-            LocalProtocolError: The rank was not opened yet.
+            LocalProtocolError: The rank has not been opened.
         """
         self.check_opened()
         core = self._core
@@ -471,7 +473,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         self._aggregate = Aggregate(self._context, self.layout, backend, self._staging)
 
     @override
-    def _perform(self, effect: ef.DecodeEffect) -> None:  # noqa: C901, PLR0912 - one arm an effect
+    def _perform(self, effect: ef.DecodeEffect) -> None:  # noqa: C901, PLR0912 - one case per effect
         match effect:
             case ef.SendMessage(peer, message):
                 if isinstance(message, Ack):
@@ -573,22 +575,22 @@ class RoomReceiver(Transfer):
             tokens: As in `DecodeRank.receive`.
             pages: As in `DecodeRank.receive`. If this raises, the pages are not in use.
             digest: As in `DecodeRank.receive`.
-            timeout_s: How long the transfer may take from now on; from the settings by default.
+            timeout_s: How long the transfer may take from now on; by default `Timeouts.transfer_s`.
 
         Raises:
-            PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
-            ConfigError: `timeout_s` or `digest` is unusable.
+            PlanError: A page table does not match the pool or the tokens, or digests were requested for device memory.
+            ConfigError: `timeout_s` or `digest` is invalid.
             PagesInUse: Another transfer may still write to one of the pages; the room stays announced.
             CapacityExceeded: Too much memory is in quarantine; the room stays announced.
             LocalProtocolError: It already has pages, was not entered, or this is the wrong event loop.
-            TransferFailed: It has already failed, for example because prefill gave up the room, or was aborted.
+            TransferFailed: It was aborted or has already failed, for example because prefill gave up the room.
         """
         self.take_pages(self.check_grant(tokens, pages, digest, timeout_s))
 
     def check_grant(
         self, tokens: TokenRange, pages: Mapping[str, Pages], digest: bool | None, timeout_s: float | None
     ) -> Wanted:
-        """Check the arguments of `grant`, in any thread.
+        """Check the arguments of `grant`. Can be called from any thread.
 
         Raises:
             PlanError, ConfigError, LocalProtocolError: As in `grant`.
@@ -597,7 +599,7 @@ class RoomReceiver(Transfer):
         return self._rank.wanted(tokens, pages, digest=digest, timeout_s=timeout_s)
 
     def take_pages(self, wanted: Wanted) -> None:
-        """Give pages whose arguments were checked.
+        """Grant pages whose arguments have been checked.
 
         Raises:
             PagesInUse, CapacityExceeded, LocalProtocolError, TransferFailed: As in `grant`.
@@ -629,7 +631,7 @@ class RoomReceiver(Transfer):
         return self.handover
 
     def take(self, received: ef.ReceivedRoom) -> None:
-        """Take in what the core says a complete transfer brought."""
+        """Set `handover` from the core's report of a complete transfer."""
         first = min(received.metadata, default=None)
         self.handover = Handover(
             metadata=b"" if first is None else received.metadata[first],
@@ -677,10 +679,10 @@ class RoomReceiver(Transfer):
 
 
 def _check_capability(capability: object) -> str:
-    """Refuse what cannot be sent.
+    """Check that a capability can be sent.
 
     Raises:
-        ConfigError: It is no text, or too long.
+        ConfigError: It is not an ASCII string within the maximum length.
     """
     is_text = isinstance(capability, str) and len(capability) <= MAX_CAPABILITY and capability.isascii()
     if not is_text:
@@ -689,10 +691,10 @@ def _check_capability(capability: object) -> str:
 
 
 def _check_digest(digest: object) -> bool | None:
-    """Turn any kind of bool into one; None stays what it is.
+    """Convert a bool of any type; None stays None.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The value is neither.
     """
     if digest is None:
         return None

@@ -74,7 +74,7 @@ class PlanError(KvflowError):
 
 
 class ProtocolError(KvflowError):
-    """A protocol rule was violated; the subclass says by whom. No state has changed."""
+    """A protocol rule was violated, by this process or by a peer (see the subclasses). No state has changed."""
 
 
 class LocalProtocolError(ProtocolError):
@@ -102,7 +102,7 @@ class CapacityExceeded(KvflowError):
 
 
 class TicketError(KvflowError):
-    """The ticket cannot be used; `values` says why. Fail its request."""
+    """The ticket cannot be used; `values` has the reason. Fail its request."""
 
 
 class Unreachable(KvflowError):
@@ -135,7 +135,7 @@ class Stage(enum.StrEnum):
     PLANNING = "planning"
     """Page tables become descriptors."""
     SUBMIT = "submit"
-    """A write is under way."""
+    """A write is in progress."""
     AGGREGATE = "aggregate"
     """Received data is counted, scattered and compared."""
 
@@ -170,7 +170,7 @@ class FailureReason(enum.StrEnum):
     WRITE_FAILED = "write_failed"
     """The transport reported that a write failed."""
     ABORTED = "aborted"
-    """An engine cancelled; `detected_by` says on which side."""
+    """An engine aborted the transfer; `detected_by` names its rank."""
     DEADLINE = "deadline"
     """The transfer took longer than allowed."""
     PEER_LOST = "peer_lost"
@@ -178,7 +178,7 @@ class FailureReason(enum.StrEnum):
     PEER_FAILING = "peer_failing"
     """The last attempt to reach the prefill instance failed; kvflow keeps retrying the handshake."""
     PEER_CLOSED = "peer_closed"
-    """A peer said that it is leaving."""
+    """A peer is closing."""
     BROKEN = "broken"
     """A rank could not carry out the effects of an event, which should never happen; closing the rank raises the cause.
     """
@@ -197,10 +197,10 @@ class TransferFailed(KvflowError):
 
     Attributes:
         room: The room of the transfer.
-        reason: Why, for a program.
+        reason: The reason, for programs.
         stage: The stage at which it was detected.
         detected_by: The rank that detected it first, as "instance/engine_rank".
-        detail: Why, for a person.
+        detail: The reason, for people.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class TransferFailed(KvflowError):
 
     @property
     def memory(self) -> "Memory":
-        """Whether anyone can still touch the transfer's pages, as of now, not as of the failure."""
+        """Whether anything can still touch the transfer's pages: the current state, not that at the failure."""
         return self._memory()
 
     @property

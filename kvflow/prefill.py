@@ -64,11 +64,11 @@ from kvflow.wire.ticket import Ticket
 __all__ = ["PrefillRank", "RoomSender"]
 
 RankMessage = Hello | Goodbye | Refuse | Announce | Grant | Decline | Ack | Cancel | SlotReleased | Ping | Pong
-"""What decode ranks say."""
+"""Messages from decode ranks."""
 
 Request = RankMessage | DirectoryMessage
 REQUESTS: Final[Reader[Request]] = Reader(Request)
-"""All that a prefill rank reads."""
+"""All messages that a prefill rank accepts."""
 
 
 class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
@@ -108,10 +108,10 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
     @property
     def endpoint(self) -> str:
-        """Address of the control socket, "tcp://host:port", once the rank was opened.
+        """Address of the control socket, "tcp://host:port"; available once the rank has been opened.
 
         Raises:
-            LocalProtocolError: It was not.
+            LocalProtocolError: The rank has not been opened.
         """
         if self._endpoint is None:
             raise self.not_open()
@@ -124,12 +124,13 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         has exited, for whatever reason, no write reads the source pages any more, or `memory` is QUARANTINED.
 
         Args:
-            room: The router's id of the request, the same on both sides.
+            room: The router's ID for the request, the same on both sides.
             label: The engine's own ID for the request, for log lines; not sent to the other side.
 
         Raises:
-            LocalProtocolError: On entry: the room is in use, or the rank is not open. On exit: `finish` was not called
-                although nothing had failed; the transfer is aborted. Call `abort` to give up deliberately.
+            LocalProtocolError: The room or label is invalid. On entry: the room is in use, or the rank is not open. On
+                exit: `finish` was not called although nothing had failed; the transfer is aborted. Call `abort` to give
+                up deliberately.
             CapacityExceeded: On entry: too many rooms are open, or too much memory is in quarantine.
             RankDraining: On entry: the rank is about to close.
             TransferFailed: On exit: the transfer failed, and the error was not raised inside the block.
@@ -144,14 +145,14 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         (`LoopThread(warm_up_interval_s=)`). A warm-up takes 0.1 to 0.6 ms.
 
         Args:
-            room: One that is being sent.
+            room: A room that is being sent.
 
         Returns:
             True if there was something to run: a decode rank has granted, and the last chunk has not been offered yet.
 
         Raises:
-            LocalProtocolError: The rank is not open, or this is another event loop or thread.
-            RankBroken: It is broken.
+            LocalProtocolError: The rank is not open, or this is the wrong event loop or thread.
+            RankBroken: The rank is broken.
         """
         self.check_open()
         now = self.now()
@@ -165,17 +166,17 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
                 if isinstance(effect, ef.PostPiece):
                     self._planning.warm_up(effect.piece)
                     core.handle(ev.PostEnded(effect.piece.delivery, effect.piece.seq, None), now)
-        except KvflowError:  # what does not fit is for the chunk itself to say
+        except KvflowError:  # a chunk that does not fit is reported when it is offered
             return False
         finally:
             self._planning.drop_room(grant.room)
         return True
 
     def _warm_up_chunk(self, grant: Grant) -> Chunk:
-        """Make the only chunk of a warm-up, of any pages.
+        """Return a chunk of placeholder pages that covers everything granted.
 
         Raises:
-            PlanError: The layout does not have what the grant wants.
+            PlanError: The chunk is invalid for this layout.
         """
         pages: dict[str, Pages] = {}
         for name, tokens in grant.ranges.items():
@@ -193,10 +194,10 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         restarted. The room need not be open. Never blocks, and can be called from any thread.
 
         Args:
-            room: The router's id of the request, the same on both sides.
+            room: The router's ID for the request, the same on both sides.
 
         Raises:
-            LocalProtocolError: The room is none, or the rank is not open.
+            LocalProtocolError: The room is invalid, or the rank is not open.
             RankBroken: The rank is broken.
         """
         self.check_usable()
@@ -207,7 +208,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         """Return the current counters.
 
         Raises:
-            LocalProtocolError: The rank was not opened yet.
+            LocalProtocolError: The rank has not been opened.
         """
         self.check_opened()
         core, submit = self._core, self._submit
@@ -297,7 +298,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._resources.callback(self._withdraw)
 
     @override
-    def _perform(self, effect: ef.PrefillEffect) -> None:  # noqa: C901, PLR0912 - one arm an effect
+    def _perform(self, effect: ef.PrefillEffect) -> None:  # noqa: C901, PLR0912 - one case per effect
         match effect:
             case ef.PostPiece(piece):
                 self._planning.post_piece(piece)
@@ -346,18 +347,18 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         for connection, peer in self._core.peers_by_connection().items():
             if not self._gate.may_speak(connection, peer):
                 self.dispatch(ev.PeerRevoked(peer))
-            elif not is_same:  # connections are made anew by all whose own key is still good, within their lease
+            elif not is_same:  # all peers with a valid key reconnect, within their lease
                 self.dispatch(ev.ReplyLost(connection))
 
     def _registry_keys(self, trust: Trust) -> ClientKeys | None:
-        """Return what the registry, or the rank that answers for this instance, must have one of."""
+        """Return the keys expected from the registry, or from the rank that acts as the registry for this instance."""
         return trust.for_registry() if trust.registry else trust.for_instance(self.config.instance)
 
     def _refused(self, kind: str, detail: str) -> None:
         self._anomalies.count(kind, stage=Stage.BOOTSTRAP.value, detail=detail)
 
     def _close_listener(self) -> None:
-        """Close the control socket. A refused port is the proof that nothing can land any more, so it must be true."""
+        """Close the control socket. Keep its port if writes may still land: a refused port proves that none can."""
         keep_port = self._submit.may_still_land
         self._listener.close(keep_port=keep_port)
         if keep_port:
@@ -371,11 +372,11 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             return
         if not self._is_too_much(connection, unread):
             self._reading.take(connection, unread)
-        elif unread.is_long:  # it was received and decrypted
+        elif unread.is_long:  # counted, because it has been received and decrypted
             self._refusals.add(connection, len(unread.data))
 
     def _is_too_much(self, connection: bytes, unread: Unread) -> bool:
-        """Return whether a message is not read: its sender says too much, or it is for another process."""
+        """Return whether to drop a message unread: its sender is over budget, or it is for another process."""
         if self._gate.is_too_much(connection, unread):
             return True
         if unread.kind not in DIRECTORY_KINDS:
@@ -408,10 +409,10 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._refusals.add(connection, num_bytes)
 
     def _reject(self, connection: bytes, error: RemoteProtocolError, num_bytes: int) -> None:
-        """Count a message that is none, or is dropped.
+        """Count a message that is malformed or dropped.
 
         Raises:
-            RemoteProtocolError: It is one too many, and its connection is to be broken.
+            RemoteProtocolError: The sender's limit is exceeded, and its connection must be closed.
         """
         self._anomalies.count(
             "message_rejected", self._core.peer_at(connection), stage=Stage.BOOTSTRAP.value, detail=str(error)
@@ -419,7 +420,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._refusals.add(connection, num_bytes)
 
     def _send(self, connection: bytes, message: Message) -> None:
-        """Send; what cannot be sent is lost: it is retransmitted if it matters, or the lease ends."""
+        """Send a message. If that fails, the message is lost: it is retransmitted if it matters, or the lease ends."""
         try:
             self._listener.send(connection, encode(message))
         except Unreachable as error:
@@ -494,7 +495,7 @@ class RoomSender(Transfer):
 
     @property
     def layout(self) -> KVLayout:
-        """The layout of the pools that it sends from."""
+        """The layout of the pools that the room is sent from."""
         return self._rank.layout
 
     @property
@@ -577,15 +578,15 @@ class RoomSender(Transfer):
             line, num_quiesced = self._rank.line, self._num_quiesced
             await line.wait(self.room)
             try:
-                if num_quiesced == self._num_quiesced:  # else it is forgotten, as what waits behind this line is
+                if num_quiesced == self._num_quiesced:  # else `quiesce` has dropped all waiting chunks of the room
                     self._offer(chunk)
             finally:
                 line.admit()
-        if not chunk.last:  # others get their turn; after the last one the engine waits anyway
+        if not chunk.last:  # let other tasks run; after the last chunk, the engine waits anyway
             await anyio.lowlevel.cancel_shielded_checkpoint()
 
     def offer_nowait(self, chunk: Chunk) -> bool:
-        """Send a chunk that is checked already, unless it has to wait for capacity.
+        """Send a chunk whose arguments have been checked, unless it has to wait for capacity.
 
         Returns:
             Whether it was offered.
@@ -604,7 +605,7 @@ class RoomSender(Transfer):
 
     def _offer(self, chunk: Chunk) -> None:
         self._raise_if_failed()
-        if self._is_finished:  # the core may know the room as that of a later transfer by now
+        if self._is_finished:  # by now, the room may belong to a later transfer in the core
             raise LocalProtocolError("cannot send chunks after `finish`", room=self.room)
         footprint = self._rank.footprint(chunk.pages)
         self._rank.request(ev.ChunkOffered(self.room, chunk, footprint))
@@ -653,7 +654,7 @@ class RoomSender(Transfer):
         """
         self._check_begun()
         self._raise_if_failed()
-        if self.outcome is not Outcome.PENDING:  # the core may know the room as that of a later transfer by now
+        if self.outcome is not Outcome.PENDING:  # by now, the room may belong to a later transfer in the core
             self.report_quiesced(None)
         elif not self._is_quiescing:
             self._is_quiescing, self.is_quiesced, self._quiesced = True, False, Flag()
@@ -666,7 +667,7 @@ class RoomSender(Transfer):
             self._rank.line.leave(self.room)
 
     def report_quiesced(self, resume_at: int | None) -> None:
-        """Take in that nothing that was posted reads the pages any more."""
+        """Record that nothing reads the posted pages any more."""
         self._note_quiesced(resume_at)
         if self.on_change is not None:
             self.on_change()
@@ -682,7 +683,7 @@ class RoomSender(Transfer):
             self._note_quiesced(None)
         super().report(outcome, memory, failure)
         if outcome is not Outcome.PENDING:
-            self._granted.set()  # whoever waits for it has waited enough
+            self._granted.set()  # end all waits
             self._quiesced.set()
         if failure is not None:
             self._rank.line.leave(self.room)
@@ -704,7 +705,7 @@ class RoomSender(Transfer):
         The source pages are free earlier: `memory` is SAFE as soon as every write has ended.
 
         Raises:
-            TransferFailed: That will not happen.
+            TransferFailed: The transfer has failed.
         """
         await self._wait_until_decided()
 

@@ -1,4 +1,4 @@
-"""Pages in quarantine, as an engine and an operator see them."""
+"""Quarantined pages, as reported to engines and operators."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ __all__ = ["QuarantineRecord"]
 
 @dataclass(frozen=True, eq=False)
 class QuarantineRecord:
-    """An ended transfer whose pages may still be in use. A snapshot.
+    """A snapshot of an ended transfer whose pages may still be in use.
 
     Attributes:
         room: Room of the transfer.
@@ -25,7 +25,7 @@ class QuarantineRecord:
         num_bytes: Their size in the pools.
         since_s: How long they have been in quarantine, in seconds.
         failure: Why the transfer failed.
-        missing: The missing proof, for each peer that still owes one.
+        missing: The missing proof of each peer that still has to provide one.
     """
 
     room: RoomId

@@ -1,8 +1,8 @@
-"""What a prefill rank and a decode rank share: the life cycle, the core with its alarm, and the transfers.
+"""The common part of prefill and decode ranks: the life cycle, the core with its alarm, and the transfers.
 
-All of a rank runs on the event loop that it is opened on, mostly in callbacks: sockets, the transport and the alarm
-tell the core what has happened, and what follows is carried out at once. A task group owns what has to wait. The core
-is only ever touched from that event loop, so nothing needs a lock.
+A rank runs entirely on the event loop it is opened on, mostly in callbacks: sockets, the transport and the alarm
+dispatch events to the core, and the resulting effects are carried out at once. Operations that have to wait run in a
+task group. The core is only accessed from that event loop, so no locks are needed.
 """
 
 import abc
@@ -63,15 +63,15 @@ from kvflow.wire.reading import ReadingContext
 __all__ = ["Rank"]
 
 CLOSE_MARGIN_S: Final = 1.0
-"""How much longer than the drain timeout closing may wait for the last transfers."""
+"""Additional time, beyond the drain timeout, for the last transfers when closing."""
 
 EVENTS_AT_ONCE: Final = 16
-"""Events of the transport taken in before the event loop gets its turn."""
+"""Maximum number of transport events handled before the event loop gets its turn."""
 
 INCARNATION_BYTES: Final = 8
 
 SharedEvent = ev.QuarantineReleased | ev.DrainStarted | ev.CloseStarted | ev.TransportClosed | ev.TimePassed
-"""Events that both cores take."""
+"""Events handled by both cores."""
 
 AnyTransfer = TypeVar("AnyTransfer", bound=Transfer)
 AnyEvent = TypeVar("AnyEvent")
@@ -81,36 +81,36 @@ Effect_co = TypeVar("Effect_co", covariant=True)
 
 
 class Core(Protocol[Event_contra, Effect_co]):
-    """What both cores have; see `kvflow.state`."""
+    """The common interface of both cores; see `kvflow.state`."""
 
     quarantine: Quarantine
 
     def handle(self, event: Event_contra, now: float, /) -> Sequence[Effect_co]:
-        """Take an event in, and say what follows.
+        """Handle an event, and return the resulting effects.
 
         Raises:
-            LocalProtocolError, CapacityExceeded, RankDraining: The engine asked for what is not allowed; nothing has
+            LocalProtocolError, CapacityExceeded, RankDraining: The engine's request is not allowed; nothing has
                 changed.
         """
 
     def next_deadline(self) -> float | None:
-        """When it wants to hear that time has passed."""
+        """Return when the core needs a `TimePassed` event; None for never."""
 
     def missing_proofs(self, key: Any, /) -> Sequence[MissingProof]:
-        """Return which proofs the pages of a transfer wait for."""
+        """Return the missing proofs for a transfer's pages."""
 
     def pages_of(self, key: Any, /) -> Mapping[str, bytes]:
         """Return the pages of a transfer as `WIRE_PAGES`, by component."""
 
 
 class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
-    """Base of both ranks. Use it as an async context manager.
+    """Base class of both ranks. Use it as an async context manager.
 
     Args:
         config: Settings.
-        layout: Memory to send from or to receive into; it must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name.
-        ports: The world to use instead of the real one.
+        layout: Memory to send from or receive into; it must stay allocated until the rank is closed.
+        backend: A transport to use instead of the configured one.
+        ports: Replacement for the real sockets, clock, threads and random bytes (for tests).
     """
 
     _core: Core[AnyEvent | SharedEvent, AnyEffect]
@@ -215,7 +215,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._log.log(logging.WARNING if quarantined else logging.INFO, "rank_closed", quarantined=quarantined)
 
     async def _close(self) -> None:
-        """End every transfer, stop the transport and say goodbye. The tasks that did it are ended after this."""
+        """Fail open transfers, say goodbye to the peers and stop the transport. Tasks are still running."""
         self._is_open = False
         self.dispatch(ev.CloseStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is closing")))
         await self._wait_until_settled(self.config.timeouts.drain_s + CLOSE_MARGIN_S)
@@ -254,7 +254,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             trust: The new keys; by default they are reread from the directory they were loaded from.
 
         Raises:
-            ConfigError: They cannot be read or used; nothing has changed.
+            ConfigError: The keys cannot be read or used; nothing has changed.
             LocalProtocolError, RankBroken: The rank is not open, or broken.
         """
         self.check_open()
@@ -275,7 +275,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             timeout_s: How long to wait; no limit by default. Transfers still open after that fail when the rank closes.
 
         Returns:
-            What `is_drained` says.
+            The value of `is_drained`.
 
         Raises:
             LocalProtocolError, RankBroken: The rank is not open, or broken.
@@ -285,10 +285,10 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         return self.is_drained
 
     def check_loop(self) -> None:
-        """Refuse a call from another event loop or thread than the rank was opened on.
+        """Check that the call comes from the event loop and thread that the rank was opened on.
 
         Raises:
-            LocalProtocolError: It is one.
+            LocalProtocolError: It does not.
         """
         try:
             loop = asyncio.get_running_loop()
@@ -298,40 +298,40 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             raise LocalProtocolError("rank must be used on the event loop that opened it", rank=str(self.me.rank))
 
     def check_opened(self) -> None:
-        """Refuse to count what is not there yet.
+        """Check that the rank has been opened.
 
         Raises:
-            LocalProtocolError: The rank was not opened yet.
+            LocalProtocolError: It has not.
         """
         if self._loop is None:
             raise self.not_open()
 
     def not_open(self) -> LocalProtocolError:
-        """Make the error of a call that needs an open rank."""
+        """Return the error for a call that requires an open rank."""
         message = "rank is not open any more" if self._loop else "rank is not open; enter it with `async with` first"
         return LocalProtocolError(message, rank=str(self.me.rank))
 
     def check_open(self) -> None:
-        """Refuse a call that needs an open rank.
+        """Check that the rank is open and that the call comes from its event loop.
 
         Raises:
-            LocalProtocolError: The rank is not open, or this is another event loop or thread.
-            RankBroken: It is broken.
+            LocalProtocolError: The rank is not open, or the call comes from another event loop or thread.
+            RankBroken: The rank is broken.
         """
         self.check_loop()
         self.check_usable()
 
     @property
     def is_usable(self) -> bool:
-        """It is open and not broken."""
+        """True if the rank is open and not broken."""
         return self._is_open and self._error is None
 
     def check_usable(self) -> None:
-        """Refuse a call that needs an open rank, in any thread.
+        """Check that the rank is open. Can be called from any thread.
 
         Raises:
             LocalProtocolError: The rank is not open.
-            RankBroken: It is broken.
+            RankBroken: The rank is broken.
         """
         if self._error is not None:
             raise RankBroken("rank has failed; close it and open another one") from self._error
@@ -339,16 +339,16 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             raise self.not_open()
 
     def start_task(self, run: Callable[..., Awaitable[None]], *args: object) -> None:
-        """Start a task on the event loop that lives no longer than the rank."""
+        """Start a task on the event loop. It is cancelled when the rank is closed."""
         self._tasks.start(run, *args)
 
     # The core -------------------------------------------------------------------------------------------------------
 
     def request(self, event: AnyEvent | SharedEvent) -> None:
-        """Tell the core what the engine asks for, and carry out what follows.
+        """Pass a request of the engine to the core, and carry out the effects.
 
         Raises:
-            LocalProtocolError, CapacityExceeded, RankDraining: It is not allowed now; nothing has changed.
+            LocalProtocolError, CapacityExceeded, RankDraining: The request is not allowed now; nothing has changed.
             RankBroken: The rank is broken.
         """
         self.check_open()
@@ -365,10 +365,10 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._carry_out(event, effects)
 
     def dispatch(self, event: AnyEvent | SharedEvent) -> None:
-        """Tell the core what has happened, and carry out what follows. Never raises: what fails breaks the rank.
+        """Pass an event to the core, and carry out the effects. Never raises: an exception breaks the rank.
 
-        An event that comes up while the effects of another are carried out waits until they are. After the end of the
-        rank, or once it is broken, nothing is told any more.
+        An event dispatched while other effects are being carried out waits until they are done. Events are dropped once
+        the rank is closed or broken.
         """
         if self._is_over:
             return
@@ -377,7 +377,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             self._carry_out(None, ())
 
     def _dispatch_soon(self, event: AnyEvent | SharedEvent) -> None:
-        """Tell the core after the event loop has had its turn."""
+        """Dispatch an event after the event loop has had a turn."""
         asyncio.get_running_loop().call_soon(self.dispatch, event)
 
     def _count_anomaly(self, effect: ef.CountAnomaly) -> None:
@@ -388,7 +388,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._anomalies.log(level, effect.name, effect.values)
 
     def _carry_out(self, event: AnyEvent | SharedEvent | None, effects: Sequence[AnyEffect]) -> None:
-        """Carry effects out, and handle what waits."""
+        """Carry out effects, then handle the queued events."""
         self._is_dispatching = True
         num_done = 0
         try:
@@ -427,7 +427,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         return effects
 
     def _record(self, settings: PrefillSettings | DecodeSettings) -> None:
-        """Record the core from now on, if the settings of the rank say so.
+        """Start recording the core, if recording is configured.
 
         Raises:
             ConfigError: The file cannot be written.
@@ -446,7 +446,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             return
         try:
             self._recorder.record(event, now, effects, error)
-        except OSError as failure:  # a full disk, say; the rank goes on
+        except OSError as failure:  # such as a full disk; the rank continues without recording
             self._recorder = None
             self._log.error("recording_ended", detail=str(failure))
 
@@ -455,12 +455,12 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._log.debug(name, **values, effects=[type(effect).__name__ for effect in effects])
 
     def _fail(self, error: Exception) -> None:
-        """Break, and let the exit of the rank raise the error."""
+        """Break the rank, and make its exit raise the error."""
         self._tasks.fail(error)
         self._break(error)
 
     def _break(self, error: Exception) -> None:
-        """Break the rank: the core reports nothing from now on, so what is open cannot be proved quiet."""
+        """Break the rank: from now on the core reports nothing, so pages in use can no longer be proved safe."""
         if self._error is not None:
             return
         self._is_open = False
@@ -480,10 +480,11 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     # Transfers ------------------------------------------------------------------------------------------------------
 
     def open_transfer(self, key: RoomId, transfer: AnyTransfer, event: AnyEvent, memory: Memory = Memory.HELD) -> None:
-        """Put a transfer on record and tell the core that it begins; it may have no pages yet.
+        """Register a transfer and pass its opening event to the core. The transfer may have no pages yet.
 
         Raises:
-            LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: It may not begin; nothing has changed.
+            LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: The transfer was refused; nothing has
+                changed.
         """
         self.check_open()
         transfer.begin(memory)
@@ -511,15 +512,15 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     def release(self, which: RoomId | QuarantineRecord) -> None:
         """Release quarantined pages without proof that nothing can touch them.
 
-        An operator's last resort, for when it is known by other means that no peer can write to (or read) them any
-        more, for example because its host is off. If that is wrong, another request gets corrupted data.
+        A last resort for operators who know by other means that no peer can write to (or read) the pages any more, for
+        example because its host is off. If that is wrong, another request gets corrupted data.
 
         Args:
             which: A room, to release all of its quarantined transfers, or one record from `quarantined()`. The
                 transfer's `memory` is SAFE afterwards.
 
         Raises:
-            LocalProtocolError: It is not in quarantine, or this is another event loop or thread.
+            LocalProtocolError: It is not in quarantine, or this is the wrong event loop or thread.
         """
         self.check_loop()
         room = which.room if isinstance(which, QuarantineRecord) else check_room(which)
@@ -535,7 +536,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._log.warning("quarantine_released", room=transfer.room, failure=transfer.failure)
         if self._error is None and not self._is_over:
             self.dispatch(ev.QuarantineReleased(key))
-        else:  # nobody reports any more
+        else:  # the core no longer reports
             transfer.report(transfer.outcome, Memory.SAFE, transfer.failure)
             del self._transfers[key]
 
@@ -567,11 +568,11 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         )
 
     def now(self) -> float:
-        """Monotonic seconds."""
+        """Return monotonic seconds."""
         return self._ports.now()
 
     def footprint(self, tables: Mapping[str, PageTable]) -> Footprint:
-        """Work out what some pages take of the pools."""
+        """Return the number of pages and bytes that page tables occupy in the pools."""
         num_pages = num_bytes = 0
         for name, table in tables.items():
             num_pages += len(table.pages)
@@ -579,12 +580,12 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         return Footprint(num_pages, num_bytes)
 
     def failure(self, reason: FailureReason, detail: str) -> Failure:
-        """Describe a failure that this rank or its engine caused."""
+        """Return a failure caused by this rank or its engine."""
         stage = Stage.BOOTSTRAP if reason is FailureReason.PEER_CLOSED else Stage.ENQUEUE
         return self._context.failure(reason, stage, detail)
 
     def _report(self, key: RoomId, effect: ef.ReportSender | ef.ReportReceiver) -> None:
-        """Pass on to the engine how a transfer stands; forget it when nothing more can follow."""
+        """Report the state of a transfer to the engine, and forget the transfer once nothing more can follow."""
         transfer = self._transfers.get(key)
         if transfer is None:
             return
@@ -605,13 +606,13 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
                 self._settled.set()
 
     def _withdraw(self) -> None:
-        """Let nobody find this rank any more."""
+        """Stop lookups from finding this rank."""
 
     def _settle_after_break(self) -> None:
         """Report what closing the transport has proved about the pages of a broken rank."""
 
     async def _wait_until_settled(self, timeout_s: float) -> None:
-        """Wait until every transfer is decided and its pages are quiet or in quarantine."""
+        """Wait until every transfer has an outcome, with its pages safe or in quarantine, or until the timeout."""
         with anyio.move_on_after(timeout_s):
             while self._num_unsettled:
                 if self._settled.is_set():
@@ -622,14 +623,14 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     @abc.abstractmethod
     def _open(self) -> None:
-        """Make the core, sockets and stages, on the event loop; what has to be closed goes into `_resources`."""
+        """Create the core, sockets and stages on the event loop, and add what must be closed to `_resources`."""
 
     @abc.abstractmethod
     def _go_by(self, trust: Trust) -> None:
-        """Use other keys from now on.
+        """Switch to other keys.
 
         Raises:
-            ConfigError: They cannot be used.
+            ConfigError: The keys cannot be used.
         """
 
     @abc.abstractmethod
@@ -638,11 +639,11 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     @abc.abstractmethod
     def _take_backend_event(self, event: BackendEvent) -> None:
-        """Take in what the transport says."""
+        """Handle an event from the transport."""
 
     @abc.abstractmethod
     async def _own_host(self) -> str | None:
-        """Find out under which host peers reach this process; None if that cannot be known."""
+        """Return the host at which peers reach this process; None if unknown."""
 
     @abc.abstractmethod
     def _say_goodbye(self, failure: Failure) -> None:

@@ -1,4 +1,4 @@
-"""What routers call requests. Pure."""
+"""Room IDs, the router's names for requests. Pure."""
 
 import operator
 from typing import Final, SupportsIndex, TypeAlias, cast
@@ -6,16 +6,16 @@ from typing import Final, SupportsIndex, TypeAlias, cast
 __all__ = ["MAX_ROOM", "MAX_ROOM_BYTES", "RoomId", "as_room"]
 
 RoomId: TypeAlias = int | str
-"""The router's id of a request, the same on both sides: an integer in 0 ... 2**63 - 1, or a string."""
+"""The router's ID for a request, the same on both sides: an integer in 0 ... 2**63 - 1, or a string."""
 
 MAX_ROOM: Final = 2**63 - 1
 
 MAX_ROOM_BYTES: Final = 256
-"""Longest string that is a room, in bytes of UTF-8."""
+"""Maximum length of a string room, in bytes of UTF-8."""
 
 
 def as_room(value: object) -> RoomId | None:
-    """Turn any kind of integer, or a string of 1 to 256 bytes, into a room; None if it is none.
+    """Convert an integer of any type, or a string of 1 to 256 bytes, to a room; None if it is not a valid one.
 
     5 and "5" are different rooms.
     """
@@ -23,7 +23,7 @@ def as_room(value: object) -> RoomId | None:
         return None
     if isinstance(value, str):
         return _as_name(value)
-    try:  # asking whether it has an index takes ten times as long
+    try:  # checking for `__index__` first takes ten times as long
         number = operator.index(cast("SupportsIndex", value))
     except TypeError:
         return None

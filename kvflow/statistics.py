@@ -1,4 +1,4 @@
-"""What a rank counts."""
+"""Counters of a rank."""
 
 from typing import NamedTuple
 
@@ -12,15 +12,15 @@ class StagingStatistics(NamedTuple):
 
     Attributes:
         packed_posts: Writes that went through staging memory (prefill).
-        packed_bytes: Their bytes.
+        packed_bytes: Bytes of these writes.
         direct_posts: Writes that went to the pages directly (prefill).
-        direct_bytes: Their bytes.
-        slots_taken: Own slots that are in use (prefill).
+        direct_bytes: Bytes of these writes.
+        slots_taken: Slots of this rank that are in use (prefill).
         slots_lost: Slots (this rank's and decode ranks') that are unusable because a write may still touch them
             (prefill).
-        windows_taken: Windows that belong to an incarnation of a prefill rank, dead ones without a proof included
+        windows_taken: Windows assigned to an incarnation of a prefill rank, including dead ones without a proof
             (decode).
-        windows_free: Windows that are left (decode).
+        windows_free: Windows that are not assigned (decode).
     """
 
     packed_posts: int = 0
@@ -37,21 +37,22 @@ class RankStatistics(NamedTuple):
     """A snapshot of a rank's counters. The first eight return to zero when nothing is open.
 
     Attributes:
-        rooms: Transfers that are open.
-        quarantined: Ended transfers whose pages are not proved quiet.
-        quarantined_pages: Their pages.
-        quarantined_bytes: Bytes of those.
-        announced: Rooms that are announced and have no pages yet; on prefill, decode ranks that have announced one.
+        rooms: Open transfers.
+        quarantined: Ended transfers whose pages are not proved safe.
+        quarantined_pages: Pages of these transfers.
+        quarantined_bytes: Bytes of these pages.
+        announced: Rooms that are announced and have no pages yet; on prefill, the number of announcements by decode
+            ranks.
         waiting_grants: Grants for rooms that are not open (prefill).
         queued_chunks: Granted chunks, or pieces of them, that wait for their data, turn or credit (prefill).
-        posted: Writes that have begun and not ended (prefill).
-        timers: Timers that are set; each known peer has one or two.
-        peers: Peers that are known.
+        posted: Writes that have started and not ended (prefill).
+        timers: Active timers; each known peer has one or two.
+        peers: Known peers.
         anomalies: Ignored messages, by kind.
-        times: How long each stage took so far.
+        times: How long each stage has taken so far.
         loop_lag: How late the rank's timers ran. Large values mean that the event loop is starved by a callback, by a
             thread that holds the GIL, or by another process on its CPU.
-        staging: What was packed.
+        staging: Packing counters.
     """
 
     rooms: int

@@ -1,4 +1,4 @@
-"""A transfer as the engine sees it: outcome and memory, and a way to wait for each."""
+"""The engine's view of a transfer: its outcome and memory state, and ways to wait for each."""
 
 import abc
 from collections.abc import Callable
@@ -43,29 +43,29 @@ def check_label(label: object) -> str | None:
 
 
 class TransferOwner(Protocol):
-    """What a transfer needs from its rank."""
+    """The part of a rank that its transfers use."""
 
     def check_loop(self) -> None:
-        """Refuse a call from another event loop or thread.
+        """Check that the call comes from the rank's event loop.
 
         Raises:
             LocalProtocolError: The call comes from another event loop or thread.
         """
 
     def now(self) -> float:
-        """Monotonic seconds."""
+        """Return monotonic seconds."""
 
 
 class Transfer(abc.ABC):
     """Base class of senders and receivers.
 
     Attributes:
-        room: The router's id of the request.
-        label: The engine's own id of it, for log lines.
+        room: The router's ID for the request.
+        label: The engine's own ID for it, for log lines.
         outcome: Whether it succeeded; set once.
-        memory: Whether anyone can still touch its pages.
+        memory: Whether anything can still touch its pages.
         failure: Why it failed; None until then.
-        on_change: Called on the event loop whenever one of these three has changed.
+        on_change: Called on the event loop whenever outcome, memory or failure has changed.
     """
 
     __slots__ = (
@@ -121,7 +121,7 @@ class Transfer(abc.ABC):
         return self._home.now() - self._quarantined_at if self.is_quarantined else 0.0
 
     async def until_safe(self) -> Memory:
-        """Wait until nobody can touch the pages. May also be called after the block has exited.
+        """Wait until nothing can touch the pages. May also be called after the block has exited.
 
         Returns:
             `memory`: SAFE, or another value if the rank was closed before there was proof; it will not change any more.
@@ -158,7 +158,7 @@ class Transfer(abc.ABC):
         """Update the state from the core's report."""
         if memory is Memory.QUARANTINED and not self.is_quarantined:
             self._quarantined_at = self._home.now()
-        self.failure, self.memory, self.outcome = failure, memory, outcome  # other threads look at the outcome first
+        self.failure, self.memory, self.outcome = failure, memory, outcome  # outcome last: other threads read it first
         if outcome is not Outcome.PENDING:
             self._decided.set()
         if memory in (Memory.SAFE, Memory.QUARANTINED):
@@ -207,13 +207,13 @@ class Transfer(abc.ABC):
 
     @abc.abstractmethod
     def _abort(self) -> None:
-        """Tell the core that the engine gives up."""
+        """Report the abort to the core."""
 
     async def _wait_until_decided(self) -> None:
         """Wait for the outcome.
 
         Raises:
-            LocalProtocolError: The transfer was not entered, or this is another event loop.
+            LocalProtocolError: The transfer was not entered, or this is the wrong event loop.
             TransferFailed: It failed or was aborted.
         """
         self._check_begun()

@@ -1,4 +1,4 @@
-"""A call at the earliest of changing deadlines."""
+"""Calls a function at the earliest of several changing deadlines."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,17 +7,17 @@ __all__ = ["Alarm"]
 
 
 class Alarm:
-    """Calls a function whenever the next deadline is reached, whatever it is by then. Create it on the event loop.
+    """Calls a function when the next deadline is reached, even if it has moved. Create it on the event loop.
 
-    A deadline that is put off costs one early wake-up and no call; setting one that is not the earliest costs nothing.
+    A postponed deadline costs one early wake-up and no call; setting one that is not the earliest costs nothing.
 
     Args:
-        next_deadline: Gives the earliest deadline, in seconds of `now`, or None.
-        on_due: Called on the event loop when it is reached; it may change the deadlines. If it raises, the alarm
-            stops until the next `check`.
-        now: Gives monotonic seconds; they need not be the event loop's own.
-        on_lag: Called with how late it woke, each time, in seconds: how long the event loop was busy, or its thread was
-            kept from running.
+        next_deadline: Returns the earliest deadline, on the clock of `now`, or None.
+        on_due: Called on the event loop when a deadline is reached; it may change the deadlines. If it raises, the
+            alarm stops until the next `check`.
+        now: Returns monotonic seconds, not necessarily from the event loop's clock.
+        on_lag: Called at each wake-up with its delay in seconds: the time for which the event loop was busy, or its
+            thread was kept from running.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Alarm:
         self._is_closed = False
 
     def check(self) -> None:
-        """Take new deadlines in. Call it after they may have changed."""
+        """Adapt to new deadlines. Call it whenever they may have changed."""
         deadline = self._next_deadline()
         if deadline is None or self._is_closed:
             return
@@ -50,7 +50,7 @@ class Alarm:
         self._timer = self._loop.call_later(self._due_at - now, self._wake)
 
     def close(self) -> None:
-        """Call nothing any more. May be called twice, and by `on_due`."""
+        """Stop the alarm. May be called twice, and from `on_due`."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()

@@ -1,4 +1,4 @@
-"""What has changed on the event loop, for threads that look now and then."""
+"""Reports changes from the event loop to threads that poll for them."""
 
 import os
 import threading
@@ -13,10 +13,10 @@ Item = TypeVar("Item")
 
 
 class Changes(Generic[Item]):
-    """Items in the order in which they changed. Nothing here waits on the event loop, or for it.
+    """Items in the order in which they changed. It never blocks the event loop, and never waits for it.
 
-    A thread can look (`take`), wait, or have a descriptor that becomes readable. Waking costs only where somebody waits
-    or has asked for the descriptor.
+    A thread can poll (`take`), wait, or watch a file descriptor. A notification costs something only if a thread is
+    waiting or has asked for the descriptor.
     """
 
     def __init__(self) -> None:
@@ -27,28 +27,28 @@ class Changes(Generic[Item]):
         self.is_closed = False
 
     def add(self, item: Item) -> None:
-        """Note that an item has changed."""
+        """Record that an item has changed."""
         self._changed.append(item)
         self.notify()
 
     def notify(self) -> None:
-        """Have whoever waits look again: an item that was not taken yet has changed once more."""
+        """Wake the waiting threads, because an item that has not been taken yet has changed again."""
         if self._num_waiting or self._pipe is not None:
             self._wake()
 
     def take(self) -> list[Item]:
-        """Return what has changed since the last call."""
+        """Return the items that have changed since the last call."""
         if self._pipe is not None:
-            self._clear()  # before looking: what comes after that makes it readable again
+            self._clear()  # first, so that later changes make the descriptor readable again
         if not self._changed:
             return []
         taken: list[Item] = []
-        with suppress(IndexError):  # another thread has taken them
+        with suppress(IndexError):  # another thread has taken the rest
             taken.extend(self._changed.popleft() for _ in range(len(self._changed)))
         return taken
 
     def wait(self, is_over: Callable[[], object], timeout_s: float | None) -> None:
-        """Wait until a condition is true, or until the time is up; it is looked at whenever an item has changed."""
+        """Wait until a condition is true or the timeout expires. Check the condition whenever an item changes."""
         with self._condition:
             self._num_waiting += 1
             try:
@@ -57,7 +57,7 @@ class Changes(Generic[Item]):
                 self._num_waiting -= 1
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while there is something to take. It stays the owner's.
+        """Return a descriptor that is readable while there are changes to take. It is owned by this object.
 
         Raises:
             ValueError: It is closed.
@@ -74,7 +74,7 @@ class Changes(Generic[Item]):
             return self._pipe[0]
 
     def close(self) -> None:
-        """Give the descriptor back, and let nobody wait any more."""
+        """Close the descriptor, and end all waits."""
         with self._condition:
             self.is_closed = True
             pipe, self._pipe = self._pipe, None
@@ -88,7 +88,7 @@ class Changes(Generic[Item]):
             if self._pipe is not None:
                 try:
                     os.write(self._pipe[1], b"\0")
-                except BlockingIOError:  # it is full, and so readable
+                except BlockingIOError:  # the pipe is full, and thus readable
                     return
 
     def _clear(self) -> None:
@@ -96,6 +96,6 @@ class Changes(Generic[Item]):
             if self._pipe is None:
                 return
             try:
-                os.read(self._pipe[0], 65_536)  # as much as a pipe holds
+                os.read(self._pipe[0], 65_536)  # the capacity of a pipe
             except BlockingIOError:
                 return

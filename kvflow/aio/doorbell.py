@@ -1,9 +1,9 @@
-"""Waking the event loop from a thread that has more to do.
+"""Wakes the event loop from a thread without handing it the GIL.
 
-`call_soon_threadsafe` writes to a socket and releases the GIL for that moment. The event loop, just woken, takes it,
-and the thread waits for all that the event loop then does before it can go on: an owner thread with the long native
-call that it was about to make, a scheduler with its step. Ringing holds the GIL: the event loop wakes just as soon, but
-runs when the thread releases the GIL itself.
+`call_soon_threadsafe` writes to a socket, and releases the GIL while it does. The event loop wakes up and takes the
+GIL, and the thread must wait for everything the event loop then does before it can continue: an owner thread with its
+next long native call, a scheduler with its step. A doorbell holds the GIL: the event loop wakes up just as soon, but
+runs when the thread next releases the GIL.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ __all__ = ["Doorbell"]
 
 
 class Doorbell:
-    """Like `call_soon_threadsafe`, but holds the GIL. Create, and close, it on the event loop.
+    """Like `call_soon_threadsafe`, but holds the GIL. Create and close it on the event loop.
 
-    Many calls that come at once wake the event loop once. Where the system has no such descriptors (they are Linux's),
-    `call_soon_threadsafe` wakes it.
+    Many simultaneous calls wake the event loop once. On systems without eventfd (all but Linux), it uses
+    `call_soon_threadsafe`.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Doorbell:
         self._calls: deque[Callable[[], None]] = deque()
         self._is_rung = False
         self._is_closed = False
-        self._lock = threading.RLock()  # a signal handler may ring in the middle of it
+        self._lock = threading.RLock()  # reentrant, because a signal handler may call `call_soon` while it is held
         self._fd = -1
         if sys.platform == "linux":
             self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -38,27 +38,27 @@ class Doorbell:
             self._loop.add_reader(self._fd, self._answer)
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Have something called on the event loop, after what was asked for before. Callable from any thread.
+        """Schedule a call on the event loop, after all earlier ones. Can be called from any thread.
 
         Raises:
-            RuntimeError: It is closed, or the event loop is.
+            RuntimeError: The doorbell or the event loop is closed.
         """
-        with self._lock:  # once it is closed, the number of the descriptor may be that of another file
+        with self._lock:  # after closing, the descriptor number may belong to another file
             if self._is_closed or self._loop.is_closed():
                 raise RuntimeError("event loop is closed")
             self._calls.append(call)
-            if self._is_rung:  # the event loop has not seen yet what came before this
+            if self._is_rung:  # the event loop is already waking up
                 return
             try:
                 self._is_rung = True
                 if self._fd < 0 or self._write(self._fd, 1) != 0:
                     self._loop.call_soon_threadsafe(self._make_all)
-            except BaseException:  # a signal handler has raised: the next call rings again
+            except BaseException:  # a signal handler raised; the next call rings again
                 self._is_rung = False
                 raise
 
     def close(self) -> None:
-        """Make what is still to be called, and give the descriptor back."""
+        """Run the pending calls, and close the descriptor."""
         with self._lock:
             self._is_closed = True
             fd, self._fd = self._fd, -1
@@ -73,14 +73,14 @@ class Doorbell:
         self._make_all()
 
     def _make_all(self) -> None:
-        """Make calls in order; those that come meanwhile ring again, so that the event loop has its turn.
+        """Run the pending calls in order. Calls added meanwhile ring again, so that the event loop gets its turn.
 
-        An error is the event loop's, and ends no other call.
+        An exception is passed to the event loop's handler, and the other calls still run.
         """
         self._is_rung = False
         for _ in range(len(self._calls)):
             call = self._calls.popleft()
             try:
                 call()
-            except Exception as error:  # noqa: BLE001 - as the event loop does it: the other calls are still made
+            except Exception as error:  # noqa: BLE001 - handled as the event loop does; the other calls still run
                 self._loop.call_exception_handler({"message": "a call from a thread failed", "exception": error})

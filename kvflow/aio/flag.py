@@ -1,4 +1,4 @@
-"""Something that becomes true once, and that anybody can wait for."""
+"""A cheap one-shot event."""
 
 import asyncio
 
@@ -8,10 +8,10 @@ __all__ = ["Flag"]
 
 
 class Flag:
-    """Like `anyio.Event`, but costs an event only while somebody waits: there is one for every open transfer.
+    """Like `anyio.Event`, but allocates an event only while a task waits: each open transfer has several flags.
 
     Attributes:
-        is_set: It is true.
+        is_set: True after `set`.
     """
 
     __slots__ = ("_event", "is_set")
@@ -21,13 +21,13 @@ class Flag:
         self._event: asyncio.Event | None = None
 
     def set(self) -> None:
-        """Make it true, and wake whoever waits."""
+        """Set the flag, and wake all waiting tasks."""
         self.is_set = True
         if self._event is not None:
             self._event.set()
 
     async def wait(self) -> None:
-        """Wait until it is true."""
+        """Wait until the flag is set."""
         if self.is_set:
             await anyio.lowlevel.checkpoint()
             return

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own."""
+"""An event loop in its own thread."""
 
 import os
 import sys
@@ -21,22 +21,22 @@ SWITCH_INTERVAL_S: Final = 0.0005
 
 
 class LoopThread:
-    """An event loop in a thread, which several ranks of a process can share. Use it as a context manager.
+    """An event loop in a thread that several ranks of a process can share. Use it as a context manager.
 
     A LoopThread that is left open does not delay process exit.
 
     Args:
         affinity: CPUs for this thread and the threads it starts (those of the transport and of libzmq). By default, the
-            CPUs of the thread that enters the context. If your engine pins that thread to one CPU, pass other CPUs, or
-            kvflow's threads have to wait whenever the engine computes.
+            CPUs of the thread that enters the context. If your engine pins that thread to one CPU, pass other CPUs;
+            otherwise kvflow's threads have to wait whenever the engine computes.
         switch_interval_s: Value for `sys.setswitchinterval` while a transfer of its ranks is open, unless it is already
             shorter; restored afterwards. With Python's default of 5 ms, each thread involved in a handover may wait
             that long for an engine that computes in Python. None leaves it unchanged.
         warm_up_interval_s: How often ranks run the code path of waiting transfers in advance
-            (`kvflow.PrefillRank.warm_up`), so that it is fast when needed. Useful if cores are idle. Never by default.
+            (`kvflow.PrefillRank.warm_up`), so that it is fast when needed. Useful if cores are idle. By default, never.
 
     Raises:
-        LocalProtocolError: On entry: it is entered already. On exit: ranks still use it.
+        LocalProtocolError: On entry: it has already been entered. On exit: ranks still use it.
         ConfigError: An interval is not a valid duration. On entry: the CPUs do not exist, or the system does not
             support affinity.
     """
@@ -60,10 +60,10 @@ class LoopThread:
 
     @property
     def portal(self) -> BlockingPortal:
-        """What calls functions on the event loop.
+        """The portal that calls functions on the event loop.
 
         Raises:
-            LocalProtocolError: The thread does not run.
+            LocalProtocolError: The thread is not running.
         """
         if self._portal is None:
             raise LocalProtocolError("LoopThread must be entered before its ranks, and left after them")
@@ -71,12 +71,12 @@ class LoopThread:
 
     @property
     def is_running(self) -> bool:
-        """The thread runs, and does so in this process, not in one from which it was forked."""
+        """True if the thread is running in this process; False in a forked one."""
         return self._thread.is_alive()
 
     @contextmanager
     def use(self) -> Iterator[BlockingPortal]:
-        """Use the event loop for a while, in which the thread cannot be left."""
+        """Use the event loop for the duration of the block; the context cannot be left before its end."""
         portal = self.portal
         self._num_users += 1
         try:
@@ -102,7 +102,7 @@ class LoopThread:
         if self._num_users:
             raise LocalProtocolError("LoopThread still has open ranks; close them first", ranks=self._num_users)
         portal, self._portal = self.portal, None
-        with suppress(RuntimeError):  # it is not running any more
+        with suppress(RuntimeError):  # the event loop has already ended
             portal.call(portal.stop, exc_type is not None)
         self._thread.join()
 
@@ -121,7 +121,7 @@ class LoopThread:
         if sys.platform != "linux":
             raise ConfigError("system does not support CPU affinity", affinity=self._affinity)
         try:
-            os.sched_setaffinity(0, self._affinity)  # of this thread
+            os.sched_setaffinity(0, self._affinity)  # pins only this thread
         except (OSError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError("affinity must consist of CPUs of this machine", affinity=self._affinity) from error
 

@@ -1,4 +1,4 @@
-"""Work that has to be done to its end, even if its task is cancelled meanwhile."""
+"""Runs work to its end, even if the waiting task is cancelled."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -12,14 +12,14 @@ Result = TypeVar("Result")
 
 
 async def to_the_end(work: Coroutine[Any, Any, Result]) -> Result:
-    """Wait for something that must not be left halfway; if that is cancelled, raise it when the work has ended.
+    """Wait for work that must not be left halfway; a cancellation is raised once the work has ended.
 
-    A shielded scope of anyio keeps only anyio's own cancellation away. `asyncio.Task.cancel`, which `asyncio.timeout`
-    and many servers use, reaches into it. The work runs in a task of its own.
+    anyio's shielded scopes block only anyio's own cancellation, not `asyncio.Task.cancel`, which `asyncio.timeout` and
+    many servers use. So the work runs in its own task.
 
     Raises:
-        CancelledError: The caller was cancelled; the work has been done.
-        BaseException: What the work raises.
+        CancelledError: The caller was cancelled; the work is done.
+        BaseException: Whatever the work raises.
     """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None

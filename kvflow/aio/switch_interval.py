@@ -1,6 +1,6 @@
-"""How soon a thread of kvflow gets the interpreter from an engine that computes in Python.
+"""Shortens the time that kvflow's threads wait for the GIL while an engine computes in Python.
 
-A thread that wakes up waits until the one that runs gives the interpreter up, and asks for that only after the switch
+A thread that wakes up waits for the running thread to release the GIL, and requests that only after the switch
 interval, 5 ms by default. A handover wakes several threads in turn, so in a busy process it takes a multiple of that.
 """
 
@@ -12,13 +12,13 @@ __all__ = ["SWITCHING", "SwitchInterval"]
 
 
 ROUNDING_S: Final = 1e-7
-"""Python keeps whole microseconds, rounded down."""
+"""Python rounds the interval down to whole microseconds."""
 
 
 class SwitchInterval:
-    """Shortens the switch interval of the process for as long as somebody needs it, and then puts it back.
+    """Shortens the process's switch interval while it is needed, then restores it.
 
-    An interval that is shorter already stays as it is, and so does one that somebody else sets meanwhile.
+    An interval that is already shorter is left unchanged, and so is one that other code sets in the meantime.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class SwitchInterval:
         self._ours = 0.0
 
     def shorten(self, interval_s: float) -> None:
-        """Need switches after this time, until `restore` is called with the same one."""
+        """Request this switch interval, until `restore` is called with the same value."""
         with self._lock:
             self._needs.append(interval_s)
             current = sys.getswitchinterval()
@@ -38,7 +38,7 @@ class SwitchInterval:
                 self._set(interval_s)
 
     def restore(self, interval_s: float) -> None:
-        """Need them no more."""
+        """Withdraw a request."""
         with self._lock:
             self._needs.remove(interval_s)
             if sys.getswitchinterval() != self._ours:
@@ -55,4 +55,4 @@ class SwitchInterval:
 
 
 SWITCHING: Final = SwitchInterval()
-"""That of this process."""
+"""The switch interval of this process."""

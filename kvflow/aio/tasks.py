@@ -1,4 +1,4 @@
-"""The tasks of an object that is opened and closed like a file."""
+"""A task group for objects that are opened and closed like files."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,14 +11,14 @@ __all__ = ["OwnedTasks"]
 
 
 class OwnedTasks:
-    """A task group that lives in a task of its own.
+    """A task group that runs in its own task.
 
-    A plain task group has to be left by the task that entered it, and in the reverse order of all others. Owners of
-    this one may be opened and closed by any task in any order, as engines do in their start-up and shut-down hooks.
-    Cancellation of the owner's user does not reach the tasks either: the owner needs them to end in order.
+    A plain task group must be left by the task that entered it, in reverse order of all others. Owners of this one may
+    be opened and closed by any task in any order, as engines do in their start-up and shut-down hooks. Cancelling the
+    code that uses the owner does not cancel these tasks either, because the owner needs them to close properly.
 
     Args:
-        on_crash: Called when a task fails, once; the others are cancelled after it.
+        on_crash: Called once, when a task fails; the other tasks are then cancelled.
     """
 
     def __init__(self, on_crash: Callable[[Exception], None]) -> None:
@@ -30,7 +30,7 @@ class OwnedTasks:
         self._host: asyncio.Task[None]
 
     async def open(self) -> None:
-        """Get ready to start tasks."""
+        """Start the host task."""
         opened = anyio.Event()
         self._host = asyncio.create_task(self._hold(opened))
         try:
@@ -45,13 +45,13 @@ class OwnedTasks:
             self._group.start_soon(self._run, run, args)
 
     def fail(self, error: Exception) -> None:
-        """Crash with an error that came up outside of the tasks; if they are not open yet, as soon as they are."""
+        """Crash with an error from outside the tasks; if the group is not open yet, do so once it is."""
         self._failure = self._failure or error
         if self._is_open:
             self.start(self._raise_failure)
 
     async def close(self) -> None:
-        """End every task. To be called once, shielded from cancellation.
+        """Cancel every task and wait for them. Call it once, shielded from cancellation.
 
         Raises:
             BaseExceptionGroup: Tasks had failed.

@@ -1,4 +1,4 @@
-"""Running now and then what waits, so that it is quick when it comes."""
+"""Runs the code paths of waiting items in advance, so that they are fast when needed."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,17 +7,17 @@ from typing import Final, Generic, TypeVar
 __all__ = ["WarmUps"]
 
 TRIES: Final = 8
-"""Items that are asked in a turn until one has something to warm up."""
+"""Maximum number of items tried in one turn until one has something to warm up."""
 
 Item = TypeVar("Item")
 
 
 class WarmUps(Generic[Item]):
-    """Warms up one of some items, in turn, at intervals in which nothing has happened. Use it on the event loop.
+    """Warms up one item at a time, in rotation, after each interval without activity. Use it on the event loop.
 
     Args:
-        warm_up: Says whether there was something to do.
-        interval_s: Between two warm-ups; None for none.
+        warm_up: Warms up an item; returns whether there was something to do.
+        interval_s: Seconds between two warm-ups; None for none.
     """
 
     def __init__(self, warm_up: Callable[[Item], bool], interval_s: float | None) -> None:
@@ -28,23 +28,23 @@ class WarmUps(Generic[Item]):
         self._is_warm = False
 
     def add(self, item: Item) -> None:
-        """Warm an item up, until it is removed."""
+        """Warm up an item until it is removed."""
         self._items[item] = None
         if self._timer is None:
             self._schedule()
 
     def remove(self, item: Item) -> None:
-        """Warm an item up no more. Does nothing if it was not added."""
+        """Stop warming up an item. Does nothing if it was not added."""
         self._items.pop(item, None)
         if not self._items:
             self.close()
 
     def skip(self) -> None:
-        """Leave the next warm-up out: what it is for has just happened."""
+        """Skip the next warm-up, because the real code path has just run."""
         self._is_warm = True
 
     def close(self) -> None:
-        """Warm nothing up any more. May be called twice."""
+        """Stop all warm-ups. May be called twice."""
         self._items.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -62,6 +62,6 @@ class WarmUps(Generic[Item]):
         for _ in range(min(TRIES, len(self._items))):
             item = next(iter(self._items))
             del self._items[item]
-            self._items[item] = None  # behind the others
+            self._items[item] = None  # move it to the end
             if self._warm_up(item):
                 return

@@ -1,4 +1,4 @@
-"""Work that arrives in bursts, done a little at a time."""
+"""A queue that processes bursts of items in small batches."""
 
 import asyncio
 from collections import deque
@@ -11,12 +11,12 @@ Item = TypeVar("Item")
 
 
 class YieldingQueue(Generic[Item]):
-    """Takes items in the order in which they arrive, a few in each turn of the event loop.
+    """Processes items in the order in which they arrive, a few in each turn of the event loop.
 
     Args:
-        take: Called for each item, from `put` for the first ones.
-        on_error: Called with what `take` raises; the next items are taken all the same.
-        at_once: Items taken before other callbacks of the event loop have their turn.
+        take: Called for each item; for the first ones from inside `put`.
+        on_error: Called with exceptions from `take`; processing continues with the next item.
+        at_once: Maximum number of items processed before other callbacks of the event loop get their turn.
     """
 
     def __init__(self, take: Callable[[Item], None], on_error: Callable[[Exception], None], at_once: int) -> None:
@@ -27,13 +27,13 @@ class YieldingQueue(Generic[Item]):
         self._is_scheduled = False
 
     def put(self, items: Iterable[Item]) -> None:
-        """Take items, at once as far as none wait. Only on the event loop."""
+        """Add items, and process some at once unless others are waiting. Call it on the event loop."""
         self._waiting.extend(items)
         if not self._is_scheduled:
             self._take_some()
 
     def take_all(self) -> None:
-        """Take what still waits."""
+        """Process all waiting items."""
         while self._waiting:
             self._take_one()
 

@@ -1,4 +1,4 @@
-"""Transports: what moves the bytes. `base` is the contract; the others are found by name."""
+"""Transports, which move the bytes. `base` defines the contract; implementations are looked up by name."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -39,19 +39,19 @@ BUILT_IN: Final = {
 
 
 def known_backends() -> list[str]:
-    """Names that the settings may give: kvflow's own, and those that installed distributions declare.
+    """Return the names accepted by the settings: kvflow's own, and those declared by installed distributions.
 
-    A name says nothing about whether its library works here.
+    A listed name does not mean that its library works here.
     """
     return sorted({*BUILT_IN, *_plugins().plugin_names()})
 
 
 def create_backend(name: str, options: Mapping[str, object]) -> Backend:
-    """Make a backend by name; its module, and the library behind it, are imported only now.
+    """Create a backend by name. Its module and library are imported only now.
 
     Raises:
-        ConfigError: No such backend, several, or it does not take these options.
-        BackendUnavailable: A plugin of that name cannot be imported, or is no backend.
+        ConfigError: The backend is unknown, declared several times, or does not accept these options.
+        BackendUnavailable: A plugin of that name cannot be imported, or is not a backend.
     """
     backend_class = _find(name)
     _check_options(name, backend_class, options)
@@ -64,7 +64,7 @@ def create_backend(name: str, options: Mapping[str, object]) -> Backend:
 
 
 def _check_options(name: str, backend_class: Callable[..., Backend], options: Mapping[str, object]) -> None:
-    """Refuse options that a backend does not have, and name those that it needs."""
+    """Reject unknown options, and report missing ones."""
     parameters = inspect.signature(backend_class).parameters.values()
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     missing = [one.name for one in named if one.default is one.empty and one.name not in options]
@@ -88,5 +88,5 @@ def _find(name: str) -> Callable[..., Backend]:
 
 
 def _plugins() -> Any:
-    """Import late: reading what is installed takes the standard library 30 ms."""
+    """Import the plugins module on first use: reading the installed distributions takes the standard library 30 ms."""
     return import_module("kvflow.backends.plugins")

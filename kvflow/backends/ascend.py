@@ -1,14 +1,14 @@
-"""[Experimental] Ascend NPUs over memfabric-hybrid, on the path of Mooncake.
+"""[Experimental] Ascend NPUs over memfabric-hybrid, built on the Mooncake transport.
 
-The library has Mooncake's batch calls under the same names, and little else: no transfers to ask about, no probe, and
-no way to read a peer's memory from the host. So each engine has a thread that makes the batch calls, with everything
-that was submitted meanwhile, and the agent asks about their results. A batch that fails may still be written, and
-nothing shows when it is over: its posts are in doubt until the endpoint closes.
+The library has Mooncake's batch calls under the same names, and little else: no asynchronous transfers, no probe, and
+no way to read a peer's memory from the host. So each engine has a thread that makes the batch calls with everything
+submitted so far, and the agent polls their results. A failed batch may still be written, and nothing shows when it is
+over: its posts are in doubt until the endpoint closes.
 
-Nothing here has run on an NPU. Tests check the calls against the library's signatures, and what follows from their
+None of this has run on an NPU. Tests check the calls against the library's signatures, and the handling of their
 results.
 
-Source: memfabric-hybrid 1.3.0 and how SGLang 0.5.23 uses it (srt/disaggregation/ascend/transfer_engine.py).
+Source: memfabric-hybrid 1.3.0, and its use in SGLang 0.5.23 (srt/disaggregation/ascend/transfer_engine.py).
 """
 
 import dataclasses
@@ -47,10 +47,10 @@ ALIGNMENT: Final = 2 * 2**20
 JOIN_S: Final = 1.0
 
 QUIET: Final = ("MF_LOG_LEVEL", "4")
-"""Keeps off standard output what does not go through the logger that the library is given."""
+"""Suppresses output that the library writes to standard output instead of the logger it is given."""
 
 LOG_NAMES: Final = ("debug", "info", "warning", "error")
-"""The library's levels."""
+"""Names of the library's log levels."""
 
 RUNNING: Final = 0
 DONE: Final = 1
@@ -61,14 +61,14 @@ Write = tuple[int, str, int, int, int]
 
 @dataclass(frozen=True)
 class AscendSettings:
-    """How engines are made; the names are the library's.
+    """Settings of new engines; the names are the library's.
 
     Attributes:
-        host: Under which peers reach this process.
-        store_url: Of the store in which all processes of a deployment find each other.
+        host: Host at which peers reach this process.
+        store_url: URL of the config store through which all processes of a deployment find each other.
         role: "Prefill" or "Decode".
         npu_id: Device of this process.
-        transport: How bytes travel.
+        transport: Data path.
     """
 
     host: str
@@ -79,21 +79,21 @@ class AscendSettings:
 
 
 class AscendBackend(MooncakeBackend):
-    """Writes between Ascend NPUs.
+    """A transport between Ascend NPUs.
 
     Args:
-        store_url: Of the config store, as "tcp://host:port".
+        store_url: URL of the config store, as "tcp://host:port".
         role: "Prefill" or "Decode".
-        host: Name or IPv4 address under which peers reach this process. By default what the rank advertises, and
-            127.0.0.1 if it does not.
+        host: Name or IPv4 address at which peers reach this process. By default the host that the rank advertises, or
+            127.0.0.1 if it advertises none.
         npu_id: Device of this process.
-        transport: How bytes travel, in the library's words.
+        transport: Data path, as named by the library.
         serve_store: Host the config store in this process; exactly one process of a deployment does.
-        window: Descriptors under way to one peer at once, and so the largest batch.
+        window: Maximum number of descriptors in flight to one peer, and thus the largest batch.
         close_timeout_s: How long `aclose` waits for running posts before it destroys the engine.
 
     Raises:
-        ConfigError: An option is unusable.
+        ConfigError: An option is invalid.
     """
 
     name = "ascend"
@@ -133,12 +133,12 @@ class AscendBackend(MooncakeBackend):
 
 
 class AscendEngine(WritingEngine):
-    """An engine of memfabric-hybrid, and the thread that makes its blocking calls."""
+    """A memfabric-hybrid engine, and the thread that makes its blocking calls."""
 
     def __init__(self, library: ModuleType, settings: AscendSettings, _cell: IncarnationCell) -> None:
         super().__init__()
         native = library.TransferEngine()
-        name = f"{settings.host}:0"  # the port is known only afterwards
+        name = f"{settings.host}:0"  # the port is only known after initialisation
         how = getattr(library.TransferEngine.TransDataOpType, settings.transport)
         if native.initialize(settings.store_url, name, settings.role, settings.npu_id, how) != 0:
             raise BackendUnavailable(
@@ -162,7 +162,7 @@ class AscendEngine(WritingEngine):
 
     @override
     def register(self, ranges: Sequence[MemoryRange]) -> None:
-        """As the base class says, in one call, so that the library merges what shares an aligned page."""
+        """Register memory in one call, so that the library merges ranges that share an aligned page."""
         if not ranges:
             return
         old = [_aligned(item) for item in self._registered]
@@ -181,11 +181,11 @@ class AscendEngine(WritingEngine):
 
     @override
     def probe(self, address: EndpointAddress) -> None:
-        """Nothing: the library cannot ask."""
+        """Do nothing: the library has no probe."""
 
     @override
     def read_incarnation(self, address: EndpointAddress) -> bytes | None:
-        """Believe the address: an incarnation is in host memory, which the library does not read."""
+        """Return the incarnation in the address unchecked, because the library cannot read a peer's host memory."""
         return address.incarnation
 
     @override
@@ -208,7 +208,7 @@ class AscendEngine(WritingEngine):
         if native is None:
             return
         self._writes.put(None)
-        self._thread.join(JOIN_S)  # a batch that hangs is stopped by what follows, or by nothing
+        self._thread.join(JOIN_S)  # a hanging batch is stopped by the calls below, or not at all
         for item in self._registered:
             native.unregister_memory(item.address)
         native.destroy()
@@ -221,13 +221,13 @@ class AscendEngine(WritingEngine):
                 ids, sources, targets, lengths = (list(column) for column in zip(*batch, strict=True))
                 try:
                     code = native.batch_transfer_sync_write(session, sources, targets, lengths)
-                except Exception:  # noqa: BLE001 - it may have begun before it failed
+                except Exception:  # noqa: BLE001 - the batch may have started before it failed
                     code = -1
                 for transfer_id in ids:
                     self._states[transfer_id] = DONE if code == 0 else UNKNOWN
 
     def _next_writes(self) -> list[Write] | None:
-        """Wait for a write, and take all there are; None once the engine is closed."""
+        """Wait for a write, and take all that are queued; None once the engine is closed."""
         writes = []
         item = self._writes.get()
         while item is not None:
@@ -247,16 +247,16 @@ def _by_session(writes: Sequence[Write]) -> dict[str, list[tuple[int, int, int, 
 
 
 def _aligned(memory: MemoryRange) -> MemoryRange:
-    """Return the whole pages that some memory lies in."""
+    """Return the range of whole pages that contains some memory."""
     start = memory.address // ALIGNMENT * ALIGNMENT
     return MemoryRange(start, -(-memory.end // ALIGNMENT) * ALIGNMENT - start)
 
 
 def _import_library() -> ModuleType:
-    """Import memfabric-hybrid, and lead its log into ours.
+    """Import memfabric-hybrid, and redirect its log to kvflow's.
 
     Raises:
-        BackendUnavailable: It is missing or does not load.
+        BackendUnavailable: The library is missing or does not load.
     """
     os.environ.setdefault(*QUIET)
     try:

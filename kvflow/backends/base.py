@@ -1,8 +1,8 @@
 """The contract between a rank and its transport.
 
-A backend is one endpoint of a transport. It belongs to one rank, or to a `SharedBackend` that several ranks use. It
-hides the library's threads and exceptions: every method but `view`, which any thread may call, is called on the event
-loop, none blocks it, and they raise only `BackendError`s.
+A backend is one endpoint of a transport. It belongs to one rank, or to a `SharedBackend` used by several ranks. It
+hides the library's threads and exceptions: methods are called on the event loop (`view` also from other threads), never
+block it, and raise only `BackendError`s.
 
 `kvflow.testing.contract` tests a transport against this contract, and docs/backends.md explains it.
 """
@@ -35,13 +35,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a transport can do.
+    """The abilities of a transport.
 
     Attributes:
         in_band_notices: A notice can be sent with a write and arrives after its bytes. Otherwise notices go over the
             control channel when the write has ended.
         memory_kinds: Kinds of memory it can register.
-        max_descriptor_bytes: Longest single descriptor it takes; None for no limit.
+        max_descriptor_bytes: Maximum length of a single descriptor; None for no limit.
         ends_with_process: Nothing lands after the writing process has ended. False if bytes can wait in the network or
             in the receiver's library and land later.
         queue_pairs: It may write over RDMA queue pairs, for which an operator may know how long they outlive their
@@ -61,7 +61,7 @@ class Capabilities:
 
     @property
     def takes_blocks(self) -> bool:
-        """Whether to post blocks: they are faster, and no block can be too long for a descriptor."""
+        """Whether to post blocks: they are faster here, and no block can exceed the maximum descriptor length."""
         return self.prepared_lists and self.max_descriptor_bytes is None
 
 
@@ -101,15 +101,15 @@ OnEvents = Callable[[Sequence[BackendEvent]], None]
 """Called with one or more events, in order. It must not raise, and may call the backend."""
 
 OnBroken = Callable[[BackendError], None]
-"""Called with the reason if a backend has stopped working."""
+"""Called with the reason when a backend has stopped working."""
 
 
 class Backend(abc.ABC):
-    """One transport endpoint. Use it as an async context manager; leaving it is `aclose`.
+    """One transport endpoint. Use it as an async context manager; leaving it calls `aclose`.
 
     Attributes:
         name: As in the settings; must be the same on both sides of a transfer.
-        capabilities: What it can do.
+        capabilities: Its abilities.
     """
 
     name: str
@@ -140,17 +140,17 @@ class Backend(abc.ABC):
                 only `aclose` calls `on_events`.
 
         Raises:
-            BackendUnavailable: The library is missing or broken; says what to install.
+            BackendUnavailable: The library is missing or broken; the message says what to install.
         """
 
     @abc.abstractmethod
     async def register(self, layout: KVLayout) -> None:
         """Make the layout's allocations readable and writable for the transport, until `aclose`.
 
-        To be called once, before `metadata`, `connect` and `post`.
+        Call it once, before `metadata`, `connect` and `post`.
 
         Raises:
-            RegistrationError: The memory kind is not supported, the transport refused, or memory is registered already.
+            RegistrationError: The memory kind is not supported, the transport refused, or memory is already registered.
         """
 
     async def extend(self, layout: KVLayout) -> None:
@@ -169,12 +169,12 @@ class Backend(abc.ABC):
         return None
 
     def is_shared_with(self, agent_name: str) -> bool:
-        """Say whether a rank that has given this name to `open` shares this endpoint, so that its memory is the own."""
+        """Return whether the rank that passed this name to `open` shares this endpoint, and thus its memory."""
         return False
 
     @abc.abstractmethod
     def metadata(self) -> bytes:
-        """Return what a peer needs in order to write here; opaque to kvflow.
+        """Return what a peer needs to write here; opaque to kvflow.
 
         Raises:
             BackendError: No memory is registered yet.
@@ -201,8 +201,8 @@ class Backend(abc.ABC):
         A peer that was disconnected can be connected again, with other metadata if it has restarted.
 
         Args:
-            peer: The peer's agent name. Only a rank that shares this endpoint has that of this endpoint.
-            metadata: What its `metadata()` gave; not trusted.
+            peer: The peer's agent name. It is this endpoint's own name only for ranks that share this endpoint.
+            metadata: The result of the peer's `metadata()`; not trusted.
 
         Raises:
             BackendError: The metadata is damaged or belongs to another transport.
@@ -224,7 +224,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
-        """Start to write `descriptors.src` here to `descriptors.dst` there, and return at once.
+        """Start to write `descriptors.src` here to `descriptors.dst` at the peer, and return at once.
 
         Exactly one `PostEnded` follows for each post.
 
@@ -233,24 +233,25 @@ class Backend(abc.ABC):
             peer: A connected peer.
             descriptors: At least one; uint64[n, 3] on each side. On each side all are of one memory kind and device.
                 The backend takes ownership of the arrays.
-            notice: Delivered to the peer after the last byte; empty for none. Only with `in_band_notices`.
+            notice: Delivered to the peer after the last byte; empty for none. Requires `in_band_notices`.
 
         Raises:
             BackendError: A memory range is not registered, or the peer is not connected; nothing was posted.
         """
 
     def post_blocks(self, post_id: int, peer: str, blocks: Blocks, notice: bytes) -> None:
-        """Start writing blocks; otherwise like `post`. The default calls `post`.
+        """Start to write blocks; otherwise like `post`. The default calls `post`.
 
         Args:
             post_id: As in `post`.
             peer: A connected peer.
-            blocks: At least one, and no position beyond its lists. The lists are the same object in every post to a
+            blocks: At least one; no position may exceed its list. The lists are the same object in every post to a
                 peer, until the peer wants different cells than before.
             notice: As in `post`.
 
         Raises:
-            BackendError: A list has memory that is not registered, or the peer is not connected; nothing was posted.
+            BackendError: A list contains memory that is not registered, or the peer is not connected; nothing was
+                posted.
         """
         self.post(post_id, peer, blocks.descriptors(), notice)
 
@@ -262,7 +263,7 @@ class Backend(abc.ABC):
         """
 
     def domain(self) -> bytes:
-        """Identify the scope, such as one kernel, within which bytes in flight of an ended process can be seen.
+        """Identify the scope, such as one kernel, within which data in flight from an ended process can be observed.
 
         A prefill rank sends it to decode ranks, which pass it to `outlast`. Called after `register`.
 
@@ -276,10 +277,10 @@ class Backend(abc.ABC):
         """Wait until no write from already-ended processes of a domain can still land here.
 
         Args:
-            domain: What `domain` returned in the ended process; not trusted.
+            domain: The result of `domain` in the ended process; not trusted.
 
         Returns:
-            True when nothing can land any more, or False if that can never be known. The default returns
+            True once nothing can land any more, or False if that can never be known. The default returns
             `capabilities.ends_with_process`.
         """
         return self.capabilities.ends_with_process
@@ -288,8 +289,8 @@ class Backend(abc.ABC):
     async def aclose(self) -> None:
         """Wait for posted writes, up to the backend's own time limit, then stop.
 
-        This is a fence for every write of the endpoint. Pending events are delivered before this returns, so that every
-        post has had its `PostEnded`. Does nothing on a backend that is not open.
+        This is a fence for every write of the endpoint. Pending events are delivered before this returns, so every post
+        has had its `PostEnded`. Does nothing on a backend that is not open.
         """
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Delivers events to a rank, on its event loop, from whichever thread they come."""
+"""Delivers events from any thread to a rank, on its event loop."""
 
 import asyncio
 import threading
@@ -12,14 +12,14 @@ __all__ = ["Delivery"]
 
 
 class Delivery:
-    """Keeps the promises of `Backend.open` about its callbacks.
+    """Implements the guarantees of `Backend.open` about its callbacks.
 
-    Events gather until the event loop gets to them, and are then delivered together. Create it on that event loop.
+    Events are collected until the event loop runs, and are then delivered together. Create it on that event loop.
 
     Args:
         on_events: As in `Backend.open`.
         on_broken: As in `Backend.open`.
-        call_soon: Has something called on the event loop, from any thread; `call_soon_threadsafe` by default.
+        call_soon: Schedules a call on the event loop from any thread; `call_soon_threadsafe` by default.
     """
 
     def __init__(
@@ -40,21 +40,21 @@ class Delivery:
         self._is_closed = False
 
     def __len__(self) -> int:
-        """How many events wait to be delivered."""
+        """Return the number of events not delivered yet."""
         return len(self._waiting)
 
     def put(self, events: Iterable[BackendEvent]) -> None:
-        """Deliver events soon. Callable from any thread; what comes after `close`, or after the loop, is dropped."""
+        """Deliver events soon. Can be called from any thread; after `close`, or on a closed event loop, drop them."""
         self._waiting.extend(events)
         self._schedule()
 
     def fail(self, error: BackendError) -> None:
-        """Report soon that the backend is broken, behind what was put before. Callable from any thread."""
+        """Report that the backend is broken, after all events put before. Can be called from any thread."""
         self._error = self._error or error
         self._schedule()
 
     def deliver(self) -> None:
-        """Deliver now what waits. Only on the event loop, and not from inside a call into the backend."""
+        """Deliver the collected events now. Call it only on the event loop, not from inside a call into the backend."""
         self._is_due = False
         if self._is_broken or self._is_closed:
             return
@@ -64,13 +64,13 @@ class Delivery:
             self._on_broken(self._error)
 
     def close(self) -> None:
-        """Deliver what waits, and nothing more after it. On the event loop, while no thread puts anything in."""
+        """Deliver the collected events, and none after them. Call it on the event loop, while no thread calls `put`."""
         if not self._is_closed:
             self._is_closed = True
             self._deliver_events()
 
     def cancel(self) -> None:
-        """Deliver nothing any more."""
+        """Drop the collected events, and deliver no more."""
         self._waiting.clear()
         self._is_closed = True
 
@@ -81,7 +81,7 @@ class Delivery:
 
     def _schedule(self) -> None:
         if self._is_due and not self._loop.is_closed():
-            return  # the event loop has not seen yet what came before this
+            return  # a delivery is already scheduled
         self._is_due = True
         call_soon = self._loop.call_soon if threading.get_ident() == self._loop_thread else self._call_soon
         try:

@@ -16,15 +16,15 @@ def host_view(registered: RegisteredMemory, memory: MemoryRange, real_address: i
     """Return registered bytes as an array that shares their memory.
 
     Args:
-        registered: All that is registered.
-        memory: The part to give; it must lie inside one registered range.
-        real_address: Where its first byte really is.
+        registered: All registered memory.
+        memory: The part to return; it must lie inside one registered range.
+        real_address: Actual address of its first byte.
 
     Returns:
         uint8[memory.length].
 
     Raises:
-        BackendError: It is device memory, or not inside one registered range.
+        BackendError: The part is device memory, or not inside one registered range.
     """
     location = registered.find(memory)
     if location is None:

@@ -1,8 +1,8 @@
-"""A transport inside one process: it copies memory, needs no hardware, and can be made to misbehave.
+"""A transport inside one process: it copies memory, needs no hardware, and can inject faults.
 
-It does everything that a transport can do, in-band notices and posts in doubt included, so an engine integration can be
-tested with nothing else. Both ends must be in one process, on one event loop or on several in different threads. What
-is copied is copied in turns of the writer's event loop.
+It covers everything that a transport can do, including in-band notices and posts in doubt, so an engine integration can
+be tested without any other transport. Both ends must be in one process, on one event loop or on several in different
+threads. Copying is done in turns on the writer's event loop.
 """
 
 import asyncio
@@ -29,18 +29,18 @@ from kvflow.geometry.plan import Descriptors
 __all__ = ["Fabric", "FaultScript", "MappedRange", "MemoryBackend"]
 
 BYTES_PER_TURN: Final = 4 * 2**20
-"""Copied in one turn of the event loop."""
+"""Bytes copied in one turn of the event loop."""
 
 MAX_WAITING: Final = 1_000_000
-"""Events kept while the event loop does not get to them; notices beyond it are lost, as on a full receive queue."""
+"""Maximum number of undelivered events; beyond it, notices are dropped, as with a full receive queue."""
 
 Fault = Literal["fail", "doubt", "lose_notice", "corrupt"]
-"""A post fails, stays in doubt, loses its notice, or changes the first byte that it writes."""
+"""The post fails, stays in doubt, loses its notice, or corrupts the first byte that it writes."""
 
 
 @dataclass(frozen=True)
 class MappedRange:
-    """Pretend that `length` bytes of real memory at `real` lie at `address`, for example one with bit 63 set."""
+    """Mapping of `length` bytes of real memory at `real` to another address, for example one with bit 63 set."""
 
     address: int
     length: int
@@ -66,23 +66,23 @@ class FaultScript:
         self.is_holding = True
 
     def release(self) -> None:
-        """Copy what was held. Callable from any thread."""
+        """Copy the held posts. Can be called from any thread."""
         self.is_holding = False
         for wake in self._wake:
             wake()
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called when held posts may go on."""
+        """Register a function that `release` calls."""
         self._wake.append(wake)
 
     def next(self, peer: str, num_bytes: int) -> Fault | None:
-        """Record a post, and give the fault to inject into it."""
+        """Record a post, and return the fault to inject into it."""
         self.posted.append((peer, num_bytes))
         return self.plan.popleft() if self.plan else None
 
 
 class Fabric:
-    """The endpoints that can reach each other."""
+    """A set of endpoints that can reach each other."""
 
     def __init__(self) -> None:
         self._endpoints: dict[str, MemoryBackend] = {}
@@ -99,7 +99,7 @@ class Fabric:
             self._endpoints.pop(name, None)
 
     def find(self, name: str) -> "MemoryBackend | None":
-        """Return the endpoint of that name, if it is reachable."""
+        """Return the endpoint with this name, or None if it is not reachable."""
         with self._lock:
             return self._endpoints.get(name)
 
@@ -118,10 +118,10 @@ class _Write:
 
 
 class MemoryBackend(Backend):
-    """Copies within the process.
+    """A transport that copies memory within the process.
 
     Args:
-        fabric: Which endpoints it can reach; all of the process by default.
+        fabric: The endpoints it can reach; by default all in the process.
         mapped: Ranges whose addresses are not those of real memory.
         faults: Faults to inject into this endpoint's posts.
     """
@@ -146,7 +146,7 @@ class MemoryBackend(Backend):
         self._peers: dict[str, PeerMetadata] = {}
         self._writes: deque[_Write] = deque()
         self._in_doubt: list[int] = []
-        self._delivery: Delivery | None = None  # None unless it is open
+        self._delivery: Delivery | None = None  # None unless open
         self._has_turn = False
 
     @override
@@ -193,7 +193,7 @@ class MemoryBackend(Backend):
         target = self._fabric.find(peer)
         if target is None:
             raise BackendError("peer is not in this process", peer=peer)
-        if not target.has_registered(theirs.memory):  # nobody else would look where it copies
+        if not target.has_registered(theirs.memory):  # no later check looks at the destination
             raise BackendError("peer refers to memory that it has not registered", peer=peer)
         self._peers[peer] = theirs
 
@@ -208,7 +208,7 @@ class MemoryBackend(Backend):
         theirs = self._peers[peer].memory
         self._memory.check(descriptors.src, side="source")
         theirs.check(descriptors.dst, side="destination")
-        self._memory.kind_of(descriptors.src)  # one kind at each end, as others need it
+        self._memory.kind_of(descriptors.src)  # each end must have one memory kind, as in other transports
         theirs.kind_of(descriptors.dst)
         fault = self._faults.next(peer, descriptors.num_bytes) if self._faults else None
         columns = np.column_stack((descriptors.src[:, 0], descriptors.dst[:, 0], descriptors.src[:, 1]))
@@ -218,7 +218,7 @@ class MemoryBackend(Backend):
 
     @override
     def watch(self, *, active: bool) -> None:
-        """Do nothing: notices come by themselves."""
+        """Do nothing: notices arrive without polling."""
 
     @override
     async def aclose(self) -> None:
@@ -236,7 +236,7 @@ class MemoryBackend(Backend):
         return self._memory is not None and self._memory.has(memory)
 
     def deliver(self, notice: bytes) -> None:
-        """Take a notice from another endpoint. Callable from any thread."""
+        """Accept a notice from another endpoint. Can be called from any thread."""
         delivery = self._delivery
         if delivery is not None and len(delivery) < MAX_WAITING:
             delivery.put([NoticeArrived(notice)])
@@ -247,7 +247,7 @@ class MemoryBackend(Backend):
             self._loop.call_soon(self._take_turn)
 
     def _take_turn(self) -> None:
-        """Copy a part of one write, and deliver what has come of it."""
+        """Copy a part of one write, and deliver the resulting events."""
         self._has_turn = False
         delivery = self._delivery
         if delivery is None or not self._writes or (self._faults is not None and self._faults.is_holding):
@@ -258,7 +258,7 @@ class MemoryBackend(Backend):
         delivery.deliver()
 
     def _copy(self, delivery: Delivery) -> None:
-        """Copy a part of the oldest write, and put it behind the others."""
+        """Copy a part of the oldest write, and requeue the rest behind the other writes."""
         write = self._writes.popleft()
         target = self._fabric.find(write.peer)
         if write.fault == "fail" or target is None:
@@ -286,7 +286,7 @@ class MemoryBackend(Backend):
         delivery.put([PostEnded(write.post_id, None)])
 
     def real_address(self, address: int) -> int:
-        """Return where the bytes of a registered address really are."""
+        """Return the actual address of a registered address."""
         for mapped in self._mapped:
             if mapped.address <= address < mapped.address + mapped.length:
                 return mapped.real + (address - mapped.address)
@@ -294,6 +294,6 @@ class MemoryBackend(Backend):
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Have something called on an event loop that may have ended, from any thread."""
-    with contextlib.suppress(RuntimeError):  # it has ended
+    """Schedule a call on an event loop from any thread; do nothing if the loop is closed."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(call)

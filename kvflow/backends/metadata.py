@@ -1,7 +1,7 @@
-"""Metadata that backends exchange, and checks of ranges against it.
+"""Metadata exchanged by backends, and checks of memory ranges against it.
 
-The libraries crash or write to the wrong place when they get a range that is not registered, so every range is checked
-here first, on both sides. A damaged blob makes a peer's name unusable inside NIXL, so metadata has a checksum.
+The libraries crash or write to the wrong place if given an unregistered range, so every range is checked here first, on
+both sides. A damaged blob makes a peer's name unusable inside NIXL, so the metadata has a checksum.
 """
 
 import functools
@@ -22,12 +22,12 @@ Words = NDArray[np.uint64]
 
 
 class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
-    """Ranges that one side has registered; sorted and disjoint.
+    """The ranges that one side has registered; sorted and disjoint.
 
     Attributes:
-        ranges: Each may say where it is.
-        memory_kind: Of the ranges that do not say it.
-        device_id: Of the same ranges.
+        ranges: Each may have its own location.
+        memory_kind: Memory kind of ranges without a location.
+        device_id: Device of ranges without a location.
     """
 
     ranges: tuple[MemoryRange, ...]
@@ -36,14 +36,14 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, layout: KVLayout) -> Self:
-        """All that a layout wants to be registered."""
+        """Return the memory that a layout needs registered."""
         return cls(layout.allocations, layout.memory_kind, layout.device_id)
 
     def without(self, other: "RegisteredMemory") -> tuple[MemoryRange, ...]:
-        """Return the parts of the ranges that others do not have, each saying where it is.
+        """Return the parts of these ranges that are not in `other`, each with its location.
 
         Raises:
-            RegistrationError: Something that both have is in different places.
+            RegistrationError: A part that is in both has different locations.
         """
         left = []
         for item in self.ranges:
@@ -63,12 +63,12 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         return tuple(left)
 
     def also(self, ranges: tuple[MemoryRange, ...]) -> "RegisteredMemory":
-        """Return the same with further ranges, none of which it has."""
+        """Return this memory plus further ranges, which must not overlap it."""
         return RegisteredMemory(tuple(sorted((*self.ranges, *ranges), key=_address)), self.memory_kind, self.device_id)
 
     @functools.cached_property
     def by_kind(self) -> Mapping[MemoryKind, Sequence[tuple[MemoryRange, int]]]:
-        """The ranges and their device ordinals, by kind of memory."""
+        """The ranges and their device ordinals, by memory kind."""
         found: dict[MemoryKind, list[tuple[MemoryRange, int]]] = {}
         for item in self.ranges:
             kind, device = self.location_of(item)
@@ -76,11 +76,11 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         return found
 
     def location_of(self, item: MemoryRange) -> Location:
-        """Return where one of the ranges is."""
+        """Return the location of one of the ranges."""
         return item.location or Location(self.memory_kind, self.device_id)
 
     def has(self, other: "RegisteredMemory") -> bool:
-        """Return whether all of some other memory is registered here, in the same places."""
+        """Return whether all of `other` is registered here, in the same locations."""
         claimed = [(item.address, item.length, other.location_of(item).device_id) for item in other.ranges]
         try:
             self.check(np.array(claimed, np.uint64).reshape(-1, 3), side="claimed")
@@ -89,7 +89,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         return True
 
     def find(self, memory: MemoryRange) -> Location | None:
-        """Return where some memory is; None if it is empty, or not inside one of the ranges."""
+        """Return the location of some memory; None if it is empty, or not inside one of the ranges."""
         for item in self.ranges:
             if item.address <= memory.address < memory.end <= item.end:
                 return self.location_of(item)
@@ -99,7 +99,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         """Return the memory kind of descriptors that have passed `check`.
 
         Raises:
-            BackendError: There are several kinds, which a transport cannot move with one write.
+            BackendError: They are of several kinds, which a transport cannot move in one write.
         """
         if len(self.by_kind) == 1 or not len(descriptors):
             return next(iter(self.by_kind), self.memory_kind)
@@ -110,10 +110,10 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         return kinds.pop()
 
     def __post_init__(self) -> None:
-        """Refuse ranges and devices that would wrap around in native code.
+        """Reject ranges and devices that would overflow in native code.
 
         Raises:
-            BackendError: Naming the range or the device.
+            BackendError: A range or device is invalid; the error names it.
         """
         end = 0
         for device in {self.device_id, *(self.location_of(item).device_id for item in self.ranges)}:
@@ -125,14 +125,14 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
             end = item.end
 
     def check(self, descriptors: Words, *, side: str) -> None:
-        """Refuse descriptors that do not lie inside one registered range each.
+        """Reject descriptors that do not each lie inside one registered range.
 
         Args:
             descriptors: uint64[n, 3], (address, length, device id).
             side: "source", "destination" or "local", for the error.
 
         Raises:
-            BackendError: Naming the first one that does not fit.
+            BackendError: A descriptor does not; the error names the first one.
         """
         starts, lengths, devices = self._bounds
         address, length, device = descriptors[:, 0], descriptors[:, 1], descriptors[:, 2]
@@ -146,13 +146,13 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
             )
 
     def _owners(self, addresses: Words) -> NDArray[np.intp]:
-        """Return the range that each address is in, if there is one, as its position behind an empty range at 0."""
+        """Return the index into `_bounds` of the last range that starts at or before each address."""
         owners: NDArray[np.intp] = self._bounds[0].searchsorted(addresses, side="right") - 1
         return owners
 
     @functools.cached_property
     def _bounds(self) -> tuple[Words, Words, Words]:
-        """Starts, lengths and devices, behind an empty range at 0 that owns every address before the first one."""
+        """Starts, lengths and devices, preceded by an empty range at 0 that owns all addresses before the first."""
         starts = np.array([0, *(memory.address for memory in self.ranges)], np.uint64)
         lengths = np.array([0, *(memory.length for memory in self.ranges)], np.uint64)
         return starts, lengths, np.array([0, *(self.location_of(one).device_id for one in self.ranges)], np.uint64)
@@ -163,7 +163,7 @@ class PeerMetadata(msgspec.Struct, frozen=True):
 
     Attributes:
         agent: The library's own blob, opaque.
-        memory: What is registered.
+        memory: The registered memory.
     """
 
     backend: str
@@ -177,10 +177,10 @@ class PeerMetadata(msgspec.Struct, frozen=True):
 
     @classmethod
     def unpack(cls, data: bytes, *, backend: str) -> "PeerMetadata":
-        """Read a peer's metadata.
+        """Decode and check a peer's metadata.
 
         Raises:
-            BackendError: Damaged, or of another transport.
+            BackendError: It is damaged, or belongs to another transport.
         """
         if zlib.crc32(data[4:]).to_bytes(4, "little") != data[:4]:
             raise BackendError("peer metadata is damaged", num_bytes=len(data))
@@ -200,10 +200,10 @@ def _address(item: MemoryRange) -> int:
 
 
 def check_memory_kinds(layout: KVLayout, memory_kinds: Collection[MemoryKind], backend: str) -> None:
-    """Refuse kinds of memory that a backend cannot register.
+    """Reject memory kinds that a backend cannot register.
 
     Raises:
-        RegistrationError: Naming one of them.
+        RegistrationError: There is such a kind; the error names one.
     """
     unknown = {location.memory_kind for location in layout.registered_locations} - set(memory_kinds)
     if unknown:
@@ -213,10 +213,10 @@ def check_memory_kinds(layout: KVLayout, memory_kinds: Collection[MemoryKind], b
 
 
 def check_unregistered(memory: RegisteredMemory | None, backend: str) -> None:
-    """Refuse a second registration, of which peers would never learn.
+    """Reject a second registration, which peers would never learn about.
 
     Raises:
-        RegistrationError: There is memory already.
+        RegistrationError: Memory is already registered.
     """
     if memory is not None:
         raise RegistrationError("memory is already registered", backend=backend)

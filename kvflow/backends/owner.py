@@ -1,4 +1,4 @@
-"""What transports share whose native agent belongs to one thread: a base class for them."""
+"""Base class for transports whose native agent belongs to one thread."""
 
 import abc
 import functools
@@ -27,20 +27,20 @@ Result = TypeVar("Result")
 
 
 class NativeAgent(Polled, Protocol):
-    """An agent as `OwnerBackend` uses it. Every method is called on the owner thread."""
+    """A native agent as `OwnerBackend` uses it. Every method is called on the owner thread."""
 
     def register(self, memory: RegisteredMemory) -> bytes:
-        """Register memory, and give what a peer's agent needs to write there and to what was registered before.
+        """Register memory, and return what a peer's agent needs to write to all memory registered so far.
 
         Raises:
             RegistrationError: The library refused.
         """
 
     def disconnect(self, peer: str) -> None:
-        """Release what is held for a peer, once the last post to it has ended."""
+        """Release a peer's resources once the last post to it has ended."""
 
     def close(self, timeout_s: float) -> None:
-        """Wait for running posts, then destroy the agent. Every post has its `PostEnded` when this returns."""
+        """Wait for running posts, then destroy the agent. Every post has had its `PostEnded` when this returns."""
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class ConnectedPeer:
 
     Attributes:
         name: Its agent name.
-        memory: What it has registered.
+        memory: The memory it has registered.
     """
 
     name: str
@@ -61,7 +61,7 @@ AnyPeer = TypeVar("AnyPeer", bound=ConnectedPeer)
 
 
 class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
-    """A transport whose native agent belongs to one thread. A subclass has `name`, `capabilities` and three methods.
+    """A transport whose native agent belongs to one thread. Subclasses define `name`, `capabilities` and three methods.
 
     Args:
         intervals: How often the agent is polled.
@@ -87,20 +87,20 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
         """Load the library and start an agent. Called on the owner thread.
 
         Raises:
-            BackendUnavailable: The library is missing or broken; says what to install.
+            BackendUnavailable: The library is missing or broken; the message says what to install.
         """
 
     @abc.abstractmethod
     async def _connect(self, peer: str, theirs: PeerMetadata) -> AnyPeer:
-        """Get ready to write to a peer that is not connected.
+        """Prepare for writes to a peer that is not connected.
 
         Raises:
-            BackendError: It cannot be reached, or its metadata does not fit.
+            BackendError: The peer cannot be reached, or its metadata is invalid.
         """
 
     @abc.abstractmethod
     def _post(self, post_id: int, peer: AnyPeer, descriptors: Descriptors, notice: bytes) -> None:
-        """Submit a write, whose ranges are checked, to the owner thread.
+        """Submit a write to the owner thread. Its ranges have been checked.
 
         Raises:
             BackendError: Nothing was posted.
@@ -121,7 +121,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
         owner.submit(functools.partial(owner.adopt, self._agent))
 
     async def _start(self, owner: OwnerThread, agent_name: str) -> AnyAgent:
-        """Create the agent; if that fails or is cancelled, nothing is left of it."""
+        """Create the agent. If this fails or is cancelled, the agent is closed again."""
         created: list[AnyAgent] = []
 
         def create() -> AnyAgent:
@@ -192,7 +192,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
 
     @override
     def watch(self, *, active: bool) -> None:
-        """Do nothing; a transport that has to poll for notices overrides it."""
+        """Do nothing; transports that poll for notices override it."""
 
     @override
     async def aclose(self) -> None:
@@ -218,10 +218,10 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
 
         Args:
             function: Its result is returned, and its `BackendError` is raised.
-            failure: Raised instead of any other exception.
+            failure: Raised in place of any other exception.
 
         Raises:
-            BackendError: The backend is not open here, or the call failed.
+            BackendError: The backend is not open in this process, or the call failed.
         """
         owner, agent = self._running()
         try:
@@ -235,7 +235,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
         """Return the owner thread and the agent.
 
         Raises:
-            BackendError: The backend is not open here.
+            BackendError: The backend is not open in this process.
         """
         if self._owner is None or self._agent is None:
             raise BackendError("backend is not open", backend=self.name)
@@ -243,27 +243,27 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
         return self._owner, self._agent
 
     def _registered(self) -> RegisteredMemory:
-        """Return what is registered.
+        """Return the registered memory.
 
         Raises:
-            BackendError: Nothing is.
+            BackendError: No memory is registered.
         """
         if self._memory is None:
             raise BackendError("no memory has been registered yet", backend=self.name)
         return self._memory
 
     def _both_sides(self, peer: str) -> tuple[RegisteredMemory, AnyPeer]:
-        """Return what is registered here, and a connected peer.
+        """Return the memory registered here, and a connected peer.
 
         Raises:
-            BackendError: There is no such peer.
+            BackendError: The peer is not connected.
         """
         if self._memory is None or peer not in self._peers:
             raise BackendError("peer is not connected", peer=peer)
         return self._memory, self._peers[peer]
 
     def _break_down(self, error: Exception) -> None:
-        """Report what failed on the owner thread."""
+        """Report an error from the owner thread."""
         self._delivery.fail(BackendError("transport library has failed", backend=self.name, detail=_text(error)))
 
 

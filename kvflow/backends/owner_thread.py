@@ -1,19 +1,18 @@
 """The thread that owns a native agent.
 
-Native calls block, completions can only be polled, and the libraries are not safe for several threads. So each agent
-has one thread that runs the commands that the event loop sends, and polls in between, often while something is expected
-and rarely otherwise.
+Native calls block, completions can only be polled, and the libraries are not thread-safe. So each agent has one thread,
+which runs the commands sent by the event loop and polls in between: often while events are expected, rarely otherwise.
 
-To wake that thread takes longer than a short call. While it has nothing to do, the event loop may make such a call
-itself (`run_now`), which keeps the thread away from the agent meanwhile. The thread waits for that, but the event loop
-never waits for the thread.
+Waking the thread takes longer than a short call. While the thread is idle, the event loop may make such a call itself
+(`run_now`), which excludes the thread from the agent for that time. The thread waits for the event loop, but the event
+loop never waits for the thread.
 
-What is expected may be long in coming: a decode rank waits for the prefill of its request. So the longer nothing has
-happened, the longer are the pauses, in proportion: polling adds a few hundredths to whatever is waited for. And when
-something has just happened, the next thing is not looked for before most of the shortest recent gap has passed.
+An expected event may be a long time coming: a decode rank waits for the prefill of its request. So pauses between polls
+grow in proportion to the time since the last event, and polling adds only a few hundredths to any wait. After an event,
+the next poll waits until most of the shortest recent gap between events has passed.
 
-A process that is forked has no such thread, and must not touch the agent, whose locks, sockets and memory are its
-parent's. There, calls raise `BackendError`, stopping does nothing, and the agent is never destroyed.
+A forked process has no such thread and must not touch the agent, whose locks, sockets and memory belong to the parent.
+There, calls raise `BackendError`, stopping does nothing, and the agent is never destroyed.
 """
 
 import asyncio
@@ -38,16 +37,16 @@ __all__ = ["OwnerThread", "PollIntervals", "Polled"]
 Result = TypeVar("Result")
 
 COMMANDS_PER_ROUND = 32
-"""Commands run before polling is due again, so that a burst of posts does not hold up completions."""
+"""Commands run before the next poll, so that a burst of posts does not hold up completions."""
 
 PAUSE_PER_WAIT: Final = 0.015
-"""A pause between polls, as a part of the time for which nothing has happened."""
+"""Length of a pause between polls, as a fraction of the time since anything last happened."""
 
 LULL: Final = 0.8
-"""No poll for this part of the shortest recent gap after something was found."""
+"""Fraction of the shortest recent gap during which the agent is not polled after an event was found."""
 
 GAPS: Final = 8
-"""Recent gaps between polls that found something; the shortest of them predicts how soon the next one may."""
+"""Number of recent gaps between successful polls; the shortest predicts how soon the next event may arrive."""
 
 PR_SET_TIMERSLACK: Final = 29
 TIMER_SLACK_NS: Final = 1_000
@@ -59,7 +58,7 @@ class PollIntervals:
 
     Attributes:
         busy_s: While the agent is busy.
-        quiet_s: While it is busy, but nothing has happened for long; in between, pauses grow from `busy_s` to this.
+        quiet_s: While it is busy but has had no events for long; pauses grow from `busy_s` to this.
         idle_s: While it is not busy; None for no polls.
     """
 
@@ -69,25 +68,25 @@ class PollIntervals:
 
 
 class Polled(Protocol):
-    """An agent as its owner thread sees it."""
+    """An agent as its owner thread uses it."""
 
     def poll(self) -> bool:
-        """Let the library make progress, and deliver what has happened; say whether anything has."""
+        """Let the library make progress and deliver the resulting events. Return whether anything happened."""
 
     def is_busy(self) -> bool:
-        """Return whether something is expected soon."""
+        """Return whether events are expected soon."""
 
 
 class OwnerThread:
-    """Runs commands for one agent and polls it.
+    """Runs commands for one agent, and polls it.
 
     Args:
-        name: Of the thread.
-        on_crash: Called on the thread when polling or a command fails; the agent is not polled again.
+        name: Name of the thread.
+        on_crash: Called when polling or a command fails; the agent is not polled again.
         intervals: How often the agent is polled.
 
     Attributes:
-        is_abandoned: This process is a fork of the one that has the thread.
+        is_abandoned: True if this process was forked from the one that has the thread.
 
     Raises:
         BackendUnavailable: The system allows no more threads.
@@ -101,7 +100,7 @@ class OwnerThread:
         self._found_at = 0.0
         self._gaps: deque[float] = deque([0.0], maxlen=GAPS)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._unfinished: deque[None] = deque()  # one for each command that has not been run
+        self._unfinished: deque[None] = deque()  # one for each command that has not run yet
         self._in_use = threading.RLock()
         self._agent: Polled | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -114,24 +113,24 @@ class OwnerThread:
         _owners.add(self)
 
     def adopt(self, agent: Polled | None) -> None:
-        """Poll this agent from now on, or none. Call it on the owner thread."""
+        """Poll this agent from now on; None for no agent. Call it on the owner thread."""
         self._agent = agent
 
     def submit(self, command: Callable[[], None]) -> None:
-        """Run a command on the thread, in order. If it raises, that is a crash like one of polling.
+        """Run a command on the thread, in order. An exception counts as a crash, like one from polling.
 
-        Does nothing in a fork.
+        Does nothing in a forked process.
         """
         if not self.is_abandoned:
             self._put(command)
 
     def run_now(self, command: Callable[[], None]) -> bool:
-        """Run a short command at once on the thread that calls, the event loop's, unless the agent is in use.
+        """Run a short command at once on the calling thread (the event loop's), unless the agent is in use.
 
-        What it raises is a crash, as in `submit`.
+        An exception counts as a crash, as in `submit`.
 
         Returns:
-            Whether it was run. It is not while commands wait, which go first.
+            Whether the command was run. It is not run while other commands are waiting.
         """
         if self.is_abandoned or self._unfinished or not self._in_use.acquire(blocking=False):
             return False
@@ -143,23 +142,23 @@ class OwnerThread:
             self._guard(command)
             self._happened_at = time.monotonic()
             if not was_busy and agent.is_busy():
-                self._put(_nothing)  # or the thread would sleep on
+                self._put(_nothing)  # else the thread would sleep on
             return True
         finally:
             self._in_use.release()
 
     def poll_now(self) -> bool:
-        """Poll as `run_now` runs a command; say whether anything has happened."""
+        """Poll as `run_now` runs a command. Return whether anything happened."""
         before = self._found_at
         return self.run_now(self._poll) and self._found_at != before
 
     async def call(self, function: Callable[[], Result]) -> Result:
-        """Run a function on the thread, in order, and give its result or raise its exception.
+        """Run a function on the thread, in order, and return its result or raise its exception.
 
-        Cancelling the wait does not stop a function that has begun.
+        Cancelling the wait does not stop a function that has started.
 
         Raises:
-            BackendError: This process is a fork of the one that has the thread.
+            BackendError: This process was forked from the one that has the thread.
         """
         self.check()
         self._free()
@@ -174,7 +173,7 @@ class OwnerThread:
         return await asyncio.wrap_future(future)
 
     async def stop(self) -> None:
-        """Run what is queued, then end the thread. Call it where `run_now` is called."""
+        """Run the queued commands, then end the thread. Call it on the thread that calls `run_now`."""
         if self.is_abandoned:
             return
         self._free()
@@ -186,22 +185,22 @@ class OwnerThread:
         self._thread.join()
 
     def check(self) -> None:
-        """See that the thread is here.
+        """Check that this process has the thread.
 
         Raises:
-            BackendError: This process is a fork of the one that has the thread.
+            BackendError: This process was forked from the one that has the thread.
         """
         if self.is_abandoned:
             raise BackendError("endpoint was opened before this process was forked; open another one here")
 
     def abandon(self) -> None:
-        """Leave the agent alone for ever: it is the parent's. Call it in a process that was just forked."""
+        """Leave the agent to the parent process for good. Call it in a process that was just forked."""
         self.is_abandoned = True
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # so that nothing destroys the agent
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # keeps the agent from being destroyed
 
     def _free(self) -> None:
-        """Let the thread have the agent if a signal handler has raised right in the middle of `run_now`."""
-        with suppress(RuntimeError):  # it is free, as always
+        """Release the lock in case a signal handler raised in the middle of `run_now`."""
+        with suppress(RuntimeError):  # not held, the usual case
             self._in_use.release()
 
     def _put(self, command: Callable[[], None] | None) -> None:
@@ -224,16 +223,16 @@ class OwnerThread:
     def _guard(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - the event loop raises it again; commands still have to be served
+        except Exception as error:  # noqa: BLE001 - reported through `on_crash`; later commands must still run
             self._agent = None
             self._on_crash(error)
 
     def _run_commands(self) -> bool:
-        """Wait for commands until polling is due, and run a few; False once the thread should end."""
+        """Wait for commands until the next poll is due, and run a few. Return False once the thread should end."""
         wait_s = self._interval_s()
         for _ in range(COMMANDS_PER_ROUND):
             if self._barrier.is_due:
-                with self._in_use:  # so that no other thread is in a call, or begins one
+                with self._in_use:  # no other thread is in a call now, and none can start one
                     self._barrier.wait()
             try:
                 command = self._commands.get(timeout=wait_s)
@@ -260,18 +259,18 @@ class OwnerThread:
 
 
 def _pause_precisely() -> None:
-    """Make the pauses of this thread as short as asked for; by default Linux adds 50 us to each."""
+    """Set the timer slack of this thread to 1 us; by default, Linux adds 50 us to each pause."""
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
 
 
 def _nothing() -> None:
-    """Do nothing: the command only wakes the thread."""
+    """Do nothing. Queued only to wake the thread."""
 
 
 def _resolve(future: "concurrent.futures.Future[Any]", function: Callable[[], Any]) -> None:
     try:
         result = function()
-    except Exception as error:  # noqa: BLE001 - it is raised again, where the result is awaited
+    except Exception as error:  # noqa: BLE001 - raised where the result is awaited
         future.set_exception(error)
     else:
         future.set_result(result)

@@ -1,4 +1,4 @@
-"""Transports from other distributions, found by the entry points that these declare."""
+"""Transports from other distributions, found by their entry points."""
 
 import importlib.metadata
 import inspect
@@ -12,19 +12,19 @@ from kvflow.errors import BackendUnavailable, ConfigError
 __all__ = ["GROUP", "load_plugin", "plugin_names", "refuse_claims"]
 
 GROUP: Final = "kvflow.backends"
-"""Entry point group; names in it are what `backend` may say in the settings, values are `module:Class`."""
+"""Entry point group. Names are values of the `backend` setting; values are `module:Class`."""
 
 
 def plugin_names() -> list[str]:
-    """Return the names that installed distributions declare, sorted, each once."""
+    """Return the names declared by installed distributions, sorted and without duplicates."""
     return sorted({entry_point.name for entry_point in importlib.metadata.entry_points(group=GROUP)})
 
 
 def refuse_claims(name: str) -> None:
-    """Check that no distribution declares a name of a built-in backend.
+    """Check that no distribution declares the name of a built-in backend.
 
     Raises:
-        ConfigError: Naming the distributions that do.
+        ConfigError: Some do; the error names them.
     """
     claims = _claims(name)
     if claims:
@@ -36,15 +36,15 @@ def refuse_claims(name: str) -> None:
 
 
 def load_plugin(name: str, *, built_in: Collection[str]) -> type[Backend]:
-    """Import the backend that a distribution has declared under a name.
+    """Import the backend that a distribution declares under a name.
 
     Args:
         name: As in the settings.
-        built_in: Names that need no plugin, for the error.
+        built_in: Built-in names, for the error.
 
     Raises:
         ConfigError: No distribution declares the name, or several do.
-        BackendUnavailable: It cannot be imported, or is no backend.
+        BackendUnavailable: The plugin cannot be imported, or is not a backend.
     """
     claims = _claims(name)
     if not claims:
@@ -90,5 +90,5 @@ def _claims(name: str) -> list[EntryPoint]:
 
 
 def _distributions(claims: list[EntryPoint]) -> list[str]:
-    """Who declares entry points, as "name version"."""
+    """Return the distributions that declare entry points, as "name version"."""
     return sorted(f"{claim.dist.name} {claim.dist.version}" if claim.dist else "unknown" for claim in claims)

@@ -1,8 +1,8 @@
-"""One transport endpoint for several ranks of a process: a prefill and a decode rank on one pool, or one after another.
+"""One transport endpoint for several ranks of a process, such as a prefill and a decode rank on one pool.
 
-The endpoint has one native agent, one thread and one registration of the memory. Each rank has a `RankEndpoint` of it,
-which is a `Backend` like any other but for what it proves: closing it is no fence while other ranks use the agent.
-Writes of the rank that have not ended by then are not said to have ended, so that nobody takes their pages for free.
+The endpoint has one native agent, one thread and one registration of the memory. Each rank has a `RankEndpoint`, a
+`Backend` like any other except that closing it is not a fence while other ranks use the agent. Writes of the rank that
+have not ended by then are never reported as ended, so their pages are not reused by mistake.
 """
 
 import asyncio
@@ -27,20 +27,19 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class SharedBackend:
-    """A transport for several ranks of one process, on one event loop. Give it to each of them as `backend`.
+    """A transport for several ranks of one process, on one event loop. Pass it to each of them as `backend`.
 
-    It opens with the first rank and closes with the last one that leaves; after that it can be opened again. The ranks
-    have the same memory as a rule, which is registered once; the staging memory of each is added, and kept until the
-    endpoint closes.
+    It opens with the first rank, closes when the last one leaves, and can then be opened again. The ranks usually have
+    the same memory, which is registered once; each rank's staging memory is added, and kept until the endpoint closes.
 
     Args:
-        name: Of the transport, as in the settings of a rank; or what makes one.
-        options: Of the transport, as in the settings of a rank.
-        close_timeout_s: How long a rank that leaves while others stay waits for its writes.
+        name: Name of the transport, as in the settings of a rank, or a function that creates one.
+        options: Options for the transport, as in the settings of a rank.
+        close_timeout_s: How long a rank that leaves before the others waits for its writes.
 
     Raises:
-        ConfigError: No such transport, or it does not take these options.
-        BackendUnavailable: A plugin of that name cannot be imported, or is no backend.
+        ConfigError: The transport is unknown, or does not accept these options.
+        BackendUnavailable: A plugin of that name cannot be imported, or is not a backend.
     """
 
     def __init__(
@@ -67,31 +66,31 @@ class SharedBackend:
         self._kept: list[object] = []
 
     def for_rank(self) -> "RankEndpoint":
-        """Make the endpoint of one rank."""
+        """Create the endpoint of one rank."""
         return RankEndpoint(self)
 
     @property
     def inner(self) -> Backend:
-        """The transport."""
+        """The underlying transport."""
         return self._inner
 
     @property
     def agent(self) -> str | None:
-        """The name of its agent: that of the rank that has opened it. None while it is closed."""
+        """Agent name of the endpoint: that of the rank that opened it. None while it is closed."""
         return self._agent
 
     @property
     def names(self) -> Collection[str]:
-        """What each rank in it has given as the name of its agent."""
+        """The agent names of the member ranks."""
         return self._members.values()
 
     def advertise(self, host: str) -> None:
-        """As `Backend.advertise`; the first rank says it."""
+        """Set the host as in `Backend.advertise`; ignored once the endpoint is open."""
         if self._agent is None:
             self._host = host
 
     async def enter(self, member: "RankEndpoint", agent_name: str) -> None:
-        """Let a rank in; the first one opens the transport.
+        """Add a rank; the first one opens the transport.
 
         Raises:
             BackendUnavailable: The library is missing or broken.
@@ -119,7 +118,7 @@ class SharedBackend:
         self._agent = agent_name
 
     def _reset(self) -> None:
-        """Begin anew: a backend is opened once."""
+        """Create a fresh transport, because a backend can be opened only once."""
         self._inner = self._make()
         self._agent = self._loop = self._error = None
         self._has_memory = False
@@ -128,24 +127,24 @@ class SharedBackend:
         self._kept.clear()
 
     async def register(self, layout: KVLayout) -> None:
-        """Register the memory of a rank, as far as it is not registered yet.
+        """Register the parts of a rank's memory that are not registered yet.
 
         Raises:
-            RegistrationError: The transport does not take it.
+            RegistrationError: The transport refused.
         """
         async with self._lock:
             await (self._inner.extend(layout) if self._has_memory else self._inner.register(layout))
             self._has_memory = True
 
     def keep(self, memory: object) -> None:
-        """Keep memory alive until the transport closes: peers may write there for as long."""
+        """Keep memory alive until the transport closes, because peers may write to it until then."""
         self._kept.append(memory)
 
     async def connect(self, member: "RankEndpoint", peer: str, metadata: bytes) -> None:
-        """Get ready to write to a peer for one rank.
+        """Prepare for writes of one rank to a peer.
 
         Raises:
-            BackendError: As `Backend.connect`.
+            BackendError: As in `Backend.connect`.
         """
         self._connected.setdefault(peer, {})[member] = None
         try:
@@ -155,7 +154,7 @@ class SharedBackend:
             raise
 
     async def disconnect(self, member: "RankEndpoint", peer: str) -> None:
-        """Release what is held for a peer, unless another rank is connected to it."""
+        """Release a peer's resources, unless another rank is connected to it."""
         users = self._connected.get(peer)
         if users is None or member not in users:
             return
@@ -165,7 +164,7 @@ class SharedBackend:
             await self._inner.disconnect(peer)
 
     def begin(self, member: "RankEndpoint", post_id: int) -> int:
-        """Give a rank's post a number that no other post has."""
+        """Return a post number that is unique across all ranks."""
         number = self._num_posts
         self._num_posts += 1
         self._posts[number] = (member, post_id)
@@ -180,7 +179,7 @@ class SharedBackend:
         self._inner.watch(active=any(member.is_watching for member in self._members))
 
     async def leave(self, member: "RankEndpoint") -> None:
-        """Let a rank go, when its writes have ended or its time for that is up; the last one closes the transport."""
+        """Remove a rank once its writes have ended or its time is up; the last rank closes the transport."""
         if member not in self._members:
             return
         if len(self._members) > 1 and self._error is None:
@@ -197,13 +196,13 @@ class SharedBackend:
 
     async def _close(self, last: "RankEndpoint") -> None:
         try:
-            await self._inner.aclose()  # delivers the ends of all posts
+            await self._inner.aclose()  # delivers the end of every post
         finally:
             del self._members[last]
             self._reset()
 
     def _take(self, events: Sequence[BackendEvent]) -> None:
-        """Give each rank what is about its posts, and notices to those that expect any."""
+        """Distribute events: each rank gets those of its own posts, and notices go to the ranks that expect them."""
         found: dict[RankEndpoint, list[BackendEvent]] = {}
         for event in events:
             if isinstance(event, NoticeArrived):
@@ -219,7 +218,7 @@ class SharedBackend:
             member.take(its_events)
 
     def _readers(self) -> list["RankEndpoint"]:
-        """Ranks that have ever expected a notice; all of them if there is none."""
+        """Return the ranks whose `watch` was ever called; if there are none, all ranks."""
         return [member for member in self._members if member.has_watched] or list(self._members)
 
     def _break_down(self, error: BackendError) -> None:
@@ -229,11 +228,11 @@ class SharedBackend:
 
 
 class RankEndpoint(Backend):
-    """What one rank has of a `SharedBackend`.
+    """One rank's view of a `SharedBackend`.
 
     Attributes:
-        is_watching: It expects notices.
-        has_watched: It ever has.
+        is_watching: True while the rank expects notices.
+        has_watched: True if `watch` was ever called.
     """
 
     def __init__(self, shared: SharedBackend) -> None:
@@ -277,7 +276,7 @@ class RankEndpoint(Backend):
         self._is_registered = True
 
     def keep(self, memory: object) -> None:
-        """Keep memory alive for as long as peers may write there."""
+        """Keep memory alive while peers may write to it."""
         self._shared.keep(memory)
 
     @override
@@ -342,7 +341,7 @@ class RankEndpoint(Backend):
 
     @override
     async def aclose(self) -> None:
-        """Leave; a fence only for the last rank that does. Writes that have not ended by then get no end otherwise."""
+        """Leave the shared endpoint. A fence only for the last rank; others get no `PostEnded` for unended writes."""
         if not self._is_open:
             return
         self._is_open = False
@@ -351,13 +350,13 @@ class RankEndpoint(Backend):
             await self._shared.leave(self)
 
     async def wait_until_idle(self) -> None:
-        """Wait until every write of this rank has ended, or none will."""
+        """Wait until every write of this rank has ended, or the transport has failed."""
         while self._running and not self._is_broken:
             self._idle = anyio.Event()
             await self._idle.wait()
 
     def take(self, events: Sequence[BackendEvent]) -> None:
-        """Hand on what has happened."""
+        """Forward events to the rank."""
         for event in events:
             if isinstance(event, PostEnded):
                 self._running.pop(event.post_id, None)
@@ -366,7 +365,7 @@ class RankEndpoint(Backend):
         self._on_events(events)
 
     def break_down(self, error: BackendError) -> None:
-        """Hand on that the transport works no more."""
+        """Report to the rank that the transport has failed."""
         self._is_broken = True
         self._idle.set()
         self._on_broken(error)

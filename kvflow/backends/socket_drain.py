@@ -1,4 +1,4 @@
-"""Waiting until nothing can come any more from processes that have ended."""
+"""Waits until data in flight from ended processes can no longer arrive."""
 
 import functools
 from contextlib import suppress
@@ -14,17 +14,17 @@ __all__ = ["SocketDrainCheck"]
 
 LOOK_S: Final = 2e-3
 MAX_LOOK_S: Final = 1.0
-"""Between two looks at the connections, in seconds: twice as long each time. The kernel sends no event."""
+"""Longest pause between two checks; the first is `LOOK_S`, and each is twice as long. The kernel sends no event."""
 
 
 class SocketDrainCheck:
-    """Looks at the connections to this process for everybody who waits.
+    """Checks the connections to this process on behalf of all callers of `wait`.
 
-    Whoever asks has all connections looked at anew. That answers those who asked before as well: what is dry of the
-    connections of now is dry of those that there were earlier.
+    Each call to `wait` makes the check start over with all current connections. Its result also answers earlier calls:
+    once the current connections are dry, so are those that existed earlier.
 
     Args:
-        of_domain: Look only at connections with processes of the same `kernel_domain`, see `Connections`.
+        of_domain: Check only connections with processes of the same `kernel_domain`; see `Connections`.
     """
 
     def __init__(self, *, of_domain: bool = False) -> None:
@@ -34,7 +34,7 @@ class SocketDrainCheck:
         self._num_answered = 0
 
     async def wait(self) -> None:
-        """Wait until every connection that there is now has been dry once, or is closed. It may never be.
+        """Wait until every connection that exists now has been dry once, or is closed. This may never happen.
 
         Raises:
             OSError: The kernel does not show the connections.
@@ -46,12 +46,12 @@ class SocketDrainCheck:
                 self._num_answered = await self._wait_until_dry()
 
     async def _wait_until_dry(self) -> int:
-        """Return how many had asked before the connections were looked at."""
+        """Wait until the connections are dry, and return how many callers had asked when they were last listed."""
         connections, asked, pause_s = None, 0, LOOK_S
         while True:
             await anyio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_LOOK_S)
-            with suppress(BackendError):  # there was no thread for this look, there may be one for the next
+            with suppress(BackendError):  # no thread was available this time
                 if connections is None or asked != self._num_asked:
                     now_asked = self._num_asked
                     connections = await run_in_thread(functools.partial(Connections, of_domain=self._of_domain))

@@ -1,19 +1,19 @@
-"""Bytes on their way to this process from processes of this host that have ended, as the kernel shows them.
+"""Data in flight to this process from ended processes of this host, as shown by the kernel.
 
-The bytes of a process that was killed may wait in the socket buffers of both ends, and the library writes them to
-memory when it reads them. The kernel shows how many there are. Since a dead process sends nothing more, a connection is
-dry for good once its far end had nothing left to deliver and, later, the near end nothing left to read. Where the end
-of the stream has arrived already, the far end does not matter.
+The bytes of a killed process may wait in the socket buffers of both ends, and the library writes them to memory when it
+reads them. The kernel shows how many there are. A dead process sends nothing more, so a connection is dry for good once
+its far end had nothing left to deliver and, later, its near end had nothing left to read. If the end of the stream has
+already arrived, the far end does not matter.
 
-It is not known which connections belonged to ended processes, so every connection has to have been dry once. Those of
+It is unknown which connections belonged to ended processes, so every connection must have been dry once. Connections of
 live processes are dry between two writes.
 
-A process on another host, or in another network namespace, has its end of a connection where it cannot be seen. Two
+If the other process is on another host or in another network namespace, its end of the connection is not visible. Two
 processes with the same `kernel_domain` see both ends of every connection between them.
 
 Source: Mooncake, commit 0ab6a43, tcp_transport_session_impl.h: bytes for host memory are read from the socket to their
-place, those for device memory to a buffer first. UCX 1.23, tcp_ep.c: the same, and a message that was read is handled
-before the call that read it returns.
+destination, those for device memory to a buffer first. UCX 1.23, tcp_ep.c: the same, and a message that was read is
+handled before the call that read it returns.
 """
 
 import array
@@ -36,13 +36,13 @@ BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 NETWORK: Final = Path("/proc/self/ns/net")
 LISTENS: Final = "0A"
 MAY_BRING_MORE: Final = ("01", "03")
-"""States of a connection whose far end has not closed it, as far as the near end knows."""
+"""States of a connection whose far end has not closed it, as far as the near end can tell."""
 
 CLOSED_BY_PEER: Final = "08"
-"""State of a connection of which only the near end is open. What it has to read ends with the end of file."""
+"""State of a connection whose far end has closed. The data left to read ends with the end of file."""
 
 MAPPED: Final = "0000000000000000FFFF0000"
-"""How a table of IPv6 begins an address of IPv4."""
+"""Prefix of an IPv4 address in the kernel's table of IPv6 connections."""
 
 Ends = tuple[str, str]
 
@@ -52,10 +52,10 @@ class Row:
     """One end of a connection.
 
     Attributes:
-        ends: The local address and the remote one.
+        ends: Local address and remote address.
         num_unsent: Bytes that the other end has not acknowledged.
-        num_unread: Bytes that came and were not read; an end of file that was not read counts as one.
-        inode: 0 if no process holds it: it was not accepted yet, or its process has ended.
+        num_unread: Bytes received but not read; an unread end of file counts as one.
+        inode: 0 if no process holds it, because it has not been accepted yet or its process has ended.
     """
 
     ends: Ends
@@ -66,26 +66,26 @@ class Row:
 
 
 def kernel_domain() -> str:
-    """Name the running kernel and this process's part of its network, so that others can compare it with theirs.
+    """Identify the running kernel and this process's network namespace, for comparison with other processes.
 
     Raises:
-        OSError: The kernel does not tell.
+        OSError: The kernel does not show them.
     """
     network = NETWORK.stat()
     return f"{BOOT.read_text('ascii').strip()}/{network.st_dev}:{network.st_ino}"
 
 
 class Connections:
-    """The connections that others have to this process now; `are_dry` says whether they can bring nothing more.
+    """The current connections from other processes; `are_dry` reports when they can deliver nothing more.
 
-    They never are dry if a far end is in another network namespace and has not closed.
+    They never become dry if a far end is in another network namespace and has not closed.
 
     Args:
-        of_domain: Take those with processes of the same `kernel_domain`, whoever made the connection, and only those.
-            An end of file that was not read does not count: an engine may keep such connections for long.
+        of_domain: Take only connections with processes of the same `kernel_domain`, whichever side opened them. Unread
+            ends of file are then ignored, because an engine may keep such connections for long.
 
     Raises:
-        OSError: The kernel does not show them.
+        OSError: The kernel does not show the connections.
     """
 
     def __init__(self, *, of_domain: bool = False) -> None:
@@ -103,16 +103,16 @@ class Connections:
         self._counts_end = not of_domain
 
     def are_dry(self) -> bool:
-        """Look again, and say whether each of them has been dry since it was first looked at. Takes milliseconds.
+        """Check again, and return whether each connection has been dry since the first check. Takes milliseconds.
 
         Raises:
             OSError: As above.
         """
         far = {row.ends: row.num_unsent for row in _rows()}
-        rows = _rows()  # after the far ends: what those had is here by now
+        rows = _rows()  # read after the far ends, so data that left them has arrived here
         near = {row.ends: row for row in rows}
         listed = {row.inode for row in rows} | _local_sockets()
-        # A connection that was reset is in no table, and may still have bytes to be read.
+        # A reset connection is in no table, but may still have bytes to read.
         unread = any(_num_unread(fd) for inode, fd in _sockets().items() if inode not in listed)
         self._wet = [ends for ends in self._wet if (self._is_wet(near[ends], far) if ends in near else unread)]
         return not self._wet and not unread
@@ -122,19 +122,19 @@ class Connections:
 
 
 def is_wet(row: Row, far: Mapping[Ends, int], *, counts_end: bool = True) -> bool:
-    """Return whether a near end has something to read, or may still get it, as it may if its far end cannot be seen.
+    """Return whether a near end has data to read, or may still receive some. An unseen far end may always send.
 
     Args:
         row: The near end.
-        far: What is unsent at the far ends that can be seen.
-        counts_end: An end of file is something to read.
+        far: Unsent bytes of the visible far ends.
+        counts_end: Count an end of file as data to read.
     """
     num_unread = row.num_unread - (not counts_end and row.state == CLOSED_BY_PEER)
     return num_unread > 0 or (row.state in MAY_BRING_MORE and far.get(row.ends[::-1], 1) > 0)
 
 
 def listening_ports() -> frozenset[int]:
-    """Return the ports at which this process listens.
+    """Return the ports on which this process listens.
 
     Raises:
         OSError: The kernel does not show them.
@@ -144,13 +144,13 @@ def listening_ports() -> frozenset[int]:
 
 
 def remote_ends(inodes: Collection[int]) -> dict[int, tuple[bytes, int]]:
-    """Find the other ends of connections of this process, also of those that are only being opened.
+    """Return the remote ends of connections of this process, including those being opened.
 
     Args:
-        inodes: Of their sockets.
+        inodes: Inodes of their sockets.
 
     Returns:
-        Address and port of those that are listed, by inode.
+        Address and port of the listed connections, by inode.
 
     Raises:
         OSError: The kernel does not show them.
@@ -186,23 +186,23 @@ def _host(address: str) -> str:
 
 
 def address_of(digits: str) -> bytes:
-    """Turn an address of a table, which has words of 32 bits in the order of this machine, into that of the network."""
+    """Convert an address from a kernel table, which has 32-bit words in host byte order, to network byte order."""
     words = [digits[at : at + 8] for at in range(0, len(digits), 8)]
     return b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)
 
 
 def _local_sockets() -> set[int]:
-    """Return the inodes of the Unix sockets of the host."""
+    """Return the inodes of the Unix sockets in this network namespace."""
     return {int(line.split()[6]) for line in LOCAL_TABLE.read_text("utf-8", "replace").splitlines()[1:]}
 
 
 def _sockets() -> dict[int, int]:
-    """Return the sockets of this process, as inode to file descriptor."""
+    """Return the sockets of this process: file descriptor by inode."""
     sockets = {}
     for descriptor in DESCRIPTORS.iterdir():
         try:
             kind, _, inode = str(descriptor.readlink()).partition(":")
-        except FileNotFoundError:  # closed meanwhile
+        except FileNotFoundError:  # closed in the meantime
             continue
         if kind == "socket":
             sockets[int(inode.strip("[]"))] = int(descriptor.name)
@@ -213,6 +213,6 @@ def _num_unread(fd: int) -> int:
     count = array.array("i", [0])
     try:
         fcntl.ioctl(fd, termios.FIONREAD, count)
-    except OSError:  # closed meanwhile, or a kind of socket that counts nothing
+    except OSError:  # closed in the meantime, or a socket type without a count
         return 0
     return count[0]

@@ -1,4 +1,4 @@
-"""Threads of a transport: how they start, and how the process ends while they run."""
+"""Threads of a transport: starting them, and letting the process exit while they run."""
 
 import atexit
 import threading
@@ -15,7 +15,7 @@ __all__ = ["ExitBarrier", "run_in_thread", "start_thread"]
 Result = TypeVar("Result")
 
 TIMEOUT_S: Final = 5.0
-"""How long the end of the process waits for a native call to return: longer than any call that does not hang."""
+"""How long process exit waits for a native call to return: longer than any call that does not hang."""
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -40,7 +40,7 @@ async def run_in_thread(
 
     Args:
         function: Its result is returned, and its exception is raised.
-        limiter: Bounds how many run at once; anyio's own by default.
+        limiter: Limits how many run at once; anyio's own by default.
         abandon_on_cancel: Do not wait for the function when the caller is cancelled.
 
     Raises:
@@ -62,19 +62,19 @@ async def run_in_thread(
 
 
 class ExitBarrier:
-    """Where a daemon thread waits when the interpreter ends.
+    """The point at which a daemon thread waits when the interpreter exits.
 
-    Nobody has to close a transport before the process ends. But an interpreter that is being torn down unwinds every
-    thread that returns to it, and that ends the process with SIGABRT if the thread returns from a native call. So
-    before anything is torn down, the thread is brought to a wait outside of any call. It must not end either: what it
-    refers to would be destroyed, and native libraries abort over that too.
+    Callers need not close a transport before the process exits. But during teardown, the interpreter unwinds every
+    thread that returns to it, and if the thread returns from a native call, that ends the process with SIGABRT. So
+    before teardown begins, the thread is made to wait outside of any native call. It must not end either: that would
+    destroy the objects it refers to, and native libraries abort then too.
 
     Args:
         thread: The thread.
-        interrupt: Makes the thread look at `is_due` soon.
+        interrupt: Makes the thread check `is_due` soon.
 
     Attributes:
-        is_due: The thread has to call `wait` now.
+        is_due: True if the thread has to call `wait` now.
     """
 
     def __init__(self, thread: threading.Thread, interrupt: Callable[[], object]) -> None:
@@ -86,23 +86,23 @@ class ExitBarrier:
         atexit.register(self._at_exit)
 
     def wait(self) -> None:
-        """Wait until `lift`, which may never come. Call it on the thread."""
+        """Wait until `lift` is called, possibly forever. Call it on the thread."""
         self._is_reached.set()
         self._is_lifted.wait()
 
     def lift(self) -> None:
-        """Let the thread go on if it waits: a function that runs at exit may still have work for it."""
+        """Let the waiting thread continue, because a function that runs at exit still has work for it."""
         if self.is_due:
             self.is_due = False
             self._is_lifted.set()
 
     def cancel(self) -> None:
-        """Forget the thread, which ends by itself or was never started."""
+        """Stop tracking the thread, because it is about to end or was never started."""
         self.lift()
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        if self._thread.is_alive():  # a fork has none of its parent's threads
+        if self._thread.is_alive():  # in a forked process, the parent's threads are not alive
             self.is_due = True
             self._interrupt()
             self._is_reached.wait(TIMEOUT_S)

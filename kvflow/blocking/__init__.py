@@ -1,8 +1,8 @@
-"""The same two ranks for engines with a synchronous scheduler loop.
+"""The two ranks for engines with a synchronous scheduler loop.
 
 The event loop runs in a thread. Methods that a scheduler calls per request or per step never wait for that thread: they
 check their arguments, queue the work and return. Call `completed` in each step to learn what has changed. Methods that
-do block say so in their documentation.
+block say so in their documentation.
 """
 
 from kvflow.aio.loop_thread import LoopThread

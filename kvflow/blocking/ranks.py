@@ -1,4 +1,4 @@
-"""Both ranks, running on an event loop in a thread."""
+"""Prefill and decode ranks that run on an event loop in a thread."""
 
 import os
 import weakref
@@ -109,7 +109,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
             self._stack.close()
 
     def _abandon(self) -> None:
-        """Leave the rank to the parent, whose event loop it has. Call it in a process that was just forked."""
+        """Detach from the rank, whose event loop stays with the parent. Call it in a process that was just forked."""
         self._is_open, self._is_forked = False, True
         self._changes = Changes()
         self._changes.close()
@@ -130,7 +130,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         them. Also works after the rank is closed.
         """
         changed = self._changes.take()
-        if not changed:  # what engines find in nearly every step
+        if not changed:  # the common case, in nearly every step
             return []
         updates = map(take_update, changed)
         return [update for update in updates if update is not None]
@@ -189,7 +189,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         """Release quarantined pages without proof; see `kvflow.DecodeRank.release`. Waits for the event loop.
 
         Args:
-            which: A room, or one of `quarantined()`.
+            which: A room, or a record from `quarantined()`.
 
         Raises:
             LocalProtocolError: It is not in quarantine, or the rank is not open.
@@ -200,10 +200,10 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         """Replace the keys; see `kvflow.DecodeRank.reload_trust`. Waits for the event loop.
 
         Args:
-            trust: The keys; by default those that are now in the directory that they were read from.
+            trust: The new keys; by default they are reread from the directory they were loaded from.
 
         Raises:
-            ConfigError: They cannot be read or used; nothing has changed.
+            ConfigError: The keys cannot be read or used; nothing has changed.
             LocalProtocolError, RankBroken: The rank is not open, or broken.
         """
         self._call(lambda: self._opened.reload_trust(trust))
@@ -221,7 +221,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
 
     @property
     def is_drained(self) -> bool:
-        """Draining has begun, and every transfer has its outcome, with its pages safe or in quarantine.
+        """True if draining has started and every transfer has an outcome, with its pages safe or in quarantine.
 
         Raises:
             LocalProtocolError: The rank is not open.
@@ -235,10 +235,10 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         For scripts: remaining chunks must come from another thread.
 
         Args:
-            timeout_s: How long to wait; without limit by default.
+            timeout_s: How long to wait; no limit by default.
 
         Returns:
-            What `is_drained` says.
+            The value of `is_drained`.
 
         Raises:
             LocalProtocolError, RankBroken: The rank is not open, or broken.
@@ -248,7 +248,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
 
     @property
     def _opened(self) -> AnyRank:
-        """The rank, which stays after closing.
+        """The async rank; still available after closing.
 
         Raises:
             LocalProtocolError: The rank was not opened.
@@ -258,7 +258,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         return self._rank
 
     def _note_begun(self, transfer: BlockingTransfer) -> None:
-        """Have the interpreter switch threads soon while some transfer is open, and warm up what it will run."""
+        """Track an open transfer: warm it up, and shorten the switch interval while any transfer is open."""
         self._warm_ups.add(transfer)
         if not self._unsettled and self._switch_interval_s is not None:
             SWITCHING.shorten(self._switch_interval_s)
@@ -288,7 +288,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
             raise LocalProtocolError("rank is not open")
 
     def _call_soon(self, call: Callable[[], None]) -> None:
-        """Have something done on the event loop, after all that was asked for before.
+        """Schedule a call on the event loop, after all earlier ones.
 
         Raises:
             LocalProtocolError: The rank is closed, or its event loop has ended.
@@ -300,18 +300,18 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
             raise LocalProtocolError("rank is not open") from error
 
     def _call(self, function: Callable[[], Result]) -> Result:
-        """Call something on the event loop, in its turn, and wait for the result.
+        """Call a function on the event loop, after all earlier calls, and wait for the result.
 
         Raises:
             LocalProtocolError: The rank is not open.
-            BaseException: What the function raises.
+            BaseException: Whatever the function raises.
         """
         result: Future[Result] = Future()
 
         def call() -> None:
             try:
                 result.set_result(function())
-            except Exception as error:  # noqa: BLE001 - raised where it was called
+            except Exception as error:  # noqa: BLE001 - raised to the caller
                 result.set_exception(error)
 
         self._call_soon(call)
@@ -330,16 +330,16 @@ os.register_at_fork(after_in_child=_abandon_all)
 
 
 class PrefillRank(BlockingRank[prefill.PrefillRank, BlockingSender]):
-    """`kvflow.PrefillRank` for a scheduler loop. Use it as a context manager; the arguments are the same.
+    """`kvflow.PrefillRank` for a scheduler loop. Use it as a context manager.
 
     Args:
         config: Settings.
         layout: The pools to send from; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name. Ranks that share one (a `SharedBackend`)
-            have one `loop`, too.
-        loop: The thread to run on; one of its own by default.
-        affinity: CPUs of its own thread, see `LoopThread`.
-        ports: The world to use instead of the real one.
+        backend: A transport to use instead of the configured one. Ranks that share one (a `SharedBackend`) must also
+            share `loop`.
+        loop: The thread to run on; by default the rank starts its own.
+        affinity: CPUs for its own thread, see `LoopThread`.
+        ports: Replacement for the real sockets, clock, threads and random bytes (for tests).
     """
 
     def __init__(
@@ -359,7 +359,7 @@ class PrefillRank(BlockingRank[prefill.PrefillRank, BlockingSender]):
         """Address of the control socket, once the rank is open.
 
         Raises:
-            LocalProtocolError: It was not opened.
+            LocalProtocolError: The rank was not opened.
         """
         return self._opened.endpoint
 
@@ -379,7 +379,7 @@ class PrefillRank(BlockingRank[prefill.PrefillRank, BlockingSender]):
         """Return a ticket for a room; see `kvflow.PrefillRank.ticket`.
 
         Raises:
-            LocalProtocolError: The room is not a valid one, or the rank is not open.
+            LocalProtocolError: The room is invalid, or the rank is not open.
             RankBroken: The rank is broken.
         """
         self._check_open()
@@ -387,16 +387,16 @@ class PrefillRank(BlockingRank[prefill.PrefillRank, BlockingSender]):
 
 
 class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
-    """`kvflow.DecodeRank` for a scheduler loop. Use it as a context manager; the arguments are the same.
+    """`kvflow.DecodeRank` for a scheduler loop. Use it as a context manager.
 
     Args:
         config: Settings.
         layout: The pools to receive into; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the one that the settings name. Ranks that share one (a `SharedBackend`)
-            have one `loop`, too.
-        loop: The thread to run on; one of its own by default.
-        affinity: CPUs of its own thread, see `LoopThread`.
-        ports: The world to use instead of the real one.
+        backend: A transport to use instead of the configured one. Ranks that share one (a `SharedBackend`) must also
+            share `loop`.
+        loop: The thread to run on; by default the rank starts its own.
+        affinity: CPUs for its own thread, see `LoopThread`.
+        ports: Replacement for the real sockets, clock, threads and random bytes (for tests).
     """
 
     def __init__(
@@ -411,7 +411,7 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
     ) -> None:
         super().__init__(lambda: decode.DecodeRank(config, layout, backend, ports=ports), loop, affinity)
 
-    def receive(  # noqa: PLR0913 - each one is a choice of the engine, by name
+    def receive(  # noqa: PLR0913 - engine options, by keyword
         self,
         room: RoomId | None = None,
         *,
@@ -430,10 +430,11 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
         Does not block: if the room is in use or the rank is draining, `outcome` soon becomes FAILED.
 
         Raises:
-            PlanError: A page table does not fit the pool or the tokens, or digests are wanted of device memory.
-            ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range, or `prefill` is a name and the settings
-                have no registry.
+            PlanError: A page table does not match the pool or the tokens, or digests were requested for device memory.
+            ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range, or `prefill` is a name and no registry
+                is configured.
             TicketError: The ticket is malformed, or it is for another room, model or protocol version.
+            LocalProtocolError: `room`, `prefill` or `label` is invalid, or the rank is not open.
         """
         self._check_open()
         receiver = self._opened.receive(

@@ -1,4 +1,4 @@
-"""A registry in a thread."""
+"""A registry that runs in a thread."""
 
 from contextlib import ExitStack
 from types import TracebackType
@@ -21,15 +21,16 @@ class Registry:
         bind: "tcp://host:port"; port 0 takes a free one.
         advertise: Host name or address given to others, if different from the bound one; required if `bind` is a
             wildcard.
-        loop: The thread to run on; one of its own by default.
-        trust: Own keys, and those of the instances that may register and look up; as in `kvflow.PrefillConfig`.
+        loop: The thread to run on; by default the registry starts its own.
+        trust: This registry's keys and those of the instances that may register and look up, as in
+            `kvflow.PrefillConfig`.
 
     Attributes:
         endpoint: Address to use as the `registry` setting of ranks.
 
     Raises:
-        ConfigError: The address is malformed or unusable for others; on entry: it cannot be bound.
-        LocalProtocolError: On entry: it is already open.
+        ConfigError: The address is malformed or cannot be reached by others. On entry: it cannot be bound.
+        LocalProtocolError: On entry: the registry is already open.
     """
 
     endpoint: str
@@ -85,5 +86,5 @@ class Registry:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._portal = None
-        if self._running.is_running:  # it is the parent's in a fork
+        if self._running.is_running:  # not in a forked process: the thread belongs to the parent
             self._stack.close()

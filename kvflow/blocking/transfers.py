@@ -43,7 +43,7 @@ class TransferUpdate(NamedTuple, Generic[AnyTransfer]):
         room: Its room.
         outcome: Whether it succeeded; set once.
         failure: Why it failed; None until then.
-        memory: Whether anyone can still touch the pages; they may be reused when it is SAFE. It can change long after
+        memory: Whether anything can still touch the pages; they may be reused when it is SAFE. It can change long after
             the outcome; for a sender it may become SAFE before the outcome is decided.
     """
 
@@ -59,7 +59,7 @@ class BlockingTransfer:
 
     Args:
         rank: The rank it belongs to.
-        transfer: The async transfer, not started yet; it starts on the event loop.
+        transfer: The async transfer, not started yet. It is started on the event loop.
     """
 
     __slots__ = ("_error", "_failure", "_is_changed", "_rank", "_told", "_transfer", "room")
@@ -71,7 +71,7 @@ class BlockingTransfer:
         self._rank = rank
         self._transfer = transfer
         if self._has_pages:
-            transfer.memory = Memory.HELD  # until it is refused, if it is
+            transfer.memory = Memory.HELD  # SAFE again if the transfer is refused
         self._error: KvflowError | None = None
         self._failure: Failure | None = None
         rank._call_soon(self._begin)
@@ -88,26 +88,26 @@ class BlockingTransfer:
 
     @property
     def memory(self) -> Memory:
-        """Whether anyone can still touch the pages; they may be reused when it is SAFE."""
+        """Whether anything can still touch the pages; they may be reused when it is SAFE."""
         return self._transfer.memory
 
     @property
     def is_settled(self) -> bool:
-        """Its outcome is decided, and its pages are safe or in quarantine; those may still become safe."""
+        """True if the outcome is decided and the pages are safe or in quarantine (which they may still leave)."""
         if self.outcome is Outcome.PENDING:
             return False
         return self.memory in (Memory.SAFE, Memory.QUARANTINED)
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
-        """Block until `is_settled`, until the rank is closed, or until the timeout. For scripts, not schedulers."""
+        """Block until `is_settled`, the rank is closed or the timeout expires. For scripts, not schedulers."""
         changes = self._rank._changes
         changes.wait(lambda: self.is_settled or changes.is_closed, timeout_s)
         return self.outcome
 
     def until_safe(self, timeout_s: float | None = None) -> Memory:
-        """Block until nobody can touch the pages, until the rank is closed, or until the timeout.
+        """Block until nothing can touch the pages, the rank is closed or the timeout expires.
 
-        For scripts; a scheduler learns this from `completed`.
+        For scripts; schedulers use `completed`.
         """
         changes = self._rank._changes
         changes.wait(lambda: self.memory is Memory.SAFE or changes.is_closed, timeout_s)
@@ -116,7 +116,7 @@ class BlockingTransfer:
     def abort(self) -> None:
         """Abort the transfer. Its pages may not be safe yet; check `memory`. Does nothing if it has already ended."""
         if self.outcome is Outcome.PENDING:
-            with suppress(LocalProtocolError):  # closing the rank ends it as well
+            with suppress(LocalProtocolError):  # closing the rank also ends the transfer
                 self._rank._call_soon(self._transfer.abort)
 
     def _begin(self) -> None:
@@ -135,8 +135,8 @@ class BlockingTransfer:
         self._error = error
 
     def _note_change(self) -> None:
-        """Have `completed` tell of it; what changes before it has told is told with it."""
-        if self.outcome is not Outcome.PENDING and self.memory is Memory.SAFE:  # nothing follows
+        """Make `completed` report this transfer. Changes before it does are combined into one update."""
+        if self.outcome is not Outcome.PENDING and self.memory is Memory.SAFE:  # the final state
             self._transfer.on_change = None
         self._rank._warm_ups.skip()
         if self.is_settled:
@@ -149,12 +149,12 @@ class BlockingTransfer:
 
     @property
     def _has_pages(self) -> bool:
-        """It may move bytes soon."""
+        """True if it may move bytes soon."""
         return True
 
     @property
     def _progress(self) -> object:
-        """What else is worth telling when it changes."""
+        """Further state whose changes `completed` reports."""
         return None
 
     def _check_success(self) -> None:
@@ -168,7 +168,7 @@ class BlockingTransfer:
 
 def take_update(transfer: AnyTransfer) -> TransferUpdate[AnyTransfer] | None:
     """Return the transfer's state if it has changed since the last report."""
-    transfer._is_changed = False  # first: what changes from here on is told the next time
+    transfer._is_changed = False  # first, so that later changes are reported next time
     update = TransferUpdate(transfer, transfer.room, transfer.outcome, transfer.failure, transfer.memory)
     news = (update.outcome, update.memory, transfer._progress)
     if news == transfer._told:
@@ -193,7 +193,7 @@ def _reason_of(error: KvflowError) -> FailureReason:
 
 
 class BlockingSender(BlockingTransfer):
-    """One room, as the prefill engine sends it. Made by `PrefillRank.send`."""
+    """The sending side of one room. Returned by `PrefillRank.send`."""
 
     __slots__ = (
         "_awaits_quiet",
@@ -219,17 +219,17 @@ class BlockingSender(BlockingTransfer):
 
     @property
     def wanted(self) -> Mapping[str, TokenRange] | None:
-        """Tokens of each component that decode wants, once every decode rank has granted; see `kvflow.RoomSender`."""
+        """Tokens of each component that decode wants, once all decode ranks have granted; see `kvflow.RoomSender`."""
         return self._sender.wanted
 
     @property
     def is_quiesced(self) -> bool:
-        """Nothing reads the pages of any chunk, and none was offered since `quiesce`."""
+        """True if nothing reads the pages of any chunk, and no chunk was offered since `quiesce`."""
         return self._is_quiesced
 
     @property
     def resume_at(self) -> int | None:
-        """After `quiesce`, the token at which chunks go on; None if everything is posted, see `kvflow.RoomSender`."""
+        """After `quiesce`, the token at which to continue; None if everything was posted. See `kvflow.RoomSender`."""
         return self._sender.resume_at
 
     @property
@@ -245,13 +245,13 @@ class BlockingSender(BlockingTransfer):
         ready: ReadyEvent | None = None,
         layers: Sequence[LayersReady] = (),
     ) -> None:
-        """Send tokens that are computed, or will be when `ready` is, or layer by layer; see `kvflow.RoomSender.chunk`.
+        """Send tokens, computed already or becoming ready with `ready` or `layers`; see `kvflow.RoomSender.chunk`.
 
         Raises:
-            PlanError: A page table does not fit the pool or the tokens, or layers are out of order. Nothing was sent;
+            PlanError: A page table does not match the pool or the tokens, or layers are out of order. Nothing was sent;
                 the room stays open.
             LocalProtocolError: Called after `finish`, after the transfer has ended, or while `quiesce` is in progress.
-            TransferFailed: The transfer has failed; there is no need to compute the rest.
+            TransferFailed: The transfer has failed; you need not compute the rest.
         """
         self._check_unfinished()
         self._put(make_chunk(self._sender.layout, tokens, pages, ready=ready, layers=layers))
@@ -301,7 +301,7 @@ class BlockingSender(BlockingTransfer):
 
         Raises:
             LocalProtocolError: The transfer has not ended yet, or its room was in use.
-            CapacityExceeded, RankDraining, RankBroken: It could not begin.
+            CapacityExceeded, RankDraining, RankBroken: It could not start.
             TransferFailed: It failed or was aborted. If it was aborted because its chunks were not contiguous,
                 `__cause__` is a LocalProtocolError that names both chunks.
         """
@@ -321,7 +321,7 @@ class BlockingSender(BlockingTransfer):
         self._rank._call_soon(self._feed)
 
     def _feed(self) -> None:
-        """Pass chunks on in order, and leave it to a task if one has to wait; the first refused one ends the room."""
+        """Pass queued chunks on in order; start a task if one has to wait. If one is refused, abort the transfer."""
         if self._is_feeding:
             return
         try:
@@ -344,18 +344,18 @@ class BlockingSender(BlockingTransfer):
             self._is_feeding = False
 
     def _has_chunks(self) -> bool:
-        if self.outcome is not Outcome.PENDING:  # nobody wants them any more
+        if self.outcome is not Outcome.PENDING:  # the transfer has ended
             self._chunks.clear()
         return bool(self._chunks)
 
     def _give_up(self, error: KvflowError) -> None:
-        if self.outcome is Outcome.PENDING:  # else it has failed meanwhile, which is said elsewhere
+        if self.outcome is Outcome.PENDING:  # else the transfer has already failed and reported why
             self._fail(FailureReason.ABORTED, error)
             self._sender.abort()
         self._chunks.clear()
 
     def _quiesce(self) -> None:
-        """Forget what waits here, and pass it on; what has failed is told elsewhere."""
+        """Drop the chunks queued here, and quiesce the sender. Failures are reported through `completed`."""
         self._chunks.clear()
         self._awaits_quiet = True
         try:
@@ -363,7 +363,7 @@ class BlockingSender(BlockingTransfer):
         except KvflowError as error:
             self._awaits_quiet = False
             self._give_up(error)
-        if self._awaits_quiet and self._sender.is_quiesced:  # after a success, of which nothing more is told
+        if self._awaits_quiet and self._sender.is_quiesced:  # the sender reports no change after a success
             self._note_change()
 
     @override
@@ -382,7 +382,7 @@ class BlockingSender(BlockingTransfer):
 
 
 class BlockingReceiver(BlockingTransfer):
-    """One room, as the decode engine receives it. Made by `DecodeRank.receive` or `DecodeRank.announce`."""
+    """The receiving side of one room. Returned by `DecodeRank.receive` and `DecodeRank.announce`."""
 
     __slots__ = ("_is_granted", "_queued", "_receiver")
 
@@ -394,13 +394,13 @@ class BlockingReceiver(BlockingTransfer):
 
     @property
     def is_announced(self) -> bool:
-        """It has no pages yet."""
+        """True while the room is only announced and has no pages."""
         return not self._is_granted
 
     @property
     @override
     def memory(self) -> Memory:
-        """Whether anyone can still touch the pages. SAFE before `grant`, because there are no pages yet."""
+        """Whether anything can still touch the pages. SAFE before `grant`, because there are no pages yet."""
         if self._queued is not None and self.outcome is Outcome.PENDING:
             return Memory.HELD
         return super().memory
@@ -420,8 +420,8 @@ class BlockingReceiver(BlockingTransfer):
 
         Raises:
             PlanError, ConfigError: As in `receive`; nothing has changed.
-            LocalProtocolError: It has pages already, or the rank is not open.
-            As `result`, if the transfer has failed.
+            LocalProtocolError: It already has pages, or the rank is not open.
+            If the transfer has failed, the same errors as `result`.
         """
         if self.outcome is not Outcome.PENDING:
             self._check_success()
@@ -437,7 +437,7 @@ class BlockingReceiver(BlockingTransfer):
             raise
 
     def _grant(self) -> None:
-        """Give the pages on the event loop; what has failed meanwhile is told elsewhere."""
+        """Grant the pages on the event loop, unless the transfer has already failed."""
         wanted = self._queued
         try:
             if wanted is not None and self.outcome is Outcome.PENDING:
@@ -446,7 +446,7 @@ class BlockingReceiver(BlockingTransfer):
         except KvflowError as error:
             self._fail(_reason_of(error), error)
             self._receiver.abort()
-        self._queued = None  # only now: until the rank has them, `memory` must say so
+        self._queued = None  # last, so that `memory` stays HELD until the rank has the pages
 
     @property
     @override
@@ -458,7 +458,7 @@ class BlockingReceiver(BlockingTransfer):
 
         Raises:
             LocalProtocolError: The transfer has not ended yet, or its room was in use.
-            CapacityExceeded, RankDraining, RankBroken: It could not begin.
+            CapacityExceeded, RankDraining, RankBroken: It could not start.
             TransferFailed: It failed or was aborted.
         """
         self._check_success()

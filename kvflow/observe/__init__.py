@@ -1,1 +1,1 @@
-"""What a person or a machine can see of kvflow from outside."""
+"""Logs, traces and timings: the observable side of kvflow."""

@@ -1,7 +1,7 @@
-"""Structured logs: an event name plus values, one line each.
+"""Structured logs: one line per event, with a name and values.
 
-kvflow logs through the standard library's logger "kvflow", so an embedding engine decides where lines go and which;
-without any configuration nothing is printed. `configure_logging` is for programs that are kvflow's own.
+kvflow logs through the standard library's logger "kvflow", so the embedding engine decides which lines are printed and
+where; without configuration, none are. `configure_logging` is for kvflow's own programs.
 """
 
 import logging
@@ -22,26 +22,26 @@ LOGGER.addHandler(logging.NullHandler())
 
 FIRST: Final = ("room", "outcome", "reason")
 LAST: Final = ("detail",)
-"""Values that begin and end a line, so that a person finds them."""
+"""Values at the start and end of a line, where they are easy to find."""
 
 UNQUOTED: Final = re.compile(r"[^\s\"'=\\]+")
 
 META: Final = ("event", "level", "timestamp", "exception")
-"""Values that a formatter of `logging` has its own places for."""
+"""Values that `logging` formatters show in places of their own."""
 
 
 class _Line(dict[str, Any]):
-    """The values of a line. As text it is what an engine sees that formats records with `logging` alone."""
+    """The values of a line. Its text is shown by engines that format records with `logging` alone."""
 
     def __str__(self) -> str:
-        """Return `event key=value ...`, and below it the traceback if there is one."""
+        """Return `event key=value ...`, followed by the traceback, if any, on the next lines."""
         shown = [f"{name}={_quoted(value)}" for name, value in self.items() if name not in META]
         text = " ".join([str(self.get("event")), *shown])
         return f"{text}\n{self['exception']}" if "exception" in self else text
 
 
 def _quoted(value: object) -> str:
-    """Return a value without anything that ends a word or a line."""
+    """Return a value as one word, quoted if it contains whitespace or special characters."""
     text = str(value) if not isinstance(value, bytes) else repr(value)
     return text if UNQUOTED.fullmatch(text) and text.isprintable() else repr(text)
 

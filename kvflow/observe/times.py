@@ -1,4 +1,4 @@
-"""How long each stage took. Pure."""
+"""Durations of each stage. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -9,14 +9,14 @@ __all__ = ["Duration", "StageTimes"]
 
 @dataclass
 class Duration:
-    """Durations of one kind, added up; seconds."""
+    """Count, sum and maximum of durations, in seconds."""
 
     count: int = 0
     total_s: float = 0.0
     max_s: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Note one duration."""
+        """Add one duration."""
         self.count += 1
         self.total_s += seconds
         self.max_s = max(self.max_s, seconds)
@@ -27,12 +27,12 @@ class StageTimes:
     """Durations by stage.
 
     What is measured: `bootstrap` checking a Hello (prefill) or compiling routes (decode); `enqueue` the wait of a piece
-    for its turn; `planning` one plan; `submit` one post, from the call to its end; `aggregate` from the first to
-    the last notice of a transfer, and scattering a packed piece.
+    for its turn; `planning` one plan; `submit` one post, from the call to its end; `aggregate` from the first to the
+    last notice of a transfer, and scattering a packed piece.
     """
 
     stages: dict[Stage, Duration] = field(default_factory=lambda: {stage: Duration() for stage in Stage})
 
     def add(self, stage: Stage, seconds: float) -> None:
-        """Note one duration."""
+        """Add one duration."""
         self.stages[stage].add(seconds)

@@ -1,4 +1,4 @@
-"""Core events and effects as log lines: a name, and who and what it is about."""
+"""Log lines for the events and effects of the cores."""
 
 import logging
 import math
@@ -79,7 +79,7 @@ STAGES: Final[dict[type, Stage]] = {
     ef.VerifyDigests: Stage.AGGREGATE,
     ef.ReportReceiver: Stage.AGGREGATE,
 }
-"""Events and effects of the rank as a whole have none."""
+"""Stage of each event and effect. Those that concern the rank as a whole have none."""
 
 MESSAGE_STAGES: Final[dict[type, Stage]] = {
     Announce: Stage.ENQUEUE,
@@ -93,7 +93,7 @@ MESSAGE_STAGES: Final[dict[type, Stage]] = {
     Drained: Stage.AGGREGATE,
     Failed: Stage.AGGREGATE,
 }
-"""Every other message is about the connection of two ranks."""
+"""Stage of each message. All other messages concern the connection between two ranks, and count as bootstrap."""
 
 NAMES: Final[dict[type, str]] = {
     ef.ReportGranted: "grants_reported",
@@ -101,10 +101,10 @@ NAMES: Final[dict[type, str]] = {
     ef.ReportSender: "sender_reported",
     ef.ReportReceiver: "receiver_reported",
 }
-"""Lines that are not named after their class."""
+"""Names of lines that are not derived from the class name."""
 
 CARRIERS: Final = ("piece", "delivery", "notice", "message", "chunk", "hello", "opened", "rank")
-"""Fields whose own fields are shown too."""
+"""Fields whose own fields are also shown."""
 
 Described = ev.PrefillEvent | ev.DecodeEvent | ef.PrefillEffect | ef.DecodeEffect
 
@@ -124,14 +124,14 @@ SHOWN: Final = (
     "lingers",
     "active",
 )
-"""Fields worth a place in a log line, of events and of what they carry."""
+"""Fields of events, and of the objects they carry, that are shown in log lines."""
 
 
 def describe(item: Described) -> tuple[str, dict[str, object]]:
-    """Return the name of a line and its values.
+    """Return the name and values of a line.
 
     Returns:
-        A name like "post_ended", and values among room, generation, engine_rank, peer, stage and whatever else is
+        A name like "post_ended", and those of the values room, generation, engine_rank, peer, stage and others that are
         short and known.
     """
     if isinstance(item, ef.LogEvent):
@@ -161,7 +161,7 @@ def _fields(item: object) -> dict[str, object]:
         field: getattr(item, field) for field in SHOWN if getattr(item, field, None) is not None
     }
     if hasattr(item, "instance"):
-        shown["prefill"] = str(item.instance)  # the line's own "instance" is the rank that writes it
+        shown["prefill"] = str(item.instance)  # the line's own "instance" is the logging rank's
     if "peer" in shown:
         shown["peer"] = str(shown["peer"])
     if isinstance(item, (Notice, Drained, Failed)):
@@ -180,32 +180,32 @@ def _fields(item: object) -> dict[str, object]:
 
 
 def failure_values(failure: Failure) -> dict[str, object]:
-    """Return what a log line says about a failure."""
+    """Return the values of a failure for a log line."""
     return {"reason": failure.reason.value, "detected_by": failure.rank, "detail": shorten(failure.detail)}
 
 
 MAX_TEXT: Final = 500
-"""Characters of a text from a peer that go into a log line."""
+"""Maximum length of text from a peer in a log line."""
 
 
 def shorten(text: str) -> str:
-    """Cut a text that may have come from a peer."""
+    """Truncate a text that may come from a peer."""
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLine:
-    """What a log line says about one transfer that has ended.
+    """The values of the log line for a transfer that has ended.
 
     Attributes:
         role: "send" or "receive".
-        room: The router's id of the request.
+        room: The router's ID for the request.
         prefill: Instance that computed it; None if this is that instance.
-        num_bytes: Bytes that were moved; None if that is not known.
+        num_bytes: Bytes moved; None if unknown.
         num_pages: Pages of this rank's pools that they were moved from or into.
-        elapsed_s: Since the engine opened it, in seconds.
+        elapsed_s: Seconds since the engine opened it.
         failure: None if it succeeded.
-        label: The engine's own id of the request.
+        label: The engine's own ID for the request.
     """
 
     role: Literal["send", "receive"]
@@ -228,13 +228,13 @@ NAMES_OF_LINES: Final = {
 
 
 def log_transfer(log: BoundLogger, line: TransferLine) -> None:
-    """Write the one line of a transfer: at DEBUG, or as a warning if it failed.
+    """Write the log line of a transfer: as a warning if it failed, else at DEBUG.
 
-    What an engine has aborted is not a warning: it knows.
+    A transfer that an engine aborted is logged at DEBUG, because the engine knows.
     """
     has_failed = line.outcome is Outcome.FAILED
     level = logging.WARNING if has_failed else logging.DEBUG
-    if not LOGGER.isEnabledFor(level):  # most often it is not, and values cost more than the question
+    if not LOGGER.isEnabledFor(level):  # the common case; building the values costs more than this check
         return
     known: dict[str, object] = {"room": line.room, "outcome": line.outcome.value}
     if line.failure is not None:
@@ -251,20 +251,20 @@ def log_transfer(log: BoundLogger, line: TransferLine) -> None:
 
 
 MAX_SOURCES = 1_024
-"""Pairs of kind and peer whose last line is remembered; peers that appear without end must not fill the memory."""
+"""Maximum number of (kind, peer) pairs whose last line is remembered; bounds memory if peers keep appearing."""
 
 
 MAX_LINES = 16
-"""Lines of one kind in an interval, of all peers together: names cost whoever makes them up nothing."""
+"""Maximum number of lines of one kind per interval over all peers, because inventing peer names costs nothing."""
 
 
 class AnomalyLog:
-    """Counts what was ignored, and logs each kind at a bounded rate for each peer, and for all of them.
+    """Counts ignored messages and similar events, and logs each kind at a bounded rate, per peer and overall.
 
     Args:
         log: Where to log.
-        clock: Gives monotonic seconds.
-        interval_s: At most one line for each kind and peer in this time.
+        clock: Returns monotonic seconds.
+        interval_s: Minimum interval between two lines for one kind and peer.
     """
 
     def __init__(self, log: BoundLogger, clock: Callable[[], float], interval_s: float = 1.0) -> None:
@@ -276,7 +276,7 @@ class AnomalyLog:
         self._lines: dict[str, tuple[float, int]] = {}
 
     def count(self, kind: str, peer: PeerId | None = None, **values: object) -> None:
-        """Count it, and log it unless its kind was logged for this peer just now."""
+        """Count an anomaly, and log it unless one of its kind was logged for this peer within the interval."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         now = self._clock()
         if now - self._logged_at.get((kind, peer), -math.inf) < self._interval_s:
@@ -290,9 +290,9 @@ class AnomalyLog:
         self._log.warning(kind, **_shorten_all({name: value for name, value in known.items() if value is not None}))
 
     def log(self, level: int, name: str, values: Mapping[str, object]) -> None:
-        """Log something that peers can cause as often as they like, unless there were many lines of that name just now.
+        """Log an event that peers can cause at will, unless the limit of lines with that name is reached.
 
-        Those that are left out are counted.
+        Omitted lines are counted.
         """
         if self._has_line(name, self._clock()):
             self._log.log(level, name, **_shorten_all(values))

@@ -1,4 +1,4 @@
-"""Mooncake's TransferEngine as a transport: `backend` is what kvflow sees, the rest are its parts."""
+"""Mooncake's TransferEngine as a transport. `backend` is the entry point; the other modules are its parts."""
 
 from kvflow.backends.mooncake.backend import MooncakeBackend
 

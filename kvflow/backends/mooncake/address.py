@@ -1,4 +1,4 @@
-"""How peers find a Mooncake endpoint, and how they tell it from others at the same address."""
+"""Addresses of Mooncake endpoints, and how peers distinguish endpoints that share an address."""
 
 import secrets
 import threading
@@ -27,10 +27,10 @@ class EndpointAddress(msgspec.Struct, frozen=True):
     Attributes:
         agent: The peer's agent name.
         protocol: "tcp" or "rdma".
-        session: What Mooncake calls the segment name. With P2PHANDSHAKE it is `host:port`, which does not
-            identify a process: another one may listen there by now.
-        incarnation: Random bytes that are at `incarnation_address` while this endpoint is open, and nowhere else.
-        incarnation_address: Where they are in the peer's memory; 0 if they cannot be read.
+        session: Mooncake's segment name. With P2PHANDSHAKE it is `host:port`, which does not identify a process:
+            another one may listen there by now.
+        incarnation: Random bytes stored at `incarnation_address` while this endpoint is open, and nowhere else.
+        incarnation_address: Their address in the peer's memory; 0 if they cannot be read.
     """
 
     agent: str
@@ -45,10 +45,10 @@ class EndpointAddress(msgspec.Struct, frozen=True):
 
     @classmethod
     def unpack(cls, data: bytes, *, agent: str, protocol: str) -> "EndpointAddress":
-        """Read a peer's address.
+        """Decode and check a peer's address.
 
         Raises:
-            BackendError: Malformed, of another agent, or of another protocol.
+            BackendError: It is malformed, or belongs to another agent or protocol.
         """
         try:
             address = msgspec.msgpack.decode(data, type=cls)
@@ -62,9 +62,9 @@ class EndpointAddress(msgspec.Struct, frozen=True):
 
 
 class IncarnationCell:
-    """The bytes that peers read to see whose memory this is, and slots to read theirs into.
+    """Memory with the incarnation that peers read to identify this process, and slots to read theirs into.
 
-    Callable from any thread. A read that fails may still land late, so its slot is the last to be used again.
+    Can be used from any thread. A failed read may still land late, so its slot is the last to be reused.
     """
 
     def __init__(self) -> None:
@@ -77,10 +77,10 @@ class IncarnationCell:
         self.num_bytes = int(self._memory.nbytes)
 
     def take_slot(self) -> int:
-        """Reserve `INCARNATION_BYTES` bytes to read into, and give their address.
+        """Reserve `INCARNATION_BYTES` bytes to read into, and return their address.
 
         Raises:
-            BackendError: All are in use.
+            BackendError: All slots are in use.
         """
         with self._lock:
             if not self._free:
@@ -88,7 +88,7 @@ class IncarnationCell:
             return self.address + INCARNATION_BYTES * self._free.popleft()
 
     def give_back(self, slot: int) -> bytes:
-        """Release a slot, and give what was read into it."""
+        """Release a slot, and return the bytes that were read into it."""
         index = (slot - self.address) // INCARNATION_BYTES
         found = bytes(self._memory[index])
         with self._lock:

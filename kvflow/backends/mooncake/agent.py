@@ -1,4 +1,4 @@
-"""The engines of one endpoint and the connections to its peers. Every method runs on the owner thread."""
+"""The Mooncake engines of one endpoint, and its connections to peers. Every method runs on the owner thread."""
 
 import time
 from collections.abc import Callable
@@ -19,29 +19,29 @@ from kvflow.observe.logs import get_logger
 __all__ = ["Agent"]
 
 MAX_ENGINES: Final = 8
-"""An engine stays until the last peer that was connected through it has left."""
+"""Limit on engines in use. An engine stays until the last peer that was connected through it has left."""
 
 MAX_DEPARTED: Final = 32
-"""Peers that leave before the next ones are connected through a fresh engine; each costs four open files until then."""
+"""Departed peers after which new peers get a fresh engine; until then, each costs four open file descriptors."""
 
 CLOSE_POLL_S: Final = 1e-3
 
 
 class Agent:
-    """What one endpoint has inside Mooncake: an engine that peers write to, and one that writes to new peers.
+    """One endpoint's engines: one that peers write to, and one that new peers are connected through.
 
-    They are the same at first. The one that writes is replaced when it is worn out: it has a stale address of a peer,
-    or many of its peers have left.
+    They are the same at first. The second one is replaced when it is worn out: when it has a stale address of a peer,
+    or when many of its peers have left.
 
     Attributes:
-        address: How peers find this endpoint.
+        address: The address of this endpoint, for its peers.
 
     Args:
         name: Agent name.
-        start_engine: Starts one for a cell.
-        delivery: Takes what happens to posts.
+        start_engine: Starts an engine for a cell.
+        delivery: Receives the events of posts.
         protocol: "tcp" or "rdma".
-        window: Descriptors under way to one peer at once.
+        window: Maximum number of descriptors in flight to one peer.
         timeout_s: A descriptor that fails sooner than this was not timed out.
 
     Raises:
@@ -74,7 +74,7 @@ class Agent:
         self._sender.num_users += 1  # it stays, because peers write to it
 
     def register(self, memory: RegisteredMemory) -> bytes:
-        """Register memory with every engine, and give the address of this endpoint.
+        """Register memory with every engine, and return the address of this endpoint.
 
         Raises:
             RegistrationError: The library refused.
@@ -85,18 +85,18 @@ class Agent:
         return self.address.pack()
 
     def engine_in_use(self, peer: str) -> WritingEngine | None:
-        """Return the engine over which something is under way to a peer that was disconnected, if there is one."""
+        """Return the engine of a peer's connection if posts are in flight on it, else None."""
         connection = self._connections.get(peer)
         return connection.engine if connection is not None and connection.is_active else None
 
     def borrow_sender(self, worn_out: WritingEngine | None = None) -> WritingEngine:
-        """Return the engine to connect a peer through; `give_back` it.
+        """Return the engine to connect a peer through; call `give_back` afterwards.
 
         Args:
-            worn_out: Not this one.
+            worn_out: An engine that must not be used.
 
         Raises:
-            BackendError: There are too many in use, or none could be started.
+            BackendError: Too many engines are in use, or none could be started.
         """
         is_crowded = sum(engine.num_users > 0 for engine in self._engines) >= MAX_ENGINES
         if self._sender is worn_out or (self._sender.num_departed >= MAX_DEPARTED and not is_crowded):
@@ -110,17 +110,17 @@ class Agent:
         return self._sender
 
     def give_back(self, engine: WritingEngine) -> None:
-        """Say that no peer is being connected through an engine any more."""
+        """Release one use of an engine, by a peer or by `borrow_sender`, and close engines that are no longer used."""
         engine.num_users -= 1
         self._close_unused()
 
     def connect(self, peer: str, engine: WritingEngine, session: str) -> None:
-        """Open the connection to a peer that an engine has reached."""
+        """Create the connection to a peer that an engine has reached."""
         connection = self._connections.get(peer)
-        if connection is not None and connection.engine is engine:  # it is back before its last post has ended
+        if connection is not None and connection.engine is engine:  # the peer is back before its last post has ended
             connection.is_leaving = False
             return
-        if connection is not None:  # what is under way ends by itself, and is not waited for
+        if connection is not None:  # posts in flight end by themselves; do not wait for them
             connection.is_leaving = True
             self._former.append(connection)
         engine.num_users += 1
@@ -129,24 +129,24 @@ class Agent:
         )
 
     def disconnect(self, peer: str) -> None:
-        """Close the connection to a peer when its last post has ended."""
+        """Close the connection to a peer once its last post has ended."""
         if peer in self._connections:
             self._connections[peer].is_leaving = True
             self._remove_leaving()
 
     def post(self, post_id: int, peer: str, descriptors: Descriptors) -> None:
-        """Start to write to a peer."""
+        """Start a write to a peer."""
         if peer in self._connections:
             self._connections[peer].post(Post(post_id, descriptors))
         else:
             self._emit([PostEnded(post_id, "peer was disconnected")])
 
     def is_busy(self) -> bool:
-        """Return whether something is under way."""
+        """Return whether posts are queued or in flight."""
         return any(connection.is_active for connection in self._all_connections())
 
     def poll(self) -> bool:
-        """Note what has ended, and start what fits into the windows; True, as something may have happened."""
+        """Handle ended transfers, and start those that fit into the windows. Always returns True."""
         for connection in self._all_connections():
             if connection.is_active:
                 connection.poll()
@@ -154,7 +154,7 @@ class Agent:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Wait for running posts, then destroy the engines: the only thing that stops a post for certain."""
+        """Wait for running posts, then destroy the engines: nothing else is certain to stop a post."""
         give_up = time.monotonic() + timeout_s
         try:
             while self.is_busy() and time.monotonic() < give_up:
@@ -207,6 +207,6 @@ class Agent:
 
 
 def _stopped(post: Post) -> PostEnded:
-    """Return the end of a post whose engine was destroyed; what was under way may still be in the peer's buffers."""
+    """End a post whose engine was destroyed; its data may still be in the peer's socket buffers."""
     lingers = post.lingers or post.num_running > 0
     return PostEnded(post.post_id, post.error or "stopped by closing the endpoint", lingers)

@@ -1,28 +1,28 @@
-"""The Mooncake transport: TCP on any machine, RDMA where there is a device for it.
+"""The Mooncake transport: TCP on any machine, RDMA where a device supports it.
 
-What the library does determines the design:
+Properties of the library determine the design:
 
-* Its batch calls spin a whole core each, and after an error the rest of a batch goes on unseen. So each descriptor is
-  a transfer of its own, submitted and asked about without blocking (`window`).
-* More descriptors in flight to one peer than its queue takes make that peer unreachable for good, so each peer has a
-  window that is far smaller.
-* The first contact with a peer happens under a lock of the engine, and a peer that hangs then holds up all others for
-  up to a minute. So a peer is probed first, in a worker thread, without that lock.
-* An engine keeps what it knows of a peer's address for good. A peer that comes back under the same address stays
-  unreachable for that engine, and an address may belong to another process by now. So a peer has a few random bytes in
-  its memory, its incarnation, which are read when it is connected; an engine that cannot read them is replaced by a
-  fresh one.
-* After a partition, TCP retransmits what is unacknowledged only when a pause is over that has doubled each time: up to
-  as long after the heal as the partition has lasted. So a peer that is connected again while posts to it still run is
-  connected through another engine.
-* Nobody proves that a session is his. Whoever gives that of another endpoint has to name bytes in its memory as his
-  incarnation; so if a peer names an address in memory that is known to be of another one, or the own, it is looked
-  whether the incarnation of that one is there as well. Endpoints that are not connected here are not known.
-* It speaks IPv4 or IPv6, for the whole process, and decides that when it is imported.
-* It has notices, but they are slow, unauthenticated and lost in silence: not used.
+* Each of its batch calls spins on a whole core, and after an error the rest of the batch continues unobserved. So each
+  descriptor is a separate transfer, submitted and polled without blocking (`window`).
+* If more descriptors are in flight to a peer than its queue holds, that peer becomes unreachable for good. So each peer
+  has a window far smaller than the queue.
+* The first contact with a peer happens under a lock of the engine, so a hanging peer can hold up all others for up to a
+  minute. So a peer is probed first, in a worker thread, without that lock.
+* An engine caches a peer's address forever. A peer that returns under the same address stays unreachable for that
+  engine, and the address may belong to another process by now. So each endpoint has a few random bytes in its memory,
+  its incarnation, which peers read when they connect to it; an engine that cannot read them is replaced by a fresh one.
+* After a partition, TCP retransmits unacknowledged data only after a pause that doubles each time: up to as long after
+  the heal as the partition lasted. So a peer that reconnects while posts to it are in flight is connected through
+  another engine.
+* Sessions are not authenticated. A peer that claims the session of another endpoint has to give an address in that
+  endpoint's memory as its incarnation. So if a peer gives an address that lies in the memory of a known endpoint or of
+  this one, kvflow checks whether that endpoint's incarnation can be read there as well. Endpoints that are not
+  connected here are not known.
+* The library uses either IPv4 or IPv6 in the whole process, decided when it is imported.
+* Its notices are slow, unauthenticated and lost silently, so they are not used.
 
-Source: measurements with mooncake-transfer-engine-non-cuda 0.3.13.post1 on Linux, TCP on one host. RDMA is not
-measured: there, bytes of a post that failed may always linger.
+Source: measurements with mooncake-transfer-engine-non-cuda 0.3.13.post1 on Linux, TCP on one host. RDMA was not
+measured; there, bytes of a failed post may always linger.
 """
 
 import dataclasses
@@ -65,15 +65,15 @@ Result = TypeVar("Result")
 
 CONNECTS_AT_ONCE: Final = 32
 ENGINES_TO_TRY: Final = 2
-"""The second is fresh, unless it was made meanwhile for another peer."""
+"""The second engine is fresh, unless it was already started for another peer."""
 
 TCP_DESCRIPTOR_OVERHEAD_S: Final = 20e-6
-"""What each descriptor costs besides its bytes: 17 to 40 us, measured on one host under load. RDMA is not measured."""
+"""Cost of each descriptor besides its bytes: 17 to 40 us, measured on one host under load. RDMA was not measured."""
 
 LOCAL_HOST: Final = "127.0.0.1"
 
 MAX_WINDOW: Final = 1024
-"""The library's queue for one peer, if the environment does not make it longer."""
+"""Size of the library's queue for one peer, unless the environment makes it longer."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -81,33 +81,33 @@ class _Peer(ConnectedPeer):
     """A connected peer.
 
     Attributes:
-        address: How it is found.
+        address: The address of its endpoint.
     """
 
     address: EndpointAddress
 
 
 class MooncakeBackend(OwnerBackend[Agent, _Peer]):
-    """Writes through a Mooncake TransferEngine.
+    """A transport that writes through a Mooncake TransferEngine.
 
-    `ends_with_process` is False: bytes in the socket buffers of a peer land after the sender has died. Over TCP, the
-    kernel shows when they have (`outlast`).
+    `ends_with_process` is False: bytes in a peer's socket buffers land after the sender has died. Over TCP, the kernel
+    shows when they have (`outlast`).
 
     Args:
-        host: Name, or IPv4 or IPv6 address without brackets, under which peers reach this process. By default what the
-            rank advertises, and 127.0.0.1 if it does not.
-        protocol: "tcp", or "rdma" where there is a device for it.
+        host: Name, or IPv4 or IPv6 address without brackets, at which peers reach this process. By default the host
+            that the rank advertises, or 127.0.0.1 if it advertises none.
+        protocol: "tcp", or "rdma" if there is a device for it.
         devices: RDMA devices to use; all if empty.
         metadata_server: URL of a Mooncake metadata server; without one, engines ask each other.
-        environment: Variables to set before the library is loaded, unless they are set already. The library's log
-            is silenced unless MC_LOG_LEVEL asks for more than errors.
-        window: Descriptors under way to one peer at once.
-        busy_interval_s: Between polls while something is in flight; otherwise there are none.
+        environment: Variables to set before the library is loaded, unless they are set already. The library's log is
+            silenced unless MC_LOG_LEVEL asks for more than errors.
+        window: Maximum number of descriptors in flight to one peer.
+        busy_interval_s: Seconds between polls while something is in flight; otherwise there are no polls.
         connect_timeout_s: How long a peer may take to answer the first contact.
         close_timeout_s: How long `aclose` waits for running posts before it destroys the engine, which stops them.
 
     Raises:
-        ConfigError: An option is unusable.
+        ConfigError: An option is invalid.
     """
 
     name = "mooncake"
@@ -181,10 +181,10 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
 
     @override
     async def outlast(self, domain: bytes) -> bool:
-        """As the contract says; never for device memory, where what was read may still have to be copied.
+        """Implement the contract for TCP and host memory. For device memory, data may be read but not yet copied.
 
-        A connection whose far end is not on this host is known to be dry only when it is closed. So where other
-        processes keep connections from other hosts, this waits for those, too.
+        A connection whose far end is on another host is only known to be dry once it is closed. So if other processes
+        keep connections from other hosts open, this waits for those, too.
         """
         is_on_host = self._memory is not None and set(self._memory.by_kind) == {"DRAM"}
         if self._settings.protocol != "tcp" or not is_on_host:
@@ -200,7 +200,7 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         """Open the connection to a peer through an engine that can write to it.
 
         Raises:
-            BackendError: The peer cannot be reached, or somebody else answers under its address.
+            BackendError: The peer cannot be reached, or another process answers at its address.
         """
         worn_out = await self._call(lambda agent: agent.engine_in_use(peer))
         for _ in range(ENGINES_TO_TRY):
@@ -217,10 +217,10 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         raise BackendError("peer answers, but its memory cannot be reached", session=address.session)
 
     async def _check_owner(self, engine: WritingEngine, peer: str, address: EndpointAddress) -> None:
-        """Refuse the session of another endpoint, or of this one under another name; it may have several addresses.
+        """Reject the session of another endpoint, or of this one under another name (it may have several addresses).
 
         Raises:
-            BackendError: Its incarnation is there.
+            BackendError: The incarnation of another endpoint can be read over this session.
         """
         own = await self._call(lambda agent: agent.address)
         if peer == own.agent and address == own:
@@ -235,7 +235,7 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
     @asynccontextmanager
     async def _borrowed_sender(self, worn_out: WritingEngine | None) -> AsyncIterator[WritingEngine]:
         owner, agent = self._running()
-        with anyio.CancelScope(shield=True):  # an engine that was borrowed has to be given back
+        with anyio.CancelScope(shield=True):  # a borrowed engine must be given back
             engine = await self._call(lambda agent: agent.borrow_sender(worn_out))
         try:
             yield engine
@@ -252,14 +252,14 @@ def _connect_line(agent: Agent, *, peer: str, engine: WritingEngine, session: st
 
 
 def _is_in(endpoint: EndpointAddress, memory: RegisteredMemory | None, address: int) -> bool:
-    """Return whether an incarnation at an address is, partly, in memory that can be read at an endpoint."""
+    """Return whether an incarnation at `address` overlaps memory that peers can read at an endpoint."""
     spans = [] if memory is None else [(item.address, item.end) for item in memory.ranges]
     spans.append((endpoint.incarnation_address, endpoint.incarnation_address + CELL_BYTES))
     return any(start < address + INCARNATION_BYTES and address < end for start, end in spans)
 
 
 def _is_host(text: str) -> bool:
-    """Return whether a text can be a name or an address; only an IPv6 address has colons."""
+    """Return whether a text can be a host name or an address; only an IPv6 address has colons."""
     if ":" not in text:
         return bool(text)
     try:

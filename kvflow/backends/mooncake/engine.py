@@ -1,7 +1,7 @@
-"""What the agent needs of an engine, and one native TransferEngine in a form that cannot crash the process.
+"""The engine interface that the agent uses, and its Mooncake implementation, which cannot crash the process.
 
-The library crashes the process when it is used before `initialize`, when an id is 0 or asked about twice, and when a
-name is None. Here an engine is initialised when it exists, 0 is an error, and only `window` keeps ids.
+The library crashes the process if it is used before `initialize`, if an id is 0 or is checked again after its end, or
+if a name is None. Here, an engine is initialised when it is created, 0 is an error, and only `window` keeps ids.
 """
 
 import abc
@@ -26,16 +26,16 @@ PROBE_ERRORS: Final = {-101: "its name cannot be resolved", -102: "nobody answer
 START_ATTEMPTS: Final = 8
 
 READ_ATTEMPTS: Final = 2
-"""A connection that was closed after an error is opened again only by the second attempt."""
+"""A connection that was closed after an error is reopened only by the second attempt."""
 
 
 class WritingEngine(abc.ABC):
-    """An engine that is started. Only `probe` and `read_incarnation` may be called on any thread.
+    """A running engine. Only `probe` and `read_incarnation` may be called from any thread.
 
     Attributes:
-        session: What peers call it.
-        num_users: Lines that write through it, and peers that are being connected through it.
-        num_departed: Lines that wrote through it and are closed.
+        session: Its name for peers.
+        num_users: Connections that write through it, plus peers being connected through it.
+        num_departed: Closed connections that wrote through it.
     """
 
     session: str
@@ -54,15 +54,15 @@ class WritingEngine(abc.ABC):
 
     @abc.abstractmethod
     def probe(self, address: EndpointAddress) -> None:
-        """Check that somebody answers at a peer's address. May block for a minute.
+        """Check that a process answers at a peer's address. May block for a minute.
 
         Raises:
-            BackendError: Nobody does, or this engine is closed.
+            BackendError: None does, or this engine is closed.
         """
 
     @abc.abstractmethod
     def read_incarnation(self, address: EndpointAddress) -> bytes | None:
-        """Read the incarnation of whoever answers for a peer's memory; None if nobody does. May block for seconds.
+        """Read the incarnation of the process that now serves a peer's memory; None on failure. May block for seconds.
 
         Raises:
             BackendError: This engine is closed.
@@ -70,22 +70,22 @@ class WritingEngine(abc.ABC):
 
     @abc.abstractmethod
     def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
-        """Start to write; 0 if it was refused, else an id."""
+        """Start a write. Return its id, or 0 if it was refused."""
 
     @abc.abstractmethod
     def check(self, transfer_id: int) -> int:
-        """Ask about an id: 0 while it runs, 1 if it is done, -1 if it failed, -2 if nobody knows.
+        """Return the state of a write: 0 while it runs, 1 if it is done, -1 if it failed, -2 if unknown.
 
-        Never ask about an id again after anything but 0.
+        Do not check an id again after any result but 0.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Destroy the engine: afterwards it reads and writes nothing any more."""
+        """Destroy the engine. Afterwards it reads and writes nothing."""
 
 
 class Engine(WritingEngine):
-    """A TransferEngine of Mooncake. It keeps its connections to peers that have left open.
+    """A Mooncake TransferEngine. It keeps connections to departed peers open.
 
     Raises:
         BackendUnavailable: It could not be started.
@@ -148,7 +148,7 @@ class Engine(WritingEngine):
     def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
         try:
             return int(self._native.transfer_submit_write(session, src, dst, num_bytes))
-        except Exception:  # noqa: BLE001 - what the binding cannot convert was not started
+        except Exception:  # noqa: BLE001 - arguments that the binding cannot convert; nothing was started
             return 0
 
     @override
@@ -157,9 +157,9 @@ class Engine(WritingEngine):
 
     @override
     def close(self) -> None:
-        """As the base class says.
+        """Destroy the engine.
 
-        The library waits for its own listener, for up to a second, and holds Python's lock meanwhile.
+        The library waits up to a second for its own listener, and holds the GIL meanwhile.
         """
         native, self._native = self._native, None
         if native is None:
@@ -176,7 +176,7 @@ class Engine(WritingEngine):
 
 
 def start_native(library: Library, name: str, settings: EngineSettings) -> Any:
-    """Start a native engine. It picks random ports and fails if one is taken, so it is tried again.
+    """Start a native engine. It picks random ports and fails if one is taken, so retry.
 
     Raises:
         BackendUnavailable: It could not be started.
@@ -196,7 +196,7 @@ def start_native(library: Library, name: str, settings: EngineSettings) -> Any:
 
 
 def _require_rdma(native: Any, settings: EngineSettings) -> None:
-    """Refuse to run without an RDMA device: the library would use TCP and say nothing.
+    """Check that there is an RDMA device; without one, the library would silently use TCP.
 
     Raises:
         BackendUnavailable: There is none.

@@ -1,7 +1,7 @@
-"""Finds Mooncake, prepares the environment that it reads, and keeps it quiet.
+"""Imports Mooncake, sets the environment variables it reads, and silences its log.
 
-Mooncake reads its settings from environment variables: some at the import, some when an engine is made. It reports what
-goes wrong only on standard error, so its log is turned off for programs that use their standard error themselves.
+Mooncake reads its settings from environment variables, some on import and some when an engine is created. It reports
+errors only on standard error, so its log is turned off for programs that use standard error themselves.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ __all__ = [
 Protocol = Literal["tcp", "rdma"]
 
 PEER_TO_PEER: Final = "P2PHANDSHAKE"
-"""Stands for "no metadata server": engines ask each other."""
+"""Value for no metadata server: engines ask each other."""
 
 MODULE: Final = "mooncake.engine"
 
 IPV6_VARIABLE: Final = "MC_USE_IPV6"
-"""Makes the library use IPv6, and no IPv4 any more, for the whole process; read when it is imported."""
+"""Makes the library use only IPv6, in the whole process; read on import."""
 
 HOST: Final = frozenset({"DRAM"})
 HOST_AND_DEVICE: Final = frozenset({"DRAM", "VRAM"})
@@ -52,26 +52,26 @@ BUILDS: Final = {
     "mooncake-transfer-engine-non-cuda": HOST,
     "mooncake-transfer-engine-npu": HOST,
 }
-"""Distributions, and the memory each can register. All install the same module over each other."""
+"""Distributions, and the memory kinds each can register. All install the same module over each other."""
 
 ENVIRONMENT: Final = {
     "MC_LOG_LEVEL": "ERROR",
-    # A peer whose queue was too short once is never written to again, so it is made as long as it can be.
+    # A peer whose queue has overflowed once is never written to again, so use the maximum length.
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-    # These two are the library's defaults; kvflow has to know them to distinguish a refusal from a timeout.
+    # The library's defaults for these two; kvflow needs them to distinguish a refusal from a timeout.
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "30",
     "MC_TCP_STATUS_TIMEOUT_SEC": "30",
-    # A hung peer is noticed sooner than after the library's 5 s and 30 s.
+    # Detects a hanging peer sooner than the library's 5 s and 30 s.
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
     "MC_TRANSFER_TIMEOUT": "5",
 }
 """Variables to set before the library is loaded, unless they are set already."""
 
 FATAL: Final = 3
-"""glog's level for messages after which the process ends."""
+"""glog's level for messages that end the process."""
 
 LEVEL_VARIABLE: Final = "_ZN3fLI17FLAGS_minloglevelE"
-"""glog's `FLAGS_minloglevel`. The environment variable for it is overwritten by Mooncake."""
+"""glog's `FLAGS_minloglevel`. Mooncake overwrites its environment variable."""
 
 
 TIMEOUT_VARIABLES: Final = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
@@ -81,10 +81,10 @@ TIMEOUT_MARGIN: Final = 0.9
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How engines are made.
+    """Settings of new engines.
 
     Attributes:
-        host: Name, or IPv4 or IPv6 address without brackets, under which peers reach this process.
+        host: Name, or IPv4 or IPv6 address without brackets, at which peers reach this process.
         protocol: "tcp" or "rdma".
         devices: RDMA devices to use; all if empty.
         metadata_server: URL, or `PEER_TO_PEER`.
@@ -101,26 +101,26 @@ class EngineSettings:
         return self.metadata_server == PEER_TO_PEER
 
     def session(self, port: int) -> str:
-        """Return what peers call an engine that listens at a port, if engines ask each other."""
+        """Return the session name of an engine that listens on a port, if engines ask each other."""
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
 
 def installed_builds() -> list[str]:
-    """Return the distributions of Mooncake that are installed."""
+    """Return the installed distributions of Mooncake."""
     return [name for name in BUILDS if _is_installed(name)]
 
 
 def memory_kinds() -> frozenset[str]:
-    """Give the kinds of memory that the installed build can register; host memory if several are installed, or none."""
+    """Return the memory kinds that the installed build can register; host memory if none or several are installed."""
     builds = installed_builds()
     return BUILDS[builds[0]] if len(builds) == 1 else HOST
 
 
 def environment_for(settings: EngineSettings, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set, with those that follow from the settings.
+    """Return the variables to set, including those that follow from the settings.
 
     Raises:
-        BackendUnavailable: The process was told to use TCP only, or the other version of IP.
+        BackendUnavailable: The environment forces TCP or the other IP version on this process.
     """
     complete = dict(environment)
     if _needs_ipv6(settings.host):
@@ -162,7 +162,7 @@ def _is_ipv4(host: str) -> bool:
 
 
 def shortest_timeout_s() -> float:
-    """Return the time below which a write that fails was not timed out by the library, in seconds."""
+    """Return a time in seconds; a write that fails sooner was not timed out by the library."""
     return TIMEOUT_MARGIN * min(_seconds(os.environ.get(variable, "")) for variable in TIMEOUT_VARIABLES)
 
 
@@ -177,7 +177,7 @@ class Library:
         environment: Variables to set first, unless they are set already.
 
     Raises:
-        BackendUnavailable: It is missing, there are two, or it does not load.
+        BackendUnavailable: It is missing, installed more than once, or does not load.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -194,7 +194,7 @@ class Library:
 
     @contextlib.contextmanager
     def silence(self) -> Iterator[None]:
-        """Log nothing inside the block, whatever the log level is otherwise."""
+        """Suppress the log inside the block, whatever the log level is."""
         before = _log_level(self.engine)
         if before is None:
             yield
@@ -243,7 +243,7 @@ def _level_variable(path: str) -> ctypes.c_int32 | None:
     try:
         return ctypes.c_int32.in_dll(ctypes.CDLL(path), LEVEL_VARIABLE)
     except (OSError, ValueError):
-        return None  # a build with another log library
+        return None  # a build with another logging library
 
 
 def _log_level(engine: ModuleType) -> int | None:
@@ -252,7 +252,7 @@ def _log_level(engine: ModuleType) -> int | None:
 
 
 def _set_log_level(engine: ModuleType, level: int) -> None:
-    """Set the least level that is logged, if this build has such a variable."""
+    """Set the minimum level that is logged, if this build uses glog."""
     variable = _level_variable(str(engine.__file__))
     if variable is not None:
         variable.value = level

@@ -1,13 +1,13 @@
-"""The writes under way to one peer: never more than the engine certainly takes, shared fairly by the posts.
+"""The writes in flight to one peer: never more than the engine is certain to accept, shared fairly among the posts.
 
-Every descriptor is a transfer with an id of its own, which is asked about until it has ended. A post has ended when
-each of its descriptors has. After the first failure no more of them are started, but those that were started go on:
-the library cannot stop them.
+Each descriptor is a transfer with its own id, which is polled until it has ended. A post has ended when all of its
+descriptors have. After the first failure no more of them are started, but those in flight continue: the library cannot
+stop them.
 
-What a failed descriptor means depends on how long it took. If it failed before the library's timeouts can have passed,
-the peer refused it or closed the connection, and the bytes that were on their way are lost with the connection. After a
-timeout the bytes may still be in the socket buffers of a peer that hangs, and land when it continues: measured with a
-stopped process, they do. Such a post lingers.
+The meaning of a failed descriptor depends on how long it took. If it failed before the library's timeouts can have
+passed, the peer refused it or closed the connection, and the bytes in flight are lost with the connection. After a
+timeout, the bytes may still be in the socket buffers of a hanging peer, and land when it continues (confirmed with a
+stopped process). Such a post lingers.
 """
 
 import time
@@ -25,38 +25,38 @@ RUNNING: Final = 0
 DONE: Final = 1
 FAILED: Final = -1
 EXPIRED: Final = -2
-"""The library has given up on it, but not reported that it has ended."""
+"""The library has given up on the transfer, but not reported that it has ended."""
 
 LOOK_AHEAD: Final = 8
-"""Running transfers seen before the rest is left for the next poll: four lanes carry them out nearly in order."""
+"""Running transfers seen before a poll stops: four lanes execute them nearly in order, so later ones can wait."""
 
 TURN: Final = 8
-"""Descriptors of one post before it is the next one's turn."""
+"""Descriptors started from one post before the next post's turn."""
 
 Row = tuple[int, int, int]
 
 
 class Writer(Protocol):
-    """What a connection needs of an engine."""
+    """The part of an engine that a connection uses."""
 
     def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
-        """Start to write; 0 if it was refused, else an id."""
+        """Start a write. Return its id, or 0 if it was refused."""
 
     def check(self, transfer_id: int) -> int:
-        """Ask about an id that is under way."""
+        """Return the state of a running write."""
 
 
 AnyWriter = TypeVar("AnyWriter", bound=Writer)
 
 
 class Post:
-    """A post on its way.
+    """A post in flight.
 
     Attributes:
-        num_running: Descriptors that were started and have not ended.
-        error: What went wrong first.
-        lingers: Bytes of it may land after everything has ended here.
-        is_in_doubt: That it is in doubt was reported.
+        num_running: Descriptors that have started and not ended.
+        error: The first error.
+        lingers: Its bytes may land after everything has ended here.
+        is_in_doubt: A `PostInDoubt` was emitted for it.
     """
 
     def __init__(self, post_id: int, descriptors: Descriptors) -> None:
@@ -71,7 +71,7 @@ class Post:
 
     @property
     def is_submitted(self) -> bool:
-        """Whether nothing of it is to be started any more."""
+        """Whether no more of it will be started."""
         return self.error is not None or self._next >= len(self._src)
 
     def take(self, count: int) -> list[Row]:
@@ -90,18 +90,18 @@ class _Transfer:
 
 
 class PeerConnection(Generic[AnyWriter]):
-    """The posts to one peer, and the window of transfers under way.
+    """The posts to one peer, and its window of transfers in flight.
 
     Attributes:
-        engine: What it writes through.
-        is_leaving: It is to be removed when it is not active.
+        engine: The engine it writes through.
+        is_leaving: Remove the connection once it is not active.
 
     Args:
         engine: Writes to this peer.
-        session: The peer's.
-        max_running: Descriptors under way at once.
+        session: The peer's session.
+        max_running: Maximum number of descriptors in flight.
         timeout_s: A descriptor that fails sooner than this was not timed out.
-        emit: Takes what happens to posts.
+        emit: Receives the events of posts.
     """
 
     def __init__(
@@ -125,22 +125,22 @@ class PeerConnection(Generic[AnyWriter]):
 
     @property
     def is_active(self) -> bool:
-        """Whether something is to be started or asked about."""
+        """Whether there is anything to start or poll."""
         return bool(self._posts or self._running)
 
     @property
     def unended(self) -> list[Post]:
-        """Posts without an end; if the connection is not active, they get theirs when the engine is destroyed."""
+        """Posts that have not ended. If the connection is not active, they end when the engine is destroyed."""
         return list(self._unended.values())
 
     def post(self, post: Post) -> None:
-        """Accept a post, and start it as far as the window allows."""
+        """Accept a post, and start as much of it as fits into the window."""
         self._unended[post.post_id] = post
         self._posts.append(post)
         self._fill()
 
     def poll(self) -> None:
-        """Note what has ended, and start what fits into the window."""
+        """Handle ended transfers, and start what fits into the window."""
         still_running: list[_Transfer] = []
         while self._running and len(still_running) < LOOK_AHEAD:
             transfer = self._running.popleft()
@@ -183,7 +183,7 @@ class PeerConnection(Generic[AnyWriter]):
             self._settle(post)
 
     def _settle(self, post: Post) -> None:
-        """Report what is known of a post of which nothing more will be started."""
+        """Report the state of a post that will start no more descriptors."""
         if not post.num_running:
             del self._unended[post.post_id]
             self._emit([PostEnded(post.post_id, post.error, post.lingers)])

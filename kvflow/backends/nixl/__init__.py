@@ -1,4 +1,4 @@
-"""NIXL as a transport: `backend` is what kvflow uses, and `agent` is what runs on the owner thread."""
+"""NIXL as a transport. `backend` is the entry point; `agent` runs on the owner thread."""
 
 from kvflow.backends.nixl.backend import NixlBackend
 

@@ -1,22 +1,22 @@
-"""A NIXL agent as its owner thread uses it: what is posted, to whom, and what proves that a post has ended.
+"""A NIXL agent as used on its owner thread: tracks posts and endpoints, and decides when a post has ended.
 
-An error proves little. What was measured, and what follows:
+An error proves little. The measurements behind this module, and the conclusions:
 
-* An error of the endpoint (RemoteDisconnect: the peer was killed, its agent closed, its connection broke) ends every
-  post to that peer, and nothing reads the source any more: after 92 kills in the middle of 256 MiB, over CMA, shared
-  memory and TCP, the kernel saw no page of it read. Such a post has ended, after one more round of progress for what
-  the library still has to cancel. Over TCP, bytes may be in the socket buffers of a live peer: they linger.
-* Any other error leaves the endpoint as it was, and earlier parts of the post under way, so the post is in doubt. A
-  later post over the same endpoint is a fence: when it is done, so is everything before it.
+* An endpoint error (RemoteDisconnect: the peer was killed, its agent closed, or its connection broke) ends every post
+  to that peer, and the source is no longer read: after 92 kills in the middle of 256 MiB, over CMA, shared memory and
+  TCP, the kernel saw no page of it read. Such a post has ended after one more round of progress, in which the library
+  cancels what is left. Over TCP, bytes may remain in the socket buffers of a live peer: they linger.
+* Any other error leaves the endpoint usable, and earlier parts of the same post may still be in flight, so the post is
+  in doubt. A later post over the same endpoint is a fence: when it is done, so is everything before it.
 * A failed endpoint stays failed, even if the peer is alive. Removing the agent and adding it again makes a new one.
-* Removing a live peer leaves its connections open on both sides, one file each for every lane, until either process
-  ends; removing on both sides changes nothing. So some sound endpoints are kept when a rank disconnects a peer (which
-  may only have been silent), and used again if the same incarnation comes back. The library closes endpoints to ended
-  ones. The connections of those that are removed are shut down (`outgoing`).
-* After a partition, TCP retransmits what is unacknowledged only when a pause is over that has doubled each time: up to
-  as long after the heal as the partition has lasted. So a peer that is connected again while posts to it still run gets
-  a fresh endpoint. An agent of the library has one endpoint to a peer, and removing that would lose sight of its posts,
-  so there are several agents if need be; peers write to the first one.
+* Removing a live peer leaves its connections open on both sides, one file descriptor per lane, until either process
+  ends; removing on both sides changes nothing. Therefore some sound endpoints are kept when a rank disconnects a peer
+  (which may only have been silent), and reused if the same incarnation comes back. The library closes endpoints to
+  ended processes. The connections of removed peers are shut down (`outgoing`).
+* After a partition, TCP retransmits unacknowledged data only after a pause that doubles each time: up to as long after
+  the heal as the partition lasted. A peer that reconnects while posts to it are in flight therefore gets a fresh
+  endpoint. A library agent has one endpoint per peer, and removing it would lose track of its posts, so several agents
+  are created if necessary; peers write to the first one.
 
 Source: nixl 1.5.1 (UCX 1.23) on Linux, host memory, one host.
 """
@@ -44,27 +44,27 @@ __all__ = ["NixlAgent"]
 CLOSE_POLL_S: Final = 1e-3
 
 CLOSING_ROUNDS: Final = 20
-"""Rounds of progress between removing the last peer and destroying the agent; measured: none is too few."""
+"""Rounds of progress between removing the last peer and destroying the agent; measured: zero is too few."""
 
 MAX_KEPT: Final = 32
-"""Sound endpoints kept for peers that the rank has disconnected; beyond it the oldest is removed."""
+"""Maximum number of sound endpoints kept for disconnected peers; beyond it, the oldest is removed."""
 
 NAME_AT: Final = b"nixlSerDes|Agent"
-"""How a blob begins; the name of its agent follows behind its length."""
+"""Start of a metadata blob; the length and then the name of its agent follow."""
 
 MAX_WAITING: Final = 1_000_000
-"""Events kept while the event loop does not get to them; notices beyond it are lost, as on a full receive queue."""
+"""Maximum number of undelivered events; beyond it, notices are dropped, as with a full receive queue."""
 
 
 class NixlAgent:
-    """An endpoint made of agents of NIXL. Every method runs on the owner thread, or in `OwnerThread.run_now`.
+    """An endpoint made of one or more NIXL agents. Every method runs on the owner thread, or in `OwnerThread.run_now`.
 
     Args:
-        name: Of the first agent of NIXL; the others have numbers behind it.
+        name: Name of the first NIXL agent; further agents append a number to it.
         plugin: NIXL plugin to use.
         plugin_options: Its parameters.
         environment: As in `library.load`.
-        delivery: Takes the events.
+        delivery: Receives the events.
 
     Raises:
         BackendUnavailable: The library is missing, or its plugin does not start.
@@ -85,7 +85,7 @@ class NixlAgent:
         self._emit = self._gathered.extend
         self._not_found = api.nixlBind.nixlNotFoundError
         self._disconnected = api.nixlBind.nixlRemoteDisconnectError
-        # Threads of the plugin's own post in an order that nobody knows, so that no post is a fence for another.
+        # With plugin threads, posts run in an unknown order, so no post is a fence for another.
         self._has_fences = plugin == "UCX" and int(plugin_options.get("num_threads", "0")) == 0
         self._running: dict[int, Post] = {}
         self._in_doubt: dict[int, Post] = {}
@@ -103,30 +103,30 @@ class NixlAgent:
 
     @property
     def epolls(self) -> tuple[int, ...]:
-        """As in `find_epolls`, of the agent that peers write to."""
+        """Epoll descriptors of the agent that peers write to, as returned by `find_epolls`."""
         return self._agents.epolls
 
     @property
     def unclosed(self) -> frozenset[str]:
-        """Peers that were removed and to which connections are open. Any thread may ask."""
+        """Removed peers that still have open connections. Can be read from any thread."""
         return self._left_open.peers
 
     def register(self, memory: RegisteredMemory) -> bytes:
-        """Register memory, and give the metadata of the agent.
+        """Register memory, and return the metadata of the agent.
 
         Raises:
-            RegistrationError: NIXL does not take it.
+            RegistrationError: NIXL rejected the memory.
         """
         blob = self._agents.register(memory)
         self._blobs.add(blob)
         return blob
 
     def connect(self, peer: str, blob: bytes) -> None:
-        """Open an endpoint to a peer, unless there is one that is sound and over which nothing is under way.
+        """Open an endpoint to a peer, unless it has a sound one without posts in flight.
 
         Raises:
-            BackendError: NIXL does not take the blob, or it is another peer's or of an own agent; or there are too many
-                former endpoints to the peer whose posts have not ended.
+            BackendError: NIXL rejected the blob, the blob belongs to another peer or to an agent of this process, or
+                too many former endpoints to the peer still have unended posts.
         """
         self._check_self(peer, blob)
         self._hand_on()
@@ -137,7 +137,7 @@ class NixlAgent:
             is_sound = not connection.has_failed and connection.blob == blob
             if is_sound and not self._is_in_use(connection):
                 return
-            if not self._clean_up(self.poll):  # what ran over a failed one raises now
+            if not self._clean_up(self.poll):  # posts over a failed endpoint raise during this poll
                 raise BackendError("writes over the previous endpoint of this peer have not ended", peer=peer)
         agent = self._agent_for(peer)
         if connection is not None and self._connections.get(peer) is connection:
@@ -146,15 +146,15 @@ class NixlAgent:
         self._add(agent, peer, blob)
 
     def disconnect(self, peer: str) -> None:
-        """Disconnect a peer when its last post has ended: earlier, the post would go on where nothing can see it."""
+        """Disconnect a peer once its last post has ended. If removed earlier, the post would continue unobserved."""
         self._hand_on()
         self._disconnecting[peer] = None
         self._finish_disconnecting()
 
     def post_next(self, outbox: PostQueue) -> None:
-        """Begin the next writes of an outbox, if any wait; events report what becomes of them."""
+        """Start the next writes of an outbox, if any are waiting; their outcome is reported as events."""
         writes = outbox.take()
-        if not writes:  # they were joined with an earlier one
+        if not writes:  # they were joined with an earlier write
             return
         post = self._prepare(outbox, writes)
         self._hand_on()  # the next call may take long
@@ -162,14 +162,14 @@ class NixlAgent:
             self._follow(post, post.connection.agent.transfer)
 
     def post_now(self, outbox: PostQueue) -> None:
-        """Begin the next writes of an outbox on the event loop, and deliver what has become of them by then."""
+        """Start the next writes of an outbox on the event loop, then poll and deliver the resulting events."""
         self.post_next(outbox)
         self.poll()
 
     def is_used_to(self, peer: str) -> bool:
-        """Return whether a post to a peer has ended well before: the first one may have to wait for the connection.
+        """Return whether a post to this peer has succeeded before; the first one may have to wait for the connection.
 
-        Any thread may ask.
+        Can be called from any thread.
         """
         connection = self._connections.get(peer)
         return connection is not None and connection.is_used
@@ -183,7 +183,7 @@ class NixlAgent:
         try:
             payload = pack_notices(write.notice for write in writes)
             handle = self._make_handle(connection, writes[0].kinds, joined(writes), payload)
-        except Exception as error:  # noqa: BLE001 - nothing was posted; the caller learns it as an event
+        except Exception as error:  # noqa: BLE001 - nothing was posted; reported to the caller as an event
             connection.has_erred = True
             self._emit([PostEnded(write.post_id, error_text(error)) for write in writes])
             return None
@@ -206,15 +206,15 @@ class NixlAgent:
         return connection.agent.initialize_xfer("WRITE", src, dst, connection.peer, payload)
 
     def watch(self, active: bool) -> None:
-        """Poll often because notices are expected, or not."""
+        """Set whether notices are expected; if so, the owner thread polls often."""
         self._is_watching = active
 
     def is_busy(self) -> bool:
-        """Return whether something is expected soon."""
+        """Return whether events are expected soon."""
         return bool(self._running or self._failed) or self._is_watching
 
     def poll(self) -> bool:
-        """Let the library make progress, and deliver what has happened; say whether anything has."""
+        """Let the library make progress and deliver the resulting events. Return whether anything happened."""
         self._hand_on()
         num_running = len(self._running)
         try:
@@ -225,14 +225,14 @@ class NixlAgent:
                 self._take_in(notices)
             self._end_failed()
         finally:
-            self._hand_on()  # before a breakdown is reported, and before peers are removed, which may take long
+            self._hand_on()  # before raising, and before removing peers, which may take long
         self._finish_disconnecting()
         self._remove_former()
         self._look_at_left_open()
         return bool(notices) or len(self._running) != num_running
 
     def close(self, timeout_s: float) -> None:
-        """Wait for running posts, then destroy the agent: the only thing that stops a post for certain."""
+        """Wait for running posts, then destroy the agents: nothing else is certain to stop a post."""
         give_up = time.monotonic() + timeout_s
         while self._running and time.monotonic() < give_up and self._clean_up(self.poll):
             time.sleep(CLOSE_POLL_S)
@@ -241,13 +241,13 @@ class NixlAgent:
         for posts in (self._running, self._in_doubt, self._failed):
             posts.clear()
         self._remove_everybody()
-        self._agents.close(self._clean_up)  # the last references, since no post is kept: handles hold their agent, too
-        # Bytes on their way go on landing for about 100 ms, and nothing shows when they have stopped.
+        self._agents.close(self._clean_up)  # drops the last references: no post holds one any more
+        # Bytes in flight may land for about another 100 ms, with no sign of when the last one has landed.
         self._emit(stopped)
         self._hand_on()
 
     def _note_writers(self, received: Sequence[tuple[str, bytes]]) -> None:
-        """Note which peers write here. Only what is known as a peer counts, since anybody can send any name."""
+        """Mark peers that write here. Names of unknown peers are ignored, because notices are not authenticated."""
         for name, _ in received:
             connection = self._connections.get(name)
             if connection is not None:
@@ -258,22 +258,23 @@ class NixlAgent:
             try:
                 notices = unpack_notices(payload)
             except RemoteProtocolError:
-                notices = [payload]  # anybody can have sent it; it is refused and counted by the reader of notices
+                notices = [payload]  # may come from anyone; the notice reader rejects and counts it
             self._emit([NoticeArrived(notice) for notice in notices])
 
     def _hand_on(self) -> None:
-        """Deliver what has happened.
+        """Deliver the gathered events.
 
-        Do it before every call that may take long, but not sooner: the event loop that it wakes wants the interpreter.
+        Call this before every call that may take long, but not earlier: it wakes the event loop, which competes for the
+        GIL.
         """
         if self._gathered:
             self._delivery.put(self._gathered)
             self._gathered.clear()
 
     def _remove_everybody(self) -> None:
-        """Remove every peer, and let the library finish with it.
+        """Remove every peer, and give the library time to finish.
 
-        UCX aborts the process if an agent is destroyed while something is queued for a peer that has closed.
+        UCX aborts the process if an agent is destroyed while data is queued for a peer that has closed.
         """
         while self._connections:
             self._former.append(self._connections.popitem()[1])
@@ -285,10 +286,10 @@ class NixlAgent:
             time.sleep(CLOSE_POLL_S)
 
     def _agent_for(self, peer: str) -> Any:
-        """Return an agent of NIXL over which nothing is under way to a peer.
+        """Return a NIXL agent that has no posts in flight to a peer.
 
         Raises:
-            BackendError: There are too many, or no other one could be started.
+            BackendError: There are too many agents, or a new one could not be started.
         """
         num_agents = len(self._agents)
         agent = self._agents.other_than(
@@ -302,18 +303,18 @@ class NixlAgent:
         return [*self._connections.values(), *self._former]
 
     def _check_self(self, peer: str, blob: bytes) -> None:
-        """Refuse what would be written to the own memory, unless it is known to be meant for it.
+        """Reject a peer with the name or metadata of an own agent, unless it is the agent that peers write to.
 
         Raises:
-            BackendError: The peer has the name of an own agent, or may have the name of one that is to be started, and
-                it is not the one that peers write to; or only one of name and blob is its.
+            BackendError: The peer has the name of an own agent (or one that a future agent could get) or the metadata
+                of one, and is not the agent that peers write to, with both its name and its metadata.
         """
         is_first = peer == self._name and blob in self._blobs
         if not is_first and (peer == self._name or peer.startswith(f"{self._name}#") or blob in self._blobs):
             raise BackendError("peer has the name or the metadata of an own agent", peer=peer)
 
     def _add(self, agent: Any, peer: str, blob: bytes) -> None:
-        if peer == agent.name:  # itself, which needs no adding
+        if peer == agent.name:  # the agent itself, which need not be added
             self._connections[peer] = Connection(peer, agent, blob, PreparedLists(peer))
             return
         _check_name(peer, blob)
@@ -333,12 +334,12 @@ class NixlAgent:
         self._connections[peer] = Connection(peer, agent, blob, PreparedLists(peer), opened, time.monotonic())
 
     def _undo_adding(self, agent: Any, name: str, before: Mapping[int, Address]) -> None:
-        """Close what NIXL has opened for a blob that it, or this agent, does not take.
+        """Remove an agent that NIXL has added wrongly or in part, and shut down the connections opened for it.
 
         Args:
-            agent: NIXL's.
-            name: Under which NIXL may know the other agent now.
-            before: Connections of earlier.
+            agent: The NIXL agent.
+            name: The name under which NIXL may have added the other agent.
+            before: Connections that existed before the call.
         """
         if not any(it.peer == name and it.agent is agent for it in self._endpoints()):
             self._clean_up(agent.remove_remote_agent, name)
@@ -352,10 +353,10 @@ class NixlAgent:
             self._follow(post, post.connection.agent.check_xfer_state)
 
     def _follow(self, post: Post, call: Callable[[Any], str]) -> None:
-        """Begin a post or ask about it, and note how it stands."""
+        """Start a post or query its state, and handle the result."""
         try:
             state = call(post.handle)
-        except Exception as error:  # noqa: BLE001 - the caller learns it as an event
+        except Exception as error:  # noqa: BLE001 - reported to the caller as an event
             self._running.pop(post.number, None)
             self._fail(post, error)
             return
@@ -384,7 +385,7 @@ class NixlAgent:
         self._emit(post.ended(error, lingers=lingers))
 
     def _end_failed(self) -> None:
-        """End the posts of endpoints that have failed; the library has made progress since."""
+        """End the posts of failed endpoints; the library has made progress since the failure."""
         for post in self._in_doubt.values():
             if post.connection.has_failed:
                 self._failed[post.number] = post
@@ -394,21 +395,21 @@ class NixlAgent:
         self._failed.clear()
 
     def _end_fenced(self, fence: Post) -> None:
-        """End the posts in doubt that have certainly ended because a later one is done."""
+        """End the posts in doubt for which a completed later post is a fence."""
         for post in list(self._in_doubt.values()):
             if post.connection is fence.connection and post.fence <= fence.number:
                 del self._in_doubt[post.number]
                 self._end(post, post.error)
 
     def _finish_disconnecting(self) -> None:
-        """Keep or remove the endpoints of disconnected peers, once nothing is under way to them."""
+        """Keep or remove the endpoints of disconnected peers that have no posts in flight."""
         for peer in list(self._disconnecting):
             connection = self._connections.get(peer)
             if connection is None or self._try_to_keep(connection) or self._try_to_remove(connection):
                 del self._disconnecting[peer]
 
     def _try_to_keep(self, connection: Connection) -> bool:
-        """Keep an endpoint in case its peer comes back, unless it is in use or not sound."""
+        """Keep a sound, unused endpoint in case its peer comes back. Return whether it was kept."""
         if connection.has_erred or self._is_in_use(connection):
             return False
         self._kept[connection.peer] = None
@@ -419,7 +420,7 @@ class NixlAgent:
         return True
 
     def _try_to_remove(self, connection: Connection) -> bool:
-        """Remove a peer, unless something may be under way over its endpoint."""
+        """Remove an endpoint, unless posts may be in flight over it. Return whether it was removed."""
         if self._is_in_use(connection):
             return False
         if self._connections.get(connection.peer) is connection:
@@ -452,19 +453,19 @@ class NixlAgent:
         return used
 
     def _remove_former(self) -> None:
-        """Remove former endpoints of peers that were connected anew, once nothing is under way over them."""
+        """Remove former endpoints of reconnected peers, once they have no posts in flight."""
         if self._former:
             self._former = [connection for connection in self._former if not self._try_to_remove(connection)]
 
     def _is_in_use(self, connection: Connection) -> bool:
-        """Return whether a post over it has not ended."""
+        """Return whether a post over this endpoint has not ended."""
         return any(post.connection is connection for post in self._unended())
 
     def _unended(self) -> list[Post]:
         return [*self._running.values(), *self._in_doubt.values(), *self._failed.values()]
 
     def _clean_up(self, call: Callable[..., object], *args: object) -> bool:
-        """Make a call after which nothing depends on its success; say whether it succeeded."""
+        """Make a clean-up call, and return whether it succeeded. Errors are logged, not raised."""
         try:
             call(*args)
         except self._not_found:
@@ -480,15 +481,15 @@ def _decoded(name: bytes | str) -> str:
 
 
 def _check_name(peer: str, blob: bytes) -> None:
-    """Refuse a blob with the name of another agent before the library sees it.
+    """Reject a blob that carries the name of another agent, before the library reads it.
 
-    A blob that is cut makes its name unusable in the library, for whoever really has it.
+    A truncated blob would make its name unusable in the library, even for the agent that owns the name.
 
     Raises:
-        BackendError: It has another name.
+        BackendError: The blob names another agent.
     """
     start = len(NAME_AT) + 8
-    if blob[: len(NAME_AT)] != NAME_AT:  # of another version of the library, which names it itself
+    if blob[: len(NAME_AT)] != NAME_AT:  # written by another version of the library, which checks the name itself
         return
     name = blob[start : start + int.from_bytes(blob[len(NAME_AT) : start], "little")]
     if name != peer.encode():

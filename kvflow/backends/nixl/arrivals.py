@@ -1,12 +1,12 @@
-"""Sees that something has come for an agent, without asking it.
+"""Detects that data has arrived for an agent, without polling the agent.
 
-NIXL can only be polled, and a notice that came between two polls waits for the next one. Where it comes over TCP, as
-notices do on one host, UCX has its sockets in an epoll instance, which is readable while one of them is. So the event
-loop watches that, and polls at once. Nothing depends on it: what comes another way (RDMA) is found by the owner thread,
-which polls all the same.
+NIXL can only be polled, so a notice that arrives between two polls waits for the next one. For TCP, which carries all
+notices on one host, UCX adds its sockets to an epoll instance, which is readable while one of them is. The event loop
+watches that instance and polls at once. This is only an optimisation: data that arrives over other paths (RDMA) is
+found by the owner thread, which keeps polling.
 
-Source: nixl 1.5.1 (UCX 1.23): one epoll instance for each TCP device of an agent, and one of a thread of UCX's own,
-which has those in it.
+Source: nixl 1.5.1 (UCX 1.23): one epoll instance for each TCP device of an agent, and one for UCX's own thread, which
+watches those.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ DETAILS: Final = Path("/proc/self/fdinfo")
 EPOLL: Final = "anon_inode:[eventpoll]"
 
 PAUSE_S: Final = 1e-3
-"""After a poll that found nothing, so that a descriptor that stays readable takes little time."""
+"""Pause after a poll that found nothing, in case a descriptor stays readable."""
 
 
 class Arrivals:
-    """Calls a function as soon as something has come. Create it on the event loop.
+    """Calls a function as soon as data has arrived. Create it on the event loop.
 
     Args:
-        epolls: From `find_epolls`; to be closed after it.
-        poll: Called on the event loop; says whether it has found anything.
+        epolls: Descriptors from `find_epolls`; close them only after this object.
+        poll: Called on the event loop; returns whether it found anything.
     """
 
     def __init__(self, epolls: Iterable[int], poll: Callable[[], bool]) -> None:
@@ -44,7 +44,7 @@ class Arrivals:
             self._loop.add_reader(fd, self._look, fd)
 
     def close(self) -> None:
-        """Call nothing any more. May be called twice."""
+        """Stop watching. May be called twice."""
         while self._pauses:
             fd, pause = self._pauses.popitem()
             if pause is not None:
@@ -63,11 +63,11 @@ class Arrivals:
 
 
 def find_epolls(make: Callable[[], Made]) -> tuple[Made, tuple[int, ...]]:
-    """Make an agent, and find the epoll instances that it has made for its sockets.
+    """Create an agent, and find the epoll instances that it has created for its sockets.
 
     Returns:
-        The agent, and descriptors of the instances, which are the caller's; none where the system does not list them.
-        An instance that another thread makes meanwhile may be among them.
+        The agent, and duplicated descriptors of the instances, owned by the caller; none if the system does not list
+        them. An instance created by another thread at the same time may be included.
     """
     if sys.platform != "linux":
         return make(), ()
@@ -83,12 +83,12 @@ def _epolls() -> dict[int, None]:
         try:
             if str(entry.readlink()) == EPOLL:
                 found[int(entry.name)] = None
-        except OSError:  # it was closed meanwhile
+        except OSError:  # closed in the meantime
             continue
     return found
 
 
 def _watched_by(fd: int) -> set[int]:
-    """Return the descriptors that an epoll instance watches."""
+    """Return the descriptors watched by an epoll instance."""
     lines = (DETAILS / str(fd)).read_text().splitlines()
     return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}

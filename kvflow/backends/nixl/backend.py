@@ -1,21 +1,21 @@
-"""The NIXL transport (UCX on host memory here; device memory by the same calls).
+"""The NIXL transport (measured with UCX and host memory; device memory uses the same calls).
 
-What the library does determines the design:
+Properties of the library determine the design:
 
-* Its own progress thread spins a whole core, so it is off. Writes and notices then only move when somebody polls: the
-  sender while it has posts, the receiver while it has transfers granted (`watch`).
+* Its own progress thread spins on a whole core, so it is off. Writes and notices then move only while this process
+  polls: the sender while it has posts in flight, the receiver while it has granted transfers (`watch`).
 * A post may copy everything inline before it returns, and any call may block. The owner thread makes every call.
 * Errors are raised, never returned, and an error does not prove that the bytes have stopped: such a post is in doubt
-  (`agent` says until when).
-* A write costs several calls besides its bytes, so small ones that have queued up for one peer go as one (`posts`).
-  Their notices travel together (`notices`).
+  (`agent` describes for how long).
+* A write costs several calls besides its bytes, so small writes queued for one peer are joined (`posts`). Their notices
+  travel together (`notices`).
 * Releasing a running handle does not stop it, so handles are polled to the end and only then released.
-* What a process has written over TCP may land after its death, when the receiver polls again. What it has copied on
-  one host does not, because there the writer moves the bytes itself. Of processes with one kernel, the kernel shows
-  when the last bytes have landed, whichever way they took (`paths`).
-* UCX drops its same-host lanes under peer error handling. One option brings back the copies from process to process.
-  Another one would bring back shared-memory queues, and halve the latency, but a process that is killed while it writes
-  to such a queue blocks it for everybody for ever: measured after 22 and 125 kills, and never in 550 without it.
+* Data that a process has written over TCP may land after its death, when the receiver next polls. Data copied on the
+  same host does not, because the writer itself moves the bytes. Between processes on the same kernel, the kernel shows
+  when the last bytes have landed, whichever path they took (`paths`).
+* UCX drops its same-host lanes under peer error handling. One option brings back copies from process to process.
+  Another would bring back shared-memory queues and halve the latency, but a process that is killed while it writes to
+  such a queue blocks it for all other processes forever: measured after 22 and 125 kills, and never in 550 without it.
 
 Source: measurements with nixl 1.5.1 (UCX 1.23) on Linux, host memory.
 """
@@ -49,7 +49,7 @@ from kvflow.observe.logs import get_logger
 __all__ = ["FORMAT", "NixlBackend"]
 
 FORMAT: Final = "nixl/2"
-"""The transport as peers know it, with the version of how notices are packed, which both sides must share."""
+"""Format of the metadata and the packed notices; must be the same on both sides."""
 
 
 @dataclass(eq=False)
@@ -57,9 +57,9 @@ class _Peer(ConnectedPeer):
     """A connected peer.
 
     Attributes:
-        outbox: A new one each time that the peer is connected, so that nothing goes over a later connection.
-        lists: The last ones that were found to be of registered memory.
-        kinds: Of memory that they are in, here and at the peer.
+        outbox: Replaced each time the peer is connected, so that no write goes over a later connection.
+        lists: The last lists that were found to lie in registered memory.
+        kinds: Memory kinds of these lists, here and at the peer.
     """
 
     outbox: PostQueue
@@ -68,24 +68,24 @@ class _Peer(ConnectedPeer):
 
 
 class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
-    """Writes through a NIXL agent.
+    """A transport that writes through a NIXL agent.
 
     Args:
         plugin: NIXL plugin to use.
-        plugin_options: Its parameters, over kvflow's own choice for UCX.
+        plugin_options: Its parameters; they override kvflow's choice for UCX.
         environment: Variables to set before the library is loaded, unless they are set already. By default those that
             keep NIXL and UCX quiet and, on a host without an EFA device, UCX_MODULES=^efa.
-        busy_interval_s: Between polls while something is in flight or expected.
-        quiet_interval_s: The same when nothing has happened for long.
-        idle_interval_s: Between polls while nothing is.
-        ends_with_process: An operator's word that nothing lands any more once the process that wrote has ended, where
-            the rank cannot see that itself: it sees it of host memory, if both processes share a kernel and neither
-            has a device for RDMA. It lets a decode rank take pages back when a prefill process that wrote to them has
-            died.
-        inline_bytes: Longest write that the event loop begins itself while the owner thread is idle; on one host that
-            copies the bytes, too. It does so for at most half of its time.
-        descriptor_overhead_s: Cost of a descriptor besides its bytes, in seconds, by which kvflow decides what to pack.
-            Measured: 2.3e-6 on one host, 5e-6 to 7e-6 over TCP. 0 packs nothing.
+        busy_interval_s: Seconds between polls while something is in flight or expected.
+        quiet_interval_s: The same after a long time without events.
+        idle_interval_s: Seconds between polls while nothing is in flight or expected.
+        ends_with_process: The operator's assurance that nothing lands after the writing process has ended, for cases
+            that the rank cannot check itself. It can check host memory if both processes share a kernel and neither has
+            an RDMA device. With this proof, a decode rank can reuse the pages of a prefill process that died while
+            writing to them.
+        inline_bytes: Maximum size of a write that the event loop starts itself while the owner thread is idle; on one
+            host, starting a write also copies its bytes. The event loop spends at most half of its time on this.
+        descriptor_overhead_s: Cost of a descriptor besides its bytes, in seconds, from which kvflow decides what to
+            pack. Measured: 2.3e-6 on one host, 5e-6 to 7e-6 over TCP. 0 disables packing.
         close_timeout_s: How long `aclose` waits for running posts before it destroys the agent, which stops them.
     """
 
@@ -136,7 +136,7 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
         await super().aclose()
 
     def _poll(self) -> bool:
-        """Poll on the event loop, because something has come."""
+        """Poll on the event loop, because data has arrived."""
         if self._owner is None or not self._owner.poll_now():
             return False
         self._delivery.deliver()
@@ -173,7 +173,7 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
         is_short = write.num_bytes <= self._inline_bytes and began >= self._inline_from
         if is_short and agent.is_used_to(outbox.peer) and owner.run_now(partial(agent.post_now, outbox)):
             ended = monotonic()
-            self._inline_from = ended + (ended - began)  # the rest has half of the time of a loop with much to post
+            self._inline_from = ended + (ended - began)  # leaves at least half of the event loop's time to other work
         else:
             owner.submit(partial(agent.post_next, outbox))
 
@@ -188,7 +188,7 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
 
     @override
     def domain(self) -> bytes:
-        """Name the kernel and the network namespace, if all that this process writes, or is written, can be seen."""
+        """Name the kernel and network namespace, if the kernel shows all data in flight to and from this process."""
         is_on_host = self._memory is not None and set(self._memory.by_kind) == {"DRAM"}
         if not is_on_host or not can_be_seen(self._plugin, self._plugin_options):
             return b""
@@ -200,9 +200,9 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
 
     @override
     async def outlast(self, domain: bytes) -> bool:
-        """As the contract says, if both processes are of one domain: then both ends of their connections can be seen.
+        """Implement the contract for processes of this domain: the kernel shows both ends of their connections.
 
-        Connections with processes elsewhere do not matter then.
+        Connections with processes elsewhere are ignored.
         """
         if self.capabilities.ends_with_process:
             return True
@@ -210,7 +210,7 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
             return False
         try:
             await self._socket_drain.wait()
-            await self._call(lambda agent: agent.poll())  # what was read by now is in its place after this
+            await self._call(lambda agent: agent.poll())  # after this poll, everything that was read has been stored
         except (OSError, BackendError) as error:
             get_logger(backend=self.name).warning("nixl_connections_unknown", detail=str(error))
             return False

@@ -1,4 +1,4 @@
-"""Finds NIXL, prepares the environment that it reads, and says in words what it raises."""
+"""Imports NIXL, sets the environment variables it reads, and formats its exceptions."""
 
 import importlib
 import os
@@ -12,48 +12,48 @@ from kvflow.errors import BackendUnavailable
 __all__ = ["ENGINE_CONFIG", "default_environment", "error_text", "load"]
 
 DISTRIBUTIONS: Final = ("nixl_cu12", "nixl_cu13")
-"""Import names, in order of preference. The umbrella package `nixl` imports torch to choose between them."""
+"""Import names in order of preference. The umbrella package `nixl` imports torch to choose between them."""
 
 QUIET: Final = {
-    # Without these, NIXL and UCX print, NIXL an error for each post to a peer that has died.
+    # Without these, NIXL and UCX print messages; NIXL prints an error for each post to a dead peer.
     "NIXL_LOG_LEVEL": "FATAL",
     "UCX_LOG_LEVEL": "fatal",
-    # UCX would handle SIGHUP itself, and print everything it does from then on.
+    # UCX would otherwise handle SIGHUP itself, and print everything it does from then on.
     "UCX_DEBUG_SIGNO": "0",
 }
 
 WITHOUT_EFA: Final = {"UCX_MODULES": "^efa"}
 """Keeps UCX from loading its EFA module, in the whole process.
 
-The module of the wheel needs the system's libefa, whose clean-up crashes the interpreter at exit. But an engine that
-uses UCX too may want the device.
+The wheel's module needs the system's libefa, whose clean-up crashes the interpreter at exit. Not set on hosts with an
+EFA device, because an engine that also uses UCX may need it.
 """
 
 EFA_DRIVER: Final = Path("/sys/bus/pci/drivers/efa")
-"""Has an entry named after its PCI address for each EFA device of the host."""
+"""Contains an entry named after the PCI address of each EFA device of the host."""
 
 ENGINE_CONFIG: Final = "CMA_ERROR_HANDLING=y"
-"""Keeps the copies that UCX makes from process to process on one host, although peer error handling is on."""
+"""Enables direct copies between processes of one host, which UCX otherwise disables under peer error handling."""
 
 
 def default_environment(efa_driver: Path = EFA_DRIVER) -> dict[str, str]:
     """Return the variables that NIXL needs on this host.
 
     Args:
-        efa_driver: Where the kernel lists EFA devices.
+        efa_driver: Directory in which the kernel lists EFA devices.
     """
     has_efa = any(efa_driver.glob("*:*:*"))
     return QUIET if has_efa else QUIET | WITHOUT_EFA
 
 
 def load(environment: Mapping[str, str] | None = None) -> ModuleType:
-    """Import the NIXL build that is installed.
+    """Import the installed NIXL build.
 
     Args:
         environment: Variables to set first, unless they are set already; `default_environment()` by default.
 
     Raises:
-        BackendUnavailable: None is installed, or it does not load.
+        BackendUnavailable: No build is installed, or it does not load.
     """
     if environment is None:
         environment = default_environment()
@@ -71,5 +71,5 @@ def load(environment: Mapping[str, str] | None = None) -> ModuleType:
 
 
 def error_text(error: Exception) -> str:
-    """Return type and text of an exception: the text of NIXL's own is only the name of a status."""
+    """Return the type and text of an exception; the text of a NIXL exception is only the name of a status."""
     return f"{type(error).__name__}: {error}"

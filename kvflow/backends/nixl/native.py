@@ -1,4 +1,4 @@
-"""The agents of NIXL that make up one endpoint. Used on the owner thread."""
+"""The NIXL agents that make up one endpoint. Used on the owner thread."""
 
 import functools
 import os
@@ -15,15 +15,15 @@ from kvflow.geometry.layout import MemoryKind
 __all__ = ["MAX_AGENTS", "NativeAgents"]
 
 MAX_AGENTS: Final = 4
-"""So that posts over former endpoints to a peer can end. Agents stay until the endpoint is closed."""
+"""Limit on agents. Several exist so that posts over former endpoints to a peer can end; all stay until `close`."""
 
 
 class NativeAgents:
-    """One agent at first, to which peers write. More are started to write from, with the same memory.
+    """The first agent, which peers write to, and further agents that only write, with the same memory.
 
     Args:
         api: The library.
-        name: Of the first agent; the others have numbers behind it.
+        name: Name of the first agent; further agents append a number to it.
         plugin: NIXL plugin to use.
         plugin_options: Its parameters.
 
@@ -49,23 +49,23 @@ class NativeAgents:
 
     @property
     def first(self) -> Any:
-        """The one that peers write to."""
+        """The agent that peers write to."""
         return self._agents[0]
 
     @property
     def epolls(self) -> tuple[int, ...]:
-        """As in `find_epolls`, of the first agent."""
+        """Epoll descriptors of the first agent, as returned by `find_epolls`."""
         return self._epolls[0]
 
     def outgoing(self, agent: Any) -> OutgoingSockets:
-        """Return the connections that one of the agents has opened."""
+        """Return the connections opened by one of the agents."""
         return self._outgoing[next(place for place, it in enumerate(self._agents) if it is agent)]
 
     def register(self, memory: RegisteredMemory) -> bytes:
-        """Register memory, and give the metadata that peers need.
+        """Register memory with every agent, and return the metadata that peers need.
 
         Raises:
-            RegistrationError: NIXL does not take it.
+            RegistrationError: NIXL rejected the memory.
         """
         rows = {
             kind: [(item.address, item.length, device, "") for item, device in items]
@@ -78,10 +78,10 @@ class NativeAgents:
         return bytes(self.first.get_agent_metadata())
 
     def other_than(self, taken: Sequence[Any]) -> Any:
-        """Return an agent that is none of these; one is started if need be.
+        """Return an agent that is not in `taken`, starting one if necessary.
 
         Raises:
-            BackendError: There are too many, or no other one could be started.
+            BackendError: There are too many agents, or a new one could not be started.
         """
         for agent in self._agents:
             if not any(agent is other for other in taken):
@@ -97,9 +97,9 @@ class NativeAgents:
         return agent
 
     def progress(self) -> list[tuple[str, bytes]]:
-        """Let the library make progress, and give the notices that have arrived, each with the agent that it names.
+        """Let the library make progress, and return the notices that have arrived, each with the agent name it carries.
 
-        Nothing proves that it is from that agent.
+        The name is not authenticated.
         """
         return [
             (name, payload)
@@ -109,10 +109,10 @@ class NativeAgents:
         ]
 
     def close(self, clean_up: Callable[..., object]) -> None:
-        """Deregister the memory, and drop the agents, which destroys those that nothing else refers to.
+        """Deregister the memory and drop the agents, which destroys those without other references.
 
         Args:
-            clean_up: Makes the calls.
+            clean_up: Runs the calls.
         """
         for fd in (fd for epolls in self._epolls for fd in epolls):
             os.close(fd)
@@ -131,7 +131,7 @@ class NativeAgents:
         return agent
 
     def _drop_last(self) -> None:
-        """Let go of the agent that was started last, since it is of no use."""
+        """Drop the agent that was started last, because its memory could not be registered."""
         self._agents.pop()
         self._outgoing.pop()
         for fd in self._epolls.pop():
@@ -145,7 +145,7 @@ class NativeAgents:
                 raise RegistrationError(
                     "NIXL refused to register memory", memory_kind=kind, ranges=len(rows), detail=error_text(error)
                 ) from error
-            if registered is None:  # how NIXL reports arguments that it does not understand
+            if registered is None:  # how NIXL reports invalid arguments
                 raise RegistrationError("NIXL did not accept the memory ranges", ranges=rows[:4])
             self._registered.append((agent, registered))
 

@@ -1,4 +1,4 @@
-"""Several notices in the payload of one native write: each behind its length, four bytes, little-endian."""
+"""Packs several notices into the payload of one native write, each after its length (4 bytes, little-endian)."""
 
 from collections.abc import Iterable
 
@@ -9,11 +9,11 @@ __all__ = ["MAX_NOTICES", "pack_notices", "unpack_notices"]
 LENGTH_BYTES = 4
 
 MAX_NOTICES = 64
-"""Most notices in one payload, more than are ever joined. Anybody can send one, and short notices take much memory."""
+"""Maximum number of notices in a payload, more than are ever joined. Limits the memory a hostile payload can take."""
 
 
 def pack_notices(notices: Iterable[bytes]) -> bytes:
-    """Encode up to `MAX_NOTICES` notices in order; empty ones stand for none and are left out."""
+    """Encode up to `MAX_NOTICES` notices in order. Empty ones stand for no notice and are skipped."""
     return b"".join(len(notice).to_bytes(LENGTH_BYTES, "little") + notice for notice in notices if notice)
 
 
@@ -21,7 +21,8 @@ def unpack_notices(payload: bytes) -> list[bytes]:
     """Decode the notices of a payload, in order.
 
     Raises:
-        RemoteProtocolError: Not what `pack_notices` gives: a notice is cut or empty, or there are too many.
+        RemoteProtocolError: The payload is not from `pack_notices`: a notice is truncated or empty, or there are too
+            many.
     """
     notices: list[bytes] = []
     start = 0

@@ -1,19 +1,19 @@
-"""Connections that an agent of NIXL has opened, and those that it leaves open when their peer is removed.
+"""TCP connections opened by a NIXL agent, including those left open after their peer was removed.
 
-UCX opens a TCP connection for each lane to a peer while the peer is added. When it is removed, UCX keeps them, because
-the peer may write over them, until the peer's worker closes: for as long as its process lives. Whoever has a right key
-could use up every descriptor so, with ever new agents of one process. A connection that the kernel is told to shut down
-is closed by UCX itself, once it makes progress. What was measured:
+UCX opens a TCP connection for each lane while a peer is added. After the peer is removed, UCX keeps the connections
+until the peer's worker closes, because the peer may write over them: for as long as the peer's process lives. A client
+with a valid key could thus exhaust this process's file descriptors by connecting ever new agents of one process. If a
+connection is shut down at the socket level, UCX closes it the next time it makes progress. Measurements:
 
-* One over which a post has gone is closed at once, and the peer can be added anew. So it is with others that live,
-  after 10 ms. Until its peer has answered, UCX tries again, up to 25 times, with new connections to the same address.
-  So addresses are watched, and not only the connections that were there at first.
-* To shut one down before its peer has answered has the peer open one in the other direction, which stays for 20 s,
-  or for as long as the peer's process lives.
-* A blob that the library refuses half-way leaves a connection, too.
+* A connection that has carried a post is closed at once, and the peer can be added again. The same holds for other live
+  connections, after 10 ms. Until its peer has answered, UCX retries up to 25 times, with new connections to the same
+  address. So addresses are watched, not only the connections that were opened first.
+* If a connection is shut down before its peer has answered, the peer opens one in the other direction, which stays open
+  for 20 s, or for as long as the peer's process lives.
+* A blob that the library rejects half-way also leaves a connection.
 
-A peer may write here over any connection that was opened to it. So none is shut down to the address of a peer that is
-connected, and none of one that was heard to write here.
+A peer may write here over any connection that was opened to it. Therefore no connection is shut down whose address
+belongs to a connected peer, or whose peer is known to write here.
 
 Source: nixl 1.5.1 (UCX 1.23) on Linux.
 """
@@ -33,34 +33,34 @@ __all__ = ["ANSWER_S", "Address", "InUse", "OutgoingSockets", "StaleConnections"
 
 DETAILS: Final = Path("/proc/self/fdinfo")
 WATCHED: Final = re.compile(r"^tfd:\s*([0-9]+) .*\bino:([0-9a-f]+)", re.MULTILINE)
-"""A descriptor that an epoll instance watches, and the inode of what it stands for."""
+"""Matches a descriptor that an epoll instance watches, and its inode."""
 
 ANSWER_S: Final = 1.0
-"""Time that a peer has to answer the first connection before that is shut down."""
+"""Seconds a peer has to answer the first connection before that connection is shut down."""
 
 QUIET_S: Final = 0.5
-"""Time without a new connection after which UCX is taken to have given up."""
+"""Seconds without a new connection after which UCX is assumed to have given up."""
 
 RETRY_S: Final = 10e-3
-"""Between looks while connections are shut down."""
+"""Seconds between checks while connections are being shut down."""
 
 RARELY_S: Final = 0.5
-"""Between looks while none may be."""
+"""Seconds between checks while no connection may be shut down."""
 
 MAPPED: Final = bytes(10) + b"\xff\xff"
-"""How an address of IPv6 begins that is one of IPv4."""
+"""Prefix of an IPv6 address that maps an IPv4 address."""
 
 INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
 
 Address = tuple[bytes, int]
-"""Of the other end: that of the host as the network has it, and the port."""
+"""Remote address of a connection: the host in network byte order, and the port."""
 
 
 class OutgoingSockets:
-    """The TCP connections that one agent of NIXL has opened and not yet closed.
+    """The TCP connections that one NIXL agent has opened and not yet closed.
 
     Args:
-        epolls: In which UCX has them, as `find_epolls` gives them; not owned. None are seen without.
+        epolls: The agent's epoll descriptors from `find_epolls`; not owned. If empty, no connection is found.
     """
 
     def __init__(self, epolls: Collection[int]) -> None:
@@ -69,14 +69,14 @@ class OutgoingSockets:
         self._known: dict[int, Address | None] = {}
 
     def now(self) -> dict[int, Address]:
-        """Return the inode of each connection, and its other end."""
+        """Return the remote address of each open connection, by inode."""
         watched = self._watched()
         unknown = {inode: fd for inode, fd in watched.items() if inode not in self._known}
         self._known = {inode: self._known[inode] for inode in watched if inode in self._known} | self._look_up(unknown)
         return {inode: address for inode, address in self._known.items() if address is not None}
 
     def shut_down(self, inodes: Iterable[int]) -> None:
-        """Shut connections down, so that UCX closes them at its next progress; those that are gone do not matter."""
+        """Shut connections down, so that UCX closes them when it next makes progress. Closed ones are ignored."""
         watched = self._watched()
         for inode in inodes:
             found = _dup(watched[inode], inode) if inode in watched else None
@@ -85,15 +85,15 @@ class OutgoingSockets:
                     _shut_down(found)
 
     def _watched(self) -> dict[int, int]:
-        """Return the descriptors that UCX watches by inode, whatever they are."""
+        """Return the descriptors of any kind that UCX watches, by inode."""
         try:
             texts = [(DETAILS / str(epoll)).read_text("ascii") for epoll in self._epolls]
-        except OSError:  # closed with the agent, or a system that does not tell
+        except OSError:  # closed with the agent, or not supported by this system
             return {}
         return {int(inode, 16): int(fd) for text in texts for fd, inode in WATCHED.findall(text)}
 
     def _look_up(self, unknown: Mapping[int, int]) -> dict[int, Address | None]:
-        """Find the other ends of connections by inode; None for what others have opened, or is no connection."""
+        """Return the remote addresses of connections, by inode; None for non-sockets and for accepted connections."""
         ends: dict[int, Address | None] = dict.fromkeys(unknown)
         connecting = []
         for inode, fd in unknown.items():
@@ -112,11 +112,11 @@ class OutgoingSockets:
 
 @dataclass
 class InUse:
-    """What must not be shut down.
+    """Connections that must not be shut down.
 
     Attributes:
-        addresses: Of peers that are added and used, or write here.
-        inodes: Connections that were opened for any peer that is added.
+        addresses: Addresses of peers that are in use or that write here.
+        inodes: Connections opened for any added peer.
     """
 
     addresses: set[Address] = field(default_factory=set)
@@ -125,15 +125,15 @@ class InUse:
 
 @dataclass(eq=False)
 class _Left:
-    """What is open although its peer was removed.
+    """Connections left open by one removed peer.
 
     Attributes:
-        inodes: Connections that were opened while the peer was added.
-        addresses: Their other ends.
-        shut_from: Not before this time.
-        is_written: The peer writes here.
-        look_at: When to look again.
-        quiet_from: When nothing of it was open any more; None if something is.
+        inodes: Connections opened while the peer was being added.
+        addresses: Their remote addresses.
+        shut_from: Earliest time to shut them down.
+        is_written: True if the peer writes here; then they are never shut down.
+        look_at: When to check again.
+        quiet_from: Since when none of them is open; None while one is.
     """
 
     peer: str
@@ -146,7 +146,7 @@ class _Left:
     quiet_from: float | None = None
 
     def look(self, now: float, found: Mapping[int, Address], used: InUse) -> bool:
-        """Shut down what can be; False if nothing has been open for long."""
+        """Shut down the connections that may be. Return False once none has been open for `QUIET_S`."""
         addresses = self.addresses - used.addresses
         mine = {inode for inode, address in found.items() if address in addresses and inode not in used.inodes}
         if not mine and not self.inodes & found.keys():
@@ -165,10 +165,10 @@ class _Left:
 
 
 class StaleConnections:
-    """Connections to peers that were removed, until they are closed.
+    """Connections to removed peers that are not closed yet.
 
     Attributes:
-        peers: Those who have some. May be read in any thread.
+        peers: Peers with such connections. Can be read from any thread.
     """
 
     def __init__(self) -> None:
@@ -179,14 +179,14 @@ class StaleConnections:
     def add(
         self, peer: str, sockets: OutgoingSockets, opened: Mapping[int, Address], *, shut_from: float, is_written: bool
     ) -> None:
-        """Note what was opened for a peer that is removed now.
+        """Track the connections of a peer that is being removed.
 
         Args:
             peer: Its name.
-            sockets: Of the agent that had it.
-            opened: Connections and their other ends, by inode.
+            sockets: Connections of the agent that the peer was added to.
+            opened: Remote addresses of the peer's connections, by inode.
             shut_from: When to shut the connections down.
-            is_written: Never do that: the peer writes here.
+            is_written: True if the peer writes here; its connections are then never shut down.
         """
         if opened:
             left = _Left(peer, sockets, frozenset(opened), frozenset(opened.values()), shut_from, is_written)
@@ -195,22 +195,22 @@ class StaleConnections:
             self.peers |= {peer}
 
     def shut_down_of(self, peer: str, sockets: OutgoingSockets) -> bool:
-        """Shut down what a peer has left, since it is about to be added anew; say whether there was something."""
+        """Shut down the connections left by a peer that is about to be added again. Return whether there were any."""
         found = [it for it in self._left if it.peer == peer and it.sockets is sockets and not it.is_written]
         for left in found:
             sockets.shut_down(left.inodes)
         return bool(found)
 
     def is_due(self, now: float) -> bool:
-        """Return whether to look again."""
+        """Return whether `look` should be called."""
         return now >= self._look_at
 
     def look(self, now: float, used: Mapping[OutgoingSockets, InUse]) -> None:
-        """Shut down what can be, and forget what is closed.
+        """Shut down the connections that may be, and forget those that are closed.
 
         Args:
             now: Monotonic seconds.
-            used: What is in use, by agent.
+            used: Connections in use, by agent.
         """
         unused = InUse()
         due = [left for left in self._left if now >= left.look_at]
@@ -222,7 +222,7 @@ class StaleConnections:
 
 
 def _dup(fd: int, inode: int) -> socket.socket | None:
-    """Duplicate a descriptor, unless it is not what it was: another thread has closed it; or it is no socket."""
+    """Duplicate a socket's descriptor; None if it is not a socket, or was closed by another thread in the meantime."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -230,7 +230,7 @@ def _dup(fd: int, inode: int) -> socket.socket | None:
     try:
         if os.fstat(copy).st_ino == inode:
             return socket.socket(fileno=copy)
-    except OSError:  # no socket
+    except OSError:  # not a socket
         pass
     os.close(copy)
     return None
@@ -240,12 +240,12 @@ def _shut_down(found: socket.socket) -> None:
     try:
         found.shutdown(socket.SHUT_RDWR)
     except OSError as error:
-        if error.errno != errno.ENOTCONN:  # it has ended
+        if error.errno != errno.ENOTCONN:  # the connection has already ended
             raise
 
 
 def _other_end(found: socket.socket) -> Address | None:
-    """Return the other end of a connection; None while it is being opened."""
+    """Return the remote address of a connection; None while it is being opened."""
     try:
         host, port = found.getpeername()[:2]
     except OSError:
@@ -254,9 +254,9 @@ def _other_end(found: socket.socket) -> Address | None:
 
 
 def _ends_in_table(connecting: Collection[int]) -> dict[int, Address]:
-    """Find the other ends of connections that are being opened, by inode; without those that have just failed.
+    """Return the remote addresses of connections that are being opened, by inode, without those that have just failed.
 
-    Only the kernel's table says it, which is long where there are many connections.
+    They are only listed in the kernel's table, which is long if the host has many connections.
     """
     if not connecting:
         return {}
@@ -267,7 +267,7 @@ def _ends_in_table(connecting: Collection[int]) -> dict[int, Address]:
 
 
 def _own_ports() -> frozenset[int]:
-    """Return the ports at which this process listens: connections that others have made to it have one of these."""
+    """Return the ports on which this process listens: accepted connections have one of these as their local port."""
     try:
         return listening_ports()
     except OSError:

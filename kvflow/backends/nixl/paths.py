@@ -1,15 +1,15 @@
-"""Which ways a write can take, as far as it matters for what a process that has ended leaves behind.
+"""The paths that a NIXL write may take, and whether the kernel shows what an ended process has left in flight on them.
 
-On one host UCX copies large pieces from process to process (CMA). A thread of the writer does that in a system call, so
-it is over when the process has ended. Everything else goes over TCP, where the kernel shows what is under way. These
-are seen:
+Between processes of one host, UCX copies large pieces directly (CMA). A thread of the writer does this in a system
+call, so no copy outlives the process. Everything else goes over TCP, where the kernel shows the data in flight.
+Observations:
 
-* `UCX_PROTO_INFO` shows `cma` for puts, and `tcp/lo` for messages, of two processes on one host.
-* With `UCX_TLS=tcp`, or with processes that cannot reach each other's memory, everything goes over TCP.
+* `UCX_PROTO_INFO` shows `cma` for puts and `tcp/lo` for messages between two processes on one host.
+* With `UCX_TLS=tcp`, or if the processes cannot access each other's memory, everything goes over TCP.
 
-Nothing shows what is under way over RDMA, nor in the queues in shared memory that UCX uses only if an option asks for
-it (`MM_ERROR_HANDLING`, or another mode of error handling); nor what threads of the plugin have read and not yet
-placed. Where one of these may be used, nobody says what has landed.
+The kernel does not show data in flight over RDMA, in the shared-memory queues that UCX uses only if an option enables
+them (`MM_ERROR_HANDLING`, or another error handling mode), or data that plugin threads have read but not yet stored. If
+one of these may be in use, there is no way to tell what has landed.
 """
 
 import os
@@ -21,21 +21,21 @@ __all__ = ["can_be_seen", "may_use_rdma"]
 
 RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 SEEN: Final = frozenset({"tcp", "cma", "self", "shm", "sm", "mm", "posix", "sysv"})
-"""Transports that the kernel shows, or that end with their process."""
+"""Transports whose data in flight the kernel shows, or that end with their process."""
 
 QUEUES: Final = "ERROR_HANDLING"
 COPIES: Final = "CMA_ERROR_HANDLING"
-"""The one of these options that is for copies and not for queues."""
+"""The only option with the suffix `QUEUES` that enables copies, not queues."""
 
 OFF: Final = frozenset({"n", "no", "0", "off"})
 
 
 def may_use_rdma(environment: Mapping[str, str] = os.environ, devices: Path = RDMA_DEVICES) -> bool:
-    """Return whether there is a device for RDMA that UCX is not told to leave alone.
+    """Return whether UCX may use an RDMA device of this host.
 
     Args:
-        environment: What UCX reads.
-        devices: Where the kernel lists them.
+        environment: Environment variables that UCX reads.
+        devices: Directory in which the kernel lists RDMA devices.
     """
     transports = {name.strip() for name in environment.get("UCX_TLS", "all").split(",")}
     return not transports <= SEEN and devices.is_dir() and any(devices.iterdir())
@@ -47,13 +47,13 @@ def can_be_seen(
     environment: Mapping[str, str] = os.environ,
     devices: Path = RDMA_DEVICES,
 ) -> bool:
-    """Return whether each way of a write ends with its process, or shows what is under way.
+    """Return whether every path of a write ends with its process, or shows its data in flight.
 
     Args:
         plugin: NIXL plugin.
         plugin_options: Its parameters.
-        environment: What UCX reads.
-        devices: Where the kernel lists devices for RDMA.
+        environment: Environment variables that UCX reads.
+        devices: Directory in which the kernel lists RDMA devices.
     """
     if plugin != "UCX" or may_use_rdma(environment, devices):
         return False

@@ -1,7 +1,7 @@
-"""Connections of a NIXL agent, the writes that wait for one, and the writes that have begun.
+"""Connections of a NIXL agent, and the writes that are waiting or running on them.
 
-A native write costs several calls, and the interpreter's lock for each, however small it is. So small writes to one
-peer that have queued up while the owner thread was busy are joined: they begin, end and fail as one.
+A native write costs several calls, each of which takes the GIL, however small the write is. Small writes to one peer
+that were queued while the owner thread was busy are therefore joined: they start, end and fail as one.
 """
 
 import functools
@@ -20,13 +20,13 @@ from kvflow.geometry.plan import Descriptors
 __all__ = ["Connection", "Post", "PostQueue", "PreparedLists", "Write", "joined"]
 
 MAX_JOINED: Final = 16
-"""Most writes that are joined into one."""
+"""Maximum number of writes joined into one."""
 
 MAX_JOINED_BYTES: Final = 16 * 2**20
-"""Their bytes. The first of them is reported to have ended only when all of them have, so they must not be many."""
+"""Maximum total size of joined writes. The first is reported as ended only when all have ended, so keep it small."""
 
 MAX_SMALL_BYTES: Final = 4 * 2**20
-"""A larger write goes alone: compared with its bytes its calls are cheap, and others would only wait for it."""
+"""Larger writes are not joined: their calls are cheap compared with their bytes, and they would delay the others."""
 
 MY_LISTS: Final = "NIXL_INIT_AGENT"
 """NIXL's name for lists of the agent's own memory."""
@@ -34,10 +34,10 @@ MY_LISTS: Final = "NIXL_INIT_AGENT"
 
 @dataclass(eq=False)
 class Write:
-    """A post that has not begun.
+    """A post that has not started.
 
     Attributes:
-        kinds: Of memory, here and at the peer.
+        kinds: Memory kinds here and at the peer.
         notice: Empty for none.
     """
 
@@ -48,7 +48,7 @@ class Write:
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """Bytes that it moves."""
+        """Bytes to move."""
         return self.moves.num_bytes
 
     def goes_with(self, other: "Write") -> bool:
@@ -58,10 +58,10 @@ class Write:
 
 
 class PostQueue:
-    """Writes that wait to begin, for as long as their peer stays connected. One thread puts in, and one takes out.
+    """Writes that wait to start, for one connection of a peer. One thread puts, and one takes.
 
     Args:
-        peer: Its agent name.
+        peer: The peer's agent name.
     """
 
     def __init__(self, peer: str) -> None:
@@ -73,7 +73,7 @@ class PostQueue:
         self._waiting.append(write)
 
     def take(self) -> list[Write]:
-        """Take the next write, with those behind it that are joined with it; empty if none waits."""
+        """Take the next write and the ones after it that can be joined with it; empty if none is waiting."""
         if not self._waiting:
             return []
         taken = [self._waiting.popleft()]
@@ -82,13 +82,13 @@ class PostQueue:
         return taken
 
     def _fits(self, taken: Sequence[Write]) -> bool:
-        """Return whether the next write may be joined with those that were taken."""
+        """Return whether the next write may be joined with those already taken."""
         num_bytes = sum(write.num_bytes for write in (*taken, self._waiting[0]))
         return len(taken) < MAX_JOINED and num_bytes <= MAX_JOINED_BYTES and self._waiting[0].goes_with(taken[0])
 
 
 def joined(writes: Sequence[Write]) -> Descriptors | Blocks:
-    """Concatenate what some writes that are joined move."""
+    """Concatenate the descriptors or blocks of writes that are joined."""
     first = writes[0].moves
     if len(writes) == 1:
         return first
@@ -100,14 +100,14 @@ def joined(writes: Sequence[Write]) -> Descriptors | Blocks:
 
 
 class PreparedLists:
-    """The block lists of the last post over a connection, as NIXL prepares them. Used on the owner thread.
+    """The block lists of the last post over a connection, prepared by NIXL. Used on the owner thread.
 
-    A list is prepared in microseconds, however long its runs are, and neighbouring positions are merged by the library.
-    Its handles end with the endpoint, and a write that was made with them does not need them any more. NIXL's agent is
-    passed to each call and not kept, because dropping the last reference is what destroys it.
+    Preparing a list takes microseconds, however long its runs are, and the library merges neighbouring positions. The
+    handles end with the endpoint; a write made with them does not need them any more. The NIXL agent is passed to each
+    call and not stored, because dropping the last reference destroys it.
 
     Args:
-        peer: Whose endpoint it is.
+        peer: Name of the peer.
     """
 
     def __init__(self, peer: str) -> None:
@@ -118,13 +118,13 @@ class PreparedLists:
     def of(
         self, agent: Any, lists: BlockLists, kinds: tuple[str, str], release: Callable[..., object]
     ) -> tuple[Any, Any]:
-        """Return the handles of both lists, which are prepared if they are not those of the last call.
+        """Return the handles of both lists, preparing them unless they are those of the previous call.
 
         Args:
-            agent: NIXL's.
-            lists: To prepare.
-            kinds: Of memory, here and at the peer.
-            release: Makes the call that releases former handles.
+            agent: The NIXL agent.
+            lists: Lists to prepare.
+            kinds: Memory kinds here and at the peer.
+            release: Runs the calls that release the previous handles.
         """
         if self._lists is not lists:
             self.drop(agent, release)
@@ -147,15 +147,15 @@ class Connection:
     """One native endpoint to a peer.
 
     Attributes:
-        agent: The agent of NIXL that has it.
-        blob: The metadata that it was made from.
-        lists: For writes that name blocks.
-        is_used: A post over it has ended well.
-        has_erred: A post over it could not be begun or carried out.
-        has_failed: Every post over it raises from now on.
-        opened: Connections of TCP that were opened for it, and their other ends, by inode.
+        agent: The NIXL agent that owns the endpoint.
+        blob: The metadata it was created from.
+        lists: Prepared lists for writes of blocks.
+        is_used: A post over it has succeeded.
+        has_erred: A post over it has failed or could not be started.
+        has_failed: Every further post over it raises.
+        opened: Remote addresses of the TCP connections opened for it, by inode.
         opened_at: Monotonic seconds.
-        is_written: The peer was heard to write here.
+        is_written: True if the peer has written here.
     """
 
     peer: str
@@ -172,11 +172,11 @@ class Connection:
 
 @dataclass(eq=False)
 class Post:
-    """A native write that has begun, of one post or of several that were joined.
+    """A native write that has started, for one post or several joined ones.
 
     Attributes:
-        number: Counts the posts of the agent in the order in which they began.
-        fence: Once it is in doubt, the number of the first post that can prove that this one has ended.
+        number: Sequence number of the post within its agent.
+        fence: Once the post is in doubt, the number of the first post that can prove that it has ended.
     """
 
     post_ids: tuple[int, ...]
@@ -187,9 +187,9 @@ class Post:
     error: str = ""
 
     def in_doubt(self) -> list[PostInDoubt]:
-        """Return the event for each post that nobody knows whether it has ended."""
+        """Return a `PostInDoubt` for each joined post."""
         return [PostInDoubt(post_id, self.error) for post_id in self.post_ids]
 
     def ended(self, error: str | None, *, lingers: bool = False) -> list[PostEnded]:
-        """Return the event for each post that it has ended."""
+        """Return a `PostEnded` for each joined post."""
         return [PostEnded(post_id, error, lingers) for post_id in self.post_ids]
