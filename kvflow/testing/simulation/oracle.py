@@ -315,7 +315,7 @@ class Oracle:
         self._expect(one, self._timeouts.grant_s + self._timeouts.transfer_s, is_memory=False)
 
     def check_not_lost(self, one: Sending) -> None:
-        """Check that prefill keeps a room while every decode rank that has announced or granted it in time is alive."""
+        """Check that prefill has not given up a room that all decode ranks, still alive, have asked for in time."""
         request, failure = one.request, one.failure
         if (
             failure is None

@@ -51,7 +51,7 @@ It is small, so that a scenario can rely on when something has happened.
 """
 
 ACTS = {name: f"_set_{name}" for name in ("model", "timeouts", "limits", "transport", "staging")}
-"""Statements whose method has another name than the act: `_name` would suggest a value instead of a setter."""
+"""Acts whose method is named `_set_...`, because `_...` is the attribute that it sets."""
 
 Command = Callable[[], Awaitable[bool]]
 """A command to an engine within a room; returns whether the room is finished."""
