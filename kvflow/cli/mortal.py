@@ -1,6 +1,6 @@
-"""Run a command that does not outlive the thread that started it.
+"""Runs a command that does not outlive the thread that started it.
 
-`python -m kvflow.cli.mortal PARENT PROGRAM ...`, where PARENT is the process ID of whoever starts it.
+`python -m kvflow.cli.mortal PARENT PROGRAM ...`, where PARENT is the process ID of the parent.
 """
 
 import ctypes
@@ -15,15 +15,18 @@ PR_SET_PDEATHSIG: Final = 1
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends. One that has ended already is missed."""
+    """Have the kernel kill this process when the thread that started it ends.
+
+    A parent that has ended already is missed.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def main() -> None:
-    """Become the command, unless the parent has ended before this process could ask to end with it."""
+    """Replace this process by the command, unless the parent ended before `end_with_parent` took effect."""
     end_with_parent()
     if os.getppid() == int(sys.argv[1]):
-        os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - that is what this is for
+        os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the purpose of this module
 
 
 if __name__ == "__main__":
