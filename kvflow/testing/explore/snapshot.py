@@ -1,4 +1,4 @@
-"""Copies and fingerprints of whole object graphs, as far as cores are made of them."""
+"""Copies and fingerprints of object graphs, for the types that cores consist of."""
 
 import copy
 import enum
@@ -17,12 +17,12 @@ __all__ = ["copied", "fingerprint"]
 ATOMS = (int, float, str, bytes, bool, type(None), enum.Enum, type, types.FunctionType, types.BuiltinFunctionType)
 
 
-def copied(value: Any, memo: dict[int, Any]) -> Any:  # noqa: C901, PLR0912 - one arm a kind of object
-    """Copy an object and all that it refers to, but for what cannot change.
+def copied(value: Any, memo: dict[int, Any]) -> Any:  # noqa: C901, PLR0912 - one branch per kind of object
+    """Copy an object and everything that it refers to, except immutable parts.
 
     Args:
-        value: To be copied.
-        memo: What was copied already, by id.
+        value: Object to copy.
+        memo: Objects already copied, by id.
     """
     if isinstance(value, ATOMS):
         return value
@@ -64,7 +64,7 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:  # noqa: C901, PLR0912 - on
 
 
 def fingerprint(value: Any) -> bytes:
-    """Return equal bytes for equal graphs, whatever the identities of their objects are."""
+    """Return equal bytes for equal graphs, regardless of the identities of their objects."""
     digest = hashlib.blake2b(digest_size=16)
     seen: dict[int, int] = {}
     stack: list[Any] = [value]
@@ -99,7 +99,7 @@ _frozen_digests: dict[int, tuple[Any, bytes]] = {}
 
 
 def _frozen(item: Any) -> bytes:
-    """A digest of something that cannot change, worked out once."""
+    """Return the digest of an immutable object, computed once."""
     known = _frozen_digests.get(id(item))
     if known is not None and known[0] is item:
         return known[1]
