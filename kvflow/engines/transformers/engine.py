@@ -152,7 +152,10 @@ class Engine:
             raise ConfigError("settings of the request cannot be used", detail=str(error)) from error
 
     def has(self, request_id: str) -> bool:
-        """Return whether the manager has a request with this id, including its own. Callable from any thread."""
+        """Return whether the manager has a request with this id, whether or not kvflow moves it.
+
+        Callable from any thread.
+        """
         waiting = self.manager.input_queue
         with waiting.mutex:
             if any(state.request_id == request_id for state in waiting.queue):

@@ -510,10 +510,7 @@ class SmallWorld:
             self.landed[piece] = None
 
     def _counts(self, piece: PieceId) -> bool:
-        """Return whether a transfer may still succeed.
-
-        If not, its pages stay held during the scatter, so any bytes may go there.
-        """
+        """Return whether a transfer may still succeed; if not, anything may be scattered into the pages it holds."""
         return self.received.get((piece.decode, piece.generation), BEGUN)[0] is Outcome.PENDING
 
     def _check_not_written(self, slot: Slot) -> None:
@@ -605,10 +602,7 @@ class SmallWorld:
         )
 
     def _send(self, channel: Channel, message: Any) -> None:
-        """Queue a message.
-
-        Pings are omitted because they change nothing here; messages already in flight are not repeated.
-        """
+        """Queue a message, unless it is a ping, which changes nothing here, or is in flight already."""
         queue = self.channels.setdefault(channel, [])
         if not isinstance(message, (Ping, Pong)) and message not in queue:
             queue.append(message)
@@ -712,10 +706,7 @@ class SmallWorld:
             yield "D", number, decode
 
     def _gives_up(self, side: str, number: int) -> float | None:
-        """Return when a core gives up next, or None.
-
-        Leases and retransmissions are due later than any of these timeouts.
-        """
+        """Return when a core gives up next, or None; leases and retransmissions are due later than that."""
         core = self.prefill[number] if side == "P" else self.decode[number]
         due = core.timers.next() if core is not None else None
         return due if due is not None and due <= self.now + GIVE_UP_S else None
