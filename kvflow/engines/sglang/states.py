@@ -121,7 +121,7 @@ def describe_state(name: str, args: Any, index: int, shard: Shard, layers: Seque
         args: SGLang's `KVArgs`.
         index: Position of the state in SGLang's lists.
         shard: The part of the model that this rank holds.
-        layers: Layers of the main pool.
+        layers: Layer numbers of the main pool.
 
     Raises:
         LayoutError: Its kind is not moved, with the reason, or its buffers do not fit.

@@ -20,8 +20,10 @@ __all__ = ["ConnectorScheduler"]
 LOGGER: Final = logging.getLogger("vllm.kvflow")
 
 PROOF_S: Final = 60.0
-"""How long vLLM continues to step only to learn that held blocks are safe; after that, it learns it with the next
-request."""
+"""How long vLLM continues to step only to learn that held blocks are safe.
+
+Later, it learns it with the next request.
+"""
 
 
 @dataclass
@@ -268,7 +270,7 @@ class ConnectorScheduler:
             del self._leaders[key]
 
     def take_report(self, report: WorkerReport) -> None:
-        """Take an own reference to blocks that are not safe yet, so that they stay out of vLLM's pool until they are.
+        """Hold a reference to blocks that are not safe yet, so that they stay out of vLLM's pool until they are.
 
         vLLM calls this before it frees the blocks of the requests that end with the same report.
         """
