@@ -13,7 +13,7 @@ EXIT_VIOLATION = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill ranks")
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode ranks")
     parser.add_argument("--rooms", type=int, default=1, metavar="N", help="rooms, each sent and received by every rank")
@@ -31,10 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Return what explores and says what was found; 1 for a violation.
+    """Return a function that explores and prints the result; its exit code is 1 for a violation.
 
     Raises:
-        ConfigError: An option is unusable.
+        ConfigError: An option is invalid.
     """
     check_positive(arguments, "prefill", "decode", "rooms", "writes", "posts_per_peer")
     if arguments.seconds is not None:

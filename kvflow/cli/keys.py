@@ -9,7 +9,7 @@ __all__ = ["add_arguments", "prepare"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the actions."""
+    """Add the actions."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     text = "create a key pair, and print its public key"
     new = commands.add_parser("new", help=text, description=sentence(text), formatter_class=HelpFormatter)
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Return the action to run."""
+    """Return a function that runs the action."""
     actions = {"new": _new, "trust": _trust, "show": _show}
     return lambda: actions[arguments.action](arguments)
 

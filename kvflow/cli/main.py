@@ -23,21 +23,21 @@ COMMANDS = {
     "explore": "kvflow.cli.explore",
     "replay": "kvflow.cli.replay",
 }
-"""Modules, each with `add_arguments(parser)` and `prepare(arguments)`, which gives what runs the command."""
+"""Modules, each with `add_arguments(parser)` and `prepare(arguments)`; the latter returns the function to run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit code: what the command says, 2 if it could not do its work, or 130 if it was interrupted.
+        The exit code: that of the command, 2 if it could not do its work, or 130 if it was interrupted.
     """
     words = sys.argv[1:] if argv is None else argv
     return run_quietly(" ".join(["kvflow", *words[:1]]), lambda: _prepare(argv))
 
 
 def _prepare(argv: Sequence[str] | None) -> Callable[[], int]:
-    import argparse  # noqa: PLC0415 - from here on, being interrupted is no traceback
+    import argparse  # noqa: PLC0415 - from here on, an interrupt prints no traceback
     from importlib import import_module  # noqa: PLC0415
 
     from kvflow import __version__  # noqa: PLC0415
@@ -62,11 +62,11 @@ def _prepare(argv: Sequence[str] | None) -> Callable[[], int]:
 
 
 def run_quietly(name: str, prepare: Callable[[], Callable[[], int]]) -> int:
-    """Load and run a command; being interrupted, or an error of kvflow, is one line on standard error.
+    """Load and run a command; report an interrupt or a kvflow error in one line on standard error.
 
     Args:
-        name: Begins the line.
-        prepare: Imports what is needed, and gives what to run. Nothing has to be undone if it is interrupted.
+        name: Prefix of that line.
+        prepare: Imports what is needed, and returns the function to run. An interrupt meanwhile requires no cleanup.
 
     Returns:
         The exit code.
@@ -78,7 +78,7 @@ def run_quietly(name: str, prepare: Callable[[], Callable[[], int]]) -> int:
             work = prepare()
         return work()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second one would hit the interpreter's own clean-up
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt the interpreter's own cleanup
         print(_interrupted(name), file=sys.stderr)
         return EXIT_INTERRUPTED
     except KvflowError as error:
@@ -90,7 +90,7 @@ def run_quietly(name: str, prepare: Callable[[], Callable[[], int]]) -> int:
 def _ended_by_interrupt(name: str) -> Iterator[None]:
     """End the process at once when it is interrupted.
 
-    An exception instead would pass through imports, where libraries swallow it or print it.
+    An exception would pass through imports, where libraries swallow or print it.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:

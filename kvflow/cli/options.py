@@ -1,4 +1,4 @@
-"""Options that several commands have, and how they are read."""
+"""Options that several commands share, and functions to parse and check them."""
 
 import argparse
 from collections.abc import Collection
@@ -27,24 +27,24 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def sentence(text: str) -> str:
-    """Turn the short help of a command into the description that its own help begins with."""
+    """Turn the short help of a command into the description at the start of its own help."""
     return f"{text[0].upper()}{text[1:]}."
 
 
 def add_backend_option(parser: argparse.ArgumentParser, default: str = "nixl") -> None:
-    """Declare `--backend`, which takes whatever is installed."""
+    """Add `--backend`, which accepts every installed transport."""
     parser.add_argument("--backend", default=default, metavar="NAME", help="transport, including plugins")
 
 
 def check_backend(name: str, *, between_processes: bool = False) -> str:
-    """Make sure that there is such a transport, before anything is started with it.
+    """Check that a transport exists, before anything is started with it.
 
     Args:
-        name: As the user gave it.
-        between_processes: It has to reach other processes, so `memory` will not do.
+        name: Name from the user.
+        between_processes: It must reach other processes, which excludes `memory`.
 
     Raises:
-        ConfigError: Naming those that there are.
+        ConfigError: It does not exist; the error lists the known ones.
     """
     known = [backend for backend in kvflow.known_backends() if backend != "memory" or not between_processes]
     if name not in known:
@@ -53,10 +53,10 @@ def check_backend(name: str, *, between_processes: bool = False) -> str:
 
 
 def check_positive(arguments: argparse.Namespace, *options: str) -> None:
-    """Make sure that some options are above 0.
+    """Check that some options are above 0.
 
     Raises:
-        ConfigError: Naming the first that is not.
+        ConfigError: One is not; the error names the first.
     """
     for name in options:
         value = getattr(arguments, name)
@@ -65,10 +65,10 @@ def check_positive(arguments: argparse.Namespace, *options: str) -> None:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Read an option with several positive numbers.
+    """Parse an option with several positive numbers.
 
     Raises:
-        ArgumentTypeError: It is something else.
+        ArgumentTypeError: It is not a list of positive numbers.
     """
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
@@ -77,7 +77,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Read an option with several names."""
+    """Parse an option with several names."""
     return tuple(text.split(","))
 
 
@@ -85,9 +85,9 @@ def cases_of(chosen: tuple[str, ...], known: Collection[str], *, kind: str = "ca
     """Return the cases that were chosen by name, or all.
 
     Args:
-        chosen: As the user gave them.
-        known: All of them.
-        kind: What they are called, for the error.
+        chosen: Names from the user.
+        known: All names.
+        kind: What they are called in the error.
 
     Raises:
         ConfigError: There is no such case.

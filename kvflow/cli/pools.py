@@ -1,4 +1,4 @@
-"""Paged memory of one rank in numpy, in which every cell of every token can be recognised."""
+"""Paged memory of one rank in numpy, in which every cell of every token is identifiable."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -17,17 +17,17 @@ Pages = NDArray[np.int64] | Sequence[int]
 WORD_BYTES: Final = 8
 
 SPARE_PAGES: Final = 1
-"""Pages at the end of each tensor that nobody has, so that no contiguous piece reaches over two tensors."""
+"""Unused pages at the end of each tensor, so that no contiguous piece spans two tensors."""
 
 TOKEN_STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 TENSOR_STEP: Final = np.uint64(0xC2B2AE3D27D4EB4F)
 HEAD_STEP: Final = np.uint64(0x165667B19E3779F9)
 WORD_STEP: Final = np.uint64(0x27D4EB2F165667C5)
-"""Odd and unrelated, so that words of different places are different."""
+"""Odd and unrelated, so that words at different places differ."""
 
 
 class PoolShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank holds of a model's cache.
+    """The part of a model's cache that one rank holds.
 
     Attributes:
         layers: Layers of the model.
@@ -36,7 +36,7 @@ class PoolShape(msgspec.Struct, frozen=True, kw_only=True):
         head_bytes: Bytes of one head of one token in one tensor, a multiple of 8.
         page_size: Tokens of a page.
         is_head_major: Pages are (head, token) instead of (token, head).
-        dtype: Name of the element type, as torch spells it.
+        dtype: Name of the element type, as in torch.
     """
 
     layers: int
@@ -49,36 +49,36 @@ class PoolShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_heads(self) -> int:
-        """Heads held here."""
+        """Number of heads held here."""
         return self.heads[1] - self.heads[0]
 
     @property
     def num_tensors(self) -> int:
-        """Over all layers."""
+        """Number of tensors over all layers."""
         return self.layers * len(self.tensors)
 
     @property
     def page_bytes(self) -> int:
-        """Of one page in one tensor."""
+        """Bytes of one page in one tensor."""
         return self.page_size * self.num_heads * self.head_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Of one token in all tensors."""
+        """Bytes of one token in all tensors."""
         return self.num_tensors * self.num_heads * self.head_bytes
 
 
 class PagePool:
-    """Pages of one rank in one allocation, tensor after tensor; zero at first.
+    """Pages of one rank in one allocation, one tensor after another; initially zero.
 
-    The memory lives as long as the pool, which must outlive every rank that has its layout.
+    The memory lives as long as the pool, which must outlive every rank that uses its layout.
 
     Attributes:
-        shape: What a page is.
-        num_pages: Pages that can be used.
+        shape: Shape of the cache.
+        num_pages: Usable pages.
         memory: All bytes, uint8[bytes].
-        tensor_bytes: From the beginning of one tensor to that of the next.
-        layout: What kvflow needs to know.
+        tensor_bytes: Distance between the starts of two tensors.
+        layout: Layout for kvflow.
     """
 
     def __init__(self, shape: PoolShape, num_pages: int, fingerprint: str = "bench") -> None:
@@ -90,7 +90,7 @@ class PagePool:
 
     @property
     def range(self) -> MemoryRange:
-        """All of the memory."""
+        """The whole memory."""
         return MemoryRange(int(self.memory.ctypes.data), self.memory.nbytes)
 
     def cells(self, dtype: DTypeLike = np.uint64) -> NDArray[Any]:
@@ -101,37 +101,37 @@ class PagePool:
         return (whole.swapaxes(2, 3) if shape.is_head_major else whole)[:, : self.num_pages]
 
     def fill(self) -> None:
-        """Write tokens 0, 1, ... into pages 0, 1, ..., all of them. Takes long."""
+        """Write tokens 0, 1, ... into pages 0, 1, ..., all of them. Slow."""
         self.write(range(self.num_pages), 0)
 
     def write(self, pages: Pages, tokens: "int | NDArray[np.int64]") -> None:
-        """Write tokens into pages, each cell with a pattern of its own. Takes long.
+        """Write tokens into pages, each cell with its own pattern. Slow.
 
         Args:
-            pages: Where to.
-            tokens: The first token of each page, or that of the first page if they follow each other.
+            pages: Pages to write to.
+            tokens: The first token of each page, or that of the first page if they are consecutive.
         """
         for tensor, cells in enumerate(self.cells()):
             cells[pages] = self._pattern(tensor, pages, tokens)
 
     def holds(self, pages: Pages, tokens: "int | NDArray[np.int64]") -> bool:
-        """Return whether every byte of some pages is what `write` puts there, on a pool of any shape. Takes long."""
+        """Return whether every byte of some pages is as `write` would leave it, on a pool of any shape. Slow."""
         return all(
             np.array_equal(cells[pages], self._pattern(tensor, pages, tokens))
             for tensor, cells in enumerate(self.cells())
         )
 
     def wipe(self, pages: "Pages | slice" = slice(None)) -> None:
-        """Write zeros into pages, all by default; no pattern has them. Takes long."""
+        """Write zeros, which occur in no pattern, into pages; by default into all. Slow."""
         for cells in self.cells():
             cells[pages] = 0
 
     def is_wiped(self, pages: Pages) -> bool:
-        """Return whether nobody has written to some pages since they were wiped. Takes long."""
+        """Return whether some pages have not been written to since they were wiped. Slow."""
         return not any(cells[pages].any() for cells in self.cells())
 
     def _pattern(self, tensor: int, pages: Pages, tokens: "int | NDArray[np.int64]") -> NDArray[np.uint64]:
-        """Return what tokens look like in a tensor, uint64[pages, tokens of a page, heads, words]."""
+        """Return the pattern of tokens in a tensor, uint64[pages, tokens of a page, heads, words]."""
         shape = self.shape
         if isinstance(tokens, int):
             tokens = tokens + shape.page_size * np.arange(len(pages))
@@ -173,9 +173,9 @@ def page_tables(num_pages: int, count: int, size: int, seed: object = None) -> N
 
     Args:
         num_pages: Pages of the pool, at least `count * size`.
-        count: Tables.
-        size: Pages of each.
-        seed: Of a random order, anything that numpy takes; by default the pages are in order.
+        count: Number of tables.
+        size: Pages of each table.
+        seed: Seed of a random order, of any type that numpy accepts; by default the pages are in order.
     """
     order = np.arange(num_pages) if seed is None else np.random.default_rng(seed).permutation(num_pages)  # type: ignore[arg-type]
     return order[: count * size].reshape(count, size)

@@ -1,10 +1,10 @@
-"""Child processes that take orders and give reports, one JSON object a line each way.
+"""Child processes that take orders and send reports, one JSON object per line in each direction.
 
-`ChildProcess` is one of them as the process that started it sees it; `run_child` and `Line` are the other end. Benches,
+`ChildProcess` is a child as seen by the process that started it; `run_child` and `Line` are the other end. Benches,
 benchmarks, the demo and tests share them.
 
-A child has a session of its own, so that Ctrl-C in a terminal reaches only the process that started it, which then ends
-the child. It is killed by the kernel if that process dies.
+A child has its own session, so Ctrl-C in a terminal reaches only the process that started it, which then ends the
+child. The kernel kills the child if that process dies.
 """
 
 import abc
@@ -43,12 +43,12 @@ __all__ = [
 ]
 
 ANSWER_S: Final = 60.0
-"""How long a child may take to report what is expected of it."""
+"""How long a child may take to send an expected report."""
 
 MAX_LINE_BYTES: Final = 2**20
 EXIT_UNUSABLE: Final = 2
 FAILED: Final = "failed"
-"""The last report of a child that cannot go on."""
+"""Last report of a child that cannot continue."""
 
 Report = dict[str, Any]
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -62,18 +62,19 @@ class ChildSettings(TypedDict, total=False):
 
 
 class ChildFailed(KvflowError):
-    """A child did not do what it was told, or printed something (`printed`); or its own error, as it has told it."""
+    """A child did not obey an order, printed something (`printed`), or reported an error of its own."""
 
 
 class Child(abc.ABC):
-    """A child as whoever started it sees it.
+    """A child, as seen by its parent.
 
-    A report has an `event`, and a `room` if it is about one; the latest of each is kept until it is expected.
+    A report has an `event`, and a `room` if it concerns one; the latest report of each event and room is kept until it
+    is expected.
 
     Args:
-        name: For errors.
-        answer_s: Seconds that it may take to report what is expected of it.
-        on_report: Told every report.
+        name: Name in errors.
+        answer_s: Maximum time for an expected report, in seconds.
+        on_report: Called with every report.
     """
 
     def __init__(
@@ -88,19 +89,19 @@ class Child(abc.ABC):
 
     @abc.abstractmethod
     async def tell(self, do: str, **values: Any) -> None:
-        """Tell the child to do something."""
+        """Send the child an order."""
 
     async def expect(self, event: str, room: int = 0) -> Report:
-        """Wait for a report, and take it.
+        """Wait for a report, and remove it.
 
         Raises:
-            ChildFailed: It has not come in time, the child has ended without it, or has refused the room.
+            ChildFailed: It has not arrived in time, or the child has ended without it, or has refused the room.
         """
         await self.wait_for(room, event)
         return self._reports.pop((event, room))
 
     async def wait_for(self, room: int, *events: str) -> str:
-        """Wait until one of some events of a room was reported, and say which; leave the report. Errors as above."""
+        """Wait for one of several reports of a room, and return its event; keep the report. Raises the same errors."""
         with anyio.move_on_after(self._answer_s):
             while True:
                 for event in events:
@@ -121,18 +122,18 @@ class Child(abc.ABC):
         return ""
 
     def _raise_own_error(self) -> None:
-        """Raise what the child could not go on for, if it has said so."""
+        """Raise the error with which the child could not continue, if it has reported one."""
         if (FAILED, 0) in self._reports:
             raise ChildFailed(self._reports[FAILED, 0]["error"], child=self.name)
 
     def take(self, report: Report) -> None:
-        """Note a report, and wake whoever expects it."""
+        """Store a report, and wake the tasks that wait for one."""
         self._reports[report["event"], report.get("room", 0)] = report
         self._on_report(report)
         self._wake()
 
     def end(self) -> None:
-        """Note that no report will follow."""
+        """Record that no report will follow."""
         self._has_ended = True
         self._wake()
 
@@ -142,17 +143,17 @@ class Child(abc.ABC):
 
 
 class ChildProcess(Child):
-    """A child in a process of its own. Use it as an async context manager; leaving it tells the child to leave.
+    """A child in its own process. Use it as an async context manager; on exit, the child is told to leave.
 
-    If the block is left by an exception, the child is killed.
+    If the block raises an exception, the child is killed.
 
     Args:
-        name: For errors.
-        module: What the process runs; see `run_child`.
-        options: What `module` is told when it starts.
-        tasks: Where its reports are read; it must outlive the process.
-        shows_errors: Its standard error is that of this process. Otherwise it is collected, and printing anything
-            there is a failure.
+        name: Name in errors.
+        module: Module that the process runs; see `run_child`.
+        options: Options for the module.
+        tasks: Task group that reads its reports; it must outlive the process.
+        shows_errors: Its standard error is that of this process. Otherwise it is collected, and any output there counts
+            as a failure.
         settings: `answer_s` and `on_report`, as in `Child`.
 
     Raises:
@@ -213,7 +214,7 @@ class ChildProcess(Child):
         return self._printed.decode(errors="replace")
 
     def send_signal(self, number: signal.Signals) -> float:
-        """Send a signal; after SIGKILL the exit code does not matter.
+        """Send a signal; after SIGKILL the exit code is ignored.
 
         Returns:
             The monotonic time just before, in seconds.
@@ -225,10 +226,10 @@ class ChildProcess(Child):
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
-            os.kill(self._process.pid, number)  # Popen.send_signal would take the exit code from asyncio
+            os.kill(self._process.pid, number)  # Popen.send_signal would reap the exit code before asyncio does
 
     async def _listen(self) -> None:
-        with anyio.CancelScope(shield=True):  # until the process has ended, which leaving the block sees to
+        with anyio.CancelScope(shield=True):  # until the process has ended, which `__aexit__` ensures
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._take_reports)
                 tasks.start_soon(self._take_errors)
@@ -252,7 +253,7 @@ class ChildProcess(Child):
 
 @asynccontextmanager
 async def open_tasks() -> AsyncIterator[TaskGroup]:
-    """Open a task group that raises the first error by itself; the others are what it brought down."""
+    """Open a task group that raises its first error alone; the others are consequences of it."""
     try:
         async with anyio.create_task_group() as tasks:
             yield tasks
@@ -266,23 +267,24 @@ def _first_leaf(group: "BaseExceptionGroup[BaseException]") -> BaseException:
 
 
 class Line(Protocol):
-    """The child's end."""
+    """The child's end of the connection."""
 
     def report(self, event: str, **values: Any) -> None:
-        """Tell whoever started this child something."""
+        """Send a report to the parent."""
 
     def receive(self) -> Report:
         """Wait for the next order.
 
         Raises:
-            EOFError: Whoever started this child is gone.
+            EOFError: The parent has ended.
         """
 
 
 class PipeLine:
-    """The child's end over standard input and output.
+    """The child's end, over standard input and output.
 
-    Native libraries print to standard output, so it is kept for reports, and theirs goes to standard error.
+    Native libraries print to standard output, so the original is reserved for reports, and their output goes to
+    standard error.
     """
 
     def __init__(self) -> None:
@@ -304,7 +306,7 @@ class PipeLine:
 
 
 async def next_order(line: Line) -> Report:
-    """Wait for an order beside the event loop; it is to leave if the parent process has ended."""
+    """Wait for an order without blocking the event loop; return an order to leave if the parent has ended."""
     try:
         return await anyio.to_thread.run_sync(line.receive)
     except EOFError:
@@ -315,8 +317,8 @@ def run_child(serve: Callable[[Options, Line], None], options_type: type[Options
     """Run a child to its end, with the options on this process's command line.
 
     Args:
-        serve: What it does.
-        options_type: What the options are.
+        serve: The work of the child.
+        options_type: Type of the options.
 
     Returns:
         The exit code.
@@ -325,7 +327,7 @@ def run_child(serve: Callable[[Options, Line], None], options_type: type[Options
     line = PipeLine()
     try:
         serve(msgspec.json.decode(sys.argv[1], type=options_type), line)
-    except (EOFError, BrokenPipeError):  # the parent process has ended, and wants no answer
+    except (EOFError, BrokenPipeError):  # the parent has ended, and needs no answer
         return EXIT_UNUSABLE
     except KvflowError as error:
         line.report(FAILED, error=str(error))

@@ -13,7 +13,7 @@ __all__ = ["add_arguments", "prepare"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--bind", default="tcp://127.0.0.1:7100", metavar="ADDRESS", help="address to listen on")
     parser.add_argument(
         "--advertise",
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Return what serves until SIGINT or SIGTERM, and prints the endpoint as the first line of standard output.
+    """Return a function that serves until SIGINT or SIGTERM, and first prints the endpoint to standard output.
 
     It raises ConfigError if the address cannot be bound, or the keys cannot be read.
     """
@@ -56,5 +56,5 @@ async def _serve(bind: str, advertise: str | None, trust: Trust | None) -> None:
 def _reload(registry: Registry) -> None:
     try:
         registry.reload_trust()
-    except ConfigError as error:  # it goes on with the keys that it has
+    except ConfigError as error:  # the registry continues with its present keys
         print(f"kvflow registry: {error}", file=sys.stderr)

@@ -11,18 +11,18 @@ __all__ = ["add_arguments", "prepare"]
 
 EXIT_DIFFERENCE = 1
 MAX_CHARACTERS = 400
-"""Of an event or effect that is shown; page tables can be long."""
+"""Maximum length of a displayed event or effect; page tables can be long."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Add the options of the command."""
     parser.add_argument("file", type=Path, metavar="FILE", help="recording of a rank whose settings had `record`")
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Return what replays a file and says what was found; 1 for a difference.
+    """Return a function that replays a file and prints the result; its exit code is 1 for a difference.
 
-    What runs raises ConfigError if the file cannot be read, or is not a recording.
+    It raises ConfigError if the file cannot be read, or is not a recording.
     """
     return lambda: _replay(arguments.file)
 
@@ -50,7 +50,7 @@ def _head(result: Replay) -> str:
 
 
 def _told(difference: Difference) -> list[str]:
-    """Lines about the first event after which the two differ."""
+    """Return lines about the first event whose effects differ."""
     replayed = [effect if isinstance(effect, str) else _short(effect) for effect in difference.replayed]
     return [
         f"difference at event {difference.number}, at {difference.now:.6f} s: {_short(difference.event)}",

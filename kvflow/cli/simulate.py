@@ -20,7 +20,7 @@ RANGE = re.compile(r"(\d+):(\d+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--seeds", default="0:1000", metavar="A:B", help="run seeds A to B - 1")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="number of processes")
     parser.add_argument("--story", type=int, metavar="SEED", help="print a log of one seed instead")
@@ -29,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Return what runs seeds and says what was found, or prints a log of one seed or scenario; 1 for a violation.
+    """Return a function that runs seeds, or prints a log of one seed or scenario; its exit code is 1 for a violation.
 
     Raises:
-        ConfigError: The seeds or the number of processes make no sense.
+        ConfigError: The seeds or the number of processes are invalid.
     """
     if arguments.story is not None:
         return lambda: _tell(arguments.story)

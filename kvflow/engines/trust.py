@@ -1,4 +1,4 @@
-"""Whom an adapter trusts, by its two options."""
+"""Trust of an adapter, from its two options."""
 
 from kvflow import ConfigError, Trust, load_trust
 
@@ -6,14 +6,14 @@ __all__ = ["chosen_trust"]
 
 
 def chosen_trust(keys: str | None, *, plain: bool) -> Trust | None:
-    """Return the keys to go by; None if nothing was said.
+    """Return the trusted keys, or None if neither option is set.
 
     Args:
-        keys: Their directory.
-        plain: Plain transport is asked for.
+        keys: Directory of the keys.
+        plain: Use plain transport.
 
     Raises:
-        ConfigError: They cannot be read, or both are asked for.
+        ConfigError: The keys cannot be read, or both options are set.
     """
     if keys is not None and plain:
         raise ConfigError("keys and plain transport are mutually exclusive", setting="plain")

@@ -1,4 +1,4 @@
-"""For those who write a transport: the suite that it has to pass, and the endpoints that the suite is made of.
+"""Tools for authors of transports and adapters: the suites that these must pass, and the endpoints used by the suites.
 
-`kvflow.testing.contract` needs pytest; the rest does not. Nothing of kvflow imports this package.
+`kvflow.testing.contract` requires pytest; the rest does not. No other part of kvflow imports this package.
 """

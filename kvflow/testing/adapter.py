@@ -1,7 +1,7 @@
-"""Checks that the adapter of an engine should pass. `docs/embedding.md` tells what each is for.
+"""Checks that an engine adapter should pass. `docs/embedding.md` describes the purpose of each.
 
-An adapter's tests drive two engines, one on each side, over real ranks, through an `AdapterUnderTest`. Each check takes
-it with nothing under way, and leaves it so:
+An adapter's tests drive two engines, one on each side, over real ranks, through an `AdapterUnderTest`. Each check
+expects no transfers in flight, and leaves none:
 
     check_same_output(adapter, prompts)
     check_wrong_pages_show(adapter, prompt)
@@ -12,7 +12,7 @@ it with nothing under way, and leaves it so:
     check_restart(adapter, prompt)
     check_kill(adapter, prompt)  # of processes
 
-Choose another page size on each side, prompts that end within a page and on its edge, and one longer than a chunk.
+Choose a different page size on each side, prompts that end within a page and at its edge, and one longer than a chunk.
 """
 
 import time
@@ -40,10 +40,10 @@ SIDES: Final[tuple[SideName, ...]] = ("prefill", "decode")
 POLL_S: Final = 0.01
 
 MOMENTS_S: Final = (0.0, 0.003, 0.01, 0.03, 0.1)
-"""Seconds after which a request is given up: before it was computed, between its chunks, after the last one."""
+"""Seconds after which a request is aborted: before it is computed, between its chunks, after the last one."""
 
 STALE: Final = (FailureReason.STALE_TICKET, FailureReason.UNREACHABLE)
-"""What a ticket of a former process brings, depending on whether the new one has its port."""
+"""Failures caused by a ticket of an earlier process; which one depends on whether the new process has its port."""
 
 LOST: Final = (
     FailureReason.PEER_LOST,
@@ -51,62 +51,62 @@ LOST: Final = (
     FailureReason.PEER_FAILING,
     FailureReason.UNREACHABLE,
 )
-"""What the death of the prefill process brings, depending on what was under way."""
+"""Failures caused by the death of the prefill process; which one depends on what was in flight."""
 
 
 class AdapterUnderTest(Protocol):
     """Two engines with the adapter between them. Output is deterministic (greedy)."""
 
     def reference(self, prompt: Sequence[int]) -> list[int]:
-        """Return the tokens that one engine alone generates."""
+        """Return the tokens that one engine generates alone."""
 
     def prefill(self, prompt: Sequence[int], room: str) -> Any:
-        """Give a request to the prefill engine, and return the ticket at once."""
+        """Submit a request to the prefill engine, and return the ticket at once."""
 
     def decode(self, prompt: Sequence[int], ticket: Any, *, max_tokens: int | None = None) -> None:
-        """Give it to the decode engine, and return at once.
+        """Submit the request to the decode engine, and return at once.
 
         Args:
             prompt: The prompt.
-            ticket: What `prefill` gave.
-            max_tokens: Tokens to generate, the first included; as many as `reference` gives by default.
+            ticket: Ticket from `prefill`.
+            max_tokens: Tokens to generate, including the first; by default as many as `reference` returns.
         """
 
     def result(self, room: str, timeout_s: float) -> list[int] | FailureReason:
         """Wait for the tokens that the decode engine generates, or for the reason why the request has failed there.
 
         Raises:
-            TimeoutError: Neither has come.
+            TimeoutError: Neither has arrived.
         """
 
     def abort(self, side: SideName, room: str) -> None:
-        """Have one engine give a request up, as it does when its client leaves. Returns at once."""
+        """Make one engine abort a request, as if its client had disconnected. Returns at once."""
 
     def refuse_next(self) -> None:
-        """Have the prefill engine refuse the next request by itself, once the ticket is out."""
+        """Make the prefill engine reject the next request by itself, after its ticket was returned."""
 
     def fits(self, side: SideName, prompts: Sequence[Sequence[int]]) -> bool:
-        """Return whether the pool of a side holds these requests at the same time."""
+        """Return whether the pool of a side can hold these requests at the same time."""
 
     def used_pages(self, side: SideName) -> int:
-        """Count pages that are not free, those held for kvflow included, but not those kept as a cache of prefixes."""
+        """Return the number of used pages, including those held for kvflow, but not those cached for prefixes."""
 
     def spoil(self) -> None:
         """Zero the pages of the next request that arrives, before the decode engine reads them."""
 
     def restart(self, side: SideName) -> None:
-        """End one engine and its rank, and start another one under the same name."""
+        """End one engine and its rank, and start new ones under the same name."""
 
 
 class KillableAdapter(AdapterUnderTest, Protocol):
     """Two engines that are processes."""
 
     def kill(self, side: SideName) -> None:
-        """End one process at once, by SIGKILL. `restart` starts another one."""
+        """Kill one process with SIGKILL. `restart` starts a new one."""
 
 
 def check_same_output(adapter: AdapterUnderTest, prompts: Sequence[Sequence[int]], *, timeout_s: float = 30) -> None:
-    """Hand all requests over at once: they bring the tokens of one engine alone, and all pages are free afterwards."""
+    """Hand all requests over at once: they produce the tokens of a single engine, and all pages are free afterwards."""
     expected = [adapter.reference(prompt) for prompt in prompts]
     rooms = [f"same-{number}" for number in range(len(prompts))]
     for room, prompt in zip(rooms, prompts, strict=True):
@@ -118,9 +118,9 @@ def check_same_output(adapter: AdapterUnderTest, prompts: Sequence[Sequence[int]
 
 
 def check_wrong_pages_show(adapter: AdapterUnderTest, prompt: Sequence[int], *, timeout_s: float = 30) -> None:
-    """Zero the pages of a request: its output is another one. Otherwise the same output proves nothing.
+    """Zero the pages of a request: its output must differ. Otherwise, equal outputs prove nothing.
 
-    Give it a prompt that no other check has: an engine that caches prefixes may keep the zeroed pages.
+    Use a prompt that no other check uses: an engine that caches prefixes may keep the zeroed pages.
     """
     expected = adapter.reference(prompt)
     adapter.spoil()
@@ -129,14 +129,14 @@ def check_wrong_pages_show(adapter: AdapterUnderTest, prompt: Sequence[int], *, 
 
 
 def check_more_than_fit(adapter: AdapterUnderTest, prompts: Sequence[Sequence[int]], *, timeout_s: float = 30) -> None:
-    """Hand over more requests than either pool holds: they wait, and all of them bring the right tokens."""
+    """Hand over more requests than either pool can hold: they wait, and all produce the right tokens."""
     for side in SIDES:
         assert not adapter.fits(side, prompts), f"all {len(prompts)} requests fit into the pool of {side}"
     check_same_output(adapter, prompts, timeout_s=timeout_s)
 
 
 def check_first_token_is_last(adapter: AdapterUnderTest, prompt: Sequence[int], *, timeout_s: float = 30) -> None:
-    """Hand over a request of one token: it is over when it arrives, and leaves no pages."""
+    """Hand over a request of one token: it ends when it arrives, and leaves no pages."""
     expected = adapter.reference(prompt)[:1]
     adapter.decode(prompt, adapter.prefill(prompt, "one-token"), max_tokens=1)
     found = adapter.result("one-token", timeout_s)
@@ -151,17 +151,17 @@ def check_abort_frees_pages(
     moments_s: Sequence[float] = MOMENTS_S,
     timeout_s: float = 30,
 ) -> None:
-    """Give requests up on either side, at several moments: they end on both, and their pages come back.
+    """Abort requests on either side, at several moments: they end on both sides, and their pages are freed.
 
-    Wherever the abort meets it, a request either fails or ends with the right tokens. If decode gives it up, the engine
-    need not tell how it ended. The next request is right.
+    Whenever the abort occurs, a request either fails or ends with the right tokens. If decode aborts it, the engine
+    need not report how it ended. The next request succeeds.
     """
     expected = adapter.reference(prompt)
     for side in SIDES:
         for number, moment_s in enumerate(moments_s):
             room = f"aborted-by-{side}-{number}"
             adapter.decode(prompt, adapter.prefill(prompt, room))
-            time.sleep(moment_s)  # no order is meant: the check holds whatever the abort meets
+            time.sleep(moment_s)  # no synchronization intended: the check holds whatever the abort interrupts
             adapter.abort(side, room)
             if side == "prefill":
                 found = adapter.result(room, timeout_s)
@@ -178,12 +178,12 @@ def check_refusal_is_told(
     reasons: Sequence[FailureReason] = (FailureReason.ABORTED,),
     timeout_s: float = 30,
 ) -> None:
-    """Have prefill refuse a request when its ticket is out: it fails on decode, and the next one is right.
+    """Make prefill reject a request after its ticket was returned: it fails on decode, and the next one succeeds.
 
     Args:
         adapter: The adapter.
         prompt: The prompt.
-        reasons: Why it may fail. An engine that tells the adapter of no request which it refuses has decode wait for
+        reasons: Allowed failures. If an engine does not tell the adapter of requests that it rejects, decode waits for
             its deadline.
         timeout_s: How long to wait.
     """
@@ -203,12 +203,12 @@ def check_restart(
     reasons: Sequence[FailureReason] = STALE,
     timeout_s: float = 30,
 ) -> None:
-    """Restart either side: requests are right again, and a ticket of the process before is refused.
+    """Restart either side: requests succeed again, and a ticket of the earlier process is rejected.
 
     Args:
         adapter: The adapter.
         prompt: The prompt.
-        reasons: Why such a ticket fails.
+        reasons: Allowed failures of such a ticket.
         timeout_s: How long to wait.
     """
     expected = adapter.reference(prompt)
@@ -225,12 +225,12 @@ def check_restart(
 def check_kill(
     adapter: KillableAdapter, prompt: Sequence[int], *, moments_s: Sequence[float] = (0.02,), timeout_s: float = 30
 ) -> None:
-    """Kill either process: on decode the request fails or is computed there, and pages come back with the proof.
+    """Kill either process: the request fails or is computed on decode, and pages are freed once there is proof.
 
-    After a restart the next request is right. Each moment costs two restarts.
+    After a restart, the next request succeeds. Each moment takes two restarts.
     """
     expected = adapter.reference(prompt)
-    assert _hand_over(adapter, prompt, "before-kills", timeout_s) == expected  # so that the two are connected
+    assert _hand_over(adapter, prompt, "before-kills", timeout_s) == expected  # to connect the two
     for side in SIDES:
         for number, moment_s in enumerate(moments_s):
             room = f"killed-{side}-{number}"

@@ -1,4 +1,4 @@
-"""Memory to register, and how a test reads and writes it."""
+"""Memory to register, which tests can read and write."""
 
 import abc
 
@@ -14,13 +14,13 @@ Bytes = NDArray[np.uint8]
 
 
 class Buffer(abc.ABC):
-    """One allocation. Subclass it for memory that the processor cannot read as it is.
+    """One allocation. Subclass it for memory that the processor cannot access directly.
 
     Attributes:
-        address: Of the first byte, as the transport is told, uint64.
-        num_bytes: How many there are.
+        address: Address of the first byte, as given to the transport, uint64.
+        num_bytes: Number of bytes.
         memory_kind: As in `Capabilities.memory_kinds`.
-        device_id: Of its device, 0 for host memory.
+        device_id: ID of its device, 0 for host memory.
     """
 
     address: int
@@ -30,14 +30,14 @@ class Buffer(abc.ABC):
 
     @abc.abstractmethod
     def read(self, start: int = 0, stop: int | None = None) -> Bytes:
-        """Return a copy of some bytes; all that were there when it was called."""
+        """Return a copy of some bytes, including everything written before the call."""
 
     @abc.abstractmethod
     def write(self, start: int, data: Bytes) -> None:
-        """Change some bytes; they are there when it returns."""
+        """Write some bytes; they are visible when it returns."""
 
     def layout(self) -> KVLayout:
-        """All of it as a layout of one cell."""
+        """Return a layout of one cell that covers the buffer."""
         region = Region("kv", 0, self.address, 1, 0, 1, 0, (0, 1), 0, self.num_bytes, "uint8")
         components = (Component("kv", (region,)),)
         return KVLayout(components, "test", memory_kind=self.memory_kind, device_id=self.device_id)
@@ -47,8 +47,8 @@ class HostBuffer(Buffer):
     """Host memory.
 
     Args:
-        num_bytes: How many.
-        address: What the transport is told, if not where it really is.
+        num_bytes: Number of bytes.
+        address: Address to give to the transport, if not the real one.
 
     Attributes:
         memory: uint8[num_bytes], the bytes themselves.
@@ -61,7 +61,7 @@ class HostBuffer(Buffer):
 
     @property
     def real_address(self) -> int:
-        """Where the first byte really is."""
+        """Real address of the first byte."""
         return int(self.memory.ctypes.data)
 
     @override

@@ -1,4 +1,4 @@
-"""Endpoints on real memory, and what has happened at them."""
+"""Endpoints on real memory, which record everything that their backends deliver."""
 
 import itertools
 import threading
@@ -25,7 +25,7 @@ _numbers = itertools.count()
 
 
 def fresh_name(stem: str = "agent") -> str:
-    """Return an agent name that nobody else in this process has."""
+    """Return an agent name that is unique in this process."""
     return f"{stem}-{next(_numbers)}"
 
 
@@ -36,16 +36,16 @@ def random_bytes(count: int, seed: int) -> Bytes:
 
 @dataclass
 class Endpoint:
-    """A backend with one registered buffer, everything it has delivered, and how it kept to its promises meanwhile.
+    """A backend with one registered buffer, everything that it has delivered, and the promises that it has broken.
 
-    Notices that do not travel in band are handed over when the write has ended, as the pipeline does it.
+    Notices that do not travel in band are delivered when the write has ended, as the pipeline does it.
 
     Attributes:
         name: Its agent name.
-        events: Delivered so far, in order.
-        posted: Ids of `post`, in order.
+        events: Events so far, in order.
+        posted: Post ids, in order.
         reactions: Called with each event when it is delivered.
-        breakdowns: Errors of `on_broken`.
+        breakdowns: Errors passed to `on_broken`.
         violations: Promises about callbacks that the backend has broken.
     """
 
@@ -66,27 +66,27 @@ class Endpoint:
 
     @property
     def address(self) -> int:
-        """Of the first byte of its buffer."""
+        """Address of the first byte of its buffer."""
         return self.buffer.address
 
     @property
     def memory(self) -> Bytes:
-        """The bytes themselves, of a host buffer."""
+        """The bytes themselves, if the buffer is in host memory."""
         if not isinstance(self.buffer, HostBuffer):
             raise TypeError("only host memory can be seen without a copy")
         return self.buffer.memory
 
     async def open(self) -> None:
-        """Open the backend, and register nothing yet."""
+        """Open the backend, without registering memory."""
         await self.backend.open(self.name, self._take_in, self._break_down)
 
     async def connect(self, *others: "Endpoint") -> None:
-        """Get ready to write to others."""
+        """Connect the backend to others, to write to them."""
         for other in others:
             await self.backend.connect(other.name, other.backend.metadata())
 
     def post(self, post_id: int, other: "Endpoint", moves: Descriptors | Blocks, notice: bytes = b"") -> None:
-        """Start to write; a notice goes in band where that is possible."""
+        """Start a write; its notice travels in band if the backend supports that."""
         in_band = self.backend.capabilities.in_band_notices
         payload = notice if in_band else b""
         was_calling, self._is_calling = self._is_calling, True
@@ -102,10 +102,10 @@ class Endpoint:
             self._outgoing[post_id] = (other, notice)
 
     async def take(self) -> list[BackendEvent]:
-        """Wait until something has been delivered, or a notice was handed over, since this was called last.
+        """Wait until there are events that no earlier call has returned.
 
         Returns:
-            All of that.
+            These events, including notices that were delivered out of band.
 
         Raises:
             BackendError: The backend has broken down.
@@ -126,15 +126,15 @@ class Endpoint:
             await self._wait()
 
     async def take_ends(self, count: int = 1) -> None:
-        """Wait until so many posts have ended."""
+        """Wait until `count` posts have ended."""
         await self.take_until(lambda: len(self.ends()) >= count)
 
     async def take_notices(self, count: int = 1) -> None:
-        """Wait until so many notices have come."""
+        """Wait until `count` notices have arrived."""
         await self.take_until(lambda: len(self.notices()) >= count)
 
     async def close(self) -> None:
-        """Close the backend; what it delivers afterwards is a violation."""
+        """Close the backend; any later event is a violation."""
         await self.backend.aclose()
         self._is_closed = True
 
@@ -154,7 +154,7 @@ class Endpoint:
             self._take_one(event)
 
     def _take_one(self, event: BackendEvent) -> None:
-        """Keep an event, and give the peer the notice of a write that has ended well."""
+        """Record an event, and deliver the notice of a write that has succeeded to the peer."""
         self.events.append(event)
         if isinstance(event, PostEnded) and event.post_id in self._outgoing:
             other, notice = self._outgoing.pop(event.post_id)
@@ -182,19 +182,19 @@ class Endpoint:
         return [event for event in self.events if isinstance(event, PostEnded)]
 
     def doubts(self) -> list[PostInDoubt]:
-        """Return the posts that were in doubt at some time."""
+        """Return the posts that have been in doubt."""
         return [event for event in self.events if isinstance(event, PostInDoubt)]
 
     def notices(self) -> list[bytes]:
-        """Notices that have come."""
+        """Return the notices that have arrived."""
         return [event.payload for event in self.events if isinstance(event, NoticeArrived)]
 
     def has_ended(self, post_id: int) -> bool:
-        """Whether one post has ended."""
+        """Return whether one post has ended."""
         return any(end.post_id == post_id for end in self.ends())
 
     async def take_end(self, post_id: int) -> PostEnded:
-        """Wait until one post has ended, and give its end; others may end before or after it.
+        """Wait until one post has ended, and return its completion; others may end before or after it.
 
         Raises:
             BackendError: The backend has broken down.
@@ -203,10 +203,10 @@ class Endpoint:
         return next(end for end in self.ends() if end.post_id == post_id)
 
     def check_ends(self) -> None:
-        """Check, once it is closed, that each post has ended once, and that its events make sense together.
+        """Check, after closing, that each post has ended exactly once, and that the events are consistent.
 
         Raises:
-            AssertionError: They do not.
+            AssertionError: They are not.
         """
         assert not self.violations
         assert len(self.breakdowns) <= 1, f"on_broken was called more than once: {self.breakdowns}"
@@ -226,7 +226,7 @@ class Endpoint:
 async def open_endpoint(
     backend: Backend, buffer: Buffer, *, seed: int = 0, name: str | None = None
 ) -> AsyncIterator[Endpoint]:
-    """Open a backend on a buffer, which is filled with random bytes."""
+    """Open a backend on a buffer, and fill the buffer with random bytes."""
     buffer.write(0, random_bytes(buffer.num_bytes, seed))
     endpoint = Endpoint(name or fresh_name(), backend, buffer)
     async with backend:
@@ -247,10 +247,10 @@ def descriptors_of(endpoint: Endpoint, offsets: Sequence[int], length: int) -> W
 def copies(
     source: Endpoint, target: Endpoint, offsets: Sequence[int] = (0,), length: int = 64, *, to: Sequence[int] = ()
 ) -> Descriptors:
-    """Describe copies of pieces of the source to the same place of the target, or to the places `to`."""
+    """Describe copies of pieces of the source to the same places in the target, or to the places `to`."""
     return Descriptors(descriptors_of(source, offsets, length), descriptors_of(target, to or offsets, length))
 
 
 def same(source: Endpoint, target: Endpoint, start: int = 0, stop: int | None = None) -> bool:
-    """Whether both sides hold the same bytes in a range."""
+    """Return whether both sides hold the same bytes in a range."""
     return bool(np.array_equal(source.buffer.read(start, stop), target.buffer.read(start, stop)))

@@ -1,7 +1,7 @@
-"""Memory to write to in a process of its own: `python -m kvflow.testing.target BACKEND OPTIONS NAME NUM_BYTES`.
+"""Target memory in its own process: `python -m kvflow.testing.target BACKEND OPTIONS NAME NUM_BYTES`.
 
-It prints its address and its metadata (in hex), and then, for each number that it reads, how many of its bytes have
-that value. It ends with its standard input. Options are JSON.
+It prints its address and its metadata (in hex). For each number that it reads, it then prints how many of its bytes
+have that value. It ends at the end of its standard input. Options are JSON.
 """
 
 import functools
@@ -31,12 +31,12 @@ async def main(backend_name: str, options: str, name: str, num_bytes: str) -> No
 
 
 def end_with(error: BackendError) -> None:
-    """End the process, as its memory cannot be written to any more."""
+    """End the process, because its memory can no longer be written to."""
     raise SystemExit(str(error))
 
 
 def say(line: str) -> None:
-    """Answer the process that has started this one."""
+    """Answer the parent process."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -1,1 +1,1 @@
-"""What a user can measure of their own fabric: kvflow next to the transport that it uses, in turn."""
+"""Measurements that users can make of their own fabric: kvflow, alternating with the transport that it uses."""

@@ -16,7 +16,7 @@ PAGE_SIZE = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the measurements and their options."""
+    """Add the measurements and their options."""
     cases = parser.add_subparsers(dest="case", required=True, metavar="CASE")
     text = "throughput of one transfer at a time"
     transfer = cases.add_parser("transfer", help=text, description=sentence(text), formatter_class=HelpFormatter)
@@ -73,10 +73,10 @@ def _add_common(parser: argparse.ArgumentParser, tokens: str) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Load a measurement, and check its options.
+    """Load a measurement, check its options, and return a function that runs it.
 
     Raises:
-        ConfigError: An option is unusable.
+        ConfigError: An option is invalid.
     """
     from kvflow.cli.bench.loads import SHAPES  # noqa: PLC0415 - `kvflow --help` works without numpy
     from kvflow.cli.bench.rows import print_rows  # noqa: PLC0415 - as above

@@ -1,4 +1,4 @@
-"""Small requests: how soon decode may run, how many go through in a second, and what CPU each of them takes."""
+"""Small requests: latency until decode may start, requests per second, and CPU time per request."""
 
 import statistics
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -14,16 +14,17 @@ __all__ = ["HandoverSettings", "measure_handovers"]
 
 
 class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run.
+    """Settings of the measurement.
 
     Attributes:
         backend: Transport, "nixl" or "mooncake".
-        shape: Of `SHAPES`.
-        tokens: Of the requests, whole pages; those of the first number are also timed one by one.
-        in_flight: How many requests are under way at once.
-        rounds: Of each way.
-        requests: Of the first number of tokens in a round; others move as many bytes, but at least two for each lane.
-        pool_bytes: Of each side at least, so that caches do not keep the pages.
+        shape: Name in `SHAPES`.
+        tokens: Tokens of the requests, in whole pages; those of the first number are also timed one by one.
+        in_flight: Numbers of requests in flight.
+        rounds: Number of rounds of each way.
+        requests: Requests in a round with the first number of tokens; other rounds move as many bytes, but at least two
+            requests per lane.
+        pool_bytes: Minimum pool size of each side, so that caches do not hold all pages.
         has_keys: The control channel has keys.
     """
 
@@ -41,12 +42,12 @@ async def measure_handovers(settings: HandoverSettings, on_row: Callable[[Row], 
     """Run all cases with one pair of processes.
 
     Args:
-        settings: What to run.
-        on_row: Told of each row when its case has ended.
+        settings: Settings of the measurement.
+        on_row: Called with each row when its case has ended.
 
     Raises:
-        ChildFailed: A process hangs, or ended with an error or with something on its standard error.
-        WrongBytes: Something arrived wrongly.
+        ChildFailed: A process hangs, or ended with an error or with output on its standard error.
+        WrongBytes: Wrong bytes have arrived.
     """
     rows: list[Row] = []
     tokens = max(settings.tokens) * max(settings.in_flight)
@@ -126,7 +127,7 @@ def _rate_rows(settings: HandoverSettings, load: Load, rounds: Rounds) -> Iterat
 
 
 def _threads(load: Load, rounds: Sequence[Round]) -> dict[str, float]:
-    """Milliseconds of CPU for each request in kvflow's own threads."""
+    """Return the CPU milliseconds per request in kvflow's own threads."""
     return {
         f"{name} ms": round(statistics.median(one.thread_cpu_s.get(name, 0.0) for one in rounds) / load.count * 1e3, 4)
         for name in rounds[0].thread_cpu_s

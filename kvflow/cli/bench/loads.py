@@ -1,4 +1,4 @@
-"""What the two processes are told: how they are, and what to move."""
+"""Options and loads of the two processes."""
 
 from typing import Final, Literal, NamedTuple
 
@@ -14,11 +14,11 @@ __all__ = ["BARE_WAYS", "MAX_TABLES", "SHAPES", "WAYS", "Load", "PairOptions", "
 Table = Literal["contiguous", "random"]
 
 MAX_TABLES: Final = 128
-"""Page tables of one load: enough that no cache keeps the pages of requests that are worth moving."""
+"""Page tables of one load: enough that no cache holds the pages of requests that are worth moving."""
 
 Way = Literal["kvflow", "bare", "bare-napping"]
-"""Who moves the bytes: kvflow; the bare transport in a straight loop; or the same with a nap whenever there is nothing
-to do, which is cheaper, and faster where cores are few."""
+"""What moves the bytes: kvflow; the bare transport in a busy loop; or the same with a nap whenever there is nothing to
+do, which is cheaper, and faster with few cores."""
 
 BARE_WAYS: Final[tuple[Way, ...]] = ("bare", "bare-napping")
 WAYS: Final[tuple[Way, ...]] = ("kvflow", *BARE_WAYS)
@@ -32,11 +32,11 @@ SHAPES: Final = {
 
 
 class PairOptions(SideOptions, frozen=True, kw_only=True):
-    """One process of a pair; its transport is "nixl" or "mooncake".
+    """Options of one process of a pair; its transport is "nixl" or "mooncake".
 
     Attributes:
-        shape: Of `SHAPES`.
-        num_pages: Of its pool.
+        shape: Name in `SHAPES`.
+        num_pages: Pages of its pool.
     """
 
     shape: str = "llama3-8b"
@@ -47,13 +47,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """One round.
 
     Attributes:
-        way: Who moves the bytes.
-        tokens: Of each request, whole pages.
+        way: What moves the bytes.
+        tokens: Tokens of each request, in whole pages.
         table: Order of the pages on both sides.
-        count: Requests.
-        tables: Page tables that the requests have in turn, a multiple of `lanes`.
-        lanes: Requests under way at once; each lane takes its next request when its last one has ended.
-        is_announced: The sender begins a request when the receiver has said that it waits, with one lane only.
+        count: Number of requests.
+        tables: Number of page tables, which requests use in turn; a multiple of `lanes`.
+        lanes: Requests in flight at once; each lane starts its next request when its last one has ended.
+        is_announced: The sender starts a request only when the receiver is known to wait for it; requires a single
+            lane.
         first_room: Room of the first request; the others follow.
     """
 
@@ -80,7 +81,7 @@ class Tables(NamedTuple):
 
 
 def tables_of(load: Load, options: PairOptions) -> list[Tables]:
-    """Return the page tables of a load; both sides work out the same ones."""
+    """Return the page tables of a load; both sides compute the same ones."""
     size = load.tokens // SHAPES[options.shape].page_size
     src, dst = (
         page_tables(options.num_pages, load.tables, size, side if load.table == "random" else None) for side in range(2)

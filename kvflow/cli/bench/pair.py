@@ -1,4 +1,4 @@
-"""Two processes that move the same pages in turn, through kvflow and through the bare transport below it."""
+"""Two processes that alternately move the same pages through kvflow and through the bare transport below it."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -19,18 +19,18 @@ __all__ = ["Pair", "Round", "Rounds", "open_pair", "rounds_in_turn"]
 MODULE: Final = "kvflow.cli.bench.worker"
 
 ANSWER_S: Final = 300.0
-"""How long a round may take, or filling gigabytes with a pattern on a busy machine."""
+"""Maximum duration of a round, or of filling gigabytes with a pattern on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one round gave.
+    """Results of one round.
 
     Attributes:
-        latencies_s: Of each request that was announced, from offering it to knowing that it has arrived.
-        elapsed_s: From when both sides had begun to when the last request had arrived.
-        cpu_s: Of both processes, all threads.
-        thread_cpu_s: Of kvflow's own threads on each side ("prefill loop", "decode owner", ...).
+        latencies_s: For each announced request, the time from offering it to knowing that it has arrived.
+        elapsed_s: Time from when both sides had started to when the last request had arrived.
+        cpu_s: CPU time of both processes, all threads.
+        thread_cpu_s: CPU time of kvflow's own threads on each side ("prefill loop", "decode owner", ...).
     """
 
     latencies_s: Sequence[float]
@@ -40,11 +40,11 @@ class Round:
 
 
 Rounds = Mapping[Way, Sequence[Round]]
-"""Rounds of each way, in the order in which they were played."""
+"""Rounds of each way, in order."""
 
 
 class Pair:
-    """Both processes. They wait for a round to begin without using any CPU."""
+    """Both processes. While they wait for a round, they use no CPU."""
 
     def __init__(self, prefill: ChildProcess, decode: ChildProcess) -> None:
         self._prefill = prefill
@@ -52,7 +52,7 @@ class Pair:
         self._next_room = 1
 
     async def connect(self) -> None:
-        """Wait until both are ready, and let the bare endpoints meet."""
+        """Wait until both are ready, and connect the bare endpoints."""
         ready = [await child.expect("ready") for child in (self._prefill, self._decode)]
         for child, peer in ((self._prefill, ready[1]), (self._decode, ready[0])):
             await child.tell("connect", address=peer["address"])
@@ -62,7 +62,7 @@ class Pair:
         """Play one round.
 
         Raises:
-            ChildFailed: A side did not come to its end.
+            ChildFailed: A side did not complete it.
         """
         load = structs.replace(load, first_room=self._next_room)
         self._next_room += load.count
@@ -72,10 +72,10 @@ class Pair:
         return _round(load, prefill, decode)
 
     async def check(self, load: Load) -> None:
-        """Play a round over wiped pages, and look at every byte of it.
+        """Play a round over wiped pages, and check every byte of it.
 
         Raises:
-            WrongBytes: One of them is wrong.
+            WrongBytes: A byte is wrong.
         """
         await self.wipe()
         await self.play(load)
@@ -83,12 +83,12 @@ class Pair:
             raise WrongBytes("wrong bytes have arrived", **to_builtins(load))
 
     async def wipe(self) -> None:
-        """Make all pages of decode look like nobody had written to them."""
+        """Zero all pages of decode."""
         await self._decode.tell("wipe")
         await self._decode.expect("wiped")
 
     async def has_arrived(self, load: Load) -> bool:
-        """Return whether every byte of the requests of a round is in the pages of decode."""
+        """Return whether every byte of a round's requests is in the pages of decode."""
         await self._decode.tell("check", load=to_builtins(load))
         is_right: bool = (await self._decode.expect("checked"))["is_right"]
         return is_right
@@ -110,13 +110,13 @@ def _round(load: Load, prefill: Report, decode: Report) -> Round:
 async def open_pair(
     backend: str, shape: str, *, num_bytes: int, tokens: int, has_keys: bool = False
 ) -> AsyncIterator[Pair]:
-    """Start both processes and a registry, and end them on exit; errors as in `open_sides`.
+    """Start both processes and a registry, and end them on exit; raises the errors of `open_sides`.
 
     Args:
         backend: "nixl" or "mooncake".
-        shape: Of `SHAPES`.
-        num_bytes: Of each pool at least.
-        tokens: Likewise.
+        shape: Name in `SHAPES`.
+        num_bytes: Minimum size of each pool.
+        tokens: Minimum number of tokens of each pool.
         has_keys: The control channel has keys.
     """
     num_pages = max(num_bytes // SHAPES[shape].token_bytes, tokens) // SHAPES[shape].page_size
@@ -132,16 +132,16 @@ async def open_pair(
 
 
 async def rounds_in_turn(pair: Pair, load: Load, rounds: int) -> Rounds:
-    """Check the bytes of each way once, then play rounds of all of them in turn.
+    """Check the bytes of each way once, then play rounds of all ways in turn.
 
     Args:
-        pair: Who plays.
-        load: What to play, each way.
-        rounds: Of each way.
+        pair: The processes.
+        load: The load of each way.
+        rounds: Number of rounds of each way.
 
     Raises:
-        ChildFailed: A side did not come to its end.
-        WrongBytes: Something arrived wrongly.
+        ChildFailed: A side did not complete a round.
+        WrongBytes: Wrong bytes have arrived.
     """
     for way in WAYS:
         await pair.check(structs.replace(load, way=way, count=load.tables))

@@ -1,9 +1,9 @@
-"""What a comparison gives: rows, which are printed as JSON, as a table, or drawn.
+"""Rows, the results of a comparison, which are printed as JSON or as a table, or drawn.
 
-A row is one quantity of one case, measured for kvflow and for what it is held against, in rounds that take turns
-within one run. Times and rates of a machine that others use as well vary by half; the ratio of two sides that took
-turns does not, so the ratio is what to look at. It is always kvflow's value divided by the other one's: for a rate
-(`better` is "higher") a ratio above 1 is good, for a time (`better` is "lower") a ratio below 1 is.
+A row is one quantity of one case, measured for kvflow and for the transport that it is compared with, in alternating
+rounds of one run. On a machine that others use, times and rates vary by half; the ratio of two sides measured in
+alternation does not, so compare ratios. A ratio is always kvflow's value divided by the other one: for a rate (`better`
+is "higher") a ratio above 1 is good, for a time (`better` is "lower") a ratio below 1 is.
 """
 
 import math
@@ -35,7 +35,7 @@ __all__ = [
 DIGITS = 4
 
 UNITS: Final = {"us": "µs"}
-"""How units are shown that JSON spells in ASCII."""
+"""Display form of units that JSON spells in ASCII."""
 
 LEGEND: Final = (
     "kvflow, bare: medians of the rounds, with the lowest and the highest round; p99 is over single requests",
@@ -46,15 +46,15 @@ Case = TypeVar("Case")
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One quantity of one case, as it is called.
+    """Description of one quantity of one case.
 
     Attributes:
         bench: The measurement: "transfer", "handover", ...
         group: Cases that are drawn side by side, usually a shape.
         case: What was done, unique within bench, group and quantity.
         quantity: What was measured: "goodput", "time", "requests", "CPU", ...
-        unit: Of every value of the row.
-        better: Which values are good ones.
+        unit: Unit of every value of the row.
+        better: Which values are better.
     """
 
     bench: str
@@ -75,21 +75,21 @@ class Tail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(Measured, frozen=True, kw_only=True):
-    """One quantity of one case, as it was measured.
+    """Measured values of one quantity of one case.
 
     Attributes:
-        kvflow: Median of the rounds.
-        kvflow_low: The lowest round.
-        kvflow_high: The highest round.
-        bare: Median of the rounds of what kvflow is held against; None if there is nothing.
-        bare_low: The lowest round.
-        bare_high: The highest round.
+        kvflow: Median of kvflow's rounds.
+        kvflow_low: Lowest round of kvflow.
+        kvflow_high: Highest round of kvflow.
+        bare: Median of the rounds of the other side; None if there is no other side.
+        bare_low: Lowest round of the other side.
+        bare_high: Highest round of the other side.
         ratio: `kvflow / bare`.
-        paired_ratio: Median of the ratios of single rounds, which is steadier while a machine is loaded.
-        rounds: Of each side.
-        others: Medians of further things to compare with, by name.
-        tail: Percentiles of single requests, where the quantity is a time of one.
-        facts: What else is worth knowing, in units that the names tell.
+        paired_ratio: Median of the ratios of single rounds, which is steadier on a loaded machine.
+        rounds: Number of rounds of each side.
+        others: Medians of further sides, by name.
+        tail: Percentiles of single requests, if the quantity is a time of one.
+        facts: Additional facts, whose names contain their units.
     """
 
     kvflow: float
@@ -107,11 +107,11 @@ class Row(Measured, frozen=True, kw_only=True):
 
 
 Measure = Callable[[Callable[[Row], None]], Awaitable[Sequence[Row]]]
-"""A measurement: gives rows, and tells its argument of each as soon as it is there."""
+"""A measurement: returns rows, and calls its argument with each as soon as it is complete."""
 
 
 def print_rows(measure: Measure, *, is_json: bool) -> int:
-    """Measure, and print the rows: one JSON object each, or tables, with progress on standard error.
+    """Run a measurement, and print its rows: one JSON object each, or tables, with progress on standard error.
 
     Returns:
         The exit code.
@@ -127,7 +127,7 @@ def print_rows(measure: Measure, *, is_json: bool) -> int:
 
 
 def there_and_back(cases: Sequence[Case], rounds: int) -> Iterator[Case]:
-    """Give each case once in each round; rounds go forth and back in turn (A B, B A, ...)."""
+    """Yield each case once per round, in alternating order (A B, B A, ...)."""
     for number in range(rounds):
         yield from cases if number % 2 == 0 else reversed(cases)
 
@@ -141,15 +141,15 @@ def compare(
     tail: Tail | None = None,
     facts: Mapping[str, float | str] | None = None,
 ) -> Row:
-    """Make a row of the values of single rounds.
+    """Create a row from the values of single rounds.
 
     Args:
-        measured: What they are values of.
+        measured: Description of the values.
         kvflow: One value for each round, at least one.
-        bare: Those of the other side, in the same order; empty if there is none.
-        others: Those of further sides, by name.
+        bare: Values of the other side, in the same order; empty if there is none.
+        others: Values of further sides, by name.
         tail: Percentiles of single requests.
-        facts: What else is worth knowing.
+        facts: Additional facts.
     """
     row = Row(
         **msgspec.structs.asdict(measured),
@@ -174,23 +174,23 @@ def compare(
 
 
 def best_bare(values: Mapping[Way, Sequence[float]], better: Literal["higher", "lower"]) -> Way:
-    """Return which of the bare ways is the better one; where cores are few, it is often the one that naps."""
+    """Return the better of the bare ways; with few cores, it is often the napping one."""
     choose = max if better == "higher" else min
     return choose(BARE_WAYS, key=lambda way: statistics.median(values[way]))
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Find the smallest value that is not exceeded by this share of the values; at least one value."""
+    """Return the smallest value that at least this share of the values does not exceed; requires at least one value."""
     return _rounded(sorted(values)[max(0, math.ceil(share * len(values)) - 1)])
 
 
 def rows_as_json(rows: Iterable[Row]) -> str:
-    """One JSON object a line."""
+    """Return one JSON object per line."""
     return "\n".join(msgspec.json.encode(row).decode() for row in rows)
 
 
 def rows_as_table(rows: Sequence[Row]) -> str:
-    """Lay a table out for a person, with a heading for each group."""
+    """Format rows as a table for people, with a heading for each group."""
     lines: list[str] = []
     for group in grouped(rows):
         first, width = group[0], max(len(row.case) for row in group)
@@ -208,7 +208,7 @@ def rows_as_table(rows: Sequence[Row]) -> str:
 
 
 def grouped(rows: Iterable[Row]) -> list[list[Row]]:
-    """Put rows together that are of one kind, in the order in which the kinds come first."""
+    """Group rows by bench, group and quantity, in order of first appearance."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.bench, row.group, row.quantity), []).append(row)

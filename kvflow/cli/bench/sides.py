@@ -24,7 +24,7 @@ REGISTRY: Final = "registry"
 
 
 def make_all_keys(directory: Path) -> None:
-    """Make keys of the registry and of both instances, who list each other."""
+    """Create keys for the registry and for both instances, which trust each other."""
     names = (REGISTRY, PREFILL, DECODE)
     keys = {name: make_keys(directory / name) for name in names}
     for name in names:
@@ -34,13 +34,13 @@ def make_all_keys(directory: Path) -> None:
 
 
 class SideOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What both processes are told when they start.
+    """Options of both processes.
 
     Attributes:
-        side: Which instance it is.
+        side: Instance of the process.
         registry: Address of the registry.
         backend: Transport between the processes.
-        keys: Directory that has the directory of keys of each side; no keys if None.
+        keys: Directory with a key directory for each side; no keys if None.
     """
 
     side: SideName = PREFILL
@@ -58,7 +58,7 @@ AnySideOptions = TypeVar("AnySideOptions", bound=SideOptions)
 
 
 class WrongBytes(kvflow.KvflowError):
-    """What has arrived is not what was sent, so no figure of this run is worth anything."""
+    """The received bytes differ from those sent, so all figures of this run are worthless."""
 
 
 @asynccontextmanager
@@ -68,15 +68,15 @@ async def open_sides(
     """Start a registry and both processes, and end them on exit.
 
     Args:
-        options: Of both; side and registry are filled in.
-        module: What the processes run.
-        answer_s: How long they may take to report what is expected of them.
+        options: Options of both; side and registry are filled in.
+        module: Module that the processes run.
+        answer_s: Maximum time for an expected report.
 
     Yields:
         Prefill and decode. Each reports `ready` when its ranks are open.
 
     Raises:
-        ChildFailed: A process hangs, or ended with an error or with something on its standard error.
+        ChildFailed: A process hangs, or ended with an error or with output on its standard error.
     """
     trust = None if options.keys is None else kvflow.load_trust(f"{options.keys}/{REGISTRY}")
     async with kvflow.Registry(trust=trust) as registry, open_tasks() as tasks, AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Goodput of one transfer at a time, next to the bare transport."""
+"""Goodput of one transfer at a time, compared with the bare transport."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -18,18 +18,18 @@ TABLES: Final[tuple[Table, ...]] = ("contiguous", "random")
 ROUND_BYTES: Final = 2**30
 MIN_TRANSFERS: Final = 2
 MAX_TRANSFERS: Final = 32
-"""Transfers of a round: as many as move so many bytes, within these bounds. The first one is slower than the others."""
+"""Transfers of a round: enough to move `ROUND_BYTES`, within these bounds. The first one is slower than the others."""
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run.
+    """Settings of the measurement.
 
     Attributes:
         backend: Transport, "nixl" or "mooncake".
-        shapes: Of `SHAPES`.
-        tokens: Of the transfers, whole pages.
-        rounds: Of each way.
-        pool_bytes: Of each side at least, so that caches do not keep the pages of small transfers.
+        shapes: Names in `SHAPES`.
+        tokens: Tokens of the transfers, in whole pages.
+        rounds: Number of rounds of each way.
+        pool_bytes: Minimum pool size of each side, so that caches do not hold the pages of small transfers.
     """
 
     backend: str = "nixl"
@@ -40,15 +40,15 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def measure_transfers(settings: TransferSettings, on_row: Callable[[Row], None] = lambda _row: None) -> list[Row]:
-    """Run all cases, with processes of their own for each shape.
+    """Run all cases, with new processes for each shape.
 
     Args:
-        settings: What to run.
-        on_row: Told of each case when it has ended.
+        settings: Settings of the measurement.
+        on_row: Called with each row when its case has ended.
 
     Raises:
-        ChildFailed: A process hangs, or ended with an error or with something on its standard error.
-        WrongBytes: Something arrived wrongly.
+        ChildFailed: A process hangs, or ended with an error or with output on its standard error.
+        WrongBytes: Wrong bytes have arrived.
     """
     rows: list[Row] = []
     tokens = max(settings.tokens)

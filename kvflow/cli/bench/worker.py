@@ -1,7 +1,7 @@
 """One process of a pair: `python -m kvflow.cli.bench.worker OPTIONS`.
 
-It has a rank of kvflow and a bare endpoint over the same pool, and plays rounds through one of them while the other one
-is idle. Times are nanoseconds of the machine's monotonic clock, which all processes of a machine share.
+It has a kvflow rank and a bare endpoint on the same pool, and plays each round through one of them while the other is
+idle. Times are nanoseconds of the machine's monotonic clock, which all of its processes share.
 """
 
 import sys
@@ -26,18 +26,18 @@ from kvflow.cli.processes import Line, next_order, run_child
 __all__ = ["main"]
 
 NAP_S: Final = 50e-6
-"""As long as kvflow's own threads rest between polls."""
+"""Equal to the pause of kvflow's own threads between polls."""
 
 LOOK_S: Final = 0.0005
 
 LEASE_S: Final = 30.0
-"""Nobody dies here, but on a busy machine an event loop may not run for a while."""
+"""Long, because on a busy machine an event loop may not run for a while, and no process dies here."""
 
 Result = TypeVar("Result")
 
 
 class PairWorker:
-    """One engine with one rank, and a bare endpoint beside it."""
+    """An engine with one rank, and a bare endpoint beside it."""
 
     def __init__(self, options: PairOptions, line: Line) -> None:
         self._options = options
@@ -48,7 +48,7 @@ class PairWorker:
         self._thread = anyio.CapacityLimiter(1)
 
     async def serve(self) -> None:
-        """Do what is said until it is to leave."""
+        """Carry out orders until one is to leave."""
         await self._beside(self._pool.fill if self._is_prefill else self._pool.wipe)
         async with self._open_rank() as self._rank:
             self._bare: BareEndpoint = await self._beside(open_endpoint, self._options, self._pool)
@@ -87,7 +87,7 @@ class PairWorker:
         return True
 
     async def _play(self, load: Load) -> None:
-        """Play this side of one round, and report when its requests began or ended, and what it cost."""
+        """Play this side of one round, and report when its requests started or ended, and their cost."""
         tables = tables_of(load, self._options)
         is_bare = load.way != "kvflow"
         works = await self._beside(self._prepare, tables) if is_bare and self._is_prefill else []
@@ -111,7 +111,7 @@ class PairWorker:
         return [self._bare.prepare(table) for table in tables]
 
     def _run_bare(self, load: Load, works: list[Any]) -> list[int]:
-        """Play this side of a round without kvflow; gives no times on prefill if nothing is announced."""
+        """Play this side of a round without kvflow. Return no times on prefill if nothing is announced."""
         napper = Napper(0.0 if load.way == "bare" else NAP_S)
         if not self._is_prefill:
             return (receive_announced if load.is_announced else receive_lanes)(self._bare, load.rooms, napper)
@@ -125,12 +125,12 @@ class PairWorker:
         return all(self._pool.holds(table.dst, table.src * self._shape.page_size) for table in tables)
 
     async def _beside(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Do what takes long beside the event loop: a rank whose loop is blocked is taken for dead."""
+        """Run slow work in a thread, because peers consider a rank whose event loop is blocked to be dead."""
         return await anyio.to_thread.run_sync(work, *arguments, limiter=self._thread)
 
 
 async def _send_rooms(rank: kvflow.PrefillRank, load: Load, tables: list[Tables]) -> list[int]:
-    """Send the rooms of a round; give the times at which they were offered, in order of the rooms."""
+    """Send the rooms of a round; return the times at which they were offered, in order of the rooms."""
     began = [0] * load.count
 
     async def send_lane(lane: int) -> None:
@@ -148,7 +148,7 @@ async def _send_rooms(rank: kvflow.PrefillRank, load: Load, tables: list[Tables]
 
 
 async def _receive_rooms(rank: kvflow.DecodeRank, load: Load, tables: list[Tables]) -> list[int]:
-    """Receive the rooms of a round; give the times at which decode might have run, in order of the rooms."""
+    """Receive the rooms of a round; return the times at which decode could start, in order of the rooms."""
     ended = [0] * load.count
 
     async def receive_lane(lane: int) -> None:
@@ -165,12 +165,12 @@ async def _receive_rooms(rank: kvflow.DecodeRank, load: Load, tables: list[Table
 
 
 def _numbers(load: Load, lane: int) -> range:
-    """Draw the requests of a lane, in order."""
+    """Return the numbers of a lane's requests, in order."""
     return range(lane, load.count, load.lanes)
 
 
 def _thread_times() -> dict[str, float]:
-    """CPU seconds of the event loop and of the threads that kvflow owns, so far."""
+    """Return the CPU seconds so far of the event loop and of the threads that kvflow owns."""
     times = {}
     for thread in threading.enumerate():
         if thread.ident is not None and (thread is threading.main_thread() or thread.name.startswith("kvflow-")):
@@ -180,7 +180,7 @@ def _thread_times() -> dict[str, float]:
 
 
 def main() -> int:
-    """Run one process to its end; gives its exit code."""
+    """Run one process to its end, and return its exit code."""
     return run_child(lambda options, line: anyio.run(PairWorker(options, line).serve), PairOptions)
 
 

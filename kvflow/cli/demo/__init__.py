@@ -1,1 +1,1 @@
-"""`kvflow demo`: a language model whose decode process goes on from pages that another process computed."""
+"""`kvflow demo`: a language model whose decode process continues from pages that another process computed."""

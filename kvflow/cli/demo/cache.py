@@ -1,4 +1,4 @@
-"""Paged KV pools, one for each rank, as an engine would keep them, and a model's cache in their pages."""
+"""Paged KV pools, one for each rank as in an engine, and a model's cache in their pages."""
 
 from collections.abc import Sequence
 
@@ -17,12 +17,12 @@ __all__ = ["RankPool", "make_pools", "rebuild_cache"]
 class RankPool:
     """The pool of one tensor-parallel rank, with one request in it.
 
-    The pool is filled with NaN, so that a page which was not written shows, and is twice as large as the request, so
-    that the request's pages lie scattered.
+    The pool is filled with NaN, so that pages that were not written are detected. It is twice as large as the request,
+    so that the request's pages are scattered.
 
     Attributes:
         heads: Global KV heads `(start, stop)` held here.
-        layout: What kvflow needs to know about it.
+        layout: Layout for kvflow.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RankPool:
         self.layout = self._pool.layout
 
     def pages(self, start: int, stop: int) -> list[int]:
-        """Pool pages that hold the tokens `[start, stop)`."""
+        """Return the pool pages that hold the tokens `[start, stop)`."""
         pages: list[int] = self._page_table[start // self._page_size : -(-stop // self._page_size)].tolist()
         return pages
 
@@ -58,17 +58,17 @@ class RankPool:
             cells[pages, positions % self._page_size] = tensor[slice(*self.heads), start:stop].transpose(0, 1)
 
     def read(self, num_tokens: int) -> torch.Tensor:
-        """Return the first tokens out of the pages, float32[2 * layers, heads, num_tokens, head_dim]."""
+        """Return the first tokens from the pages, float32[2 * layers, heads, num_tokens, head_dim]."""
         return self._cells[:, self.pages(0, num_tokens)].flatten(1, 2)[:, :num_tokens].transpose(1, 2)
 
 
 def make_pools(
     model: LanguageModel, options: DemoOptions, num_tokens: int, *, tp_size: int, seed: int
 ) -> list[RankPool]:
-    """Make the pools of all ranks of an instance.
+    """Create the pools of all ranks of an instance.
 
     Raises:
-        LayoutError: The heads cannot be split among so many ranks.
+        LayoutError: The heads cannot be split among that many ranks.
     """
     all_heads = [head_range(model.num_kv_heads, tp_size, rank) for rank in range(tp_size)]
     return [
@@ -78,7 +78,7 @@ def make_pools(
 
 
 def rebuild_cache(model: LanguageModel, pools: Sequence[RankPool], num_tokens: int) -> DynamicCache:
-    """Put the heads of all ranks together again.
+    """Reassemble a cache from the heads of all ranks.
 
     Raises:
         RuntimeError: Ranks that hold the same head disagree about it, or a cell was never written.

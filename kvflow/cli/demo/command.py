@@ -18,7 +18,7 @@ NEEDED = ("torch", "transformers", "gguf", "accelerate", "rich")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Add the options of the command."""
     default = DemoOptions()
     parser.add_argument(
         "--model", default=default.model, help="smollm2, tiny (random weights: its text is noise), or a directory"
@@ -42,10 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Load the demo, which takes seconds. Its exit code is 1 if the tokens are not identical.
+    """Load the demo, which takes seconds, and return a function that runs it; that returns 1 if tokens differ.
 
     Raises:
-        ConfigError: An option is unusable, or a package is missing.
+        ConfigError: An option is invalid, or a package is missing.
     """
     missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
     if missing:
@@ -105,10 +105,10 @@ def _options(arguments: argparse.Namespace) -> DemoOptions:
 
 
 def _choose_ranks(arguments: argparse.Namespace) -> None:
-    """Fill in how many ranks there are; managers have one.
+    """Fill in the numbers of ranks; managers have one.
 
     Raises:
-        ConfigError: Managers were asked for more.
+        ConfigError: More ranks were requested for managers.
     """
     default = DemoOptions()
     for option, ranks in (("prefill_tp", default.prefill_tp), ("decode_tp", default.decode_tp)):

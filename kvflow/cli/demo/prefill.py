@@ -19,7 +19,7 @@ INSTANCE = "prefill"
 
 
 def run(options: DemoOptions, line: Line) -> None:
-    """Serve one request, then compute it once more in this process alone, for comparison."""
+    """Serve one request, then compute it again in this process alone, for comparison."""
     anyio.run(_serve, options, line)
 
 
@@ -43,12 +43,12 @@ async def _serve(options: DemoOptions, line: Line) -> None:
         request = await anyio.to_thread.run_sync(line.receive)
         await _send(_Request(options, model, prompt, pools), ranks, request["room"], line)
         line.report("stages", seconds=slowest_rank([rank.statistics() for rank in ranks]))
-        await anyio.to_thread.run_sync(line.receive)  # decode may still be asking; leave when it has ended
+        await anyio.to_thread.run_sync(line.receive)  # decode may still send messages; leave when it has ended
     line.report("reference", tokens=await anyio.to_thread.run_sync(_reference, options, model, prompt))
 
 
 class _Request:
-    """The one request of the demo, as the prefill engine sees it."""
+    """The demo's one request, as seen by the prefill engine."""
 
     def __init__(self, options: DemoOptions, model: LanguageModel, prompt: list[int], pools: list[RankPool]) -> None:
         self.prompt = prompt
@@ -58,7 +58,7 @@ class _Request:
         self._cache = model.new_cache()
 
     def compute(self, start: int, stop: int) -> int:
-        """Compute one chunk into the pools; give the token that would follow it."""
+        """Compute one chunk into the pools; return the token that would follow it."""
         token = self._model.step(self.prompt[start:stop], self._cache)
         for pool in self.pools:
             pool.write(self._cache, start, stop)
@@ -88,7 +88,7 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def _reference(options: DemoOptions, model: LanguageModel, prompt: list[int]) -> list[int]:
-    """Answer the same prompt in one process, without kvflow."""
+    """Compute the same prompt in one process, without kvflow."""
     cache = model.new_cache()
     for start, stop in _chunks(len(prompt), options.chunk_tokens):
         token = model.step(prompt[start:stop], cache)
@@ -96,6 +96,6 @@ def _reference(options: DemoOptions, model: LanguageModel, prompt: list[int]) ->
 
 
 def slowest_rank(ranks: Sequence[kvflow.RankStatistics]) -> dict[str, float]:
-    """For each stage, the most seconds that one rank spent in it."""
+    """Return, for each stage, the most seconds that one rank spent in it."""
     times = [statistics.times.stages for statistics in ranks]
     return {stage.value: max(stages[stage].total_s for stages in times) for stage in times[0]}

@@ -1,4 +1,4 @@
-"""A side of the demo in a thread of this process, for a transport that does not leave it."""
+"""A side of the demo in a thread of this process, for a transport that cannot leave the process."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,14 +20,13 @@ __all__ = ["ThreadChild"]
 class ThreadChild(Child):
     """A child in a thread. Use it as an async context manager.
 
-    A thread cannot be cancelled, so leaving the block waits until it has ended: its next report or order raises
-    EOFError there.
+    A thread cannot be cancelled, so the exit waits until it has ended: its next report or order raises EOFError there.
 
     Args:
-        name: For errors.
-        serve: What the thread does.
-        options: What it is told.
-        tasks: Where it runs; it must outlive the thread. An error of `serve` is raised there.
+        name: Name in errors.
+        serve: The work of the thread.
+        options: Options for `serve`.
+        tasks: Task group that it runs in, which must outlive the thread. Errors of `serve` are raised there.
         settings: As in `Child`.
     """
 
@@ -72,7 +71,7 @@ class ThreadChild(Child):
             self._ended.set()
 
     def report(self, report: Report) -> None:
-        """Take a report of the thread.
+        """Accept a report from the thread.
 
         Raises:
             EOFError: The block was left.
@@ -83,7 +82,7 @@ class ThreadChild(Child):
 
 
 class _ThreadLine:
-    """The thread's end."""
+    """The thread's end of the connection."""
 
     def __init__(self, take: Callable[[Report], None], receive: Callable[[], Any], portal: BlockingPortal) -> None:
         self._take = take

@@ -1,4 +1,4 @@
-"""The two sides of the demo: `python -m kvflow.cli.demo.workers OPTIONS` is one of them in a process of its own."""
+"""The two sides of the demo: `python -m kvflow.cli.demo.workers OPTIONS` runs one of them in its own process."""
 
 import sys
 from collections.abc import Callable
@@ -15,9 +15,9 @@ RUN: Final[dict[SideName, Callable[[DemoOptions, Line], None]]] = {"prefill": pr
 
 
 def side_of(options: DemoOptions) -> Callable[[DemoOptions, Line], None]:
-    """Return what one side does."""
+    """Return the function that runs one side."""
     if options.engine == "transformers":
-        from kvflow.cli.demo import managers  # noqa: PLC0415 - needs the one version that its adapter knows
+        from kvflow.cli.demo import managers  # noqa: PLC0415 - requires the version that its adapter supports
 
         return managers.RUN[options.side]
     return RUN[options.side]
@@ -30,7 +30,7 @@ def _run(options: DemoOptions, line: Line) -> None:
 
 
 def main() -> int:
-    """Run one side to its end; gives the exit code."""
+    """Run one side to its end, and return the exit code."""
     return run_child(_run, DemoOptions)
 
 

@@ -1,10 +1,10 @@
-"""The proxy itself: each request goes to a prefill server and to a decode server.
+"""The proxy: sends each request to a prefill server and to a decode server.
 
-It speaks to vLLM as vLLM's own router does with `--kv-connector nixl`: prefill is asked for one token with
-`do_remote_decode`, and what it answers in `kv_transfer_params` goes to decode unchanged.
+It speaks to vLLM like vLLM's own router does with `--kv-connector nixl`: it asks prefill for one token with
+`do_remote_decode`, and passes the `kv_transfer_params` of the answer to decode unchanged.
 
-If it is concurrent, it asks both servers at the same time, so that pages move while prefill computes. Decode has to
-know the address of prefill's rank for that, which the proxy takes from the last answer of the prefill server.
+A concurrent proxy asks both servers at the same time, so that pages move while prefill computes. For this, decode needs
+the address of prefill's rank, which the proxy takes from the last answer of the prefill server.
 """
 
 import itertools
@@ -31,7 +31,7 @@ PREFILL_PARAMS: Final = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What prefill is asked with, key by key what routers send."""
+"""Parameters of requests to prefill, with the same keys as routers send."""
 
 GENERATING: Final = ("/v1/completions", "/v1/chat/completions")
 FORWARDED: Final = ("Authorization", "traceparent", "tracestate")
@@ -43,8 +43,8 @@ class BadAnswer(Exception):
     """A server cannot be reached or answered with an error.
 
     Attributes:
-        status: What the client gets.
-        body: Likewise, as it came if a server sent it.
+        status: Status for the client.
+        body: Body for the client; unchanged if a server sent it.
     """
 
     def __init__(self, status: int, body: bytes) -> None:
@@ -58,13 +58,13 @@ class DecodeFailed(BadAnswer):
 
 
 class Asked(NamedTuple):
-    """What a client has asked for.
+    """A request of a client.
 
     Attributes:
-        prefill: URL to ask on a prefill server.
-        decode: URL to ask on a decode server.
-        body: Of the request.
-        headers: Likewise, those that are forwarded.
+        prefill: URL of the request to a prefill server.
+        decode: URL of the request to a decode server.
+        body: Body of the request.
+        headers: Headers to forward.
     """
 
     prefill: str
@@ -74,12 +74,12 @@ class Asked(NamedTuple):
 
 
 class Proxy:
-    """Takes the servers of each kind in turn.
+    """Uses the servers of each kind in turn.
 
     Args:
         prefill: URLs of the prefill servers, at least one.
         decode: URLs of the decode servers, at least one.
-        session: With which they are asked.
+        session: HTTP session for requests to servers.
         is_concurrent: Ask both servers at the same time.
     """
 
@@ -94,7 +94,7 @@ class Proxy:
         self._session = session
 
     def application(self) -> web.Application:
-        """Make what an aiohttp server runs."""
+        """Create the aiohttp application."""
         application = web.Application(client_max_size=MAX_BODY_BYTES)
         for path in GENERATING:
             application.router.add_post(path, self.generate)
@@ -103,7 +103,7 @@ class Proxy:
         return application
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request. If the client leaves, the server that is at work is left, too, and stops."""
+        """Answer a request. If the client disconnects, so does the proxy from the server at work, which then stops."""
         headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
         headers["X-Request-Id"] = request.headers.get("X-Request-Id") or uuid.uuid4().hex
         try:
@@ -116,7 +116,7 @@ class Proxy:
             return web.Response(status=error.status, body=error.body, content_type="application/json")
 
     async def models(self, _request: web.Request) -> web.Response:
-        """Return what a decode server says."""
+        """Return the answer of a decode server."""
         try:
             async with self._reached(next(self._decode) + "/v1/models") as answer:
                 body = await answer.read()
@@ -136,14 +136,14 @@ class Proxy:
         return web.Response()
 
     async def _hand_over(self, asked: Asked, stack: AsyncExitStack) -> aiohttp.ClientResponse:
-        """Have prefill compute a request that decode continues; returns the answer of decode.
+        """Have prefill compute a request that decode continues, and return decode's answer.
 
         Args:
             asked: The request.
             stack: Closes the answer.
 
         Raises:
-            BadAnswer: From one of the servers.
+            BadAnswer: A server failed.
         """
         answer, params = None, None
         if asked.prefill in self._addresses:
@@ -160,11 +160,11 @@ class Proxy:
         """Ask both servers at the same time.
 
         Returns:
-            The answer of decode, and what prefill has given for it. Without the first, decode has to be asked with the
-            second; without both, all has to begin again.
+            Decode's answer, and the parameters from prefill. Without an answer, decode must be asked again with the
+            parameters; without either, start over.
 
         Raises:
-            BadAnswer: From prefill, or from decode if the request is at fault.
+            BadAnswer: Prefill failed, or decode did because of the request itself.
         """
         address, transfer = self._addresses[asked.prefill], uuid.uuid4().hex
         told = {"do_remote_prefill": True, "transfer_id": transfer, "remote_engine_id": address}
@@ -182,7 +182,7 @@ class Proxy:
         except DecodeFailed as error:
             if error.status < 500:
                 raise
-            self._addresses.pop(asked.prefill, None)  # prefill may have been restarted at another one
+            self._addresses.pop(asked.prefill, None)  # prefill may have restarted at another address
             return None, None
         if _address_in(params) != address:
             answers[0].close()
@@ -224,7 +224,7 @@ class Proxy:
 
 
 def _address_in(params: Mapping[str, Any]) -> str | None:
-    """Find the address of prefill's rank in its answer, if it has one."""
+    """Return the address of prefill's rank from its answer, or None."""
     host, port = params.get("remote_host"), params.get("remote_port")
     if not isinstance(host, str) or not isinstance(port, int):
         return None
@@ -248,7 +248,7 @@ async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.
     try:
         async for piece in answer.content.iter_any():
             await response.write(piece)
-    except aiohttp.ClientError as error:  # the status has been sent, so the text has to say it
+    except aiohttp.ClientError as error:  # the status has been sent already, so the body must contain the error
         lost = _bad_gateway(f"{answer.url} ended in the middle of its answer: {error}")
         await response.write(b"data: " + lost.body + b"\n\n")
     await response.write_eof()
@@ -273,15 +273,15 @@ async def serve_proxy(
     Args:
         prefill: URLs of the prefill servers.
         decode: URLs of the decode servers.
-        host: Where to listen.
-        port: Likewise; 0 takes one that is free.
+        host: Host to listen on.
+        port: Port to listen on; 0 picks a free one.
         is_concurrent: Ask prefill and decode at the same time.
 
     Yields:
         The proxy's URL.
 
     Raises:
-        ConfigError: It cannot listen there.
+        ConfigError: The address cannot be bound.
     """
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:

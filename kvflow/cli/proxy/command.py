@@ -14,7 +14,7 @@ __all__ = ["add_arguments", "add_concurrent", "check_installed", "prepare"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Add the options of the command."""
     for side in ("prefill", "decode"):
         text = f"a {side} server, such as http://10.0.0.1:8000; can be repeated"
         parser.add_argument(f"--{side}", action="append", default=[], metavar="URL", help=text)
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_concurrent(parser: argparse.ArgumentParser) -> None:
-    """Declare the option that both commands with a proxy have."""
+    """Add the option that both commands with a proxy have."""
     parser.add_argument(
         "--concurrent",
         action="store_true",
@@ -33,10 +33,10 @@ def add_concurrent(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Return what serves until SIGINT or SIGTERM, and prints its URL as the first line of standard output.
+    """Return a function that serves until SIGINT or SIGTERM, and prints its URL as the first line of standard output.
 
     Raises:
-        ConfigError: An option is unusable, or a package is missing.
+        ConfigError: An option is invalid, or a package is missing.
     """
     check_installed("aiohttp")
     prefill = [_checked("--prefill", url) for url in arguments.prefill]
@@ -52,10 +52,10 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def check_installed(*packages: str) -> None:
-    """Make sure that packages are there.
+    """Check that packages are installed.
 
     Raises:
-        ConfigError: Naming those that are not.
+        ConfigError: Some are not; the error names them.
     """
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:

@@ -26,7 +26,7 @@ EXIT_SERVER_ENDED: Final = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Add the options of the command."""
     parser.add_argument("engine", choices=["vllm"], help="inference engine")
     parser.add_argument("model", help="smollm2, a directory, or a model name that the engine knows")
     parser.add_argument("--host", default="127.0.0.1", help="host that the proxy listens on; the servers use loopback")
@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Return what starts everything and stops it on SIGINT or SIGTERM. Its exit code is 2 if a server ends by itself.
+    """Return a function that starts everything, and stops it on SIGINT or SIGTERM. Its exit code is 2 if a server ends.
 
     Raises:
-        ConfigError: An option is unusable, or a package is missing.
+        ConfigError: An option is invalid, or a package is missing.
     """
     if not 1 <= arguments.port <= 65_533:
         raise ConfigError("port is out of range", option="--port", value=arguments.port)
@@ -118,11 +118,11 @@ def _model(name: str) -> str:
 
 
 async def _serve(servers: "list[Server]", arguments: argparse.Namespace) -> int:
-    """Run until a signal comes, or a server ends.
+    """Run until a signal arrives, or a server ends.
 
     Args:
         servers: Prefill and decode, see `kvflow.cli.serve.server`.
-        arguments: Of the command.
+        arguments: Arguments of the command.
     """
     from kvflow.cli.proxy.application import serve_proxy  # noqa: PLC0415 - aiohttp may be missing
     from kvflow.cli.serve.server import ServerFailed  # noqa: PLC0415 - as above

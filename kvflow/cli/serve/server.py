@@ -19,7 +19,7 @@ from kvflow.errors import KvflowError
 __all__ = ["READY_S", "Server", "ServerFailed"]
 
 READY_S: Final = 600.0
-"""How long a server may take until it is healthy."""
+"""How long a server may take to become healthy."""
 
 STOP_S: Final = 40.0
 POLL_S: Final = 0.5
@@ -30,7 +30,7 @@ class ServerFailed(KvflowError):
     """A server has ended, or did not become healthy in time.
 
     Attributes:
-        server: Which.
+        server: The server.
     """
 
     def __init__(self, message: str, server: "Server") -> None:
@@ -39,20 +39,20 @@ class ServerFailed(KvflowError):
 
 
 class Server:
-    """A server in a process group of its own, which is killed if this process dies.
+    """A server in its own process group, which is killed if this process dies.
 
     Attributes:
-        name: For errors.
-        url: Where it answers.
-        log: File of everything that it prints; a restart appends.
-        pid: Of its first process.
+        name: Name in errors.
+        url: Base URL.
+        log: File with all of its output; a restart appends.
+        pid: ID of its first process.
 
     Args:
-        name: For errors.
-        command: How it is started.
-        environment: Variables beside those of this process.
-        url: Where it will answer; `/health` there says when it is ready.
-        log: Where its log goes.
+        name: Name in errors.
+        command: Command line.
+        environment: Additional environment variables.
+        url: Base URL; `/health` there shows when it is ready.
+        log: File for its output.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Server:
         return self._process is None or self._process.poll() is not None
 
     def stop(self, timeout_s: float = STOP_S) -> None:
-        """Ask it to end, wait for that, and kill what is left."""
+        """Ask it to end, wait for that, and kill all processes that remain."""
         if self._process is not None and not self.has_ended():
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -123,7 +123,7 @@ class Server:
         self.kill()
 
     def kill(self) -> None:
-        """Kill all its processes at once."""
+        """Kill all of its processes at once."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

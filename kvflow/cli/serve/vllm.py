@@ -1,4 +1,4 @@
-"""How a server of vLLM is started."""
+"""Command lines of vLLM servers."""
 
 import json
 import os
@@ -19,13 +19,16 @@ KVFLOW: Final = {
     "kv_connector": "KvflowConnector",
     "kv_connector_module_path": "kvflow.engines.vllm.connector",
 }
-"""The connector, as vLLM finds it without being told anything else."""
+"""The connector, in a form that vLLM finds without further configuration."""
 
 CPU_ARGUMENTS: Final = (
     *("--dtype", "float32", "--enforce-eager"),
     *("--max-model-len", "2048", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(256 * 2**20)),
 )
-"""What lets a small model run on a machine with few cores and little memory. Most have no bf16 instructions."""
+"""Arguments with which a small model runs on few cores and little memory.
+
+Most small machines have no bf16 instructions.
+"""
 
 CPU_ENVIRONMENT: Final = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -34,15 +37,15 @@ class VllmServer(msgspec.Struct, frozen=True, kw_only=True):
     """One server.
 
     Attributes:
-        name: For errors and its log.
+        name: Name in errors and of its log.
         model: Directory or name.
-        served_name: What clients call the model.
-        port: Where it answers, on loopback.
-        role: Whether it computes prompts, continues them, or both; without one it has no connector.
-        connector: Which connector, and how it is set up: vLLM's `--kv-transfer-config` without the role.
+        served_name: Name that clients use for the model.
+        port: Port on loopback.
+        role: Whether it computes prompts, continues them, or both; None for no connector.
+        connector: The connector and its settings: vLLM's `--kv-transfer-config` without the role.
         cpus: CPUs of its compute threads; None lets vLLM choose.
-        arguments: Further ones of vLLM's command line.
-        environment: Further variables.
+        arguments: Additional arguments for vLLM's command line.
+        environment: Additional environment variables.
     """
 
     name: str
@@ -57,17 +60,17 @@ class VllmServer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def vllm_server(options: VllmServer, logs: Path) -> Server:
-    """Make a server; it is not started yet.
+    """Create a server, without starting it.
 
     Args:
-        options: Which.
-        logs: Directory of its log.
+        options: Options of the server.
+        logs: Directory for its log.
     """
-    # Not the `vllm` command, which is missing in builds that are distributed under another name.
+    # Not the `vllm` command, which is missing in builds distributed under another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", options.model, "--served-model-name", options.served_name]
     command += ["--host", "127.0.0.1", "--port", str(options.port)]
-    command += ["--shutdown-timeout", "20"]  # or its workers are killed while they close
+    command += ["--shutdown-timeout", "20"]  # otherwise its workers are killed while they close
     if options.role is not None:
         config = json.dumps({**options.connector, "kv_role": options.role})
         command += ["--kv-transfer-config", config]
@@ -89,9 +92,9 @@ def vllm_server(options: VllmServer, logs: Path) -> Server:
 
 
 def halves_of_cpus() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Share the CPUs of this process between two servers; one CPU is shared by both.
+    """Split the CPUs of this process between two servers; a single CPU is shared by both.
 
-    Left to itself, vLLM binds both to the same ones.
+    By default, vLLM would bind both to the same CPUs.
     """
     cpus: Sequence[int] = sorted(os.sched_getaffinity(0))
     middle = len(cpus) // 2
@@ -107,14 +110,14 @@ def pair(
     arguments: tuple[str, ...],
     is_cpu: bool,
 ) -> tuple[VllmServer, VllmServer]:
-    """Describe a prefill and a decode server on this machine, each with half of the CPUs or a GPU of its own.
+    """Describe a prefill and a decode server on this machine, each with half of the CPUs or its own GPU.
 
     Args:
         model: Directory or name.
-        served_name: What clients call the model.
-        first_port: Of prefill; decode has the next.
+        served_name: Name that clients use for the model.
+        first_port: Port of prefill; decode uses the next.
         extra_config: Settings of kvflow's connector.
-        arguments: Further ones of vLLM's command line.
+        arguments: Additional arguments for vLLM's command line.
         is_cpu: vLLM is built for CPUs.
     """
     halves = halves_of_cpus()

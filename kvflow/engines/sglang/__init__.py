@@ -1,11 +1,11 @@
 """kvflow as a transfer backend of SGLang 0.5.23: `--disaggregation-transfer-backend kvflow`.
 
-- `plugin`: makes SGLang know it, through its entry point for plugins.
-- `manager`: one for each scheduler, with the rank of kvflow that all its requests share.
-- `ends`: sender and receiver of one request, as SGLang's queues drive them.
-- `memory`: SGLang's pointer lists as a layout, and its index lists as page tables. Pure; `states` is its part for what
-  is not K and V.
-- `metadata`: the first token and what belongs to it, as bytes.
-- `quarantine`: what an operator sees of pages without a proof, and how they are released by hand.
-- `settings`: what SGLang's command line has no words for.
+- `plugin`: registers it with SGLang, through the entry point for plugins.
+- `manager`: one for each scheduler, with the rank that all of its requests share.
+- `ends`: sender and receiver of one request, driven by SGLang's queues.
+- `memory`: SGLang's pointer lists as a layout, and its index lists as page tables. Pure; `states` handles whatever is
+  not K and V.
+- `metadata`: the first token and its details, as bytes.
+- `quarantine`: shows pages in quarantine to an operator, who can release them.
+- `settings`: settings that SGLang's command line lacks.
 """

@@ -1,4 +1,4 @@
-"""Lists of buffers as SGLang has them, and the regions that they are. Pure."""
+"""SGLang's lists of buffers as regions. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -9,20 +9,20 @@ from kvflow.geometry import BufferLists, OpaqueItem, PagePart, PageRows, Region,
 __all__ = ["Buffer", "Parts", "Shard", "buffers_in", "keys_and_values", "latents", "of_one_rank", "regions_of"]
 
 Parts = Sequence[PagePart | PageRows] | OpaqueItem
-"""What an item of a buffer holds."""
+"""Content of an item of a buffer."""
 
 
 class Shard(NamedTuple):
-    """Which part of the model a rank holds.
+    """The part of the model that a rank holds.
 
     Attributes:
         kv_heads: KV heads of the whole model; 1 with MLA.
         tp_size: Ranks that share its heads.
-        tp_rank: This one's number among them.
+        tp_rank: Number of this rank among them.
         pp_size: Pipeline stages.
-        pp_rank: This one's stage.
+        pp_rank: Stage of this rank.
         is_mla: Each rank holds the latents of all heads.
-        has_unknown_order: Nobody knows where a page of the main pool has which head.
+        has_unknown_order: The order of heads within a page of the main pool is unknown.
     """
 
     kv_heads: int
@@ -38,13 +38,13 @@ class Shard(NamedTuple):
         """KV heads that this rank holds.
 
         Raises:
-            LayoutError: They cannot be spread over the ranks.
+            LayoutError: They cannot be distributed over the ranks.
         """
         return head_range(self.kv_heads, self.tp_size, self.tp_rank)
 
 
 class Buffer(NamedTuple):
-    """One entry of SGLang's lists: where it is, its bytes, the bytes of an item, and the layer of the model."""
+    """One entry of SGLang's lists: address, length, bytes of an item, and layer of the model."""
 
     address: int
     length: int
@@ -69,10 +69,10 @@ def buffers_in(
 def regions_of(
     buffers: Iterable[Buffer], parts: Callable[[Buffer], Parts], *, page_size: int, optional: bool = False
 ) -> tuple[Region, ...]:
-    """Describe buffers whose items may differ from layer to layer; elided ones (of length 0) become no region.
+    """Describe buffers whose items may differ between layers; omitted ones (of length 0) get no region.
 
     Raises:
-        LayoutError: An item does not hold its parts, or a buffer is not a whole number of items.
+        LayoutError: An item does not match its parts, or a buffer is not a whole number of items.
     """
     regions: list[Region] = []
     for one in buffers:
@@ -87,7 +87,7 @@ def regions_of(
 def of_one_rank(
     buffers: Iterable[Buffer], shard: Shard, name: str, *, page_size: int, optional: bool = False
 ) -> tuple[Region, ...]:
-    """Describe pages of unknown content, which only ranks of as many TP ranks exchange.
+    """Describe pages of unknown content, which move only between ranks of equal TP size.
 
     Raises:
         LayoutError: A buffer is not a whole number of pages.
@@ -97,7 +97,7 @@ def of_one_rank(
 
 
 def latents(buffers: Iterable[Buffer], *, page_size: int, optional: bool = False) -> tuple[Region, ...]:
-    """Describe latents, which every rank holds whole, and whose pages move whole.
+    """Describe latents, of which every rank holds all, and whose pages move as a whole.
 
     Raises:
         LayoutError: A buffer is not a whole number of pages.
@@ -105,7 +105,7 @@ def latents(buffers: Iterable[Buffer], *, page_size: int, optional: bool = False
     return regions_of(buffers, lambda _: OpaqueItem("latent"), page_size=page_size, optional=optional)
 
 
-def keys_and_values(  # noqa: PLR0913 - each one is said by name
+def keys_and_values(  # noqa: PLR0913 - most by keyword
     buffers: Sequence[Buffer],
     shard: Shard,
     *,
@@ -120,18 +120,19 @@ def keys_and_values(  # noqa: PLR0913 - each one is said by name
 
     Args:
         buffers: The list.
-        shard: Which heads they hold.
+        shard: The part of the model that this rank holds.
         page_size: Tokens of an item.
         dtype: Name of the element type.
         order: "NHD" or "HND".
-        are_heads_known: They have as many heads as the model. A draft model or a sliding window may have others, which
-            SGLang does not say. Cut into as many parts as the model has heads they are right for every rank, as long
-            as no head is on two ranks. If one is, only ranks of as many TP ranks exchange them.
-        is_opaque: Only ranks of as many TP ranks exchange them in any case.
+        are_heads_known: They have as many heads as the model. A draft model or a sliding window may have another
+            number, which SGLang does not provide. Splitting them into as many parts as the model has heads is still
+            correct for every rank, as long as no head is on two ranks. If one is, they move only between ranks of equal
+            TP size.
+        is_opaque: They move only between ranks of equal TP size in any case.
         optional: Decode can do without them.
 
     Raises:
-        LayoutError: There are not as many of K as of V, or an item does not hold whole heads.
+        LayoutError: The numbers of K and V buffers differ, or an item does not hold whole heads.
     """
     if len(buffers) % 2:
         raise LayoutError("list must have as many buffers of K as of V", found=len(buffers))

@@ -1,8 +1,8 @@
-"""Sender and receiver of one request, as SGLang's queues drive them.
+"""Sender and receiver of one request, driven by SGLang's queues.
 
-All of their calls belong to the scheduler's thread and return at once. `poll` first takes what has changed on the
-manager's rank, for all rooms together, and then says what SGLang's own state of the room has become. So SGLang's
-timeouts and its consensus of pipeline stages stay as they are.
+All methods are called on the scheduler's thread, and return at once. `poll` first processes the updates on the
+manager's rank, for all rooms together, and then returns SGLang's own state of the room. SGLang's timeouts and its
+consensus of pipeline stages therefore work unchanged.
 """
 
 import time
@@ -29,17 +29,17 @@ ELSEWHERE: Final = frozenset(
         FailureReason.PEER_CLOSED,
     }
 )
-"""Failures after which the prefill server may have come back at another address."""
+"""Failures after which the prefill server may have restarted at another address."""
 
 
 class End:
-    """What sender and receiver have in common.
+    """Base class of sender and receiver.
 
     Attributes:
-        kv_mgr: The manager of both.
+        kv_mgr: Manager of this scheduler.
         bootstrap_room: The router's number of the request.
-        transfer: On kvflow's side; None until it begins.
-        conclude_state: How the request has ended, for SGLang; None until it has.
+        transfer: kvflow's transfer; None until it starts.
+        conclude_state: SGLang's final state of the request; None until it has ended.
     """
 
     kv_mgr: KvflowKVManager
@@ -48,15 +48,15 @@ class End:
     conclude_state: Any
     _is_over = False
     _owns_bootstrap_room: bool
-    """SGLang's own name for it: what it notes about the room is about this request."""
+    """SGLang's own flag: its state of the room is about this request."""
 
     def _leave_room(self) -> None:
-        """Fail this request alone: another one has its room."""
+        """Fail this request alone, because another one has its room."""
         self._owns_bootstrap_room = False
         self.conclude_state = KVPoll.Failed
 
     def _check_has_room(self) -> None:
-        """Refuse to give the failure of the request that has the room for that of this one.
+        """Check that the failure recorded for the room is that of this request.
 
         Raises:
             KVTransferError: Another request has the room.
@@ -66,11 +66,11 @@ class End:
 
     @property
     def is_safe(self) -> bool:
-        """Nobody can touch the pages any more."""
+        """Nothing can access the pages any more."""
         return self.transfer is None or self.transfer.memory is Memory.SAFE
 
     def take(self, update: "TransferUpdate[Any]") -> None:
-        """Carry a change over into SGLang's state of the room, which may be another request's by now."""
+        """Apply an update to SGLang's state of the room, unless this request is over: another one may have the room."""
         if self._is_over:
             return
         if update.outcome is Outcome.PENDING:
@@ -83,7 +83,7 @@ class End:
             self._fail(update)
 
     def _go_on(self) -> None:
-        """Look at what else has changed."""
+        """Handle an update of a pending transfer."""
 
     def _succeed(self) -> None:
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
@@ -92,12 +92,12 @@ class End:
         """Fail the request.
 
         Raises:
-            RankBroken: It could not begin, because this rank has failed.
+            RankBroken: It could not start, because this rank has failed.
         """
         failure = update.failure
         if failure is not None and failure.reason is FailureReason.BROKEN:
-            # It ends SGLang's server, which would otherwise fail all requests and go on to pass its health checks.
-            with suppress(TransferFailed):  # a peer is broken, or this rank broke when the transfer had begun
+            # This ends SGLang's server, which would otherwise fail all requests but still pass its health checks.
+            with suppress(TransferFailed):  # a peer is broken, or this rank broke after the transfer had started
                 update.transfer.result()
         reason = "kvflow gave no reason" if failure is None else f"{failure.reason}: {failure.detail} ({failure.rank})"
         self.kv_mgr.fail(self.bootstrap_room, reason)
@@ -127,7 +127,7 @@ class KvflowKVSender(End, CommonKVSender):
         if is_taken:
             self._leave_room()
             return
-        if self.kv_mgr.request_status.get(bootstrap_room) == KVPoll.Failed:  # SGLang refuses it
+        if self.kv_mgr.request_status.get(bootstrap_room) == KVPoll.Failed:  # SGLang rejects it
             return
         try:
             self.transfer = self.kv_mgr.rank.send(bootstrap_room)
@@ -138,7 +138,7 @@ class KvflowKVSender(End, CommonKVSender):
 
     @override
     def _go_on(self) -> None:
-        """Let SGLang compute the request once every decode rank has said what it wants."""
+        """Let SGLang compute the request once every decode rank has requested its tokens."""
         wanted = None if self.transfer is None else self.transfer.wanted
         room, manager = self.bootstrap_room, self.kv_mgr
         if wanted is None or manager.request_status.get(room) != KVPoll.Bootstrapping:
@@ -168,13 +168,13 @@ class KvflowKVSender(End, CommonKVSender):
 
     @property
     def is_read(self) -> bool:
-        """The transport may still read pages of a request of which everything was sent."""
+        """The transport may still read pages, although everything was offered."""
         return self._is_offered and not self.is_safe
 
     def _while_read(self, status: Any) -> Any:
-        """Hold a failure back while pages are read: SGLang frees them at once, and decode may succeed all the same.
+        """Hide a failure while pages are read: SGLang would free them at once, and decode may still succeed.
 
-        Those of the other ranks, too: `plugin` has the ranks ask each other.
+        This includes pages of other ranks: in `plugin`, the ranks ask each other.
         """
         return KVPoll.Transferring if status == KVPoll.Failed and self.is_read else status
 
@@ -206,9 +206,9 @@ class KvflowKVSender(End, CommonKVSender):
 
     @override
     def abort(self) -> None:
-        """Give the request up, unless all of it is on its way: then it ends by itself, and its pages stay until then.
+        """Abort the request, unless all of it has been offered: then it ends by itself, and its pages stay until then.
 
-        Of ranks that share a request some may be done, so that they would not end together otherwise.
+        Ranks that share a request would otherwise end differently, because some may be done already.
         """
         if self._is_offered or not self._owns_bootstrap_room:
             return
@@ -242,12 +242,12 @@ class KvflowKVReceiver(End, CommonKVReceiver):
 
     @override
     def _register_kv_args(self) -> bool:
-        """Do nothing: ranks learn of each other's pools in kvflow's handshake."""
+        """Do nothing: ranks exchange the layout of their pools in kvflow's handshake."""
         return self.bootstrap_infos is not None
 
     @override
     def init(self, prefill_dp_rank: int) -> None:
-        """Tell every prefill rank that the request will come for its pages."""
+        """Announce the request to every prefill rank."""
         super().init(prefill_dp_rank)
         manager = self.kv_mgr
         is_waiting = manager.request_status.get(self.bootstrap_room) == KVPoll.WaitingForInput
@@ -270,10 +270,10 @@ class KvflowKVReceiver(End, CommonKVReceiver):
         destination: Any = KVTransferDestination.DEVICE,
         device_kv_indices: Any = None,
     ) -> None:
-        """Ask for the pages.
+        """Grant the pages.
 
         Raises:
-            NotImplementedError: They are not those of the pool that the manager was given.
+            NotImplementedError: They are not in the pool that the manager was given.
         """
         if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
             raise NotImplementedError("kvflow receives into one pool of each kind")
@@ -315,7 +315,7 @@ class KvflowKVReceiver(End, CommonKVReceiver):
 
     @override
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        """Have kvflow tell every prefill rank, and collect the proofs."""
+        """Abort kvflow's transfer, which notifies every prefill rank and collects the proofs."""
         self._give_up()
 
     @override
@@ -336,10 +336,10 @@ class KvflowKVReceiver(End, CommonKVReceiver):
 
 
 def _address_in(info: Mapping[str, Any]) -> Endpoint:
-    """Read the address of a prefill rank from an answer of the bootstrap server.
+    """Return the address of a prefill rank from an answer of the bootstrap server.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The answer contains none.
     """
     try:
         return Endpoint(info["rank_ip"], int(info["rank_port"]))

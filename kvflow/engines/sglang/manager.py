@@ -1,7 +1,7 @@
-"""One for each scheduler of SGLang: the rank of kvflow that all of its requests share, and how the two sides meet.
+"""One manager for each scheduler of SGLang: holds the rank that all of its requests share, and connects the two sides.
 
-SGLang's `Common*` classes keep the state of each room, the timeouts and the bootstrap server. What they do with sockets
-of their own (page lists, aborts and their acknowledgements, statuses) is kvflow's here. Prefill ranks register at the
+SGLang's `Common*` classes keep the state of each room, the timeouts and the bootstrap server. kvflow replaces what they
+do with their own sockets: page lists, aborts and their acknowledgements, statuses. Prefill ranks register with the
 bootstrap server the address of the first rank of their group, which answers for all of them.
 """
 
@@ -36,16 +36,16 @@ __all__ = ["KvflowKVManager"]
 
 
 class KvflowKVManager(CommonKVManager):
-    """What SGLang makes for each of its prefill and decode schedulers.
+    """The manager that SGLang creates for each of its prefill and decode schedulers.
 
     Args:
         args: The pools.
         disaggregation_mode: Prefill or decode.
         server_args: SGLang's settings.
-        is_mla_backend: The pool has latents.
+        is_mla_backend: The pool holds latents.
 
     Raises:
-        ConfigError: SGLang is configured in a way that kvflow does not serve.
+        ConfigError: SGLang is configured in a way that kvflow does not support.
         LayoutError: A pool is of a kind that kvflow does not move.
     """
 
@@ -73,7 +73,7 @@ class KvflowKVManager(CommonKVManager):
 
     @override
     def register_to_bootstrap(self) -> None:
-        """Open the prefill rank, and register the address of the one that answers for its group."""
+        """Open the prefill rank, and register the address of the rank that answers for its group."""
         self._host = self.local_ip
         self._open_prefill()
         super().register_to_bootstrap()
@@ -96,7 +96,7 @@ class KvflowKVManager(CommonKVManager):
         except kvflow.ConfigError:
             if not port:
                 raise
-            self._open_rank(instance, leader, 0)  # the former rank keeps its port while one of its writes may land
+            self._open_rank(instance, leader, 0)  # the previous rank keeps its port while one of its writes may land
 
     def _open_rank(self, instance: str, leader: str | None, port: int) -> None:
         config = kvflow.PrefillConfig(
@@ -144,11 +144,11 @@ class KvflowKVManager(CommonKVManager):
         return value
 
     def deregister_buffer_to_engine(self) -> None:
-        """Leave the pools alone, because SGLang is about to free them."""
+        """Close the rank, because SGLang is about to free the pools."""
         self.rank.close()
 
     def register_buffer_to_engine(self) -> None:
-        """Use the pools again, at the same address if it is free."""
+        """Open a rank on the pools again, at the same address if it is free."""
         self._ends.clear()
         self._held.clear()
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
@@ -160,7 +160,7 @@ class KvflowKVManager(CommonKVManager):
             self._open_decode()
 
     def teardown(self) -> None:
-        """Close the rank, and end the threads and sockets of the base class."""
+        """Close the rank, and stop the threads and sockets of the base class."""
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             self._heartbeat_shutdown.set()
         self.rank.close()
@@ -169,16 +169,16 @@ class KvflowKVManager(CommonKVManager):
     # Requests
 
     def has(self, room: int) -> bool:
-        """Return whether a room is that of a request. One that has failed is SGLang's to refuse."""
+        """Return whether a room is in use by a request. SGLang itself rejects a room that has failed."""
         return self.request_status.get(room) not in (None, KVPoll.Failed)
 
     def follow(self, end: "End") -> None:
-        """Tell an end of each change of its transfer, until nothing can change any more."""
+        """Pass each update of an end's transfer to the end, until the transfer is over and safe."""
         self._ends[end.transfer] = end
         self._held[end.bootstrap_room].append(end)
 
     def advance(self) -> None:
-        """Take what has changed since the last step. Costs next to nothing if nothing has."""
+        """Process the updates since the last step. This is cheap if there are none."""
         for update in self.rank.completed():
             end = self._ends.get(update.transfer)
             if end is None:
@@ -206,18 +206,18 @@ class KvflowKVManager(CommonKVManager):
 
     @override
     def get_kv_replica_factor(self) -> int:
-        """Return 1: bytes are counted once, however many decode ranks get a copy of latents."""
+        """Return 1: bytes are counted once, however many decode ranks receive a copy of the latents."""
         return 1
 
     @override
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Return whether nothing can be written to the pages of a room any more; time alone never makes it so."""
+        """Return whether nothing can write to the pages of a room any more; elapsed time is not a proof."""
         self.advance()
         return all(end.is_safe for end in self._held.get(bootstrap_room, ()))
 
     @override
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
-        """Do nothing: what is held is forgotten when it is safe."""
+        """Do nothing: an end is removed when it is safe."""
 
     @override
     def add_transfer_request(
@@ -232,10 +232,10 @@ class KvflowKVManager(CommonKVManager):
         wait_event: Any = None,
         **_: Any,
     ) -> None:
-        """Pass a chunk on; one that does not fit fails its room.
+        """Send a chunk; if it does not fit, fail its room.
 
-        SGLang computes on without polling the request. So it may have failed meanwhile, with nothing left to hold: then
-        nobody wants the chunk, and the next poll tells.
+        SGLang computes further chunks without polling the request. If the request has failed meanwhile and nothing is
+        held for it, the chunk is dropped, and the next poll reports the failure.
         """
         held = self._held.get(bootstrap_room)
         if not held:
@@ -277,15 +277,15 @@ def _describe(args: Any, *, is_mla: bool, fingerprint: str | None) -> PoolMap:
 
 
 def _is_vectorized() -> bool:
-    """Return whether AITER may have ordered the pages of the main pool, which `KVArgs` does not tell."""
+    """Return whether AITER may have reordered the pages of the main pool, which `KVArgs` does not show."""
     return bool(envs.SGLANG_USE_AITER.get()) and envs.SGLANG_AITER_KV_CACHE_LAYOUT.get().lower() != "nhd"
 
 
 def _refuse_unserved(mode: Any) -> None:
-    """Refuse what would not work, before anything is opened.
+    """Reject unsupported configurations, before anything is opened.
 
     Raises:
-        ConfigError: Naming it.
+        ConfigError: The configuration is not supported; the error names what is not.
     """
     parallel, disagg = get_parallel(), get_disagg()
     unserved = {

@@ -3,10 +3,10 @@
 Each component of the layout is one of SGLang's lists of buffers:
 
 - "kv": K and V of each layer, or the latents of MLA;
-- "draft": the same for the layers of a draft model, which decode can do without;
+- "draft": the same for the layers of a draft model, which is optional for decode;
 - one for each state, named after its kind; see `kvflow.engines.sglang.states`.
 
-All move in whole pages, as in SGLang, so page sizes must be the same on both sides.
+All of them move in whole pages, as in SGLang, so page sizes must be equal on both sides.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ Tables = dict[str, NDArray[Any] | TokenPages | None]
 
 
 class PoolMap:
-    """The layout of one rank, and which of its components SGLang's index lists are for.
+    """The layout of one rank, and the components that SGLang's index lists refer to.
 
     Args:
-        layout: All pools.
-        paged: Components with the pages of SGLang's `kv_indices`.
-        states: In the order of `state_types`.
+        layout: Layout of all pools.
+        paged: Components whose pages are in SGLang's `kv_indices`.
+        states: States, in the order of `state_types`.
         page_size: Tokens of a page.
     """
 
@@ -42,7 +42,7 @@ class PoolMap:
         self._states = states
 
     def tokens(self, prefix: int, first_page: int, num_pages: int) -> tuple[int, int]:
-        """Return the tokens of whole pages, the first of which is `first_page` pages behind the prefix."""
+        """Return the token range of whole pages, of which the first is `first_page` pages after the prefix."""
         start = prefix + first_page * self.page_size
         return start, start + num_pages * self.page_size
 
@@ -55,10 +55,10 @@ class PoolMap:
 
         Args:
             end: One past the last token of the request's last page.
-            state_indices: In the order of `state_types`, or None.
+            state_indices: Index lists in the order of `state_types`, or None.
 
         Raises:
-            PlanError: They are no lists of indices, or not one for each state.
+            PlanError: There is not exactly one list of indices for each state.
         """
         given = [None] * len(self._states) if state_indices is None else list(state_indices)
         if len(given) != len(self._states):
@@ -75,12 +75,12 @@ def describe_pools(args: Any, shard: Shard, *, fingerprint: str, location: Locat
 
     Args:
         args: SGLang's `KVArgs`.
-        shard: Which part of the model they hold.
+        shard: The part of the model that they hold.
         fingerprint: What makes two caches interchangeable.
-        location: Where they are.
+        location: Device that they are on.
 
     Raises:
-        LayoutError: They hold what kvflow does not move, with the reason, or their sizes do not fit each other.
+        LayoutError: They hold what kvflow does not move, with the reason, or their sizes are inconsistent.
     """
     _refuse_unknown(args, shard)
     main, draft = _main_buffers(args, shard)
@@ -115,7 +115,7 @@ def _refuse_unknown(args: Any, shard: Shard) -> None:
 
 
 def _main_buffers(args: Any, shard: Shard) -> tuple[list[Buffer], list[Buffer]]:
-    """Give each buffer its layer, and split the draft model's off, which only the last stage has computed."""
+    """Assign each buffer its layer, and split off the draft model's buffers, which only the last stage has computed."""
     groups = 1 if shard.is_mla else 2
     total, num_draft = len(args.kv_data_ptrs), args.num_draft_entries
     if total <= num_draft or (total - num_draft) % groups or num_draft % groups:
@@ -151,7 +151,7 @@ def _draft_cells(buffers: Sequence[Buffer], main: Sequence[Buffer], args: Any, s
         )
     if {one.item for one in buffers} <= {one.item for one in main}:
         return latents(buffers, page_size=page_size, optional=True)
-    # A draft model with ordinary attention beside latents: its heads are sharded, and SGLang does not say how many.
+    # A draft model with ordinary attention beside latents: its heads are sharded, and their number is unknown.
     return of_one_rank(buffers, shard, "draft", page_size=page_size, optional=True)
 
 

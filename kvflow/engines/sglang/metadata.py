@@ -1,4 +1,4 @@
-"""SGLang's metadata buffers (first token, logprobs, ...) as bytes that go with a transfer; they are in host memory."""
+"""SGLang's metadata buffers (first token, logprobs, ...) as bytes sent with a transfer; they are in host memory."""
 
 import ctypes
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ __all__ = ["MetadataRows"]
 
 
 class MetadataRows:
-    """The rows of all buffers that belong to one request, one after another.
+    """Access to the rows of a request in all metadata buffers, concatenated.
 
     Args:
-        addresses: Of each buffer.
+        addresses: Address of each buffer.
         lengths: Bytes of each buffer.
         rows: Bytes of a row of each buffer.
     """
@@ -23,7 +23,7 @@ class MetadataRows:
         self.num_bytes = sum(rows)
 
     def read(self, index: int) -> bytes:
-        """Copy the rows of a request.
+        """Return a copy of the rows of a request.
 
         Raises:
             LocalProtocolError: There are no such rows.
@@ -32,11 +32,11 @@ class MetadataRows:
         return b"".join([ctypes.string_at(address + row * index, row) for address, row in self._buffers])
 
     def write(self, index: int, data: bytes) -> None:
-        """Fill the rows of a request.
+        """Write the rows of a request.
 
         Raises:
             LocalProtocolError: There are no such rows.
-            ValueError: The other side has other buffers.
+            ValueError: The other side has different buffers.
         """
         self._check(index)
         if len(data) != self.num_bytes:

@@ -1,7 +1,7 @@
-"""Entry point of the group `sglang.srt.plugins`: SGLang calls `activate` in each process before it reads arguments.
+"""Entry point of the group `sglang.srt.plugins`: SGLang calls `activate` in each process before it parses arguments.
 
-SGLang offers a hook for the classes of a transfer backend and a list for the choices of its option. The member of its
-closed enum `TransferBackend` is the one thing that is added without being asked.
+SGLang provides a hook for the classes of a transfer backend, and a list of choices for its option. Only the member of
+its closed enum `TransferBackend` has to be added without such an interface.
 """
 
 import functools
@@ -26,8 +26,8 @@ AGREE_STAGES: Final = "sglang.srt.disaggregation.utils.poll_and_all_reduce_prefi
 
 
 def activate() -> None:
-    """Make `--disaggregation-transfer-backend kvflow` known. May be called twice."""
-    members = utils.TransferBackend._value2member_map_  # a closed enum has no other way in
+    """Register `--disaggregation-transfer-backend kvflow`. May be called twice."""
+    members = utils.TransferBackend._value2member_map_  # there is no other way to extend a closed enum
     if NAME in members:
         return
     member = object.__new__(utils.TransferBackend)
@@ -39,12 +39,12 @@ def activate() -> None:
 
 
 def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
-    """Return the classes of this backend, and leave others to SGLang."""
+    """Return the classes of this backend; leave other backends to SGLang."""
     kinds = utils.KVClassType
     if transfer_backend.value != NAME or class_type == kinds.KVARGS:
         known = utils.TransferBackend.NIXL if transfer_backend.value == NAME else transfer_backend
         return original(known, class_type)
-    # Imported when one is wanted: this module is loaded in processes that never transfer anything.
+    # Imported on demand: this module is loaded in processes that never transfer anything.
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer  # noqa: PLC0415
 
     from kvflow.engines.sglang.ends import KvflowKVReceiver, KvflowKVSender  # noqa: PLC0415
@@ -63,18 +63,18 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 
 @functools.cache
 def _hook_queues() -> None:
-    """Keep SGLang's queues from freeing pages that may still be written to or read, and have every stage polled."""
-    # Not by `register` and `apply_hooks`: those skip what another plugin has hooked before, and only log what fails.
+    """Keep SGLang's queues from freeing pages that may still be written to or read, and poll every stage."""
+    # `register` and `apply_hooks` would skip what another plugin has already hooked, and only log failures.
     HookRegistry._apply_target(DEFER, [(HookType.AFTER, _forget_deadline, None)])
     HookRegistry._apply_target(AGREE, [(HookType.AROUND, _await_readers, None)])
     HookRegistry._apply_target(AGREE_STAGES, [(HookType.BEFORE, _take_changes, None)])
 
 
 def _check_version() -> None:
-    """Refuse another version of SGLang, on whose internals the adapter relies.
+    """Reject other versions of SGLang, because the adapter relies on its internals.
 
     Raises:
-        ConfigError: It is another one.
+        ConfigError: The version is not supported.
     """
     found = importlib.metadata.version("sglang")
     if found.split("+")[0].split(".post")[0] != SERVED:
@@ -91,9 +91,9 @@ def _forget_deadline(result: Any, queue: Any, decode_req: Any) -> Any:
 
 
 def _await_readers(original: Any, pollers: Any, attn_cp_cpu_group: Any, attn_tp_cpu_group: Any) -> Any:
-    """Let a request fail on prefill once no rank's transport reads its pages; SGLang says so when the first rank fails.
+    """Let a request fail on prefill only once no rank's transport reads its pages; SGLang fails it with the first rank.
 
-    All ranks have the same answer of SGLang's, so they ask each other about the same requests.
+    All ranks get the same result from SGLang, so they ask each other about the same requests.
     """
     polls = list(original(pollers, attn_cp_cpu_group, attn_tp_cpu_group))
     failed = [place for place, status in enumerate(polls) if status == KVPoll.Failed]
@@ -106,7 +106,7 @@ def _await_readers(original: Any, pollers: Any, attn_cp_cpu_group: Any, attn_tp_
 
 
 def _take_changes(pollers: Any, *_: Any) -> None:
-    """Take what has changed on this stage: SGLang polls on the first one, and sees there what the others have noted."""
+    """Process updates on this stage: SGLang polls only on the first stage, which sees what the others have recorded."""
     from kvflow.engines.sglang.manager import KvflowKVManager  # noqa: PLC0415
 
     for manager in {poller.kv_mgr for poller in pollers}:

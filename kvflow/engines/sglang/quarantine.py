@@ -1,4 +1,4 @@
-"""Pages without a proof, for the operator of a server: a reminder in its log, and a way to use them again."""
+"""Pages in quarantine, for the operator of a server: a reminder in its log, and a way to release them."""
 
 import logging
 from collections.abc import Iterable
@@ -17,13 +17,13 @@ REMIND_S: Final = 60.0
 
 
 class QuarantineWatch:
-    """Reminds of pages in quarantine, and releases those that an operator names.
+    """Logs reminders of pages in quarantine, and releases those that an operator names.
 
-    The operator touches a file with the number of the room, in a directory that all ranks of the server look into. So
-    no rank removes the file: one that is there already when pages get into quarantine does not release them.
+    The operator touches a file named after the room, in a directory that all ranks of the server watch. Because they
+    share it, no rank removes the file: a file that exists already when pages enter quarantine does not release them.
 
     Args:
-        directory: Where those files are; None if nothing is to be released.
+        directory: Directory of these files; None to release nothing.
     """
 
     def __init__(self, directory: str | None) -> None:
@@ -32,7 +32,7 @@ class QuarantineWatch:
         self._look_at = self._remind_at = 0.0
 
     def look(self, rank: Any, transfers: Iterable[BlockingSender | BlockingReceiver], now: float) -> None:
-        """Do both, if it is time. Costs next to nothing while nothing is in quarantine.
+        """Check for pages to remind of and to release, if it is time. This is cheap while nothing is in quarantine.
 
         Args:
             rank: The blocking rank.
@@ -48,7 +48,7 @@ class QuarantineWatch:
         self._touched = {one.key: self._touched.get(one.key, self._touched_at(one)) for one in records}
         for record in records:
             if self._touched_at(record) != self._touched[record.key]:
-                with suppress(LocalProtocolError):  # a proof has come meanwhile
+                with suppress(LocalProtocolError):  # a proof has arrived meanwhile
                     rank.release(record)
         if records and now >= self._remind_at:
             self._remind_at = now + REMIND_S

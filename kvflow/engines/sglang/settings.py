@@ -1,4 +1,4 @@
-"""What SGLang's command line has no words for: an environment variable with JSON, which its processes inherit."""
+"""Settings that SGLang's command line lacks: JSON in an environment variable, which its processes inherit."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
@@ -19,17 +19,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         backend: Transport, as in `kvflow.RankConfig`.
-        backend_options: Its options.
+        backend_options: Options of the transport.
         fingerprint: What makes two caches interchangeable; by default model architecture, sizes and cache type.
-        timeouts: `kvflow.Timeouts` to use instead of those that follow from SGLang's.
+        timeouts: `kvflow.Timeouts` to use instead of those derived from SGLang's.
         limits: `kvflow.Limits` to use instead of the defaults.
         staging_bytes: As in `kvflow.RankConfig`.
         digest_every: As in `kvflow.DecodeConfig`.
         proofs: `kvflow.Proofs` to use instead of the defaults, on decode.
-        releases: Directory in which an operator names rooms whose pages are to be used again without a proof.
+        releases: Directory in which an operator names rooms whose pages may be reused without a proof.
         affinity: CPUs of kvflow's threads; by default those of the scheduler.
         keys: Directory of keys, see `kvflow keys` and docs/security.md.
-        plain: Ask nobody for a key. Without it and without `keys`, only the loopback interface is used.
+        plain: Require no keys from peers. Without it and without `keys`, only the loopback interface is used.
     """
 
     backend: str = "nixl"
@@ -46,27 +46,27 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plain: bool = False
 
     def timeouts_for(self, wait_s: float) -> Timeouts:
-        """Return timeouts that leave it to SGLang how long a request waits for the other side.
+        """Return timeouts with which SGLang decides how long a request waits for the other side.
 
         Raises:
-            ConfigError: One that was set is unknown or out of range.
+            ConfigError: A timeout is unknown or out of range.
         """
         names = ("transfer_s", "open_s", "grant_s", "first_bytes_s", "progress_s", "announced_s")
         return _make(Timeouts, {"lease_s": 10.0, **dict.fromkeys(names, wait_s), **self.timeouts}, "timeouts")
 
     def make_proofs(self) -> Proofs:
-        """Return what proves that a prefill process can write nothing any more.
+        """Return the settings of what proves that a prefill process can no longer write.
 
         Raises:
-            ConfigError: One that was set is unknown or out of range.
+            ConfigError: A setting is unknown or out of range.
         """
         return _make(Proofs, self.proofs, "proofs")
 
     def limits_for(self, metadata_bytes: int) -> Limits:
-        """Return limits that the metadata fits into.
+        """Return limits that allow the size of the metadata.
 
         Raises:
-            ConfigError: One that was set is unknown or out of range, or there is more metadata than can be sent.
+            ConfigError: A limit is unknown or out of range, or the metadata is larger than can be sent.
         """
         needed = max(Limits().metadata_bytes, metadata_bytes)
         return _make(Limits, {"metadata_bytes": needed, **self.limits}, "limits")
@@ -83,7 +83,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     """Read the settings of this process.
 
     Raises:
-        ConfigError: They are no JSON, or one is unknown or of a wrong type.
+        ConfigError: They are not valid JSON, or a setting is unknown or has the wrong type.
     """
     text = environment.get(VARIABLE, "{}")
     try:

@@ -1,4 +1,4 @@
-"""Entries of SGLang's `state_types` as components: sliding windows, DSA's index, recurrent states. Pure."""
+"""SGLang's `state_types` as components: sliding windows, the index of DSA, recurrent states. Pure."""
 
 import functools
 import math
@@ -26,21 +26,22 @@ REFUSED: Final = {
     "c128_state": "pools of DeepSeek V4 have not been tried",
     "request_row": "pools of DeepSeek V4 have not been tried",
 }
-"""Kinds of state that SGLang 0.5.23 has and kvflow does not move, and why not."""
+"""Kinds of state that SGLang 0.5.23 has and kvflow does not move, with the reason."""
 
 ORDERS: Final = {"nhd": "NHD", "hnd": "HND"}
 
 
 class StateBuffers(NamedTuple):
-    """What SGLang's lists say about one state.
+    """SGLang's lists for one state.
 
     Attributes:
         kind: Its entry of `state_types`.
-        buffers: Its buffers; without layers they are numbered by their places in the list.
+        buffers: Its buffers; without layers, they are numbered by their position in the list.
         has_layers: Their layers are those of the model.
-        dims: Of a recurrent state: cells along the axis that is sharded; 0 if none is, None if SGLang does not say.
-        groups: Of a recurrent state: full sizes of the blocks of that axis that are sharded each by itself.
-        rows: Of a recurrent state: rows outside that axis.
+        dims: For a recurrent state: cells along the sharded axis; 0 if there is none, None if SGLang does not provide
+            it.
+        groups: For a recurrent state: full sizes of the blocks of that axis that are sharded separately.
+        rows: For a recurrent state: rows outside that axis.
     """
 
     kind: str
@@ -52,7 +53,7 @@ class StateBuffers(NamedTuple):
 
     @classmethod
     def read(cls, args: Any, index: int) -> "StateBuffers":
-        """Take state `index` out of `KVArgs`.
+        """Extract state `index` from `KVArgs`.
 
         Raises:
             LayoutError: Its lists differ in length.
@@ -80,11 +81,11 @@ def _nth(args: Any, field: str, index: int) -> Sequence[Any]:
 
 
 class State(NamedTuple):
-    """One state, described.
+    """Description of one state.
 
     Attributes:
-        components: What it is in the layout; all have the same page table.
-        is_slot: A request has one slot of it, else pages up to its last token.
+        components: Its components in the layout; all have the same page table.
+        is_slot: A request has one slot of it; otherwise, pages up to its last token.
     """
 
     components: tuple[Component, ...]
@@ -95,7 +96,7 @@ class State(NamedTuple):
 
         Args:
             end: One past the last token of the request's last page.
-            indices: As SGLang gives them: one slot, or as many pages as the state has of this request.
+            indices: SGLang's indices: one slot, or as many pages as the state has for this request.
             page_size: Tokens of a page.
 
         Raises:
@@ -116,14 +117,14 @@ def describe_state(name: str, args: Any, index: int, shard: Shard, layers: Seque
     """Describe one state.
 
     Args:
-        name: Of its component.
+        name: Name of its component.
         args: SGLang's `KVArgs`.
-        index: Which of its states.
-        shard: Which part of the model this rank holds.
-        layers: Of the main pool, one for each of its layers.
+        index: Position of the state in SGLang's lists.
+        shard: The part of the model that this rank holds.
+        layers: Layer numbers of the main pool.
 
     Raises:
-        LayoutError: Its kind is not moved, and why; or its buffers do not fit.
+        LayoutError: Its kind is not moved, with the reason, or its buffers do not fit.
     """
     state = StateBuffers.read(args, index)
     match state.kind:
@@ -139,7 +140,7 @@ def describe_state(name: str, args: Any, index: int, shard: Shard, layers: Seque
 
 
 def _window(name: str, state: StateBuffers, args: Any, shard: Shard) -> Component:
-    """K and V of a sliding window, in pages of their own."""
+    """Describe K and V of a sliding window, which has its own pages."""
     layout = getattr(args, "swa_kv_cache_layout", None)
     if shard.is_mla or layout not in ORDERS:
         raise LayoutError(
@@ -165,7 +166,7 @@ def _window(name: str, state: StateBuffers, args: Any, shard: Shard) -> Componen
 
 
 def _index(name: str, state: StateBuffers, layers: Sequence[int], page_size: int) -> tuple[Component, ...]:
-    """Index keys with their scales, which every rank holds whole: one item a page; layers of a draft model follow."""
+    """Describe index keys with their scales, replicated on every rank: one item per page, draft layers last."""
     count = len(layers)
     if len(state.buffers) < count:
         raise LayoutError(
@@ -183,11 +184,11 @@ def _index(name: str, state: StateBuffers, layers: Sequence[int], page_size: int
 
 
 def _recurrent(name: str, state: StateBuffers, shard: Shard) -> Component:
-    """Convolution and recurrent states, a slot for each request.
+    """Describe convolution and recurrent states, one slot for each request.
 
     The rows of a slot are its "tokens"; a state without rows has one cell, which belongs to all of them. A convolution
-    state has blocks (q, k and v, say), each sharded by itself. Where SGLang names none, there may be one or more, and
-    the state goes to ranks of as many TP ranks only.
+    state has blocks (such as q, k and v), each sharded separately. Where SGLang names none, their number is unknown,
+    and the state moves only between ranks of equal TP size.
     """
     if shard.pp_size > 1 and not state.has_layers:
         raise LayoutError("this state has no layer numbers, which pipeline stages need", state="mamba")
@@ -204,7 +205,7 @@ def _recurrent(name: str, state: StateBuffers, shard: Shard) -> Component:
 
 
 class _Cut(NamedTuple):
-    """How one buffer of a recurrent state is sharded; see `StateBuffers`."""
+    """Sharding of one buffer of a recurrent state; see `StateBuffers`."""
 
     tensor: str
     dim: int | None
@@ -214,7 +215,7 @@ class _Cut(NamedTuple):
     has_blocks: bool
 
     def parts(self, shard: Shard, one: Buffer) -> Parts:
-        """Return what an item holds."""
+        """Return the content of an item."""
         tp_size, tp_rank = shard.tp_size, shard.tp_rank
         if self.dim is None:
             return OpaqueItem(f"{self.tensor} of {tp_size} ranks", tp_rank)

@@ -1,4 +1,4 @@
-"""The decode end: receives prompts that another manager has computed, and goes on from them."""
+"""The decode end: receives prompts that another manager has computed, and continues from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from kvflow.engines.transformers.metadata import read_first_token
 __all__ = ["DecodeManager", "OnFailure"]
 
 OnFailure = Literal["fail", "recompute"]
-"""What becomes of a request whose transfer fails."""
+"""What to do with a request whose transfer fails."""
 
 
 @dataclass
@@ -25,11 +25,11 @@ class _Arriving:
     """A request that has not arrived yet.
 
     Attributes:
-        state: The manager's.
+        state: The manager's state of the request.
         receiver: Its transfer.
-        on_failure: What becomes of it if that fails.
-        has_blocks: It was granted.
-        prefix: Tokens that were here already.
+        on_failure: What to do with the request if the transfer fails.
+        has_blocks: It has blocks, which were granted.
+        prefix: Number of tokens that were cached here already.
     """
 
     state: Any
@@ -42,14 +42,15 @@ class _Arriving:
 class DecodeManager(End[DecodeRank]):
     """A manager that takes requests over. Use it as a context manager, around `start` and `stop` of the manager.
 
-    The manager delivers their outputs as those of its own requests, which run beside them. `manager.cancel_request`
-    gives a request up at any time.
+    The manager delivers their outputs like those of its own requests, which run beside them. `manager.cancel_request`
+    cancels such a request at any time.
 
     Args:
         manager: A `ContinuousBatchingManager` that is not running.
         config: Settings of the rank.
-        fingerprint: What makes two caches interchangeable: model, revision, what changes the content.
-        loop: The thread of the rank; one of its own by default.
+        fingerprint: What makes two caches interchangeable: model, revision, and anything else that changes their
+            content.
+        loop: Event loop thread of the rank; by default one of its own.
 
     Raises:
         ConfigError, LocalProtocolError: As the constructor of `Engine`.
@@ -64,7 +65,7 @@ class DecodeManager(End[DecodeRank]):
         super().__init__(engine, DecodeRank(config, self._map.layout, loop=loop))
         self._arriving: dict[str, _Arriving] = {}
 
-    def add_request(  # noqa: PLR0913 - each one is a choice of the engine, by name
+    def add_request(  # noqa: PLR0913 - choices of the engine, by keyword
         self,
         input_ids: Sequence[int],
         ticket: Mapping[str, object],
@@ -76,26 +77,26 @@ class DecodeManager(End[DecodeRank]):
         timeout_s: float | None = None,
         **logit_processor_kwargs: Any,
     ) -> BlockingReceiver:
-        """Take a request over. Prefill is told at once. Callable from any thread; does not wait.
+        """Take a request over. This notifies prefill at once. Callable from any thread; does not wait.
 
         Args:
             input_ids: The prompt.
-            ticket: What the prefill end gave.
-            max_new_tokens: Tokens to generate, the first included; the manager's by default.
-            eos_token_id: Tokens that end it; the manager's by default.
+            ticket: Ticket from the prefill end.
+            max_new_tokens: Tokens to generate, including the first; the manager's setting by default.
+            eos_token_id: Tokens that end the output; the manager's setting by default.
             streaming: Deliver each token.
-            on_failure: Deliver an output that has failed, or compute the prompt here.
-            timeout_s: How long the transfer may take.
-            logit_processor_kwargs: Of this request.
+            on_failure: Whether to deliver a failed output, or to compute the prompt here.
+            timeout_s: Timeout of the transfer.
+            logit_processor_kwargs: Settings of the logits processors for this request.
 
         Returns:
-            How the transfer stands; its `room` is the id of the request. `abort` fails the request.
+            The transfer, whose `room` is the id of the request. `abort` fails the request.
 
         Raises:
             TicketError: As `announce` of the rank.
-            ConfigError: As `announce`; or A setting of the request is unknown or has the wrong type.
+            ConfigError: As `announce`, or a setting of the request is unknown or has the wrong type.
             PlanError: The prompt is empty, or does not fit into an empty cache.
-            LocalProtocolError: The room is in use or no string, or the rank or the manager takes no requests.
+            LocalProtocolError: The room is in use or not a string, or the rank or the manager accepts no requests.
         """
         self.engine.check_accepts(logit_processor_kwargs)
         self._check_fits(input_ids)
@@ -136,7 +137,7 @@ class DecodeManager(End[DecodeRank]):
         return bool(self._arriving)
 
     def step(self) -> None:
-        """Take what has changed, and give blocks to those that wait for them, first come first served."""
+        """Process updates, and grant blocks to waiting requests, first come, first served."""
         for update in self.rank.completed():
             one = self._arriving.get(str(update.room))
             if one is None or one.receiver is not update.transfer:
@@ -150,9 +151,9 @@ class DecodeManager(End[DecodeRank]):
                 break
 
     def _grant(self, one: _Arriving) -> bool:
-        """Allocate blocks behind the prefix that is here, and let prefill write to them. False if there are none."""
+        """Allocate blocks after the cached prefix, and grant them. Return False if there are not enough."""
         state, engine = one.state, self.engine
-        if one.receiver.outcome is not Outcome.PENDING:  # `completed` tells
+        if one.receiver.outcome is not Outcome.PENDING:  # `completed` reports it
             return True
         num_tokens = len(state.initial_tokens)
         one.prefix = engine.cache.search_prefix_match(state.request_id, state.initial_tokens)
@@ -163,12 +164,12 @@ class DecodeManager(End[DecodeRank]):
         tables = self._map.last(engine.blocks(state.request_id), one.prefix, num_tokens)
         try:
             one.receiver.grant(tokens=(one.prefix, num_tokens), pages=tables)
-        except KvflowError:  # it has failed meanwhile, which `completed` tells
+        except KvflowError:  # it has failed meanwhile, which `completed` reports
             one.receiver.abort()
         return True
 
     def _arrive(self, one: _Arriving) -> None:
-        """Make it a request that decodes, as if its prompt had been computed here."""
+        """Turn it into a request that decodes, as if its prompt had been computed here."""
         state, engine = one.state, self.engine
         metadata = one.receiver.result().metadata
         try:
@@ -190,7 +191,7 @@ class DecodeManager(End[DecodeRank]):
             engine.deliver(state)
 
     def _share(self, one: _Arriving) -> None:
-        """Let later requests use its blocks, where the cache shares prefixes."""
+        """Let later requests reuse its blocks, if the cache shares prefixes."""
         cache = self.engine.cache
         if cache.use_prefix_sharing:
             sizes = {name: allocator.tokens_per_page for name, allocator in cache.cache_allocators.items()}
@@ -223,7 +224,7 @@ class DecodeManager(End[DecodeRank]):
             self._give_up(one, error)
 
     def lose(self, request_id: str) -> bool:
-        """End the transfer of a request that was cancelled."""
+        """End the transfer of a cancelled request."""
         one = self._arriving.pop(request_id, None)
         if one is None:
             return False

@@ -1,15 +1,15 @@
-"""Where an end takes part in a manager's generation loop, and how it holds the manager's blocks.
+"""Hooks an end into a manager's generation loop, and holds the manager's blocks.
 
-transformers has no hooks for that, so this module replaces eight of its functions, on the objects of one manager:
+transformers provides no hooks for this, so this module replaces eight of its functions, on the objects of one manager:
 
-- `add_request` refuses the id of a request that is handed over: the two would share its blocks;
-- `prepare_next_batch` begins with the end's step, on the thread of the generation loop;
-- `free_blocks` asks the end first: it keeps the blocks of a request that somebody may still read or write;
-- `_handle_request_error`, with which a request fails that may have no blocks yet, ends its transfer;
+- `add_request` rejects the id of a request that is being handed over, because the two would share its blocks;
+- `prepare_next_batch` starts with the end's step, on the thread of the generation loop;
+- `free_blocks` first asks the end, which keeps blocks that may still be read or written;
+- `_handle_request_error`, which fails a request that may have no blocks yet, also ends its transfer;
 - `schedule_batch` waits while such blocks are missing, where the manager would fail all requests;
-- `fail_all_requests`, with which a generation loop ends that has failed, ends the transfers, too;
-- `has_pending_requests` is true while transfers are under way, so that `manager.stop()` lets them end;
-- the event that wakes an idle loop rings for news of transfers, too.
+- `fail_all_requests`, which runs when a generation loop fails, also ends the transfers;
+- `has_pending_requests` is true while transfers are in flight, so that `manager.stop()` lets them end;
+- the event that wakes an idle loop is also set for updates of transfers.
 """
 
 import abc
@@ -32,24 +32,24 @@ __all__ = ["End", "Engine"]
 AnyRank = TypeVar("AnyRank", bound=PrefillRank | DecodeRank)
 
 VERSION: Final = "5.23."
-"""Of transformers, whose private names are used here."""
+"""Supported versions of transformers, whose private names are used here."""
 
 
 class Engine:
-    """A manager, as an end sees it.
+    """A manager, as seen by an end.
 
     Args:
         manager: A `ContinuousBatchingManager` that is not running.
 
     Raises:
-        ConfigError: It is configured in a way that kvflow does not serve, or is one of another version.
+        ConfigError: Its configuration or its version is not supported.
         LocalProtocolError: It is running.
     """
 
     def __init__(self, manager: Any) -> None:
         _refuse_unserved(manager)
         if manager.batch_processor is None:
-            manager.warmup()  # makes it
+            manager.warmup()  # creates it
         self.manager = manager
         self.processor = manager.batch_processor
         self.scheduler = self.processor.scheduler
@@ -62,7 +62,7 @@ class Engine:
     # Taking part
 
     def join(self, end: "End[Any]", rank: PrefillRank | DecodeRank) -> None:
-        """Let an end take part in the generation loop."""
+        """Make an end part of the generation loop."""
         prepare, schedule = self.processor.prepare_next_batch, self.scheduler.schedule_batch
         has_pending, fail_all = self.processor.has_pending_requests, self.processor.fail_all_requests
         fail_one = self.processor._handle_request_error
@@ -108,7 +108,7 @@ class Engine:
         self._replace(self.manager, "_wake_up_loop", wake_up)
 
     def leave(self) -> None:
-        """Put everything back, and give back what is safe. Blocks that are not stay allocated for good."""
+        """Undo all hooks, and free what is safe. Blocks that are not safe stay allocated for good."""
         self._give_back_safe()
         while self._undo:
             setattr(*self._undo.pop())
@@ -119,12 +119,12 @@ class Engine:
         setattr(owner, name, value)
 
     def wake(self) -> None:
-        """Have the loop take its next step soon."""
+        """Make the loop take its next step soon."""
         self.manager._wake_up_loop.set()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep the loop from running meanwhile."""
+        """Pause the loop, if it is running."""
         with ExitStack() as stack:
             if self.manager.is_running():
                 with suppress(RuntimeError):  # it has ended meanwhile
@@ -132,13 +132,13 @@ class Engine:
             yield
 
     def check_accepts(self, settings: Mapping[str, Any]) -> None:
-        """Check that the manager takes requests, and these settings of one.
+        """Check that the manager accepts requests, and these settings of one.
 
         Args:
-            settings: Keyword arguments of its logits processors.
+            settings: Keyword arguments for its logits processors.
 
         Raises:
-            LocalProtocolError: It is stopping, has failed, or was restarted, which makes it forget this end.
+            LocalProtocolError: It is stopping, has failed, or was restarted without this end.
             ConfigError: A setting is unknown or has the wrong type.
         """
         reason = self.manager.background_thread_status.can_accept_new_requests()
@@ -152,7 +152,10 @@ class Engine:
             raise ConfigError("settings of the request cannot be used", detail=str(error)) from error
 
     def has(self, request_id: str) -> bool:
-        """Return whether the manager has a request of this id, its own ones included. Any thread may ask."""
+        """Return whether the manager has a request with this id, whether or not kvflow moves it.
+
+        Callable from any thread.
+        """
         waiting = self.manager.input_queue
         with waiting.mutex:
             if any(state.request_id == request_id for state in waiting.queue):
@@ -161,7 +164,7 @@ class Engine:
 
     @property
     def _can_offload(self) -> bool:
-        """The manager itself can find room, by giving up an active request."""
+        """The manager can free blocks itself, by offloading an active request."""
         return bool(self.scheduler.starved_requests) and len(self.scheduler.active_requests) > 1
 
     # Blocks
@@ -171,7 +174,7 @@ class Engine:
         return {name: one.block_table.get(request_id, []) for name, one in self.cache.cache_allocators.items()}
 
     def allocate(self, state: Any, prefix: int) -> bool:
-        """Allocate blocks for the prompt of a request, behind a prefix that it has; say whether there are enough."""
+        """Allocate blocks for the prompt of a request, after its cached prefix; return whether there were enough."""
         state.position_offset = prefix
         num_tokens = len(state.initial_tokens) - prefix
         self.cache.pool.try_to_free_sectors()
@@ -183,22 +186,22 @@ class Engine:
 
     @property
     def _has_room(self) -> bool:
-        """New requests may be admitted, as the scheduler sees it: active ones need blocks to go on."""
+        """The scheduler would admit new requests: active ones keep enough blocks to continue."""
         is_idle = not self.scheduler.active_requests
         return is_idle or bool(self.cache.compute_free_capacity() >= self.scheduler.safety_margin)
 
     def free(self, request_id: str) -> None:
-        """Give the blocks of a request back now."""
+        """Free the blocks of a request now."""
         self._free_blocks(request_id)
 
     def hold(self, request_id: str, transfer: BlockingSender | BlockingReceiver) -> None:
-        """Take the blocks of a request out of its tables, and give them back when those of a transfer are safe."""
+        """Take the blocks of a request out of its tables, and free them once the memory of a transfer is safe."""
         allocators = self.cache.cache_allocators.items()
         self._held.append((transfer, {name: one.block_table.pop(request_id, []) for name, one in allocators}))
 
     @property
     def num_held(self) -> int:
-        """Requests whose blocks are held."""
+        """Number of requests whose blocks are held."""
         return len(self._held)
 
     def _give_back_safe(self) -> None:
@@ -214,24 +217,24 @@ class Engine:
     # Outputs
 
     def deliver(self, state: Any) -> None:
-        """Deliver what a request has brought so far."""
+        """Deliver the output of a request so far."""
         self.processor.output_router.deliver(state.to_generation_output())
 
     def fail(self, state: Any, error: Exception) -> None:
-        """Fail a request, and deliver that."""
+        """Fail a request, and deliver the failure."""
         self.processor.output_router.fail_and_deliver(state, error)
 
 
 HELD: Final = "__kvflow_held__"
-"""The request whose blocks are given back; no other one is called that."""
+"""Reserved request id under which held blocks are freed."""
 
 
 class End(abc.ABC, Generic[AnyRank]):
-    """What takes part; its methods are called on the thread of the generation loop, or while it is paused.
+    """One end of kvflow; its methods are called on the thread of the generation loop, or while the loop is paused.
 
     Args:
-        engine: Of the manager.
-        rank: Is opened and closed with it.
+        engine: Engine of the manager.
+        rank: Rank that is opened and closed with the end.
     """
 
     def __init__(self, engine: Engine, rank: AnyRank) -> None:
@@ -253,31 +256,31 @@ class End(abc.ABC, Generic[AnyRank]):
 
     @abc.abstractmethod
     def step(self) -> None:
-        """Do what is to be done between two batches."""
+        """Do what is due between two batches."""
 
     @abc.abstractmethod
     def has(self, request_id: str) -> bool:
-        """Return whether a request is handed over at the moment. Any thread may ask."""
+        """Return whether a request is being handed over. Callable from any thread."""
 
     @abc.abstractmethod
     def lose(self, request_id: str) -> bool:
-        """Take note that a request loses its blocks, and say whether it was one of the end's.
+        """Handle that a request loses its blocks, and return whether it was one of the end's.
 
-        It holds them then, if somebody may still read or write them.
+        If it was, the end holds blocks that may still be read or written.
         """
 
     @abc.abstractmethod
     def fail_all(self, error: Exception) -> None:
-        """End all transfers, since the generation loop has failed."""
+        """End all transfers, because the generation loop has failed."""
 
     @property
     @abc.abstractmethod
     def is_busy(self) -> bool:
-        """Transfers are under way."""
+        """Transfers are in flight."""
 
 
 class WakeUp(threading.Event):
-    """The event for which an idle generation loop waits: set for new requests, and while there is news of transfers."""
+    """The event on which an idle generation loop waits: set for new requests, and while transfers have updates."""
 
     def __init__(self, rank: PrefillRank | DecodeRank) -> None:
         super().__init__()
@@ -309,7 +312,7 @@ class WakeUp(threading.Event):
 
 
 def _refuse_unserved(manager: Any) -> None:
-    """Refuse what would not work.
+    """Reject unsupported configurations.
 
     Raises:
         As the constructor of `Engine`.

@@ -1,11 +1,11 @@
 """The cache of a manager as a layout, and its block tables as page tables. Pure.
 
-The cache is one flat tensor. A block holds, for each layer of its kind of attention, the keys of a page of tokens and
-then their values. Each kind of attention is a component:
+The cache is one flat tensor. A block holds, for each layer of its kind of attention, the keys of a page of tokens,
+followed by their values. Each kind of attention is a component:
 
 - "kv": full attention. A page is a block.
-- "window": sliding attention. A request's blocks are a ring, with the token at position `p` in place `p mod window`. A
-  page is one token, so rings fit each other whatever the page sizes of the two sides are.
+- "window": sliding attention. A request's blocks form a ring, with the token at position `p` in place `p mod window`. A
+  page is one token, so rings match whatever the page sizes of the two sides.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ __all__ = ["BlockTables", "CacheMap"]
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 COMPONENTS: Final = {FULL: "kv", SLIDING: "window"}
-"""The component that each kind of attention is."""
+"""Component of each kind of attention."""
 
 BlockTables = Mapping[str, Sequence[int]]
 """Blocks of a request for each kind of attention, in token order."""
@@ -28,14 +28,14 @@ Tables = dict[str, Sequence[int] | TokenPages | None]
 
 
 class CacheMap:
-    """The layout of a cache, and the page tables of requests in it.
+    """The layout of a cache, and the page tables of its requests.
 
     Args:
         cache: A `PagedAttentionCache`.
         fingerprint: What makes two caches interchangeable.
 
     Raises:
-        LayoutError: It has a kind of attention that kvflow does not move.
+        LayoutError: The cache has a kind of attention that kvflow does not move.
     """
 
     def __init__(self, cache: Any, fingerprint: str) -> None:
@@ -56,21 +56,21 @@ class CacheMap:
         )
 
     def whole(self, num_tokens: int) -> int:
-        """Round a number of tokens down to whole blocks; 0 if there is nothing to send before the end."""
+        """Round a number of tokens down to complete blocks; return 0 if nothing can be sent before the end."""
         if FULL not in self._allocators:
             return 0
         size = self._allocators[FULL].tokens_per_page
         return int(num_tokens // size * size)
 
     def chunk(self, blocks: BlockTables, start: int, stop: int) -> Tables:
-        """Return the page tables of tokens that are not the last ones: windows are not sent before the end."""
+        """Return the page tables of a chunk that is not the last; windows are only sent at the end."""
         if FULL not in blocks:
             return {}
         size = self._allocators[FULL].tokens_per_page
         return {COMPONENTS[FULL]: blocks[FULL][start // size : -(-stop // size)]}
 
     def last(self, blocks: BlockTables, start: int, num_tokens: int) -> Tables:
-        """Return the page tables of the last tokens, or of all: those from `start` on, and what the window sees."""
+        """Return the page tables of the last chunk: the tokens from `start` on, and what the window contains."""
         tables = self.chunk(blocks, start, num_tokens)
         if SLIDING in blocks:
             ring = self._allocators[SLIDING]
@@ -83,7 +83,7 @@ class CacheMap:
 
 
 def _component(kind: str, allocator: Any, address: int, length: int) -> Component:
-    """Describe the blocks of one kind of attention, over the whole cache: any part of it may become its own."""
+    """Describe the blocks of one kind of attention, over the whole cache, because any part may be allocated to it."""
     size, heads = allocator.tokens_per_page, allocator.num_key_value_heads
     head_bytes = allocator.head_dim * allocator.cache_dtype.itemsize
     token_bytes = heads * head_bytes

@@ -1,4 +1,4 @@
-"""What prefill tells decode beside the cache: the first token, as bytes."""
+"""The metadata that prefill sends with the cache: the first token, as bytes."""
 
 import msgspec
 
@@ -11,23 +11,23 @@ class FirstToken(msgspec.Struct, frozen=True):
     """The token that follows the prompt.
 
     Attributes:
-        token: Its id.
-        logprob: Its log probability, if the manager gives them.
+        token: Token id.
+        logprob: Log probability of the token, if the manager provides it.
     """
 
     token: int
     logprob: float | None = None
 
     def to_bytes(self) -> bytes:
-        """Return what `read_first_token` reads."""
+        """Return the bytes that `read_first_token` parses."""
         return msgspec.json.encode(self)
 
 
 def read_first_token(metadata: bytes, vocab_size: int) -> FirstToken:
-    """Read what a prefill server has sent.
+    """Parse the metadata from a prefill server.
 
     Raises:
-        RemoteProtocolError: It is no token of this model.
+        RemoteProtocolError: It does not contain a token of this model.
     """
     try:
         first = msgspec.json.decode(metadata, type=FirstToken)

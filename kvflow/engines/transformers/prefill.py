@@ -1,4 +1,4 @@
-"""The prefill end: computes prompts, and sends their cache while later chunks of them are computed."""
+"""The prefill end: computes prompts, and sends their cache while later chunks are computed."""
 
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -17,15 +17,15 @@ __all__ = ["PrefillManager", "Sent"]
 
 
 OWN_SETTINGS: Final = frozenset({"max_new_tokens", "streaming", "record_timestamps", "eos_token_id"})
-"""Of `manager.add_request`, which are not for the logits processors."""
+"""Settings of `manager.add_request` that are not for the logits processors."""
 
 
 class Sent(NamedTuple):
-    """A request that is handed over.
+    """A request that is being handed over.
 
     Attributes:
-        ticket: For the decode end. It can be given there at once.
-        sender: How the transfer stands: `outcome`, `failure`, `memory`.
+        ticket: Ticket for the decode end, which can be passed on at once.
+        sender: The transfer, with `outcome`, `failure` and `memory`.
     """
 
     ticket: dict[str, object]
@@ -35,14 +35,15 @@ class Sent(NamedTuple):
 class PrefillManager(End[PrefillRank]):
     """A manager that hands its requests over. Use it as a context manager, around `start` and `stop` of the manager.
 
-    The prompt and one token are computed; the manager delivers that token as the output of the request. Other
-    requests of the manager run as before. `manager.cancel_request` takes a request back.
+    The prompt and one token are computed; the manager delivers that token as the output of the request. Other requests
+    of the manager run as before. `manager.cancel_request` withdraws a request.
 
     Args:
         manager: A `ContinuousBatchingManager` that is not running.
         config: Settings of the rank.
-        fingerprint: What makes two caches interchangeable: model, revision, what changes the content.
-        loop: The thread of the rank; one of its own by default.
+        fingerprint: What makes two caches interchangeable: model, revision, and anything else that changes their
+            content.
+        loop: Event loop thread of the rank; by default one of its own.
 
     Raises:
         ConfigError, LocalProtocolError: As the constructor of `Engine`.
@@ -64,10 +65,10 @@ class PrefillManager(End[PrefillRank]):
         Args:
             input_ids: The prompt.
             room: Id of the request, the same on both sides.
-            settings: Of `manager.add_request`, but `max_new_tokens`.
+            settings: Settings of `manager.add_request`, except `max_new_tokens`.
 
         Raises:
-            LocalProtocolError: The room is not valid or in use, or the rank or the manager takes no requests.
+            LocalProtocolError: The room is not valid or in use, or the rank or the manager accepts no requests.
             ConfigError: A setting of the request is unknown or has the wrong type.
         """
         if not input_ids:
@@ -89,7 +90,7 @@ class PrefillManager(End[PrefillRank]):
         return Sent(ticket, sender)
 
     def _withdraw(self, room: str) -> None:
-        """End the transfer of a request that the manager has not taken."""
+        """End the transfer of a request that the manager has not accepted."""
         self._offered.pop(room, None)
         self._senders.pop(room).abort()
 
@@ -105,22 +106,22 @@ class PrefillManager(End[PrefillRank]):
         return bool(self._senders)
 
     def step(self) -> None:
-        """Offer what the last batch has computed, and forget what is over."""
+        """Offer what the last batch has computed, and drop ended transfers."""
         for update in self.rank.completed():
-            is_current = self._senders.get(str(update.room)) is update.transfer  # the room may be another request's
+            is_current = self._senders.get(str(update.room)) is update.transfer  # another request may have the room
             if is_current and update.outcome is not Outcome.PENDING:
                 self._end(str(update.room))
         for room in list(self._offered):
             self._offer(room)
 
     def _end(self, room: str) -> None:
-        if room in self._offered:  # nobody wants the rest
+        if room in self._offered:  # the rest is not needed
             self.engine.manager.cancel_request(room)
         else:
             self._senders.pop(room, None)
 
     def _offer(self, room: str) -> None:
-        """Offer whole blocks only: one that grows may still be replaced by an equal one of another request."""
+        """Offer complete blocks only: an incomplete one may still be replaced by an equal block of another request."""
         state = self.engine.scheduler.active_requests.get(room)
         start = self._offered[room]
         stop = self._map.whole(state.current_len()) if state is not None else 0
@@ -128,7 +129,7 @@ class PrefillManager(End[PrefillRank]):
         if stop > start and sender.outcome is Outcome.PENDING:
             try:
                 sender.chunk((start, stop), self._map.chunk(self.engine.blocks(room), start, stop))
-            except KvflowError:  # it has failed meanwhile, which `completed` tells
+            except KvflowError:  # it has failed meanwhile, which `completed` reports
                 return
             self._offered[room] = stop
 
@@ -140,7 +141,7 @@ class PrefillManager(End[PrefillRank]):
         self._senders.clear()
 
     def lose(self, request_id: str) -> bool:
-        """Send the last tokens of a request that has finished, and end one that was given up."""
+        """Send the last tokens of a request that has finished, and abort one that was cancelled or failed."""
         if request_id not in self._offered:
             return False
         sender, state = self._senders[request_id], self.engine.scheduler.active_requests.get(request_id)
@@ -149,7 +150,7 @@ class PrefillManager(End[PrefillRank]):
         if has_finished:
             self._finish(sender, state, self._offered.pop(request_id))
         elif is_computed_again:
-            if not self._offered[request_id]:  # nobody reads its blocks
+            if not self._offered[request_id]:  # nothing reads its blocks
                 return False
         else:
             del self._offered[request_id]
@@ -165,5 +166,5 @@ class PrefillManager(End[PrefillRank]):
         tables = self._map.last(self.engine.blocks(state.request_id), start, num_tokens)
         try:
             sender.finish((start, num_tokens), tables, metadata=first.to_bytes())
-        except KvflowError:  # it has failed meanwhile; nothing else can be wrong
+        except KvflowError:  # it has failed meanwhile; there is no other cause
             sender.abort()

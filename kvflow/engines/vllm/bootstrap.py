@@ -1,7 +1,7 @@
-"""`GET /query`, as the bootstrap server of vLLM's MooncakeConnector answers it.
+"""`GET /query`, answered like the bootstrap server of vLLM's MooncakeConnector.
 
-A router asks it once, for the id of prefill's engine, and gives that to decode with each request. Here the id is the
-address of the first prefill rank, so that decode need not ask anybody.
+A router asks once for the id of prefill's engine, and passes it to decode with each request. Here, that id is the
+address of the first prefill rank, so decode needs no further lookup.
 """
 
 import json
@@ -20,15 +20,15 @@ REQUEST_S: Final = 5.0
 
 @contextmanager
 def serve_query(host: str, port: int, endpoint: str) -> Iterator[None]:
-    """Answer in a thread, which vLLM's worker does not wait for.
+    """Serve queries in a thread, for which vLLM's worker does not wait.
 
     Args:
-        host: Address to listen on.
-        port: Likewise.
-        endpoint: Of the first prefill rank.
+        host: Host to listen on.
+        port: Port to listen on.
+        endpoint: Endpoint of the first prefill rank.
 
     Raises:
-        ConfigError: It cannot be bound.
+        ConfigError: The address cannot be bound.
     """
     body = json.dumps({"0": {"engine_id": endpoint, "worker_addr": {"0": {"0": endpoint}}}}).encode()
 
@@ -46,7 +46,7 @@ def serve_query(host: str, port: int, endpoint: str) -> Iterator[None]:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing: a router asks once."""
+            """Log nothing: a router asks only once."""
 
     try:
         server = ThreadingHTTPServer((host, port), Handler)

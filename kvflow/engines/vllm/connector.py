@@ -1,4 +1,4 @@
-"""The class that vLLM loads, once for its scheduler and once for each worker. It only passes on what it is asked."""
+"""The class that vLLM loads, once for its scheduler and once for each worker. It only delegates."""
 
 import logging
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ __all__ = ["KvflowConnector"]
 COMPLETE: Final = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 EMPTY_STEP_S: Final = 3e-3
-"""How long a step that computes nothing waits for kvflow; a request that comes meanwhile is held up by as much."""
+"""How long a step that computes nothing waits for kvflow; a request that arrives meanwhile is delayed by up to that."""
 
 
 KVConnectorMetadata.register(StepOrders)
@@ -51,10 +51,10 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     Args:
         vllm_config: All of vLLM's settings.
         role: Scheduler or worker.
-        kv_cache_config: The caches.
+        kv_cache_config: Configuration of the caches.
 
     Raises:
-        ConfigError: vLLM is configured in a way that kvflow does not serve, or an option is unusable.
+        ConfigError: vLLM is configured in a way that kvflow does not support, or an option is invalid.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -67,7 +67,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups = describe_groups(kv_cache_config.kv_cache_groups, channels_first=is_conv_state_dim_first())
         self._stats = Stats()
         self._ranks: Ranks | None = None
-        # Ranks with data parallelism compute each step together, even those that have nothing to compute.
+        # With data parallelism, all ranks compute each step together, even those that have nothing to compute.
         self._patience_s = 0.0 if vllm_config.parallel_config.data_parallel_size > 1 else EMPTY_STEP_S
         self._worker: Any = None
         self._scheduler: Any = None
@@ -82,18 +82,18 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         model = vllm_config.model_config
-        return None if model is None or model.use_mla else "LBHNC"  # a head's tokens follow each other
+        return None if model is None or model.use_mla else "LBHNC"  # the tokens of a head are adjacent
 
     @classmethod
     @override
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return read_options(extra_config).layerwise
 
-    # The scheduler's side --------------------------------------------------------------------------------------------
+    # The scheduler side ----------------------------------------------------------------------------------------------
 
     @override
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        if metadata:  # on decode nobody has anything to say
+        if metadata:  # empty on decode
             self._scheduler.know_worker(metadata[min(metadata)].ticket)
 
     @override
@@ -144,7 +144,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         answer: tuple[bool, dict[str, Any] | None] = self._scheduler.finished(request, is_complete=is_complete)
         return answer
 
-    # A worker's side -------------------------------------------------------------------------------------------------
+    # The worker side -------------------------------------------------------------------------------------------------
 
     @override
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -200,7 +200,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request is scheduled when it has arrived."""
+        """Do nothing: a request is scheduled only after it has arrived."""
 
     @override
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
@@ -235,7 +235,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """Make statistics of what was sent between processes."""
+        """Create statistics from what another process sent."""
         return Stats.of(data)
 
     @classmethod
@@ -247,10 +247,10 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _refuse_unserved(parallel: Any, options: Options) -> None:
-    """Refuse what would not work, before anything is opened.
+    """Reject unsupported configurations, before anything is opened.
 
     Raises:
-        ConfigError: Naming it.
+        ConfigError: The configuration is not supported; the error names what is not.
     """
     unserved = {
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
@@ -283,7 +283,7 @@ def _attention_backend(config: Any) -> str:
 
 
 def _fingerprint(config: Any, options: Options) -> str:
-    """Return what makes two caches interchangeable: whatever changes what a block's bytes mean."""
+    """Return the fingerprint of the caches: everything that changes the meaning of a block's bytes."""
     if options.fingerprint is not None:
         return options.fingerprint
     model, cache = config.model_config, config.cache_config
@@ -293,18 +293,18 @@ def _fingerprint(config: Any, options: Options) -> str:
 
 
 def _block_order(config: Any, backend: str) -> str | None:
-    """Name what the order of a block depends on in the CPU backend; None for others, whose strides say it."""
+    """Return what determines the order within a block in the CPU backend; None for others, whose strides show it."""
     if backend != "CPU_ATTN":
         return None
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - it has no public name
 
     model, cache = config.model_config, config.cache_config
     isa = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
-    return f"{isa}/{vllm_version}"  # another one may order them otherwise
+    return f"{isa}/{vllm_version}"  # another version may order them differently
 
 
 def _log_with_vllm() -> None:
-    """Have kvflow's lines in vLLM's log."""
+    """Send kvflow's log lines to vLLM's handlers."""
     logger = logging.getLogger("kvflow")
     logger.handlers = logging.getLogger("vllm").handlers
     logger.setLevel(logging.getLogger("vllm").level)

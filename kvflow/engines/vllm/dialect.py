@@ -1,9 +1,10 @@
-"""`kv_transfer_params`: what routers hand from prefill to decode. Pure.
+"""`kv_transfer_params`: what routers pass from prefill to decode. Pure.
 
-Both dialects ask prefill first, with `do_remote_decode`. In that of vLLM's NixlConnector a router gives the
-`kv_transfer_params` of prefill's reply to decode, unread. They are self-contained: the ticket in them says where the
-request was computed, and by which process. In that of the MooncakeConnector a router gives decode a `transfer_id` that
-it has made, and the id of prefill's engine, for which it has asked when it started (`kvflow.engines.vllm.bootstrap`).
+In both dialects, a router sends a request to prefill first, with `do_remote_decode`. In that of vLLM's NixlConnector,
+the router passes the `kv_transfer_params` of prefill's reply to decode unread. They are self-contained: their ticket
+identifies where the request was computed, and by which process. In that of the MooncakeConnector, the router gives
+decode a `transfer_id` of its own, and the id of prefill's engine, for which it asked when it started
+(`kvflow.engines.vllm.bootstrap`).
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from kvflow import Endpoint, KvflowError, ticket_for_room
 __all__ = ["Reference", "digest_of", "is_for_decode", "reply", "room_of", "take_reference"]
 
 MAX_NAME_BYTES: Final = 200
-"""Ids of requests come from clients and routers. A longer one, or one that is no text, is hashed."""
+"""Request ids come from clients and routers. An id that is longer, or is not valid text, is hashed."""
 
 TICKET: Final = "kvflow_ticket"
 PROMPT: Final = "kvflow_prompt"
@@ -25,12 +26,12 @@ ENGINE: Final = "remote_engine_id"
 
 
 class Reference(NamedTuple):
-    """What decode was told of a request.
+    """What decode gets to find a request.
 
     Attributes:
-        prefill: The ticket of its room, or where prefill is.
-        room: None if the ticket has it.
-        prompt: `digest_of` the prompt that prefill has computed; None if the dialect does not say.
+        prefill: The ticket of its room, or the address of prefill.
+        room: Its room; None if the ticket contains it.
+        prompt: `digest_of` the prompt that prefill has computed; None if the dialect does not transmit it.
     """
 
     prefill: Mapping[str, object] | Endpoint
@@ -39,15 +40,15 @@ class Reference(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The same for two requests that are to take over the same one."""
+        """Equal for two requests that take over the same one."""
         return repr((self.prefill, self.room))
 
 
 def digest_of(request: Any) -> str:
-    """Return a name of what a request's cache is computed from, so that decode takes over no other one.
+    """Return a digest of what a request's cache is computed from, so that decode takes over no other cache.
 
     Args:
-        request: vLLM's `Request`: its tokens, and what else vLLM tells equal tokens apart by.
+        request: vLLM's `Request`: its tokens, and whatever else makes vLLM distinguish equal tokens.
     """
     lora = getattr(request, "lora_request", None)
     features = getattr(request, "mm_features", None) or ()
@@ -58,12 +59,12 @@ def digest_of(request: Any) -> str:
 
 
 def is_for_decode(params: Mapping[str, Any] | None) -> bool:
-    """Return whether prefill is to keep a request for another server."""
+    """Return whether prefill must keep a request for another server."""
     return bool(params and params.get("do_remote_decode"))
 
 
 def room_of(params: Mapping[str, Any], request_id: str) -> str:
-    """Name the room of a request on prefill: as the router says, or by vLLM's own id."""
+    """Return the room of a request on prefill: the router's id if it sent one, else vLLM's."""
     return _as_room(str(params.get(TRANSFER) or request_id))
 
 
@@ -71,7 +72,7 @@ def _as_room(name: str) -> str:
     encoded = name.encode("utf-8", "surrogatepass")
     try:
         encoded.decode()
-    except UnicodeDecodeError:  # lone surrogates, which JSON may bring
+    except UnicodeDecodeError:  # lone surrogates, which JSON may contain
         pass
     else:
         if len(encoded) <= MAX_NAME_BYTES:
@@ -80,10 +81,10 @@ def _as_room(name: str) -> str:
 
 
 def take_reference(params: Mapping[str, Any] | None) -> Reference | None:
-    """Find out what decode is to receive; None if nothing was computed elsewhere.
+    """Return the reference to what decode must receive; None if nothing was computed elsewhere.
 
     Raises:
-        KvflowError: It was, but by a server without kvflow, or what the router gave is incomplete.
+        KvflowError: Prefill does not use kvflow, or the router's parameters are incomplete.
     """
     if not params or not params.get("do_remote_prefill"):
         return None
@@ -96,17 +97,17 @@ def take_reference(params: Mapping[str, Any] | None) -> Reference | None:
 
 
 def reply(ticket: Mapping[str, object], room: str, *, request_id: str, num_tokens: int, prompt: str) -> dict[str, Any]:
-    """Return what a router is to hand to decode.
+    """Return the parameters for a router to pass to decode.
 
     Args:
-        ticket: Of any room of this server.
-        room: Of the request.
-        request_id: vLLM's id of it on prefill.
-        num_tokens: Of its prompt, which was computed.
-        prompt: `digest_of` it.
+        ticket: Ticket of any room of this server.
+        room: Room of the request.
+        request_id: vLLM's id of the request on prefill.
+        num_tokens: Tokens of its prompt, which was computed.
+        prompt: `digest_of` the prompt.
 
     Raises:
-        KvflowError: The room is not valid, or the ticket is not.
+        KvflowError: The room or the ticket is not valid.
     """
     own = ticket_for_room(ticket, room)
     endpoint = Endpoint.parse(str(own["address"]))

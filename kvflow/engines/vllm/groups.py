@@ -1,4 +1,4 @@
-"""Groups of vLLM's caches: layers that share a block table. Pure."""
+"""vLLM's KV cache groups: layers that share a block table. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ class Group:
     """Layers that share a block table.
 
     Attributes:
-        component: Name of the component that they are.
-        layers: Their names.
+        component: Name of the component in the layout.
+        layers: Names of the layers.
         block_size: Tokens of a block.
         heads: KV heads of a worker; one for latents.
-        is_latent: A token has one vector, which all heads share.
-        window: How many tokens one sees, itself among them; None if it sees all before it. vLLM gives blocks back that
-            no token sees any more, and has block 0 in their place.
-        state: What recurrent layers keep; None for attention. A request has one block of it, for all of its tokens.
+        is_latent: A token has one vector that all heads share.
+        window: Number of tokens that a token attends to, including itself; None for all before it. vLLM frees blocks
+            outside the window, and puts block 0 in their place.
+        state: State of recurrent layers; None for attention. A request has one block of it, for all of its tokens.
     """
 
     component: str
@@ -38,15 +38,15 @@ class Group:
 
     @property
     def keeps_all(self) -> bool:
-        """Nothing of a token is overwritten or given back before its request ends."""
+        """Nothing of a token is overwritten or freed before its request ends."""
         return self.window is None and self.state is None
 
     def first_seen(self, token: int) -> int:
-        """Return the first token that another one sees."""
+        """Return the first token that `token` attends to."""
         return 0 if self.window is None else max(token + 1 - self.window, 0)
 
     def blocks_of(self, table: Sequence[int], start: int, stop: int) -> GroupBlocks:
-        """Return the blocks that tokens touch."""
+        """Return the blocks that contain some tokens."""
         if self.state is not None:
             return GroupBlocks(0, list(table[:1]))
         return GroupBlocks(start, list(table[start // self.block_size : -(-stop // self.block_size)]))
@@ -56,11 +56,11 @@ def describe_groups(groups: Sequence[Any], *, channels_first: bool = False) -> t
     """Describe vLLM's `KVCacheGroupSpec`s.
 
     Args:
-        groups: Of its caches.
-        channels_first: Its layout of convolution states is "DS".
+        groups: vLLM's KV cache groups.
+        channels_first: vLLM's layout of convolution states is "DS".
 
     Raises:
-        ConfigError: One is of a kind that kvflow does not move; says which.
+        ConfigError: A group is of a kind that kvflow does not move; the error names it.
     """
     names = ["kv"] if len(groups) == 1 else [f"kv{number}" for number in range(len(groups))]
     return tuple(_describe(name, group, channels_first) for name, group in zip(names, groups, strict=True))

@@ -1,8 +1,8 @@
 """vLLM's caches as a layout.
 
-vLLM gives each layer's cache as a tensor of blocks, heads, tokens and content, whatever the order in memory is; the
-content of a token has its K and V, or what else the attention backend keeps. Only the CPU backend orders a block in a
-way of its own, so there a block of a head is one opaque cell.
+vLLM passes each layer's cache as a tensor of blocks, heads, tokens and content, whatever the order in memory. The
+content of a token is its K and V, or whatever else the attention backend stores. Only the CPU backend uses its own
+order within a block, so there, a block of a head is one opaque cell.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from kvflow.geometry.tensors import layout_from_components, regions_from_tensors
 __all__ = ["Caches", "describe_caches"]
 
 OPAQUE: Final = frozenset({"CPU_ATTN"})
-"""Attention backends that do not keep tokens apart within a block and head."""
+"""Attention backends that do not store tokens separately within a block and head."""
 
 REFUSED: Final = {
     "CPU_MLA": "vLLM 0.32 answers wrongly with it once the cache of a prompt was loaded, by any connector"
 }
-"""Attention backends that are not served, and why."""
+"""Attention backends that are not supported, and why."""
 
 CELLS_APART: Final = "page head token dim"
 CELLS_TOGETHER: Final = "page head dim dim"
@@ -32,9 +32,9 @@ class Caches:
     """The caches of one worker.
 
     Args:
-        layout: Of the caches.
-        groups: As vLLM has them.
-        layers: Names of the layers, in order, with the global number of each.
+        layout: Layout of the caches.
+        groups: vLLM's KV cache groups.
+        layers: Global number of each layer, by name, in order.
     """
 
     def __init__(self, layout: KVLayout, groups: Sequence[Group], layers: Mapping[str, int]) -> None:
@@ -43,7 +43,7 @@ class Caches:
         self._groups = groups
 
     def pages(self, blocks: Sequence[GroupBlocks | None], stop: int) -> dict[str, TokenPages | None]:
-        """Return the page tables of tokens up to one."""
+        """Return the page tables of tokens up to `stop`."""
         return {
             group.component: None
             if given is None
@@ -52,7 +52,7 @@ class Caches:
         }
 
 
-def describe_caches(  # noqa: PLR0913 - what vLLM knows, by keyword
+def describe_caches(  # noqa: PLR0913 - what vLLM provides, all by keyword
     caches: Mapping[str, Any],
     groups: Sequence[Group],
     *,
@@ -66,18 +66,18 @@ def describe_caches(  # noqa: PLR0913 - what vLLM knows, by keyword
     """Describe the caches of a worker.
 
     Args:
-        caches: By name of the layer.
-        groups: As vLLM has them.
+        caches: Tensors, by name of the layer.
+        groups: vLLM's KV cache groups.
         backend: Name of the attention backend.
         layers: Global number of each layer, by name.
-        total_kv_heads: Of the model.
+        total_kv_heads: KV heads of the model.
         tp_size: Workers that share the heads.
-        tp_rank: Which of them this is.
+        tp_rank: Number of this worker among them.
         fingerprint: What makes two caches interchangeable.
 
     Raises:
-        ConfigError: They are of a kind that kvflow does not move; says which.
-        LayoutError: A tensor is not as vLLM describes it.
+        ConfigError: The caches are of a kind that kvflow does not move; the error names it.
+        LayoutError: A tensor differs from vLLM's description.
     """
     if backend in REFUSED:
         raise ConfigError("this attention backend is not served", backend=backend, reason=REFUSED[backend])

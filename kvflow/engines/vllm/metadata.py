@@ -1,4 +1,4 @@
-"""What scheduler and workers tell each other with each step of vLLM, which pickles it. Pure."""
+"""What scheduler and workers send each other with each step of vLLM, which pickles it. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ class GroupBlocks(NamedTuple):
     """Blocks of one group of caches.
 
     Attributes:
-        start: First token that they are wanted for.
-        blocks: In token order.
+        start: First token that the blocks are wanted for.
+        blocks: Blocks in token order.
     """
 
     start: int
@@ -27,8 +27,8 @@ class ChunkOrder:
 
     Attributes:
         start: First token.
-        stop: One past the last one.
-        blocks: Of each group of vLLM's caches; None if nothing of it moves.
+        stop: One past the last token.
+        blocks: For each group of vLLM's caches, its blocks; None if nothing of it moves.
         is_last: No chunk follows.
         prompt: `digest_of` the prompt, which decode compares.
     """
@@ -42,7 +42,7 @@ class ChunkOrder:
 
 @dataclass(frozen=True)
 class GrantOrder:
-    """Receive some tokens of a request that was announced: `ChunkOrder` without an end."""
+    """Receive some tokens of an announced request; fields as in `ChunkOrder`."""
 
     start: int
     stop: int
@@ -51,16 +51,16 @@ class GrantOrder:
 
 @dataclass
 class StepOrders:
-    """What the workers are to do, by vLLM's ids of requests, in this order.
+    """Orders to the workers for one step, by vLLM's request ids, carried out in this order.
 
     Attributes:
         opened: Requests to send, with their rooms.
         preempted: Requests whose pages are taken away.
         chunks: Tokens to send.
-        announced: Requests to receive, and from where.
-        declined: Such requests that vLLM computes here after all.
+        announced: Requests to receive, with the reference to their prefill.
+        declined: Announced requests that vLLM computes here after all.
         granted: Tokens to receive.
-        awaited: Requests that are over, whose blocks vLLM gives back once it is told that they were sent.
+        awaited: Ended requests whose blocks vLLM frees once it is told that they were sent.
         is_empty: The step computes nothing.
     """
 
@@ -76,24 +76,24 @@ class StepOrders:
 
 @dataclass
 class WorkerReport:
-    """What workers have to say.
+    """Report of the workers to the scheduler.
 
     Attributes:
-        held: Blocks that somebody may still touch, although their request is over: once for each worker.
-        freed: Such blocks that are quiet by now, in the same way.
+        held: Blocks of ended requests that are not safe yet, once for each worker.
+        freed: Held blocks that are safe by now, once for each worker.
     """
 
     held: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
 
     def aggregate(self, other: "WorkerReport") -> "WorkerReport":
-        """Add what another worker has to say."""
+        """Merge the report of another worker."""
         return WorkerReport(self.held + other.held, self.freed + other.freed)
 
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """Where a prefill worker is.
+    """Address of a prefill worker.
 
     Attributes:
         ticket: One of its tickets.

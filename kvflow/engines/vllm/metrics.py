@@ -1,4 +1,4 @@
-"""What vLLM logs and exports of transfers: its NIXL series, filled by kvflow, and a few of kvflow's own."""
+"""Transfer metrics that vLLM logs and exports: its NIXL series, filled by kvflow, and some of kvflow's own."""
 
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ OWN: Final = (FAILURES, *COUNTERS)
 
 
 class Stats(NixlKVConnectorStats):
-    """What has happened since the last step; lists, so that vLLM can send and add them."""
+    """Statistics since the last step, as lists, so that vLLM can send and concatenate them."""
 
     @override
     def reset(self) -> None:
@@ -37,10 +37,10 @@ class Stats(NixlKVConnectorStats):
         return super().is_empty() and not any(self.data[name] for name in OWN)
 
     def note(self, transfer: BlockingSender | BlockingReceiver) -> None:
-        """Count a transfer that has ended."""
+        """Record a transfer that has ended."""
         if transfer.outcome is not Outcome.SUCCESS:
             reason = "unknown" if transfer.failure is None else str(transfer.failure.reason.value)
-            if reason == FailureReason.ABORTED.value:  # a client has left, or decode had the prompt itself
+            if reason == FailureReason.ABORTED.value:  # the client has left, or decode had the prompt itself
                 self.data[ABORTED].append(1)
                 return
             self.data[FAILURES].append(reason)
@@ -55,7 +55,7 @@ class Stats(NixlKVConnectorStats):
             self.data["num_descriptors"].append(handover.num_notices)
 
     def note_blocks(self, *, held: int, freed: int) -> None:
-        """Count blocks that are kept until a proof, and those of them that are free again."""
+        """Record blocks that are newly held until they are safe, and held blocks that were freed."""
         self.data[HELD] += [held] if held else []
         self.data[FREED] += [freed] if freed else []
 
@@ -67,7 +67,7 @@ class Stats(NixlKVConnectorStats):
 
     @classmethod
     def of(cls, data: dict[str, Any] | None) -> KVConnectorStats:
-        """Make them of what was sent."""
+        """Create statistics from what another process sent."""
         return cls(data=data) if data else cls()
 
 

@@ -1,4 +1,4 @@
-"""`kv_connector_extra_config`: what vLLM's own options have no words for. Pure."""
+"""`kv_connector_extra_config`: settings for which vLLM has no options of its own. Pure."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
@@ -12,32 +12,36 @@ Made = TypeVar("Made")
 __all__ = ["Options", "read_options"]
 
 VLLM_TIMEOUTS: Final = {"lease_s": 1.0, "handshake_s": 15.0, "transfer_s": 600.0, "progress_s": 120.0}
-"""Prefill's blocks are free within a second after decode was killed. A worker that computes, or shares its cores, may
-not answer for seconds, which it may for ten leases; queues of vLLM last for minutes."""
+"""With this lease, prefill's blocks are free within a second after decode was killed.
+
+A worker that computes, or shares its cores, may be silent for seconds, which is tolerated for ten leases. Requests may
+wait in vLLM's queues for minutes.
+"""
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of the connector.
 
     Attributes:
-        host: Address under which decode servers reach this one.
-        port: Of the first prefill worker; the others, and it if this is 0, take a free one.
-        mooncake_port: Where routers of the MooncakeConnector's dialect ask, as its `VLLM_MOONCAKE_BOOTSTRAP_PORT`. Set
-            `port`, too: they ask once, so a server that is started again must have the same one.
-        registry: As in `kvflow.RankConfig`. None is needed: the reply of prefill says where it is.
+        host: Address at which decode servers reach this one.
+        port: Port of the first prefill worker; the others, and the first if this is 0, use a free one.
+        mooncake_port: Port at which routers of the MooncakeConnector's dialect ask, like its
+            `VLLM_MOONCAKE_BOOTSTRAP_PORT`. Set `port`, too: routers ask once, so a restarted server must have the same
+            address.
+        registry: As in `kvflow.RankConfig`. Not required: prefill's reply contains its address.
         backend: Transport, as in `kvflow.RankConfig`.
-        backend_options: Its options.
+        backend_options: Options of the transport.
         fingerprint: What makes two caches interchangeable; by default model, types, attention backend and block size.
-        timeouts: `kvflow.Timeouts` to use instead of those that suit vLLM.
+        timeouts: `kvflow.Timeouts` to use instead of the defaults for vLLM.
         limits: `kvflow.Limits` to use instead of the defaults.
         staging_bytes: As in `kvflow.RankConfig`.
         digest_every: As in `kvflow.DecodeConfig`.
         proofs: `kvflow.Proofs` to use instead of the defaults, on decode.
-        layerwise: Send each layer of a step as soon as it is computed, and not all of them after it.
-        affinity: CPUs of kvflow's threads; by default those of the process that started the worker, which vLLM may have
-            pinned to one.
+        layerwise: Send each layer of a step as soon as it is computed, instead of all of them after the step.
+        affinity: CPUs of kvflow's threads; by default those of the process that started the worker, because vLLM may
+            have pinned the worker to one CPU.
         keys: Directory of keys, see `kvflow keys` and docs/security.md.
-        plain: Ask nobody for a key. Without it and without `keys`, only the loopback interface is used.
+        plain: Require no keys from peers. Without it and without `keys`, only the loopback interface is used.
     """
 
     host: str = "127.0.0.1"
@@ -61,7 +65,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the timeouts.
 
         Raises:
-            ConfigError: One is unknown or out of range.
+            ConfigError: A timeout is unknown or out of range.
         """
         return _make(Timeouts, {**VLLM_TIMEOUTS, **self.timeouts}, "timeouts")
 
@@ -69,15 +73,15 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the limits.
 
         Raises:
-            ConfigError: One is unknown or out of range.
+            ConfigError: A limit is unknown or out of range.
         """
         return _make(Limits, self.limits, "limits")
 
     def make_proofs(self) -> Proofs:
-        """Return what proves that a prefill process can write nothing any more.
+        """Return the settings of what proves that a prefill process can no longer write.
 
         Raises:
-            ConfigError: One is unknown or out of range.
+            ConfigError: A setting is unknown or out of range.
         """
         return _make(Proofs, self.proofs, "proofs")
 
@@ -90,10 +94,10 @@ def _make(kind: Callable[..., Made], values: Mapping[str, Any], setting: str) ->
 
 
 def read_options(extra_config: Mapping[str, Any]) -> Options:
-    """Read `kv_connector_extra_config`.
+    """Parse `kv_connector_extra_config`.
 
     Raises:
-        ConfigError: An option is unknown or of a wrong type.
+        ConfigError: An option is unknown or has the wrong type.
     """
     try:
         return msgspec.convert(dict(extra_config), Options)

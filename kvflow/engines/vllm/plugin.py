@@ -10,6 +10,6 @@ NAME: Final = "KvflowConnector"
 
 
 def activate() -> None:
-    """Make the connector known by its name. May be called twice."""
+    """Register the connector under its name. May be called twice."""
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "kvflow.engines.vllm.connector", NAME)

@@ -22,16 +22,16 @@ __all__ = ["Place", "Ranks", "open_ranks"]
 
 @dataclass(frozen=True)
 class Place:
-    """Which worker this is.
+    """Position and roles of this worker.
 
     Attributes:
         instance: Name of the server.
-        engine_rank: Of the worker.
+        engine_rank: Number of the worker.
         num_ranks: Workers of the server.
         is_prefill: Requests are computed here for other servers.
-        is_decode: Requests that others have computed are continued here.
-        share: Gives all workers what the first one says.
-        port: Of the first prefill worker; 0 for a free one.
+        is_decode: Requests that others have computed continue here.
+        share: Broadcasts the first worker's value to all workers.
+        port: Port of the first prefill worker; 0 for a free one.
     """
 
     instance: str
@@ -47,9 +47,9 @@ class Ranks:
     """The ranks of a worker.
 
     Args:
-        prefill: That sends, if there is one.
-        decode: That receives, if there is one.
-        stack: Closes them.
+        prefill: Rank that sends, or None.
+        decode: Rank that receives, or None.
+        stack: Closes the ranks.
     """
 
     def __init__(
@@ -65,40 +65,40 @@ class Ranks:
 
     @property
     def ticket(self) -> dict[str, object] | None:
-        """A ticket of this process, for no room in particular; None if it sends nothing."""
+        """A ticket of this process, for no room in particular; None if it does not prefill."""
         return None if self._prefill is None else self._prefill.ticket("any")
 
     def send(self, room: str, label: str) -> BlockingSender:
-        """Begin to send a room.
+        """Start to send a room.
 
         Raises:
-            KvflowError: That is not possible.
+            KvflowError: The rank cannot send it.
         """
         if self._prefill is None:
             raise kvflow.LocalProtocolError("this server does not prefill", room=room)
         return self._prefill.send(room, label=label)
 
     def announce(self, reference: Reference, label: str) -> BlockingReceiver:
-        """Begin to receive a room.
+        """Announce a room to be received.
 
         Raises:
-            KvflowError: That is not possible.
+            KvflowError: The rank cannot announce it.
         """
         if self._decode is None:
             raise kvflow.LocalProtocolError("this server does not decode", prefill=reference.prefill)
         return self._decode.announce(reference.room, prefill=reference.prefill, label=label)
 
     def completed(self) -> list[TransferUpdate[Any]]:
-        """Return what has changed."""
+        """Return the updates of transfers since the last call."""
         return [update for rank in self._ranks for update in rank.completed()]
 
     def wait_any(self, timeout_s: float) -> list[TransferUpdate[Any]]:
-        """Wait until something has changed, or until the time is up, and say what."""
+        """Wait until a transfer has changed, or until the timeout, and return the updates."""
         self._changed.poll(math.ceil(timeout_s * 1e3))
         return self.completed()
 
     def close(self) -> None:
-        """Close them."""
+        """Close the ranks."""
         self._stack.close()
 
 
@@ -106,7 +106,7 @@ def open_ranks(options: Options, place: Place, layout: KVLayout) -> Ranks:
     """Open the ranks of a worker. The first worker of a server answers for the others.
 
     Raises:
-        KvflowError: An option is unusable, or the transport does not start.
+        KvflowError: An option is invalid, or the transport does not start.
     """
     with ExitStack() as stack:
         loop = stack.enter_context(LoopThread(_cpus(options)))
@@ -159,7 +159,7 @@ def _common_settings(options: Options, place: Place) -> dict[str, Any]:
 
 
 def _cpus(options: Options) -> tuple[int, ...] | None:
-    """CPUs of kvflow's threads: not those that vLLM has pinned its worker to, which computes on them all the time."""
+    """Return the CPUs for kvflow's threads: not those that vLLM pinned its worker to, which keeps them busy."""
     if options.affinity is not None:
         return options.affinity
     with suppress(OSError, AttributeError):

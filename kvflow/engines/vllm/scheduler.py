@@ -1,7 +1,7 @@
-"""The scheduler's side: which tokens of which request are to move. Nothing here waits, or knows of transfers.
+"""The scheduler side: decides which tokens of which request to move. It never waits, and does not handle transfers.
 
-A request is known from when vLLM takes it in until vLLM has forgotten it. What is decided about it waits until vLLM
-builds the orders of its next step.
+A request is tracked from when vLLM accepts it until vLLM has forgotten it. Decisions are kept until vLLM builds the
+orders of its next step.
 """
 
 import logging
@@ -20,7 +20,10 @@ __all__ = ["ConnectorScheduler"]
 LOGGER: Final = logging.getLogger("vllm.kvflow")
 
 PROOF_S: Final = 60.0
-"""How long vLLM goes on with its steps only to hear that blocks are safe; later it hears that with the next request."""
+"""How long vLLM continues to step only to learn that held blocks are safe.
+
+Later, it learns it with the next request.
+"""
 
 
 @dataclass
@@ -28,11 +31,11 @@ class _Sending:
     """A request that is computed here.
 
     Attributes:
-        room: Where it is sent.
+        room: Room in which it is sent.
         prompt: `digest_of` its prompt.
-        num_tokens: Of its prompt.
-        stop: How many of them are computed here.
-        sent: Tokens that the workers were told to send.
+        num_tokens: Tokens of its prompt.
+        stop: Number of these tokens that are computed here.
+        sent: Tokens that the workers were ordered to send.
     """
 
     room: str
@@ -48,12 +51,12 @@ class _Sending:
 
 
 class ConnectorScheduler:
-    """Keeps account of requests.
+    """Tracks requests and decides what to move.
 
     Args:
-        groups: Of vLLM's caches, each with a block table of its own.
-        is_prefill: It may be told to keep requests for other servers.
-        is_decode: It may be told to take requests over from others.
+        groups: Groups of vLLM's caches, each with its own block table.
+        is_prefill: It may be asked to keep requests for other servers.
+        is_decode: It may be asked to take over requests from other servers.
     """
 
     def __init__(self, groups: Sequence[Group], *, is_prefill: bool, is_decode: bool) -> None:
@@ -74,22 +77,22 @@ class ConnectorScheduler:
         self._held_at = 0.0
 
     def know_worker(self, ticket: Mapping[str, object]) -> None:
-        """Learn where the first worker is."""
+        """Set the address of the first worker."""
         self._ticket = ticket
 
     def know_pool(self, pool: Any) -> None:
-        """Learn which pool the blocks are of."""
+        """Set the pool that blocks belong to."""
         self._pool = pool
 
     def add(self, request: Any) -> None:
-        """Take a request in: both sides begin before there are blocks for it."""
+        """Accept a request: both sides start before there are blocks for it."""
         if self._is_prefill and is_for_decode(request.kv_transfer_params):
             self._open(request)
         elif self._is_decode:
             self._announce(request)
 
     def _open(self, request: Any) -> None:
-        """Let decode ranks ask for a request; a prompt that is not given in tokens is computed for nobody else."""
+        """Let decode ranks ask for a request; a prompt that is not given as tokens is not handed over."""
         request_id, params = request.request_id, request.kv_transfer_params
         if not request.prompt_token_ids:
             LOGGER.warning("kvflow: %s is not handed over: its prompt has no tokens", request_id)
@@ -100,7 +103,7 @@ class ConnectorScheduler:
         self._orders.opened[request_id] = room
 
     def _leave_last_token(self, request: Any) -> None:
-        """Compute all but the last token of a prompt: decode computes that one again, and needs the state before it."""
+        """Leave out the last token of a prompt: decode recomputes it, which requires the recurrent state before it."""
         has_state = any(group.state is not None for group in self._groups)
         if has_state and len(request.prompt_token_ids) > 1:
             del request.prompt_token_ids[-1:]
@@ -109,7 +112,7 @@ class ConnectorScheduler:
             request.max_tokens = 1
 
     def _announce(self, request: Any) -> None:
-        """Tell prefill that its request will be taken over; one that cannot be is computed here."""
+        """Announce a request to prefill; compute it here if it cannot be taken over."""
         request_id = request.request_id
         try:
             reference = take_reference(request.kv_transfer_params)
@@ -134,11 +137,11 @@ class ConnectorScheduler:
         self._orders.announced[request_id] = reference._replace(prompt=prompt)
 
     def num_elsewhere(self, request: Any, num_computed: int) -> int | None:
-        """Return how many tokens, beyond those that are here, can be received; None while that is not known.
+        """Return how many tokens can be received beyond those already here; None while that is unknown.
 
-        vLLM computes the last one again in any case, so it is not received: a window has to reach back from there.
-        A request that follows another one of the same reference (`n` > 1, say) waits for that one, and finds its blocks
-        here.
+        vLLM computes the last token in any case, so it is not received, and windows must reach back from there. A
+        request that follows another one with the same reference (as with `n` > 1) waits for that one, and finds its
+        blocks here.
         """
         request_id = request.request_id
         if request_id in self._announced:
@@ -149,7 +152,7 @@ class ConnectorScheduler:
         return 0
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_elsewhere: int) -> None:
-        """Receive into blocks; vLLM may want nothing of what was computed elsewhere."""
+        """Order workers to receive into blocks, or to decline if vLLM wants nothing of what was computed elsewhere."""
         request_id = request.request_id
         if request_id not in self._announced:
             return
@@ -167,10 +170,10 @@ class ConnectorScheduler:
         self._orders.granted[request_id] = GrantOrder(start, stop, wanted)
 
     def step(self, output: Any) -> StepOrders:
-        """Return the orders of a step: what was decided since the last one, and what it computes."""
+        """Return the orders of a step: decisions since the last one, and the tokens that the step computes."""
         for request_id in output.preempted_req_ids or ():
             if request_id in self._sending:
-                self._sending[request_id].sent = 0  # its blocks come anew, and so do its tokens
+                self._sending[request_id].sent = 0  # it gets new blocks, and its tokens are sent again
                 self._let_go(request_id)
                 self._orders.preempted.append(request_id)
         if self._sending:
@@ -200,7 +203,7 @@ class ConnectorScheduler:
     def _offered(
         self, tables: Sequence[Sequence[int]], start: int, stop: int, sending: _Sending
     ) -> list[GroupBlocks | None]:
-        """Return the blocks of a chunk; of windows and states only what is left when the last token is computed."""
+        """Return the blocks of a chunk; of windows and states, only what exists when the last token is computed."""
         last = sending.stop - 1
         return [
             group.blocks_of(table, start, stop)
@@ -212,7 +215,7 @@ class ConnectorScheduler:
         ]
 
     def _keep(self, request_id: str, order: ChunkOrder) -> None:
-        """Keep the blocks of windows: at the end vLLM frees those that a token behind the last one would not see."""
+        """Keep the blocks of windows: at the end, vLLM frees those outside the window of the token after the last."""
         blocks = [
             block
             for group, given in zip(self._groups, order.blocks, strict=True)
@@ -227,10 +230,11 @@ class ConnectorScheduler:
         self._pool.free_blocks(self._of_pool(self._kept.pop(request_id, [])))
 
     def finished(self, request: Any, *, is_complete: bool) -> tuple[bool, dict[str, Any] | None]:
-        """Take note that a request is over here.
+        """Handle the end of a request in vLLM.
 
         Returns:
-            Whether its blocks are still needed, until the workers say otherwise; and what the router is to hand on.
+            Whether its blocks are still needed, until the workers report otherwise; and the parameters for the router
+            to pass to decode.
         """
         request_id = request.request_id
         self._announced.pop(request_id, None)
@@ -251,24 +255,24 @@ class ConnectorScheduler:
             return True, None
 
     def take_sent(self, request_ids: Iterable[str]) -> None:
-        """Take note of requests whose blocks nobody needs any more."""
+        """Handle requests whose blocks are no longer needed for sending."""
         for request_id in self._kept.keys() & set(request_ids):
             self._let_go(request_id)
 
     def take_received(self, request_ids: Iterable[str]) -> None:
-        """Take note of requests that have their blocks, or have failed."""
+        """Handle requests that have their blocks, or have failed."""
         for request_id in request_ids:
             self._is_here(request_id)
 
     def _is_here(self, request_id: str) -> None:
-        """Let requests go on that wait for this one to be received, which is over."""
+        """Let requests continue that waited for this one to be received."""
         if (key := self._taken_over.pop(request_id, None)) is not None:
             del self._leaders[key]
 
     def take_report(self, report: WorkerReport) -> None:
-        """Keep blocks that somebody may still touch out of vLLM's pool, by a reference of our own, until it is proved.
+        """Hold a reference to blocks that are not safe yet, so that they stay out of vLLM's pool until they are.
 
-        It is called before vLLM gives the blocks of requests back that the same report ends.
+        vLLM calls this before it frees the blocks of the requests that end with the same report.
         """
         self._pool.touch(self._of_pool(report.held))
         self._pool.free_blocks(self._of_pool(report.freed))
@@ -278,7 +282,7 @@ class ConnectorScheduler:
 
     @property
     def awaits_proof(self) -> bool:
-        """Say whether vLLM must take steps even without a request, or it would not hear that held blocks are safe."""
+        """Whether vLLM must step even without requests, because it would otherwise not learn that blocks are safe."""
         return self._num_held > 0 and time.monotonic() < self._held_at + PROOF_S
 
     def _of_pool(self, blocks: Iterable[int]) -> list[Any]:
@@ -286,5 +290,5 @@ class ConnectorScheduler:
 
 
 def _is_only_to_be_told(request: Any) -> bool:
-    """Return whether vLLM has refused a request, and hands a stand-in on so that prefill is told."""
+    """Return whether vLLM has refused a request, and passes on a stand-in only so that prefill is told."""
     return bool(getattr(request, "abort_immediately", False))

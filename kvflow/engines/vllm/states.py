@@ -1,4 +1,4 @@
-"""What recurrent layers keep of a request: one block with the last inputs of a convolution, and a state."""
+"""States of recurrent layers: one block for each request, with the last inputs of a convolution, and a state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ SERVED: Final = ("MAMBA1", "MAMBA2", "GDN_ATTN")
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """What a block holds, in this order.
+    """Content of a block, in this order.
 
     Attributes:
-        convolution: Shape of the last inputs: inputs and channels, or the other way round.
-        state: Shape of the state. Tensor parallelism shares its first axis.
-        dtypes: Of the two.
-        channels: How many there are of each kind. Tensor parallelism shares each kind by itself.
-        channels_first: The inputs of a channel follow each other.
+        convolution: Shape of the last inputs: inputs and channels, or the reverse.
+        state: Shape of the state. Tensor parallelism shards its first axis.
+        dtypes: Element types of the two.
+        channels: Number of channels of each kind. Tensor parallelism shards each kind separately.
+        channels_first: The inputs of a channel are adjacent.
     """
 
     convolution: tuple[int, ...]
@@ -34,19 +34,19 @@ class RecurrentState:
 
     @property
     def rows(self) -> int:
-        """Inputs that are kept: what kvflow counts as the tokens of the block."""
+        """Number of stored inputs, which kvflow treats as the tokens of the block."""
         return self.convolution[1 if self.channels_first else 0]
 
     def regions(self, caches: Sequence[Any], layers: Sequence[int], *, tp_rank: int) -> tuple[Region, ...]:
         """Describe the caches of some layers.
 
         Args:
-            caches: As vLLM allocates them: blocks, one head, one token, bytes.
-            layers: Their global numbers.
-            tp_rank: Which of the workers this is that share them.
+            caches: Caches as vLLM allocates them: blocks, one head, one token, bytes.
+            layers: Global numbers of the layers.
+            tp_rank: Number of this worker among those that share the layers.
 
         Raises:
-            LayoutError: They are not as described.
+            LayoutError: The caches differ from this description.
         """
         inputs = [_part(cache, 0, self.convolution, self.dtypes[0]) for cache in caches]
         offset = prod(self.convolution) * self.dtypes[0].itemsize
@@ -66,11 +66,11 @@ def describe_state(spec: Any, *, channels_first: bool) -> RecurrentState:
     """Describe vLLM's `MambaSpec`.
 
     Args:
-        spec: Of a group of layers.
-        channels_first: vLLM's layout of convolutions is "DS".
+        spec: Spec of a group of layers.
+        channels_first: vLLM's layout of convolution states is "DS".
 
     Raises:
-        ConfigError: It is of a kind that kvflow does not move; says which.
+        ConfigError: The state is of a kind that kvflow does not move; the error names it.
     """
     kind = spec.mamba_type.name
     if kind not in SERVED:
@@ -95,15 +95,15 @@ def describe_state(spec: Any, *, channels_first: bool) -> RecurrentState:
 
 
 def _channels(kind: str, total: int, state: Sequence[int]) -> tuple[int, ...]:
-    """Return how many channels there are of each kind, in their order in vLLM's layers."""
+    """Return the number of channels of each kind, in their order in vLLM's layers."""
     if kind == "MAMBA1":
         return (total,)
-    values = state[0] * state[1]  # heads, and what each has
+    values = state[0] * state[1]  # heads times channels per head
     others = (total - values) // 2
     return (values, others, others) if kind == "MAMBA2" else (others, others, values)
 
 
 def _part(cache: Any, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    """View some bytes of each block as what they are."""
+    """View a part of each block with its shape and type."""
     size = prod(shape) * dtype.itemsize
     return cache[:, 0, 0, offset : offset + size].view(dtype).unflatten(1, shape)

@@ -1,12 +1,11 @@
-"""A worker's side: a transfer for each request that moves.
+"""The worker side: one transfer for each request that moves.
 
-Everything is called by vLLM's worker thread, in this order in each step: `preempt`, `begin`, the model, `receive`,
-`saved`, and `take_results`. Two of them wait for kvflow's threads: `preempt`, because vLLM is about to overwrite the
-pages, and `take_results` for a moment, in a step that computes nothing. No error of kvflow leaves this module, because
-vLLM would end with it.
+vLLM's worker thread calls everything, in this order in each step: `preempt`, `begin`, the model, `receive`, `saved` and
+`take_results`. Two of these wait for kvflow's threads: `preempt`, because vLLM is about to overwrite the pages, and
+`take_results`, briefly, in a step that computes nothing. No kvflow error leaves this module, because it would end vLLM.
 
-vLLM is told of a request's end as soon as it is decided. Blocks that are not proved to be quiet by then are held for
-somebody who may still touch them; see `ConnectorScheduler.take_report`.
+vLLM is told that a request has ended as soon as its outcome is decided. Blocks that are not safe by then are held until
+they are; see `ConnectorScheduler.take_report`.
 """
 
 import logging
@@ -30,20 +29,20 @@ __all__ = ["ConnectorWorker", "Results"]
 LOGGER: Final = logging.getLogger("vllm.kvflow")
 
 LABEL_LENGTH: Final = 200
-"""Ids of requests may be longer; the room has the whole."""
+"""Maximum length of a label. Request ids may be longer; the room has the complete id."""
 
 PREEMPTION_S: Final = 10.0
-"""How long vLLM waits for pages that it takes away."""
+"""How long vLLM waits for the pages of a preempted request."""
 
 
 @dataclass
 class Results:
-    """What has ended since the last step, by vLLM's ids: each once.
+    """Requests that have ended since the last step, by vLLM's ids, each reported once.
 
     Attributes:
-        sent: Their blocks may go.
-        received: They have their blocks, or have failed.
-        failed: Of those, the ones that have failed.
+        sent: Requests whose blocks are no longer needed.
+        received: Requests that have their blocks, or have failed.
+        failed: The requests in `received` that have failed.
     """
 
     sent: set[str] = field(default_factory=set)
@@ -55,19 +54,19 @@ class Results:
 
 
 class Gate:
-    """Opens when a layer has been computed: a `ready` of kvflow."""
+    """An event that is set when a layer has been computed; a `ready` object for kvflow."""
 
     def __init__(self) -> None:
         self._is_open = threading.Event()
         self._event: Any = None
 
     def open(self, event: Any) -> None:
-        """Let kvflow read the layer, on a device after an event."""
+        """Let kvflow read the layer, on a device once `event` has occurred."""
         self._event = event
         self._is_open.set()
 
     def synchronize(self) -> None:
-        """Wait, in a thread of kvflow."""
+        """Wait, on a thread of kvflow."""
         self._is_open.wait()
         if self._event is not None:
             self._event.synchronize()
@@ -79,13 +78,13 @@ class _Move:
 
     Attributes:
         request_id: vLLM's id.
-        transfer: On kvflow's side; None if it could not begin.
-        prompt: `digest_of` the prompt, which a received one is compared with.
-        blocks: That kvflow was given.
-        is_offered: All of its tokens were.
+        transfer: kvflow's transfer; None if it could not start.
+        prompt: `digest_of` the prompt, to compare with that of a received one.
+        blocks: Blocks that kvflow was given.
+        is_offered: All of its tokens were offered.
         is_awaited: vLLM waits to be told of its end.
-        is_over: vLLM is over with the request.
-        is_told: vLLM was told.
+        is_over: The request has ended in vLLM.
+        is_told: vLLM was told of its end.
         is_held: Its blocks are kept out of vLLM's pool until they are safe.
     """
 
@@ -101,12 +100,12 @@ class _Move:
 
     @property
     def is_decided(self) -> bool:
-        """It has succeeded or failed."""
+        """The transfer has succeeded or failed."""
         return self.transfer is None or self.transfer.outcome is not Outcome.PENDING
 
     @property
     def has_arrived(self) -> bool:
-        """It was received, and is of the prompt that it was wanted for."""
+        """The request was received, and was computed from the expected prompt."""
         transfer = self.transfer
         if not isinstance(transfer, BlockingReceiver) or transfer.outcome is not Outcome.SUCCESS:
             return False
@@ -114,29 +113,29 @@ class _Move:
 
     @property
     def is_safe(self) -> bool:
-        """Nobody can touch its blocks any more."""
+        """Nothing can access its blocks any more."""
         return self.transfer is None or self.transfer.memory is Memory.SAFE
 
     def note(self, blocks: Iterable[GroupBlocks | None]) -> None:
-        """Note that kvflow is given blocks."""
+        """Record blocks that kvflow is given."""
         for given in blocks:
             self.blocks.update(dict.fromkeys(given.blocks if given is not None else ()))
 
     def abort(self) -> None:
-        """Give it up."""
+        """Abort the transfer."""
         if self.transfer is not None:
             self.transfer.abort()
 
 
 class ConnectorWorker:
-    """Moves what the scheduler orders.
+    """Moves the requests that the scheduler orders to be moved.
 
     Args:
         caches: Memory of the worker.
-        ranks: As opened.
-        layerwise: Each layer is sent when it is computed.
-        patience_s: How long a step that computes nothing waits for something to end.
-        on_end: Told of each transfer that has ended.
+        ranks: Open ranks.
+        layerwise: Send each layer when it has been computed.
+        patience_s: How long a step that computes nothing waits for a transfer to end.
+        on_end: Called with each transfer that has ended.
     """
 
     def __init__(
@@ -163,7 +162,7 @@ class ConnectorWorker:
 
     @property
     def is_moving(self) -> bool:
-        """There are requests that move, or blocks that are not safe."""
+        """Requests are moving, or have blocks that are not safe."""
         return bool(self._moves)
 
     def close(self) -> None:
@@ -188,7 +187,7 @@ class ConnectorWorker:
         until = time.monotonic() + PREEMPTION_S
         while not (sender.is_quiesced or move.is_safe) and (left_s := until - time.monotonic()) > 0:
             self._take(self._ranks.wait_any(left_s))
-        move.blocks.clear()  # vLLM has taken them, whatever comes
+        move.blocks.clear()  # vLLM has taken them in any case
         if sender.is_quiesced or move.is_safe:
             move.is_offered = sender.is_quiesced and sender.resume_at is None
             return
@@ -196,7 +195,7 @@ class ConnectorWorker:
         LOGGER.error("kvflow: pages of %s are overwritten while they may still be read", move.request_id)
 
     def begin(self, orders: StepOrders) -> None:
-        """Begin with what is new, before the model runs."""
+        """Start new transfers, before the model runs."""
         self._is_empty_step, self._awaited = orders.is_empty, frozenset(orders.awaited)
         for request_id, room in orders.opened.items():
             self._sending[request_id] = self._begin(request_id, partial(self._ranks.send, room))
@@ -212,35 +211,35 @@ class ConnectorWorker:
                 self._send(request_id, chunk, gates=self._gates[-1])
 
     def receive(self, orders: StepOrders) -> None:
-        """Give pages to requests that were announced."""
+        """Grant pages to announced requests."""
         for request_id, order in orders.granted.items():
             move = self._receiving[request_id]
             move.is_awaited = True
             self._grant(move, order)
-            self._end_if_decided(move)  # it had failed before there were pages, or could not begin
+            self._end_if_decided(move)  # it had failed before there were pages, or could not start
 
     def layer_saved(self, name: str) -> None:
-        """Let a layer go that was just computed."""
+        """Release a layer that was just computed."""
         if self._gates:
             event = _record(self._caches)
             for gates in self._gates:
-                if name in gates:  # those of a draft model, say, are not moved
+                if name in gates:  # layers of a draft model, for example, are not moved
                     gates[name].open(event)
 
     def saved(self, orders: StepOrders) -> None:
-        """Let everything go that this step has computed."""
+        """Release everything that this step has computed."""
         ready = _record(self._caches) if orders.chunks else None
         if self._layerwise:
-            self._open_gates(ready)  # of layers that vLLM did not tell of
+            self._open_gates(ready)  # for layers that vLLM did not report
             return
         for request_id, chunk in orders.chunks.items():
             self._send(request_id, chunk, ready=ready)
 
     def take_results(self, finished: Iterable[str]) -> Results:
-        """Return what has ended, once.
+        """Return what has ended since the last call.
 
         Args:
-            finished: Ids of requests that are over in vLLM since the last step.
+            finished: Ids of requests that have ended in vLLM since the last step.
         """
         for request_id in finished:
             if request_id in self._sending:
@@ -254,13 +253,13 @@ class ConnectorWorker:
         return results
 
     def _await_results(self) -> None:
-        """Wait a little for something to end, since vLLM has nothing else to do."""
+        """Wait up to `patience_s` for a transfer to end, because vLLM has nothing else to do."""
         until = time.monotonic() + self._patience_s
         while self._moves and not self._results and (left_s := until - time.monotonic()) > 0:
             self._take(self._ranks.wait_any(left_s))
 
     def take_report(self) -> WorkerReport | None:
-        """Return what the scheduler is to know besides, if there is anything."""
+        """Return a report for the scheduler, or None if there is nothing to report."""
         report, self._report = self._report, WorkerReport()
         return report if report.held or report.freed else None
 
@@ -279,7 +278,7 @@ class ConnectorWorker:
         self, request_id: str, order: ChunkOrder, *, ready: Any = None, gates: Mapping[str, Gate] | None = None
     ) -> None:
         move = self._sending.get(request_id)
-        if move is None or move.is_offered:  # all of it had been posted when it was preempted
+        if move is None or move.is_offered:  # everything had been posted when it was preempted
             return
         move.note(order.blocks)
         move.is_offered = order.is_last
@@ -307,7 +306,7 @@ class ConnectorWorker:
             move.note(order.blocks)
 
     def _over(self, move: _Move, *, is_awaited: bool) -> None:
-        """Let a request go on to decode that vLLM is over with, if all of it was computed."""
+        """Handle the end of a request in vLLM: let it move on to decode if all of it was computed, else abort it."""
         move.is_over, move.is_awaited = True, is_awaited
         if not move.is_offered:
             move.abort()
@@ -317,7 +316,7 @@ class ConnectorWorker:
             del self._sending[move.request_id]
 
     def _give_up(self, move: _Move) -> None:
-        """Receive no more; vLLM waits for the end if there are blocks."""
+        """Stop receiving a request; vLLM waits for its end if it has blocks."""
         move.is_over = True
         move.abort()
         if not move.is_awaited:
@@ -336,7 +335,7 @@ class ConnectorWorker:
                     self._report.freed += move.blocks
 
     def _end_if_decided(self, move: _Move) -> None:
-        """Tell vLLM of the end of a request, once."""
+        """Report the end of a request to vLLM, once."""
         if move.is_told or not move.is_decided:
             return
         move.is_told = True
@@ -374,7 +373,7 @@ def _reason(transfer: BlockingSender | BlockingReceiver | None) -> str:
 
 
 def _record(caches: Caches) -> Any:
-    """Record an event on the device that has just been given work; None on the CPU, which is done."""
+    """Record an event on the current device stream; return None on the CPU, which computes synchronously."""
     if caches.layout.memory_kind != "VRAM":
         return None
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

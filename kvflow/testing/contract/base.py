@@ -1,4 +1,4 @@
-"""What a suite says about its transport, and how its tests get endpoints."""
+"""Base class of the suite: its settings, and how its tests get endpoints."""
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -20,15 +20,15 @@ __all__ = ["ContractBase", "check_one_post", "check_only_this_arrives", "is_refu
 
 
 class ContractBase:
-    """Tells the tests which transport they are about; nothing here is a test.
+    """Settings of the transport under test; contains no tests.
 
     Attributes:
-        backend: Its name, as in the settings.
-        options: Its options, as in the settings.
-        impatient: More options, with which closing does not wait long for posts that do not end.
-        memory_kind: Of the memory that the tests write from and to.
+        backend: Name of the transport, as in the settings.
+        options: Options of the transport, as in the settings.
+        impatient: Additional options, with which closing does not wait long for posts that do not end.
+        memory_kind: Kind of the memory that the tests use.
         reaches_other_processes: False for a transport that works inside one process.
-        timeout_s: How long a test may take between opening and closing; one that waits in vain fails then.
+        timeout_s: Maximum duration of a test between opening and closing; a test that hangs fails after it.
     """
 
     backend: str
@@ -42,29 +42,29 @@ class ContractBase:
 
     @pytest.fixture
     def anyio_backend(self) -> str:
-        """Kvflow runs on asyncio only."""
+        """Run on asyncio, the only event loop that kvflow supports."""
         return "asyncio"
 
     def new_backend(self) -> Backend:
-        """Make another endpoint's backend, not open yet."""
+        """Create a backend for another endpoint, without opening it."""
         return create_backend(self.backend, self.options)
 
     def new_impatient_backend(self) -> Backend:
-        """Make one whose `aclose` does not wait long."""
+        """Create a backend whose `aclose` does not wait long."""
         if not self.impatient:
             return self.new_backend()
         return create_backend(self.backend, {**self.options, **self.impatient})
 
     def new_buffer(self, num_bytes: int) -> Buffer:
-        """Allocate memory of `memory_kind`; override it for any but host memory."""
+        """Allocate memory of `memory_kind`; override it unless that is host memory."""
         if self.memory_kind != "DRAM":
             raise NotImplementedError("override new_buffer for memory that is not host memory")
         return HostBuffer(num_bytes)
 
     def new_backend_for(self, buffer: HostBuffer) -> Backend:
-        """Make a backend that finds a buffer's bytes although its address is not their real one.
+        """Create a backend that accesses a buffer's bytes although its address is not their real one.
 
-        Override it where that can be; it lets addresses with bit 63 be tested without such a device.
+        Override it where this is possible, to test addresses with bit 63 without a device that has them.
         """
         pytest.skip(f"nothing maps {buffer.address:#x} to other memory")
 
@@ -72,7 +72,7 @@ class ContractBase:
     async def open_one(
         self, num_bytes: int = 4096, *, seed: int = 0, name: str | None = None, impatient: bool = False
     ) -> AsyncIterator[Endpoint]:
-        """Open an endpoint; on leaving it is closed, and its events are checked."""
+        """Open an endpoint; on exit, close it and check its events."""
         backend = self.new_impatient_backend() if impatient else self.new_backend()
         async with open_endpoint(backend, self.new_buffer(num_bytes), seed=seed, name=name) as endpoint:
             with anyio.fail_after(self.timeout_s):
@@ -96,7 +96,7 @@ class ContractBase:
 
 
 def is_refused(call: Callable[[], object]) -> bool:
-    """Return whether a call raises `BackendError`; any other error is raised."""
+    """Return whether a call raises `BackendError`; other errors propagate."""
     try:
         call()
     except BackendError:
@@ -105,7 +105,7 @@ def is_refused(call: Callable[[], object]) -> bool:
 
 
 async def write(source: Endpoint, target: Endpoint, post_id: int) -> None:
-    """Write 64 bytes that were not there before, and check that they arrived."""
+    """Write 64 new bytes, and check that they arrive."""
     source.buffer.write(0, random_bytes(64, seed=1000 + post_id))
     source.post(post_id, target, copies(source, target))
     assert (await source.take_end(post_id)).error is None
@@ -113,7 +113,7 @@ async def write(source: Endpoint, target: Endpoint, post_id: int) -> None:
 
 
 async def check_one_post(source: Endpoint, target: Endpoint, expected: Bytes, *, post_id: int, notice: bytes) -> None:
-    """Wait for the only post, close both sides, and check that it arrived, once, and nothing else did."""
+    """Wait for the only post, close both sides, and check that it arrived once, and that nothing else did."""
     await source.take_ends()
     await target.take_notices()
     assert np.array_equal(target.buffer.read(), expected)
@@ -125,7 +125,7 @@ async def check_one_post(source: Endpoint, target: Endpoint, expected: Bytes, *,
 
 
 async def check_only_this_arrives(source: Endpoint, target: Endpoint) -> None:
-    """After something was refused: both endpoints still work, and nothing of it was written or told."""
+    """Check, after a refusal, that both endpoints still work, and that nothing was written or notified by it."""
     expected = target.buffer.read()
     expected[:64] = source.buffer.read(0, 64)
     source.post(1, target, copies(source, target), b"good")

@@ -1,8 +1,8 @@
 """Exhaustive exploration of the cores in small worlds: every interleaving, with a bounded number of faults.
 
-The cores are pure, so the code itself is model-checked, and no copy of it in another language: a `SmallWorld` holds
-real cores, the messages between them, and the writes that are under way. `explore` walks every state that can be
-reached, breadth first, and checks in each what kvflow promises.
+The cores are pure, so the code itself is model-checked, not a model of it in another language: a `SmallWorld` holds
+real cores, the messages between them, and the writes in flight. `explore` searches every reachable state, breadth
+first, and checks kvflow's promises in each.
 """
 
 from kvflow.testing.explore.search import Exploration, Violation, explore

@@ -1,4 +1,4 @@
-"""A walk over every state of a world that can be reached, breadth first."""
+"""A breadth-first search of all reachable states of a world."""
 
 import functools
 import time
@@ -12,21 +12,21 @@ __all__ = ["Exploration", "Violation", "explore"]
 
 
 class Violation(NamedTuple):
-    """A state that must not be, and the shortest way to it."""
+    """A state that violates a promise, and a shortest path to it."""
 
     steps: tuple[str, ...]
     error: str
 
 
 class Exploration(NamedTuple):
-    """What became of a walk.
+    """Result of a search.
 
     Attributes:
-        num_states: Different states that were reached.
-        num_steps: Steps that were taken between them.
-        num_ends: States in which nothing happens any more without a fault or a timer.
-        is_complete: Every state was reached that can be.
-        violation: The first one; None if there is none.
+        num_states: Distinct states reached.
+        num_steps: Steps taken between them.
+        num_ends: States in which nothing more can happen without a fault or a timer.
+        is_complete: Every reachable state was reached.
+        violation: The first violation; None if there is none.
     """
 
     num_states: int
@@ -43,13 +43,13 @@ def explore(
     seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Exploration:
-    """Walk every interleaving.
+    """Search every interleaving.
 
     Args:
-        setup: The world.
-        max_states: Stop after so many states.
-        seconds: Stop after so long.
-        clock: Gives seconds.
+        setup: Setup of the world.
+        max_states: Stop after this number of states.
+        seconds: Stop after this time.
+        clock: Returns seconds.
     """
     start = SmallWorld(setup)
     stop_at = None if seconds is None else clock() + seconds
@@ -82,9 +82,9 @@ def explore(
 
 
 def _attempt(call: Callable[[], None]) -> str | None:
-    """Return what a call raises: a broken promise, or an error that no event may cause."""
+    """Call a function, and return its error: a broken promise, or an error that no event may cause."""
     try:
         call()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is what was looked for
+    except Exception as error:  # noqa: BLE001 - any error is a finding
         return f"{type(error).__name__}: {error}"
     return None

@@ -1,4 +1,4 @@
-"""A small world: prefill ranks, decode ranks, what is on its way between them, and what may happen next."""
+"""A small world of prefill ranks, decode ranks and messages in flight, and the steps that it can take next."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -34,10 +34,10 @@ FAULTS: Final[tuple[Fault, ...]] = ("lose", "duplicate", "overtake", "fail", "do
 TOKEN_BYTES: Final = 16
 STAGING_ADDRESS: Final = 2**20
 RESTARTED: Final = 1_000
-"""Added to an incarnation."""
+"""Difference between the incarnation of a killed process and that of its successor."""
 
 GIVE_UP_S: Final = 1.0
-"""Every phase may take as long, so that a timeout is one step."""
+"""Limit of every phase, so that a timeout is one step."""
 
 LEASE_S: Final = 100.0
 TIMEOUTS: Final = Timeouts(
@@ -56,17 +56,17 @@ EPILOGUE_STEPS: Final = 20_000
 
 FIRST_TRIAL_ROOM: Final = 1_000
 MAX_TRIALS: Final = 2
-"""Transfers after the last fault of which one must succeed: the first one may fail for what came before."""
+"""Transfers attempted after the last fault. One of them must succeed; an earlier one may fail because of that fault."""
 
 TRIAL_S: Final = 10.0
-"""Between two of them: longer than the pause until a hello that was lost is retransmitted."""
+"""Pause between two such transfers, longer than the retransmission interval of a lost hello."""
 
 SLOT_S: Final = LEASE_S / 2
-"""The same if pieces are packed: longer than the pause until a slot that was not given back is asked for."""
+"""The same pause if pieces are packed, longer than the interval after which prefill asks for an unreturned slot."""
 
 
 class PromiseBroken(KvflowError):
-    """A world is in a state that kvflow promises to prevent."""
+    """A world has reached a state that kvflow promises to prevent."""
 
 
 class Setup(NamedTuple):
@@ -75,17 +75,17 @@ class Setup(NamedTuple):
     Attributes:
         num_prefill: Ranks of the prefill instance.
         num_decode: Ranks of the decode instance.
-        rooms: Requests; each of them by every rank.
+        rooms: Requests, each served by every rank.
         num_writes: Pieces of each room.
         max_faults: Faults in one run.
         faults: Kinds of faults.
-        is_connected: The handshakes are done; else they are a part of what is explored.
-        posts_per_peer: Writes that may be under way to one decode rank.
-        slots: Staging slots of each prefill rank, and of its window on each decode rank; every piece is packed if there
-            are any.
-        quiesces: The prefill engines take their pages back once, at any time after they have offered everything, and
-            go on from where that leaves them.
-        announces: The decode engines announce each room, and have pages for it at any time after that.
+        is_connected: The handshakes are done at the start; otherwise they are explored too.
+        posts_per_peer: Limit of posts in flight to one decode rank.
+        slots: Staging slots of each prefill rank, and of its window on each decode rank. If not zero, every piece is
+            packed.
+        quiesces: The prefill engines quiesce each room once, at any time after they have offered everything, and resume
+            from the position that they get back.
+        announces: The decode engines announce each room, and grant it pages at any later time.
     """
 
     num_prefill: int = 1
@@ -102,12 +102,12 @@ class Setup(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Something that may happen next.
+    """A possible next step of a world.
 
     Attributes:
-        label: For people.
-        is_fault: It counts as a fault.
-        take: Lets it happen in a world.
+        label: Text for people.
+        is_fault: Whether the step counts as a fault.
+        take: Applies the step to a world.
     """
 
     label: str
@@ -116,13 +116,13 @@ class Step(NamedTuple):
 
 
 class Post(NamedTuple):
-    """A write that is under way.
+    """A write in flight.
 
     Attributes:
         prefill: Number of the rank that writes.
         decode: Number of the rank whose memory is written.
-        local: Staging slot that is read; None if the write goes from pages to pages.
-        address: Of the staging slot that is written; None as above.
+        local: Staging slot that the write reads; None if it goes directly from pages to pages.
+        address: Address of the staging slot that it writes to; None if it goes directly from pages to pages.
     """
 
     prefill: int
@@ -135,7 +135,7 @@ class Post(NamedTuple):
 
 
 class PieceId(NamedTuple):
-    """Bytes of one write, wherever they are."""
+    """Identifies the bytes of one write, wherever they are."""
 
     generation: int
     prefill: int
@@ -144,11 +144,11 @@ class PieceId(NamedTuple):
 
 
 Slot = tuple[int, int]
-"""A staging slot of a decode rank: its number and the address of the slot."""
+"""A staging slot of a decode rank: number of the rank and address of the slot."""
 
 
 Facts = tuple[Outcome, Memory]
-"""How a transfer stands on one side."""
+"""Outcome and memory state of a transfer on one side."""
 
 BEGUN: Final = (Outcome.PENDING, Memory.HELD)
 
@@ -157,7 +157,7 @@ Channel = tuple[str, int, int]
 
 
 def _layout(num_layers: int, num_tokens: int) -> KVLayout:
-    """One head of so many layers: prefill ranks are replicas, and share the layers among them."""
+    """Return a layout with one head and `num_layers` layers, which prefill ranks share as replicas."""
     address, size = 4096, num_tokens * TOKEN_BYTES
     regions = tuple(
         Region(
@@ -170,7 +170,7 @@ def _layout(num_layers: int, num_tokens: int) -> KVLayout:
 
 
 def _staging(setup: Setup) -> tuple[LocalStagingSettings | None, WindowSettings | None]:
-    """Staging memory of each rank: a slot takes one write, and each prefill rank can have a window."""
+    """Return the staging settings of both sides: a slot holds one write, and each prefill rank can get a window."""
     if not setup.slots:
         return None, None
     slot_bytes = TOKEN_BYTES * setup.num_prefill
@@ -180,7 +180,7 @@ def _staging(setup: Setup) -> tuple[LocalStagingSettings | None, WindowSettings 
 
 
 class SmallWorld:
-    """Real cores and what is between them. `steps` says what may happen next."""
+    """Real cores, and the channels and writes between them. `steps` yields what can happen next."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -236,19 +236,19 @@ class SmallWorld:
             self._connect_all()
 
     def copy(self) -> "SmallWorld":
-        """An independent copy."""
+        """Return an independent copy."""
         shared = {id(item): item for item in (self.setup, self._layout, *self._prefill_settings, self._records)}
         result: SmallWorld = copied(self, shared)
         return result
 
     def fingerprint(self) -> bytes:
-        """Equal for worlds from which the same can follow."""
+        """Return a digest that is equal for worlds with the same possible futures."""
         timers = [core.timers.due() for core in (*self.prefill, *self.decode) if core is not None]
         held = []
         for core in (*self.prefill, *self.decode):
             if core is not None:
                 held.append((core, core.timers))
-                core.timers = None  # type: ignore[assignment] # told by `due`, without the order of insertion
+                core.timers = None  # type: ignore[assignment] # covered by `due`, regardless of insertion order
         try:
             return fingerprint([self.__dict__ | {"_timers": timers, "_prefill_settings": None}])
         finally:
@@ -258,7 +258,7 @@ class SmallWorld:
     # What may happen -------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[Step]:
-        """Everything that may happen next."""
+        """Yield every possible next step."""
         first_of_rank: dict[tuple[str, int], None] = {}
         for number, (side, rank, event) in enumerate(self.script):
             if (side, rank) not in first_of_rank:
@@ -275,7 +275,7 @@ class SmallWorld:
         if self.num_faults < self.setup.max_faults:
             yield from self._faults()
 
-    def _faults(self) -> Iterator[Step]:  # noqa: C901, PLR0912 - one arm a kind of fault
+    def _faults(self) -> Iterator[Step]:  # noqa: C901, PLR0912 - one branch per kind of fault
         kinds = self.setup.faults
         for channel, queue in self.channels.items():
             if queue and "lose" in kinds:
@@ -310,7 +310,7 @@ class SmallWorld:
     # Steps -----------------------------------------------------------------------------------------------------------
 
     def act(self, number: int) -> None:
-        """An engine does the next thing that it wants."""
+        """Pass an engine's next event to its core."""
         side, rank, event = self.script.pop(number)
         try:
             self.tell(side, rank, event)
@@ -318,10 +318,10 @@ class SmallWorld:
             has_failed = isinstance(event, ev.ReceiveGranted) and (rank, event.generation) in self.received
             if side == "D" and not has_failed:
                 raise
-            # the room has failed meanwhile, and its engine has nothing more to offer, or to give
+            # the room has failed meanwhile: the engine has nothing left to offer or grant
 
     def finish(self, number: int) -> None:
-        """Something that the shell was doing ends."""
+        """Complete one of the shell's pending tasks."""
         side, rank, event = self.tasks.pop(number)
         if isinstance(event, ev.ProbeFinished):
             event = ev.ProbeFinished(event.peer, self._prefill_at(event.peer) is None)
@@ -330,7 +330,7 @@ class SmallWorld:
         self.tell(side, rank, event)
 
     def deliver(self, channel: Channel, *, at: int = 0, keep: bool = False) -> None:
-        """A message arrives."""
+        """Deliver a message."""
         queue = self.channels[channel]
         message = queue[at] if keep else queue.pop(at)
         direction, prefill, decode = channel
@@ -340,12 +340,12 @@ class SmallWorld:
             self.tell("D", decode, ev.MessageReceived(self._records[prefill].peer, message))
 
     def lose(self, channel: Channel) -> None:
-        """A message is lost."""
+        """Lose a message."""
         self.may_lack_proof = True
         self.channels[channel].pop(0)
 
     def land(self, number: int) -> None:
-        """A write ends well: its bytes land; its notice and its end arrive after that, in any order."""
+        """Complete a write: its bytes land. Its notice and its completion follow in any order."""
         post = self.posts.pop(number)
         piece = _piece_of(post)
         if post.address is not None:
@@ -359,13 +359,13 @@ class SmallWorld:
         self._add_task("P", post.prefill, ev.PostEnded(post.delivery, post.seq, None))
 
     def fail(self, number: int) -> None:
-        """A write fails: nothing lands."""
+        """Fail a write: nothing lands."""
         post = self.posts.pop(number)
         failure = Failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, f"P/{post.prefill}", "explored")
         self._add_task("P", post.prefill, ev.PostEnded(post.delivery, post.seq, failure))
 
     def doubt(self, number: int) -> None:
-        """It cannot be told whether a write has ended; it may land at any time."""
+        """Report a write as in doubt: whether it has ended is unknown, and it may land at any time."""
         post = self.posts.pop(number)
         self.may_lack_proof = True
         self.in_doubt.append(post)
@@ -373,7 +373,7 @@ class SmallWorld:
         self._add_task("P", post.prefill, ev.PostInDoubt(post.delivery, post.seq, failure))
 
     def kill(self, number: int) -> None:
-        """A prefill process ends: what it has posted and said is gone, and its connections break."""
+        """Kill a prefill process: its posts and messages are lost, and its connections break."""
         self.prefill[number] = None
         self.posts = [post for post in self.posts if post.prefill != number]
         self.in_doubt = [post for post in self.in_doubt if post.prefill != number]
@@ -387,7 +387,7 @@ class SmallWorld:
             self._add_task("D", decode, ev.ConnectionLost(self._records[number].peer))
 
     def time_out(self, side: str, number: int) -> None:
-        """A core gives up whatever it waits for."""
+        """Let a core time out on what it waits for."""
         due = self._gives_up(side, number)
         if due is not None:
             self.may_lack_proof = True
@@ -395,7 +395,7 @@ class SmallWorld:
             self.tell(side, number, ev.TimePassed())
 
     def tell(self, side: str, number: int, event: Any) -> None:
-        """A core hears of something; what follows is carried out, and the promises are checked."""
+        """Pass an event to a core, carry out the effects, and check the promises."""
         core = self.prefill[number] if side == "P" else self.decode[number]
         if core is None:
             return
@@ -438,7 +438,7 @@ class SmallWorld:
                 if resume_at is not None:
                     self.script.append(("P", number, self._chunk(room, resume_at)))
             case ef.ReportGranted() | ef.DisconnectTransport() | ef.AdmitChunks() | ef.CountAnomaly() | ef.LogEvent():
-                pass  # no chunk waits for capacity here, and nobody reads the logs
+                pass  # no chunk waits for capacity here, and logs are not read
             case ef.PlanPiece() | ef.PostPlan() | ef.DropPlan() | ef.AwaitData():
                 raise PromiseBroken("explored worlds plan immediately", effect=type(effect).__name__)
             case _:
@@ -463,7 +463,7 @@ class SmallWorld:
                 self._check_change(before, (effect.outcome, effect.memory), event)
                 self._check_received(number, effect)
             case ef.Connect() | ef.Disconnect() | ef.WatchNotices() | ef.CountAnomaly() | ef.LogEvent():
-                pass  # connections are there as soon as something is sent over them
+                pass  # connections exist as soon as something is sent over them
             case ef.AwaitFence() | ef.VerifyDigests():
                 raise PromiseBroken("explored worlds have no digests and no fences", effect=type(effect).__name__)
             case _:
@@ -472,10 +472,10 @@ class SmallWorld:
     # Writes ----------------------------------------------------------------------------------------------------------
 
     def _post(self, number: int, piece: ef.Piece) -> None:
-        """Begin a write, out of a staging slot and into one if the piece has them.
+        """Start a write, out of one staging slot and into another if the piece has slots.
 
         Raises:
-            PromiseBroken: Somebody uses one of these slots.
+            PromiseBroken: One of these slots is in use.
         """
         decode = self._decode_of(piece.delivery.peer)
         local = address = None
@@ -510,7 +510,7 @@ class SmallWorld:
             self.landed[piece] = None
 
     def _counts(self, piece: PieceId) -> bool:
-        """Return whether a transfer may still succeed; else its pages are held while it is scattered, with anything."""
+        """Return whether a transfer may still succeed; if not, anything may be scattered into the pages it holds."""
         return self.received.get((piece.decode, piece.generation), BEGUN)[0] is Outcome.PENDING
 
     def _check_not_written(self, slot: Slot) -> None:
@@ -520,10 +520,11 @@ class SmallWorld:
     # Promises --------------------------------------------------------------------------------------------------------
 
     def _check_change(self, before: Facts, after: Facts, event: Any) -> None:
-        """See that an event may change a transfer like this.
+        """Check that an event may change a transfer in this way.
 
         Raises:
-            PromiseBroken: What is decided changes, pages that were given back are not free, or the event is no reason.
+            PromiseBroken: A decided outcome changes, released pages are no longer free, or the event does not justify
+                the change.
         """
         outcome, memory = after
         told = {"before": before, "after": after, "event": type(event).__name__}
@@ -576,7 +577,7 @@ class SmallWorld:
                     raise PromiseBroken("pages are released while bytes are scattered into them", piece=piece)
 
     def _check_told(self, number: int) -> None:
-        """See that an engine which has asked for its pages hears of it when every write has ended."""
+        """Check that an engine that has asked to quiesce a room is told once every write has ended."""
         for rank, room in self.quiescing:
             if rank == number and self.sent.get((number, room)) == (Outcome.PENDING, Memory.SAFE):
                 raise PromiseBroken("pages are quiesced, but the engine is not told", room=room)
@@ -601,7 +602,7 @@ class SmallWorld:
         )
 
     def _send(self, channel: Channel, message: Any) -> None:
-        """Queue a message; pings say nothing here, and what is on its way already is not sent twice."""
+        """Queue a message, unless it is a ping, which changes nothing here, or is in flight already."""
         queue = self.channels.setdefault(channel, [])
         if not isinstance(message, (Ping, Pong)) and message not in queue:
             queue.append(message)
@@ -613,14 +614,14 @@ class SmallWorld:
     # The end ---------------------------------------------------------------------------------------------------------
 
     def check_end(self) -> None:
-        """Let everything happen that happens without faults, time included, and see that service is back after that.
+        """Run everything that can happen without faults, time included, and check that service has recovered.
 
-        Every transfer must end, well if there were no faults; and when those processes have been started again that
-        were killed, a new transfer between all ranks must succeed.
+        Every transfer must end, and must succeed if there were no faults. After the killed processes have restarted, a
+        new transfer between all ranks must succeed.
 
         Raises:
-            PromiseBroken: Something of that is not so, or pages stay in quarantine although every process could prove
-                them quiet.
+            PromiseBroken: One of these does not hold, or pages stay in quarantine although every process could prove
+                that no write can land in them.
         """
         self._settle()
         outcomes = [outcome for outcome, _ in (*self.sent.values(), *self.received.values())]
@@ -634,7 +635,7 @@ class SmallWorld:
         raise PromiseBroken("service does not recover", sent=str(self.sent), received=str(self.received))
 
     def _restart(self) -> None:
-        """Start the prefill processes again that were killed, as other incarnations."""
+        """Restart the killed prefill processes, with new incarnations."""
         for number, core in enumerate(self.prefill):
             if core is None:
                 record = self._records[number]
@@ -644,7 +645,7 @@ class SmallWorld:
                 self._records = (*self._records[:number], changed, *self._records[number + 1 :])
 
     def _succeeds(self, room: int) -> bool:
-        """Let every rank take part in one more transfer, and say whether it succeeds on all of them."""
+        """Run one more transfer between all ranks, and return whether it succeeds on all of them."""
         self._generations[room] = room
         self.script += self._requests(room)
         self._settle()
@@ -653,10 +654,10 @@ class SmallWorld:
         return all(outcome is Outcome.SUCCESS for outcome, _ in (*sent, *received))
 
     def _settle(self) -> None:
-        """Go on until every transfer is over.
+        """Run until every transfer is over.
 
         Raises:
-            PromiseBroken: One does not end, or its pages are not given back.
+            PromiseBroken: A transfer does not end, or its pages are not released.
         """
         for _ in range(EPILOGUE_STEPS):
             step = next((step for step in self.steps() if not step.is_fault), None)
@@ -670,7 +671,7 @@ class SmallWorld:
         raise PromiseBroken("a transfer does not end", sent=str(self.sent), received=str(self.received))
 
     def _wait(self, until: float) -> None:
-        """Let time pass, and all happen that happens by itself."""
+        """Advance time to `until`, and take every step without a fault meanwhile."""
         while True:
             step = next((step for step in self.steps() if not step.is_fault), None)
             if step is not None:
@@ -680,7 +681,7 @@ class SmallWorld:
                 return
 
     def _wake(self, until: float) -> bool:
-        """Let time pass until the next timer; say whether there is one before `until`."""
+        """Advance time to the next timer, and return whether one is due before `until`."""
         dues = [(core.timers.next(), side, number) for side, number, core in self._cores()]
         due, side, number = min((math.inf if due is None else due, side, number) for due, side, number in dues)
         if due >= until:
@@ -705,7 +706,7 @@ class SmallWorld:
             yield "D", number, decode
 
     def _gives_up(self, side: str, number: int) -> float | None:
-        """When a core gives something up next; leases and retransmissions come later than any of these."""
+        """Return when a core gives up next, or None; leases and retransmissions are due later than that."""
         core = self.prefill[number] if side == "P" else self.decode[number]
         due = core.timers.next() if core is not None else None
         return due if due is not None and due <= self.now + GIVE_UP_S else None
@@ -713,10 +714,10 @@ class SmallWorld:
     # The beginning ---------------------------------------------------------------------------------------------------
 
     def _requests(self, room: RoomId) -> list[tuple[str, int, Any]]:
-        """What the engines of all ranks do for one room."""
+        """Return what the engines of all ranks do for one room."""
         num_tokens = self._num_tokens
         rooms = (*self.setup.rooms, *range(FIRST_TRIAL_ROOM, FIRST_TRIAL_ROOM + MAX_TRIALS))
-        first = num_tokens * rooms.index(room)  # each has its own pages; those of another may be in quarantine
+        first = num_tokens * rooms.index(room)  # each room has its own pages; those of another may be in quarantine
         pages = np.arange(first, first + num_tokens, dtype="<u4")
         pages.flags.writeable = False
         script: list[tuple[str, int, Any]] = []
@@ -739,7 +740,7 @@ class SmallWorld:
         return script
 
     def _received_as(self, opened: ev.ReceiveOpened) -> list[Any]:
-        """Receive at once, or announce it and give the pages after that."""
+        """Return the events that receive a room at once, or announce it and grant it pages later."""
         if not self.setup.announces:
             return [opened]
         announced = msgspec.structs.replace(opened, ranges={}, pages={}, is_announced=True)
@@ -747,13 +748,13 @@ class SmallWorld:
         return [announced, granted]
 
     def _chunk(self, room: RoomId, start: int) -> ev.ChunkOffered:
-        """The last chunk of a room."""
+        """Return the last chunk of a room."""
         tokens = (start, self._num_tokens)
         table = PageTable(np.arange(*tokens, dtype="<u4"), start, 1)
         return ev.ChunkOffered(room, ev.Chunk(tokens, {"kv": tokens}, {"kv": table}, last=True, metadata=b"m"))
 
     def _connect_all(self) -> None:
-        """Do the handshakes by letting each decode rank ask for a room that it gives up again."""
+        """Complete the handshakes: every decode rank looks up the prefill instance and connects to it."""
         script, self.script = self.script, []
         for number, core in enumerate(self.decode):
             for effect in core.instances.reconnect("P", self.now):
@@ -763,7 +764,7 @@ class SmallWorld:
         self.script = script
 
     def _prefill_at(self, peer: PeerId) -> int | None:
-        """The number of a prefill rank that lives."""
+        """Return the number of a live prefill rank, or None."""
         return next((n for n, core in enumerate(self.prefill) if core is not None and core.me == peer), None)
 
     def _decode_of(self, peer: PeerId) -> int:
@@ -771,7 +772,7 @@ class SmallWorld:
 
 
 def _is_idle(core: PrefillCore | DecodeCore) -> bool:
-    """No page is held, and no slot."""
+    """Return whether a core holds neither a page nor a slot."""
     has_slots = isinstance(core, PrefillCore) and (len(core.slots) or core.slots_taken or core.slots_lost)
     return core.is_idle and not has_slots
 

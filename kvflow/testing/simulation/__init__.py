@@ -1,4 +1,4 @@
-"""Whole instances in virtual time: the real ranks under faults of network, transport and processes."""
+"""Simulation of whole instances in virtual time: the real ranks under faults of network, transport and processes."""
 
 from kvflow.testing.simulation.faults import NO_FAULTS, Faults
 from kvflow.testing.simulation.loop import Process, Violation

@@ -1,7 +1,7 @@
-"""Writes in virtual time: in pieces, late, failing, in doubt, and going on after the death of their sender.
+"""Writes in virtual time: in pieces, late, failing, in doubt, and continuing after the death of their sender.
 
-A write reads its source at the moment it lands, as a one-sided write may do at any time before its end. When the
-sending process dies, what had left its memory may go on landing.
+A write reads its source at the moment it lands, as a one-sided write may do at any time before it ends. After the
+sending process dies, bytes that have left its memory may still land.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ LATE_S: Final = 1.0
 RETRANSMIT_S: Final = 0.05
 LOOK_S: Final = 0.05
 STUCK_S: Final = 3.0
-"""How long a write in doubt, or one to a dead process, may take to end."""
+"""Maximum duration of a write in doubt, or of one to a dead process."""
 
 
 class Segment(NamedTuple):
@@ -57,29 +57,29 @@ class Segment(NamedTuple):
 
 
 class Witness(Protocol):
-    """Sees what happens to memory."""
+    """An observer of memory."""
 
     def posted(self, write: "Write", segments: list[Segment]) -> None:
-        """A write begins."""
+        """Called when a write starts."""
 
     def reading(self, write: "Write", piece: list[Segment]) -> None:
-        """Bytes are about to be read from the sender."""
+        """Called before bytes are read from the sender."""
 
     def landing(self, write: "Write", target: "SimulatedBackend", piece: list[Segment]) -> None:
-        """Bytes are about to land."""
+        """Called before bytes land."""
 
 
 class Write:
-    """A post on its way: pieces that land one after another, then its end.
+    """A post in flight: pieces that land one after another, then its completion.
 
     Attributes:
-        sender: Who posted it.
-        peer: Agent name of who it is for.
-        pieces: What has not landed.
-        captured: What has left the sender's memory, in case it died or the write lingers.
-        has_ended: Its end has been told, though bytes of it may go on landing.
-        is_over: Nothing of it lands any more.
-        mark: Whatever the witness wants to remember of it.
+        sender: The endpoint that posted it.
+        peer: Agent name of the endpoint that it writes to.
+        pieces: What has not landed yet.
+        captured: What has left the memory of a sender that died, or of a write that lingers.
+        has_ended: Its completion has been reported, though more of its bytes may land.
+        is_over: None of its bytes can land any more.
+        mark: Data of the witness about it.
     """
 
     __slots__ = (
@@ -108,20 +108,20 @@ class DataPlane:
     """Carries the writes of every endpoint.
 
     Args:
-        world: Where time, chance and faults come from.
-        ends_with_process: Nothing lands any more once the process that wrote has ended.
+        world: Source of time, chance and faults.
+        ends_with_process: No bytes of a process land after its end.
         in_band_notices: Notices travel with the writes.
-        shows_last_bytes: It can be seen when the last bytes of a dead process have landed.
+        shows_last_bytes: An endpoint can tell when the last bytes of a dead process have landed.
 
     Attributes:
-        shares_network: Links that are cut hold writes up too.
+        shares_network: Cut links hold up writes too.
         is_prompt: Writes land at once and whole, unless a fault is drawn.
-        witness: Sees what happens to memory, if there is one.
-        endpoints: Those that are open, by agent name.
-        lingered: Of whom bytes went on landing after the end of a write of theirs: sender and peer, by agent name.
-        hold_write: If set, is shown each write before it goes on, and says whether it keeps it.
-        hold_notice: The same for each in-band notice with its target.
-        when_posted: Each is called with one of the next writes.
+        witness: Observer of memory, if there is one.
+        endpoints: Open endpoints, by agent name.
+        lingered: Agent names of sender and peer of each write whose bytes continued to land after its end.
+        hold_write: If set, called with each write before its next step; returns whether to hold it.
+        hold_notice: The same for each in-band notice, called with its write and its target.
+        when_posted: Callbacks, each called once with one of the next writes.
     """
 
     def __init__(
@@ -149,22 +149,22 @@ class DataPlane:
 
     @property
     def num_active(self) -> int:
-        """Writes of which something may still land."""
+        """Writes of which some bytes may still land."""
         return len(self._active)
 
     @property
     def proves_ends(self) -> bool:
-        """The end of a process proves sooner or later that nothing of it lands any more."""
+        """Whether the end of a process proves, at once or later, that none of its bytes can land any more."""
         return self.ends_with_process or self.shows_last_bytes
 
     def is_dry(self, peer: str) -> bool:
-        """Return whether nothing is on its way to an endpoint from processes that have ended."""
+        """Return whether no write from an ended process to an endpoint is in flight."""
         return not any(write.peer == peer and not write.sender.process.is_alive for write in self._active.values())
 
     def start(
         self, sender: "SimulatedBackend", post_id: int, peer: str, segments: list[Segment], notice: bytes
     ) -> Write:
-        """Decide how a write will go, and let it go."""
+        """Draw the course of a write, and start it."""
         world = self.world
         faults, rng = world.faults, world.rng
         self._num_writes += 1
@@ -196,7 +196,7 @@ class DataPlane:
         return write
 
     def _draw_from_notice(self, write: Write) -> None:
-        """Change bits that a digest can tell, and let somebody who knows no token speak of bytes."""
+        """Draw a flipped bit that a digest can detect, and a forged notice with a wrong token."""
         faults, rng = self.world.faults, self.world.rng
         if not (faults.corrupt_write or faults.forged_notice):
             return
@@ -241,7 +241,7 @@ class DataPlane:
         self._next(write)
 
     def _stalled(self, write: Write) -> Process | None:
-        """A stopped process on whose progress the write depends."""
+        """Return a stopped process that the write depends on, or None."""
         if write.captured is None and write.sender.process.is_stalling:
             return write.sender.process
         target = self.endpoints.get(write.peer)
@@ -288,7 +288,7 @@ class DataPlane:
         self.world.loop.call_in(delay_s, target.process.call, target.deliver, NoticeArrived(write.notice))
 
     def doubt(self, write: Write) -> None:
-        """Say that nobody can tell how the write goes; it goes on all the same."""
+        """Report the write as in doubt; it continues all the same."""
         if write.is_over or write.captured is not None or write.has_doubt:
             return
         write.has_doubt = True
@@ -296,14 +296,14 @@ class DataPlane:
         self._tell_sender(write, PostInDoubt(write.post_id, "scripted doubt"))
 
     def _fail(self, write: Write) -> None:
-        """End a write that fails; what of it has left the sender's memory may go on landing."""
+        """Fail a write; bytes that have left the sender's memory may still land."""
         if not write.pieces or self.world.rng.random() >= self.world.faults.lingering_write:
             self._end(write, "scripted failure")
         else:
             self.linger(write)
 
     def linger(self, write: Write) -> None:
-        """End a write that fails, but let its bytes go on landing."""
+        """Fail a write, but let its bytes still land."""
         self.world.count("lingering write")
         self.lingered[write.sender.agent_name, write.peer] = None
         self._capture(write)
@@ -318,7 +318,10 @@ class DataPlane:
         write.captured = [self._read(write, piece) for piece in write.pieces]
 
     def _die_out(self, write: Write) -> None:
-        """The target is gone, so nothing can land; the transport finds out late, perhaps after a doubt."""
+        """End a write whose target is gone: nothing can land.
+
+        The transport detects that late, perhaps after a doubt.
+        """
         if write.captured is not None:
             self.stop(write)
             return
@@ -335,7 +338,7 @@ class DataPlane:
             self._tell_sender(write, PostEnded(write.post_id, error))
 
     def _tell_sender(self, write: Write, event: BackendEvent) -> None:
-        """Tell the sender of its writes, in the order in which things happen to them."""
+        """Report an event of a write to its sender, in the order in which events occur."""
         if self.world.story is not None:
             self.world.tell(f"  write {write.number}: {event}")
         backend, loop = write.sender, self.world.loop
@@ -344,18 +347,18 @@ class DataPlane:
         loop.call_in(backend.latest_event - loop.now, backend.process.call, backend.deliver_next)
 
     def stop(self, write: Write) -> None:
-        """Land nothing of a write any more."""
+        """Land nothing more of a write."""
         write.is_over = True
         self._active.pop(write.number, None)
 
     def hasten(self) -> None:
-        """Let writes that are slow or stuck go on now."""
+        """Let slow or stuck writes continue now."""
         for write in list(self._active.values()):
             write.pace_s = QUICK_S
             self._next(write)
 
     def process_ended(self, process: Process) -> None:
-        """Lose what a dead process had under way, or let what has left it land later."""
+        """Drop the writes of a dead process, or let what has left its memory land later."""
         faults, rng = self.world.faults, self.world.rng
         for backend in [one for one in self.endpoints.values() if one.process is process]:
             del self.endpoints[backend.agent_name]
@@ -372,11 +375,11 @@ class DataPlane:
 
 
 class SimulatedBackend(Backend):
-    """One endpoint of the data plane; keeps the contract of `kvflow.backends.base` and nothing more.
+    """One endpoint of the data plane. It keeps the contract of `kvflow.backends.base` and promises nothing more.
 
     Args:
         plane: Carries the writes.
-        process: Whose endpoint it is.
+        process: The process of the endpoint.
         mapped: Memory at made-up addresses, by address; all other memory is real.
     """
 
@@ -477,7 +480,7 @@ class SimulatedBackend(Backend):
 
     @override
     def watch(self, *, active: bool) -> None:
-        """Events come by themselves."""
+        """Do nothing: events are delivered without being polled for."""
 
     @override
     def domain(self) -> bytes:
@@ -489,7 +492,7 @@ class SimulatedBackend(Backend):
             return True
         if not domain or domain != self.domain():
             return False
-        while not self._plane.is_dry(self.agent_name):  # noqa: ASYNC110 - as a transport looks at the kernel
+        while not self._plane.is_dry(self.agent_name):  # noqa: ASYNC110 - as a transport polls the kernel
             await anyio.sleep(LOOK_S)
         return True
 
@@ -510,23 +513,23 @@ class SimulatedBackend(Backend):
             on_events(events)
 
     def deliver_next(self) -> None:
-        """Tell the rank what has happened to a write of its, in its process."""
+        """Pass the next event of its writes to the rank, in its process."""
         if self.untold and not self._is_broken and self._on_events is not None:
             self._on_events([self.untold.popleft()])
 
     def deliver(self, event: BackendEvent) -> None:
-        """Tell the rank what has come from elsewhere, in its process."""
+        """Pass an event from elsewhere to the rank, in its process."""
         if not self._is_broken and self._on_events is not None:
             self._on_events([event])
 
     def break_down(self) -> None:
-        """Work no more, and say so; what was posted goes on."""
+        """Break the endpoint, and report it; posts in flight continue."""
         if self._on_broken is not None and self._on_events is not None and not self._is_broken:
             self._is_broken = True
             self._on_broken(BackendError("scripted breakdown", backend=self.name))
 
     def holds(self, address: int) -> bool:
-        """Return whether an address is in memory that is registered here."""
+        """Return whether an address is in memory registered here."""
         return any(start <= address < end for start, end, _ in self._memories)
 
     def read(self, address: int, length: int) -> bytes:
@@ -535,7 +538,7 @@ class SimulatedBackend(Backend):
         return bytes(view[address - start : address - start + length])
 
     def write(self, address: int, data: bytes) -> None:
-        """Change bytes of registered memory."""
+        """Overwrite bytes of registered memory."""
         start, _, view = self._find(address, len(data))
         view[address - start : address - start + len(data)] = data
 
@@ -551,7 +554,7 @@ def _real(address: int, length: int) -> "ctypes.Array[ctypes.c_ubyte]":
 
 
 def cut(segments: list[Segment], where: float) -> list[list[Segment]]:
-    """Cut a list of segments in two, anywhere; pieces without bytes are left out."""
+    """Cut a list of segments in two at any byte; omit pieces without bytes."""
     left = int(sum(segment.length for segment in segments) * where)
     first: list[Segment] = []
     second: list[Segment] = []

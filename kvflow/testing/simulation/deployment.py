@@ -1,4 +1,4 @@
-"""Instances of several ranks, each a process with toy engines, and a supervisor that starts what has ended."""
+"""Instances of several ranks, each a process with toy engines, and a supervisor that restarts processes."""
 
 import dataclasses
 import logging
@@ -32,13 +32,13 @@ __all__ = ["SOON_S", "Deployment", "StagingShape", "leftovers", "watch_logs"]
 FIRST_FIXED_PORT: Final = 10_000
 
 SOON_S: Final = 0.1
-"""How long the supervisor takes at most to start what has ended, once nothing goes wrong any more."""
+"""Maximum delay after which the supervisor restarts a process, once no more faults are injected."""
 
 QUIET_S: Final = 0.5
-"""Within this time there is a moment in which nothing is being written, although requests go on."""
+"""Time that contains a moment without any write in flight, although requests continue."""
 
 LAST_WORDS_S: Final = 0.75
-"""Where messages are late, what a rank says when it leaves has arrived after this time."""
+"""Time after which the last messages of a leaving rank have arrived, if messages may be late."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StagingShape:
     num_local: int
 
     def num_bytes(self, *, is_decode: bool) -> int:
-        """Of one rank."""
+        """Return the size of the staging memory of one rank."""
         return self.slot_bytes * (self.num_slots * self.num_windows if is_decode else self.num_local)
 
 
@@ -66,24 +66,25 @@ class Deployment:
     """Every worker of some instances.
 
     Args:
-        world: Where they are.
-        model: What every rank holds a part of.
-        instances: Which.
-        timeouts: Of every rank.
-        limits: Of every rank.
-        staging: To pack pieces in; none are packed if None.
-        fixed_ports: A prefill rank that is started again has the port that it had before.
-        may_lose_messages: A rank that leaves in order may not be able to say so.
+        world: The world that they run in.
+        model: The model that the ranks share.
+        instances: The instances.
+        timeouts: Timeouts of every rank.
+        limits: Limits of every rank.
+        staging: Staging memory for packing; None to pack no pieces.
+        fixed_ports: A prefill rank that restarts gets the same port again.
+        may_lose_messages: A rank that leaves in order may be unable to tell its peers.
         references: How requests refer to prefill instances; by name if None.
-        hosts: Decode instances whose workers live in the processes of a prefill instance, and share their pools.
+        hosts: For each decode instance whose workers live in the processes of a prefill instance and share their pools,
+            the name of that prefill instance.
 
     Attributes:
-        workers: The latest of each rank.
-        sabotaged: Processes that may fail.
-        restart_s: How long the supervisor takes at most to start what has ended; None if somebody else does it.
+        workers: The latest worker of each rank.
+        sabotaged: Processes that are allowed to fail.
+        restart_s: Maximum delay after which the supervisor restarts a process; None if there is no supervisor.
     """
 
-    def __init__(  # noqa: PLR0913 - by name, each of them
+    def __init__(  # noqa: PLR0913 - all by keyword
         self,
         world: World,
         model: Model,
@@ -121,19 +122,19 @@ class Deployment:
         return [rank for instance in self.instances.values() for rank in instance.ranks]
 
     def start_all(self) -> None:
-        """Start the registry and every worker that does not run."""
+        """Start the registry and every worker that is not running."""
         self.start_registry()
         for rank in self.ranks:
             self.start(rank)
 
     def start_registry(self) -> None:
-        """Start the registry, unless it runs."""
+        """Start the registry, unless it is running."""
         registry = self.world.processes.get("registry")
         if registry is None or not registry.is_alive:
             self.world.start_registry()
 
     def start(self, rank: RankId) -> None:
-        """Start a worker, and who lives in its process, unless it runs."""
+        """Start a worker, and the other worker of its process if there is one, unless they are running."""
         rank = rank._replace(instance=self._hosts.get(rank.instance, rank.instance))
         worker = self.workers.get(rank)
         if worker is not None and worker.process.is_alive:
@@ -166,7 +167,7 @@ class Deployment:
             return
         async with anyio.create_task_group() as group:
             group.start_soon(self._run, host)
-            while not host.is_ready:  # noqa: ASYNC110 - the agent has the name of the rank that opens it
+            while not host.is_ready:  # noqa: ASYNC110 - the agent is named after the rank that opens it
                 await anyio.sleep(POLL_S / 4)
             if not host.is_leaving:
                 group.start_soon(self._run, self.workers[guest])
@@ -200,7 +201,7 @@ class Deployment:
         return settings
 
     def _answers(self, rank: RankId) -> bool:
-        """A rank answers for its instance."""
+        """Return whether a rank answers for its instance."""
         answering = () if self._references is None else self._references.answering
         return rank.instance in answering and rank.engine_rank == 0
 
@@ -250,16 +251,16 @@ class Deployment:
             self.start(rank)
 
     def living(self) -> list[Worker]:
-        """Workers whose process runs or is paused."""
+        """Return the workers whose process runs or is paused."""
         return [worker for worker in self.workers.values() if worker.process.is_alive]
 
     # What must hold ------------------------------------------------------------------------------------------------
 
     def check_now(self) -> None:
-        """See that no core contradicts itself, and that engines are told what is decided.
+        """Check that every core is consistent, and that engines are told of decided outcomes.
 
         Raises:
-            InvariantBroken: A core does.
+            InvariantBroken: A core is inconsistent.
             Violation: An engine is not told.
         """
         for worker in self.living():
@@ -271,10 +272,10 @@ class Deployment:
                         self.oracle.check_announced(one)
 
     def check_quarantine(self) -> None:
-        """What is still in quarantine must have a reason.
+        """Check that every transfer in quarantine has an excuse.
 
         Raises:
-            Violation: It has none.
+            Violation: One has none.
         """
         for worker in self.living():
             for one in worker.transfers:
@@ -282,7 +283,7 @@ class Deployment:
                     raise Violation(f"{one} is {one.outcome.value}, in quarantine for no reason")
 
     def _check_windows(self, worker: Worker) -> None:
-        """Staging windows of ranks that are gone must have come back, and must be forgotten."""
+        """Check that the staging windows of ranks that are gone were returned and forgotten."""
         if isinstance(worker, DecodeWorker):
             taken = worker.rank.statistics().staging.windows_taken
             self.oracle.check_windows(str(worker.rank_id), taken)
@@ -293,9 +294,9 @@ class Deployment:
                 raise Violation(f"{worker.process} remembers {remembered} windows of {num_decode} decode ranks")
 
     def release_quarantine(self) -> None:
-        """Release as an operator what ended processes have left in quarantine, when nothing is being written.
+        """Release, as an operator, the pages that ended processes have left in quarantine, once no write is in flight.
 
-        Under load that may take a few looks.
+        Under load this may take several attempts.
         """
         latest = self.world.now + QUIET_S
         while self.world.plane.num_active:
@@ -306,9 +307,9 @@ class Deployment:
         self.world.run(2 * POLL_S)
 
     def look_at_quarantine(self) -> None:
-        """Release what ended processes have left in quarantine, unless something is being written now.
+        """Release the pages that ended processes have left in quarantine, unless a write is in flight.
 
-        If nothing is, none of what could write there remains.
+        Without a write in flight, nothing can land in them any more.
         """
         if self.world.plane.num_active:
             return
@@ -320,16 +321,16 @@ class Deployment:
                     worker.process.call(worker.rank.release, record)
 
     def is_quiet(self) -> bool:
-        """Nothing is open, in any engine or rank."""
+        """Return whether nothing is open in any engine or rank."""
         if self.world.plane.num_active:
             return False
         return all(not worker.transfers and not any(leftovers(worker).values()) for worker in self.living())
 
     def check_nothing_is_left(self) -> None:
-        """Nothing may be kept of what is over, once nothing goes wrong any more.
+        """Check that no rank keeps anything of what is over.
 
         Raises:
-            Violation: Something is.
+            Violation: A rank does.
         """
         for worker in self.living():
             left = {name: count for name, count in leftovers(worker).items() if count}
@@ -344,14 +345,14 @@ class Deployment:
 
 
 def _lacks_sockets(error: BaseException) -> bool:
-    """Return whether a process could not even begin, for want of sockets."""
+    """Return whether a process failed to start only because it had no sockets left."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(_lacks_sockets, error.exceptions))
     return isinstance(error, Unreachable)
 
 
 def leftovers(worker: Worker) -> Mapping[str, int]:
-    """What a rank counts that is zero when nothing is open."""
+    """Return the counters of a rank that are zero when nothing is open."""
     if not worker.is_ready:
         return {}
     counts = worker.rank.statistics()
@@ -368,7 +369,7 @@ def leftovers(worker: Worker) -> Mapping[str, int]:
 
 
 class _LogWatch(logging.Handler):
-    """Takes an error that a rank logs for a violation, and lines of lower levels into the story."""
+    """Treats an error logged by a rank as a violation, and adds other log lines to the story."""
 
     def __init__(self, deployment: Deployment) -> None:
         super().__init__()
@@ -395,7 +396,7 @@ def _line(record: logging.LogRecord) -> str:
 
 @contextmanager
 def watch_logs(deployment: Deployment) -> Iterator[None]:
-    """Watch what ranks log, and let none of it out."""
+    """Pass log lines of ranks to a `_LogWatch` instead of the application's handlers."""
     watch = _LogWatch(deployment)
     before = LOGGER.level, LOGGER.propagate, LOGGER.handlers[:]
     LOGGER.setLevel(logging.INFO if deployment.world.story is not None else logging.ERROR)

@@ -1,7 +1,7 @@
-"""Toy engines: schedulers that use kvflow through its public names, with pools that can run full.
+"""Toy engines: schedulers that use kvflow's public API, with pools that can run full.
 
-Each worker is a process with one rank. A request is a task of it, as in a real engine: it takes pages, lets kvflow
-move them, and gives the pages back when nobody can touch them any more.
+Each worker is a process with one rank. As in a real engine, each request is a task: it takes pages, lets kvflow move
+them, and returns the pages when they are safe.
 """
 
 import asyncio
@@ -55,16 +55,16 @@ __all__ = [
 ]
 
 POLL_S: Final = 0.02
-"""How often a worker looks for free pages, and whether pages that it could not give back are safe by now."""
+"""How often a worker looks for free pages, and checks whether pages that it could not return are safe by now."""
 
 PARTNER_S: Final = 1.0
-"""How much later at most a worker leaves than the other one in its process."""
+"""Maximum delay between the exits of the two workers in one process."""
 
 REUSING_ROOM: Final = 2**62
-"""Of requests that are never served."""
+"""Room of receives that are meant to be refused."""
 
 REFUSALS: Final = (TransferFailed, LocalProtocolError, CapacityExceeded, RankDraining, RankBroken, TimeoutError)
-"""How kvflow says that a request does not go well, and how an engine gives one up."""
+"""Errors by which kvflow reports a failed request, or by which an engine gives one up."""
 
 OnEnd = Callable[[bool], None]
 
@@ -72,21 +72,24 @@ AnyRoom = TypeVar("AnyRoom", Sending, Receiving)
 
 
 class DeviceEvent:
-    """Happens once, when a simulated device has computed something; `synchronize` waits for it as a thread would."""
+    """An event of a simulated device, set once when it has computed something.
+
+    `synchronize` waits as a thread would.
+    """
 
     def __init__(self) -> None:
         self._has_happened = False
         self._waiting: list[Callable[[], object]] = []
 
     def happen(self) -> None:
-        """Let it happen."""
+        """Set the event."""
         self._has_happened = True
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             call()
 
     def synchronize(self) -> None:
-        """Wait until it has happened."""
+        """Wait until the event is set."""
         if not self._has_happened:
             raise NotYet(self._waiting.append)
 
@@ -95,9 +98,9 @@ class Preemption(NamedTuple):
     """When an engine preempts a request.
 
     Attributes:
-        chunk: Number of the chunk after which it does.
-        after_s: How long after that.
-        rest_s: How long others may have the pages.
+        chunk: Number of the chunk after which it preempts.
+        after_s: Delay after that chunk.
+        rest_s: How long other requests may use the pages.
     """
 
     chunk: int
@@ -106,11 +109,11 @@ class Preemption(NamedTuple):
 
 
 class Announcing(NamedTuple):
-    """How a decode engine comes by pages for a room that it announces.
+    """How a decode engine gets pages for a room that it announces.
 
     Attributes:
-        after_s: How long after the announcement it looks for pages; None if it never does.
-        is_hasty: Before it looks for pages, it gives those of another transfer.
+        after_s: Delay between the announcement and the search for pages; None if it never looks for any.
+        is_hasty: Before it looks for pages, it grants those of another transfer.
     """
 
     after_s: float | None
@@ -118,19 +121,19 @@ class Announcing(NamedTuple):
 
 
 class Course(NamedTuple):
-    """How a worker gets through a request.
+    """How a worker handles a request.
 
     Attributes:
-        cuts: Where the chunks of a prefill end; the last may be empty, and None means that it gets stuck there.
-        pauses: For each chunk, if it is offered before it is computed: where groups of layers end, and how long the
+        cuts: Where the chunks of a prefill end; the last may be empty, and None means that prefill hangs there.
+        pauses: For each chunk that is offered before it is computed: where groups of layers end, and how long the
             device takes for each.
-        preemption: After which chunk the engine preempts the request, if it does.
+        preemption: When the engine preempts the request; None if it does not.
         announcing: How a decode engine gets pages if it announces the request first.
-        pace_s: How long a chunk takes to compute.
-        wait_s: How long it tries to begin.
-        give_up_s: After which it gives a request up that it has begun.
-        abort_s: When it aborts the request, if it does.
-        cancel_at: At which of its await points the task is cancelled, if it is.
+        pace_s: How long the computation of a chunk takes.
+        wait_s: How long the worker tries to start the request.
+        give_up_s: How long after the start it gives the request up.
+        abort_s: When it aborts the request; None if it does not.
+        cancel_at: Number of the await point at which the task is cancelled; None if it is not.
     """
 
     cuts: tuple[int | None, ...] = ()
@@ -148,17 +151,17 @@ class Worker:
     """One rank in a process.
 
     Args:
-        deployment: What it is a part of.
-        rank: Which worker of which instance it is.
-        process: Where it runs.
+        deployment: The deployment that it belongs to.
+        rank: Its instance and number.
+        process: The process that it runs in.
         pool: Its memory.
-        host: The worker of the other role in the same process, with which it shares pool and transport; None if it has
-            a process of its own, or is the host.
+        host: The worker of the other role in the same process, whose pool and transport it shares; None if it has a
+            process of its own, or is the host itself.
 
     Attributes:
-        rank: kvflow's, once it is ready.
-        transfers: Requests whose pages it holds.
-        tasks: What serves each request.
+        rank: kvflow's rank, once it is ready.
+        transfers: Transfers whose pages it holds.
+        tasks: The task that serves each request.
         is_ready: Its rank is open.
     """
 
@@ -190,9 +193,9 @@ class Worker:
         self._on_ends: dict[OnEnd, None] = {}
 
     def close(self, drain_s: float = 0.0, *, lives_on: bool = False) -> None:
-        """Leave in order, perhaps after a drain. Call it in the process, which ends then unless it lives on.
+        """Close the rank, after a drain of up to `drain_s`. Call it in the process, which then ends unless it lives on.
 
-        Who shares the process leaves somewhat later.
+        The other worker in the process closes somewhat later.
         """
         if self.is_leaving:
             return
@@ -207,17 +210,17 @@ class Worker:
 
     @property
     def transport(self) -> Backend | SharedBackend:
-        """What its rank writes through."""
+        """The transport that its rank writes through."""
         return self.backend if self.partner is None else self.shared
 
     def submit(self, request: Request, course: Course, on_end: OnEnd, after_s: float) -> None:
-        """Begin with a request in a task of its own.
+        """Start a request in a task of its own.
 
         Args:
-            request: What to do.
-            course: How.
-            on_end: Told once whether it went well, also if the process ends before it begins.
-            after_s: When it gets here.
+            request: The request.
+            course: How to handle it.
+            on_end: Called once with whether it succeeded, even if the process ends before it starts.
+            after_s: Delay until the request arrives here.
         """
         if not self.process.is_alive:
             on_end(False)
@@ -234,13 +237,13 @@ class Worker:
             self.world.loop.call_in(course.abort_s, self.process.call, task.cancel)
 
     def abort(self, request: Request) -> None:
-        """Give a request up, if it is being served."""
+        """Abort a request, if it is being served."""
         task = self.tasks.get(request)
         if task is not None:
             self.process.call(task.cancel)
 
     def fail_requests(self) -> None:
-        """Tell the router that nobody will answer any more."""
+        """Report every unanswered request to the router as failed."""
         for on_end in list(self._on_ends):
             self._answer(on_end, has_succeeded=False)
 
@@ -257,18 +260,18 @@ class Worker:
                 has_succeeded = await serving
             else:
                 has_succeeded = await cancelled_at(serving, course.cancel_at)
-        except asyncio.CancelledError:  # the end of a task, which nobody waits for
+        except asyncio.CancelledError:  # a cancelled task that nothing awaits
             self.world.tell(f"{request} on {self.rank_id}: the engine's task was cancelled")
         finally:
             self.tasks.pop(request, None)
             self._answer(on_end, has_succeeded=has_succeeded)
 
     async def serve(self, request: Request, course: Course) -> bool:
-        """Carry a request out, and say whether it went well."""
+        """Serve a request, and return whether it succeeded."""
         raise NotImplementedError
 
     async def _run(self, rank: PrefillRank | DecodeRank) -> None:
-        """Serve until told to close."""
+        """Serve until `close` is called."""
         async with rank:
             self.rank = rank
             self.is_ready = True
@@ -281,12 +284,12 @@ class Worker:
     async def _carry_out(
         self, prepare: Callable[[], AnyRoom | None], move: Callable[[AnyRoom], Awaitable[None]], wait_s: float
     ) -> bool:
-        """Move the pages of a request, and say whether it went well.
+        """Move the pages of a request, and return whether it succeeded.
 
         Args:
-            prepare: Takes pages; None if there are not enough.
-            move: Sends or receives, once kvflow has begun with the room.
-            wait_s: How long to wait for pages: a pool that has run full empties when other requests end.
+            prepare: Takes pages; returns None if there are not enough.
+            move: Sends or receives, once kvflow has opened the room.
+            wait_s: How long to wait for pages: a full pool empties when other requests end.
         """
         one = prepare()
         with anyio.move_on_after(wait_s):
@@ -311,21 +314,21 @@ class Worker:
         return self.pool.take(f"{request} on {self.rank_id}", request.room, counts)
 
     def begin(self, one: Sending | Receiving) -> None:
-        """Note that kvflow has begun with a room."""
+        """Record that kvflow has opened a room."""
         self.transfers[one] = None
         self.oracle.opened(one)
         if self.world.story is not None:
             self.world.tell(f"{one} begins")
 
     def _refused(self, one: Sending | Receiving, error: Exception) -> None:
-        """Note why a request did not go well; a rank that is broken is left."""
+        """Record why a request failed; close a broken rank."""
         self.world.tell(f"{one}: {type(error).__name__}: {error}")
         if isinstance(error, RankBroken):
             self.close()
 
     def end(self, one: Sending | Receiving) -> None:
-        """Give pages back that are safe; look again later at others."""
-        if one not in self.transfers:  # it was refused, so that nobody has ever known the pages
+        """Return pages that are safe; check the others again later."""
+        if one not in self.transfers:  # it was refused, so the rank never used the pages
             self.pool.give_back(one.lease)
             return
         if isinstance(one, Receiving):
@@ -354,7 +357,7 @@ class Worker:
         return True
 
     async def _give_back_later(self, one: Sending | Receiving) -> None:
-        while not self._give_back(one):  # noqa: ASYNC110 - a transfer does not tell when its memory changes
+        while not self._give_back(one):  # noqa: ASYNC110 - a transfer does not notify when its memory changes
             await anyio.sleep(POLL_S)
 
 
@@ -365,16 +368,16 @@ class PrefillWorker(Worker):
 
     @property
     def gives_tickets(self) -> bool:
-        """Its rank is open and not broken."""
+        """The rank is open and not broken."""
         return self.is_ready and self.process.is_alive and not self.is_leaving and self.rank.is_usable
 
     async def run(self, config: PrefillConfig) -> None:
-        """Serve until told to close."""
+        """Serve until `close` is called."""
         layout = self.pool.table.layout
         await self._run(PrefillRank(config, layout, self.transport, ports=self.world.ports(self.process)))
 
     def prepare(self, request: Request) -> Sending | None:
-        """Take pages for a request; None if there are not enough."""
+        """Take pages for a request; return None if there are not enough."""
         lease = self._take_pages(request)
         if lease is None:
             return None
@@ -405,7 +408,7 @@ class PrefillWorker(Worker):
         last = len(course.cuts) - 1
         for number, (stop, groups) in enumerate(zip(course.cuts, pauses, strict=True)):
             await anyio.sleep(course.pace_s)
-            with suppress(KvflowError):  # the rank is closed or broken, which the next call will say
+            with suppress(KvflowError):  # the rank is closed or broken; the next call raises that
                 self.rank.warm_up(one.request.room)
             if stop is None:
                 await anyio.sleep_forever()
@@ -418,14 +421,14 @@ class PrefillWorker(Worker):
                     await self.chunk(one, one.request.num_tokens, is_last=True)
 
     async def preempt(self, one: Sending, rest_s: float = 0.0) -> bool:
-        """Take the pages of a request back and overwrite them; compute it again in others as far as it was.
+        """Take the pages of a request back and overwrite them; recompute the same tokens in other pages.
 
         Args:
-            one: Whose.
-            rest_s: How long others may have the pages.
+            one: The preempted transfer.
+            rest_s: How long other requests may use the pages.
 
         Returns:
-            Whether something has to be offered again, or still.
+            Whether tokens remain to be offered, for the first time or again.
         """
         resume_at = await one.transfer.quiesce()
         self.world.tell(f"{one} is preempted and goes on at {resume_at}")
@@ -448,7 +451,7 @@ class PrefillWorker(Worker):
         """Compute tokens up to `stop` and send them.
 
         Args:
-            one: Whose.
+            one: The transfer.
             stop: Where the chunk ends.
             is_last: No chunk follows.
             pauses: If the chunk is offered before it is computed: where groups of layers end, and how long the device
@@ -473,7 +476,10 @@ class PrefillWorker(Worker):
     def _compute(
         self, one: Sending, ranges: Mapping[str, TokenRange], pauses: Sequence[tuple[int, float]]
     ) -> tuple[LayersReady, ...]:
-        """Compute now, or group after group if there are pauses; the last group has all layers that remain."""
+        """Compute now or, if there are pauses, one group of layers after another.
+
+        The last group has all remaining layers.
+        """
         if not pauses:
             self._compute_layers(one, ranges, ALL_LAYERS)
             return ()
@@ -503,19 +509,19 @@ class DecodeWorker(Worker):
     """A worker of a decode instance.
 
     Attributes:
-        num_refused: How often it was refused pages that another transfer still needs.
+        num_refused: How often kvflow refused it pages that another transfer still needs.
     """
 
     rank: DecodeRank
     num_refused = 0
 
     async def run(self, config: DecodeConfig) -> None:
-        """Serve until told to close."""
+        """Serve until `close` is called."""
         layout = self.pool.table.layout
         await self._run(DecodeRank(config, layout, self.transport, ports=self.world.ports(self.process)))
 
     def reuse_too_early(self) -> None:
-        """Receive into pages that another transfer still needs, as an engine with a bug does; kvflow must refuse it."""
+        """Receive into pages that another transfer still needs, as a buggy engine does; kvflow must refuse it."""
         one = self._find_reusable()
         if one is None:
             return
@@ -531,13 +537,13 @@ class DecodeWorker(Worker):
         return next((one for one in self.transfers if isinstance(one, Receiving) and _is_reusable(one)), None)
 
     def _reuse(self, one: Receiving, begin: Callable[[], object]) -> None:
-        """Begin with something in the pages of a transfer, which must be refused."""
+        """Start something in the pages of another transfer; kvflow must refuse it."""
         try:
             begin()
         except PagesInUse as refusal:
             self.num_refused += 1
             self.oracle.check_refused(one, refusal)
-        except REFUSALS:  # for a reason that counts before the pages
+        except REFUSALS:  # for a reason that is checked before the pages
             return
         else:
             self.oracle.check_refused(one, None)
@@ -546,7 +552,7 @@ class DecodeWorker(Worker):
         return {name: list(lease.pages[name]) if name in ranges else None for name in self.pool.table.first_page}
 
     def _take_ranges(self, request: Request) -> tuple[Lease | None, dict[str, TokenRange]]:
-        """Take pages for what a request wants, and say what that is."""
+        """Take pages for the tokens and states that a request wants; return them, or None, and these ranges."""
         ranges = {KV: _tokens_of(request)}
         counts = {KV: pages_spanned(ranges[KV], self.pool.table.layout.component(KV).tokens_per_slot)}
         if STATE in self.pool.table.first_page and request.wants_state:
@@ -555,7 +561,7 @@ class DecodeWorker(Worker):
         return self._take(request, counts), ranges
 
     def prepare(self, request: Request, timeout_s: float | None = None) -> Receiving | None:
-        """Take pages for a request; None if there are not enough."""
+        """Take pages for a request; return None if there are not enough."""
         self.reuse_too_early()
         lease, ranges = self._take_ranges(request)
         if lease is None:
@@ -602,14 +608,14 @@ class DecodeWorker(Worker):
         )
 
     def grant(self, one: Receiving, *, is_hasty: bool = False) -> bool:
-        """Allocate pages for a request that was announced.
+        """Allocate pages for an announced request, and grant them.
 
         Args:
-            one: Which.
-            is_hasty: Give it those of another transfer first, as an engine with a bug does; kvflow must refuse it.
+            one: The announced transfer.
+            is_hasty: Grant the pages of another transfer first, as a buggy engine does; kvflow must refuse it.
 
         Returns:
-            Whether the engine is through with that; else there are no pages yet.
+            Whether the attempt is complete, granted or refused; False if there are no pages yet.
         """
         if is_hasty and (other := self._find_reusable()) is not None:
             tokens, pages = _tokens_of(other.request), self._page_lists(other.lease, other.ranges)
@@ -638,7 +644,7 @@ class DecodeWorker(Worker):
         return True
 
     def _grant_in_time(self, one: Receiving, *, is_hasty: bool) -> None:
-        """Give it pages as soon as there are some, unless the engine has left it by then."""
+        """Grant pages as soon as there are some, unless the engine has left the transfer by then."""
         if not one.is_told and not self.grant(one, is_hasty=is_hasty):
             again = functools.partial(self._grant_in_time, one, is_hasty=is_hasty)
             self.world.loop.call_in(POLL_S, self.process.call, again)
@@ -650,7 +656,7 @@ class DecodeWorker(Worker):
         await self.receive(one)
 
     async def serve(self, request: Request, course: Course) -> bool:
-        """Receive a request, perhaps after it was announced."""
+        """Receive a request, after announcing it if its course says so."""
         announcing = course.announcing
         if announcing is None:
             return await self._carry_out(lambda: self.prepare(request), self.receive, course.wait_s)
@@ -659,7 +665,7 @@ class DecodeWorker(Worker):
         )
 
     async def receive(self, one: Receiving) -> None:
-        """Wait until a room is there, and see that it is."""
+        """Wait until a room has been received, and check its contents."""
         try:
             handover = await one.transfer.done()
         finally:
@@ -670,17 +676,20 @@ class DecodeWorker(Worker):
 
 
 def _prefill_of(request: Request) -> Any:
-    """What a decode engine is told of the prefill instance."""
+    """Return what a request gives the decode engine to refer to the prefill instance."""
     return request.prefill if request.reference is None else request.reference
 
 
 def _tokens_of(request: Request) -> TokenRange:
-    """What it wants of a request."""
+    """Return the tokens that a request wants to receive."""
     return (request.start, request.num_tokens)
 
 
 def _is_reusable(one: Receiving) -> bool:
-    """Return whether somebody may still write to pages of a transfer. A ticket is for its own room, which is in use."""
+    """Return whether pages of a transfer may still be written to.
+
+    Tickets are excluded: their room is in use already.
+    """
     if isinstance(one.request.reference, (str, Mapping)):
         return False
     return one.memory is not Memory.SAFE and any(one.lease.pages[name] for name in one.ranges)
@@ -688,9 +697,9 @@ def _is_reusable(one: Receiving) -> bool:
 
 @types.coroutine
 def cancelled_at(coroutine: Coroutine[Any, Any, bool], number: int) -> Generator[Any, Any, bool]:
-    """Drive a coroutine, and cancel the task that does when it waits for the `number`-th time, from 1 on."""
+    """Drive a coroutine, and cancel the current task when the coroutine waits for the `number`-th time (from 1)."""
     task = asyncio.current_task()
-    resume: Callable[[], Any] = lambda: coroutine.send(None)  # noqa: E731 - it is replaced at each step
+    resume: Callable[[], Any] = lambda: coroutine.send(None)  # noqa: E731 - replaced at each step
     for step in itertools.count(1):
         try:
             awaited = resume()
@@ -700,7 +709,7 @@ def cancelled_at(coroutine: Coroutine[Any, Any, bool], number: int) -> Generator
             task.cancel()
         try:
             sent = yield awaited
-        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the coroutine
+        except BaseException as error:  # noqa: BLE001 - passed on to the coroutine
             resume = functools.partial(coroutine.throw, error)
         else:
             resume = functools.partial(coroutine.send, sent)

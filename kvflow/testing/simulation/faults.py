@@ -1,4 +1,4 @@
-"""What goes wrong in a run: how often, how badly. Drawn from the seed."""
+"""The faults of a run, drawn from its seed."""
 
 import dataclasses
 import random
@@ -10,44 +10,44 @@ __all__ = ["NO_FAULTS", "Faults", "draw_faults"]
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """Chances between 0 and 1, and numbers of events in a run; nothing goes wrong by default.
+    """Chances between 0 and 1, and numbers of events in a run; by default, no faults.
 
     Attributes:
         delay: Chance that a message takes up to half a second instead of a millisecond.
         drop: Chance that a message is lost.
-        duplicate: Chance that a message comes twice.
+        duplicate: Chance that a message arrives twice.
         reorder: Chance that a message may overtake others of its connection, or be overtaken.
         full_queue: Chance that a message is refused because the queue is full.
-        handshake_reset: Chance that a connection is reset while a handshake is on its way.
-        connect_fails: Chance that a connection cannot be made because the process has no sockets left.
+        handshake_reset: Chance that a connection is reset during a handshake.
+        connect_fails: Chance that a connection cannot be opened because the process has no sockets left.
         no_thread: Chance that no thread can be started.
-        breaks: Times that a connection breaks: what is on its way is lost, and the dialer connects again.
-        half_open: Times that a connection swallows everything until the heartbeats of both ends notice.
-        partitions: Times that a link carries nothing for a while, one way or both.
-        registry_restarts: Times that the registry dies and comes back, knowing nobody.
+        breaks: Times that a connection breaks: messages in flight are lost, and the dialer reconnects.
+        half_open: Times that a connection swallows everything until the heartbeats of both ends time out.
+        partitions: Times that a link carries nothing for a while, in one or both directions.
+        registry_restarts: Times that the registry dies and restarts without any records.
         slow_write: Chance that a write takes up to two seconds, landing in pieces.
         failed_write: Chance that a write fails after a part of it.
-        lingering_write: Chance that bytes of a write that has failed go on landing after its end.
-        write_in_doubt: Chance that a write is reported as in doubt while its bytes go on landing.
-        refused_write: Chance that the transport does not take a write.
-        refused_peer: Chance that the transport does not connect to a peer.
-        corrupt_write: Chance that a bit of a write changes on the way, if there are digests that can tell.
-        late_notice: Chance that an in-band notice comes long after its last byte.
-        lost_notice: Chance that an in-band notice never comes.
-        forged_notice: Chance that somebody who does not know the token of a grant sends a notice for it.
+        lingering_write: Chance that bytes of a failed write continue to land after its end.
+        write_in_doubt: Chance that a write is reported as in doubt while its bytes continue to land.
+        refused_write: Chance that the transport refuses a write.
+        refused_peer: Chance that the transport refuses to connect to a peer.
+        corrupt_write: Chance that a bit of a write flips on the way, if there are digests to detect it.
+        late_notice: Chance that an in-band notice arrives long after its last byte.
+        lost_notice: Chance that an in-band notice is lost.
+        forged_notice: Chance that a notice with a wrong token arrives for a grant.
         kills: Processes that die.
-        vanishes: Processes that die with their host, so that nobody closes their connections.
-        crashes: Ranks whose transport breaks down, or raises what it must not; their writes go on.
-        writes_of_dead: Chance that what a dead sender had under way goes on landing.
-        stops: Processes that stop and go on later; their posted writes and their sockets stop with them.
-        blocks: Event loops that are blocked while the transport goes on.
-        clock_stops: Processes that stop together with their clock.
+        vanishes: Processes that die with their host, so that their connections are not closed.
+        crashes: Ranks whose transport breaks down, or raises forbidden exceptions; their writes continue.
+        writes_of_dead: Chance that posts in flight of a dead sender continue to land.
+        stops: Processes that are suspended and later resumed, together with their posted writes and their sockets.
+        blocks: Event loops that are blocked while the transport continues.
+        clock_stops: Processes that are suspended together with their clock.
         closings: Ranks that are closed in order, half of them after a drain.
-        abort: Chance that an engine gives a room up, on either side.
-        cancel: Chance that the task of an engine is cancelled at any of its await points.
+        abort: Chance that an engine aborts a room, on either side.
+        cancel: Chance that an engine's task is cancelled, at any of its await points.
         absence: Chance that an engine never opens a room that the router sent it.
         no_pages: Chance that a decode engine never gets pages for a room that it has announced.
-        retry: Chance that a failed request is tried again.
+        retry: Chance that a failed request is retried.
     """
 
     delay: float = 0.0
@@ -112,7 +112,7 @@ CHANCES: Final = {
     "absence": 0.1,
     "retry": 0.7,
 }
-"""The most that is drawn for each chance."""
+"""Maximum drawn for each chance."""
 
 COUNTS: Final = {
     "partitions": 2,
@@ -127,21 +127,21 @@ COUNTS: Final = {
     "half_open": 2,
     "registry_restarts": 1,
 }
-"""The most that is drawn for each number."""
+"""Maximum drawn for each number."""
 
 CHANCE_DRAWN: Final = 0.4
 COUNT_DRAWN: Final = 0.3
-"""How often a kind of fault is there at all, so that each is also seen without most others."""
+"""Chance that a kind of fault occurs in a run at all, so that each also occurs without most of the others."""
 
 ORDERED: Final = 0.5
-"""Chance that connections are as TCP makes them: nothing is lost while one lives, and order is kept."""
+"""Chance that connections behave like TCP: nothing is lost while one lives, and order is preserved."""
 
 AFTER_THE_END: Final = ("lingering_write", "writes_of_dead")
-"""What goes on after it should have ended; it takes another fault to begin."""
+"""What continues after it should have ended; this requires another fault first."""
 
 RACING: Final = 0.1
 RACES: Final = {"abort": 0.5, "delay": 0.3, "reorder": 0.3}
-"""Together, and often: messages of transfers that have ended meet those of new ones."""
+"""Used together, at a high rate, so that messages of ended transfers meet those of new ones."""
 
 LONE: Final = 0.15
 LONE_STRIKES: Final = ("kills", "closings")
@@ -149,16 +149,16 @@ HIDES_STRIKES: Final = (
     "delay", "drop", "reorder", "full_queue", "handshake_reset", "connect_fails", "refused_peer",
     "breaks", "half_open", "partitions", "stops", "blocks", "clock_stops", "vanishes",
 )  # fmt: skip
-"""A rank that dies or leaves while nothing hides it from the others, who must notice at once, or have its proofs."""
+"""Faults left out when a rank dies or leaves alone: its peers must notice at once, or have its proofs."""
 
 LOSSY: Final = ("drop", "duplicate", "reorder")
 
 
 def draw_faults(rng: random.Random) -> Faults:
-    """Draw a mixture in which about every other kind of fault is absent.
+    """Draw a mixture of faults that leaves out about half of the kinds.
 
     Args:
-        rng: Of the seed.
+        rng: Generator of the seed.
     """
     drawn: dict[str, float | int] = {name: rng.choice((0.0, 0.5, 1.0)) for name in AFTER_THE_END}
     for name, most in CHANCES.items():

@@ -1,4 +1,4 @@
-"""Injects faults into the processes, connections and links of a deployment, as the faults of the seed say."""
+"""Injects a seed's faults into the processes, connections and links of a deployment."""
 
 import random
 from collections.abc import Callable
@@ -22,10 +22,10 @@ class FaultInjector:
     """Injects faults at random times.
 
     Args:
-        deployment: Where.
+        deployment: The deployment.
 
     Attributes:
-        is_active: Whether it injects any more.
+        is_active: Whether it still injects faults.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -35,7 +35,7 @@ class FaultInjector:
         self.is_active = True
 
     def begin(self) -> None:
-        """Set everything up that will happen."""
+        """Schedule all faults."""
         faults, rng = self._world.faults, self._rng
         strikes: tuple[tuple[int, Callable[[], None]], ...] = (
             (faults.kills, lambda: self._when_writing(self._kill)),
@@ -58,10 +58,10 @@ class FaultInjector:
         if self.is_active:
             strike()
 
-    # Whom it strikes ---------------------------------------------------------------------------------------------
+    # Targets -----------------------------------------------------------------------------------------------------
 
     def _when_writing(self, strike: Strike) -> None:
-        """Strike anywhere, or at an end of the next write while it is on its way: that is where it hurts."""
+        """Strike a random rank, or an end of the next write while it is in flight, where a strike does most harm."""
         rng = self._rng
         if rng.random() < 0.4:
             living = [worker.rank_id for worker in self._deployment.living() if not worker.is_leaving]
@@ -160,7 +160,7 @@ class FaultInjector:
             self._world.network.swallow(session)
 
     def _draw_session(self, fault: str, what: str) -> Session | None:
-        """Draw the connection to which a fault happens, if there is any."""
+        """Draw the connection that a fault hits, if there is one."""
         sessions = self._world.network.sessions()
         if not sessions:
             return None

@@ -1,4 +1,4 @@
-"""What a scenario does to messages, writes and notices: hold them, lose them, repeat them, let them go."""
+"""Interference of a scenario with messages, writes and notices: holding, losing, repeating and releasing them."""
 
 import functools
 from collections.abc import Callable
@@ -22,10 +22,10 @@ class _Rule(NamedTuple):
 
 
 class Interference:
-    """Stands between the processes of a world.
+    """Interferes with what processes of a world exchange.
 
     Args:
-        world: Where to interfere.
+        world: The world.
     """
 
     def __init__(self, world: World) -> None:
@@ -43,7 +43,7 @@ class Interference:
         world.plane.hold_notice = self._take_notice
 
     def end(self) -> None:
-        """Let everything go and hold nothing any more."""
+        """Release everything, and hold nothing any more."""
         self.release_messages()
         self.release_notices()
         self.release_writes()
@@ -52,7 +52,7 @@ class Interference:
         """Hold or drop messages of a kind from now on, or repeat the latest one.
 
         Raises:
-            ScenarioError: There is none that could be repeated.
+            ScenarioError: There is none to repeat.
         """
         if verb != "repeat":
             self._rules.append(_Rule(verb, kind, source, target))
@@ -68,32 +68,32 @@ class Interference:
             self._world.loop.call_in(0.0, deliver)
 
     def release_messages(self) -> None:
-        """Deliver what is held, in order, and neither hold nor drop any more."""
+        """Deliver held messages in order, and stop holding and dropping messages."""
         self._rules.clear()
         held, self._messages = self._messages, []
         for deliver in held:
             self._world.loop.call_in(0.0, deliver)
 
     def hold_writes(self, source: str | None, target: str | None) -> None:
-        """Let no further byte of some writes land."""
+        """Stop some writes from landing any further bytes."""
         self._write_rules.append((source, target))
 
     def hold_no_more_writes(self) -> None:
-        """Hold what is held already, and nothing else."""
+        """Keep held writes, but hold no others."""
         self._write_rules.clear()
 
     def release_writes(self) -> None:
-        """Let writes land again."""
+        """Release held writes, and hold no more."""
         self._write_rules.clear()
         held, self._writes = self._writes, []
         for write in held:
             self._world.loop.call_in(0.0, self._world.plane.step, write)
 
     def held_writes(self, verb: str) -> None:
-        """Let held writes land in part, fail, be reported as in doubt, or fail and stay held, so that they land later.
+        """Let held writes land in part, fail, be reported as in doubt, or linger: fail now and land later.
 
         Raises:
-            ScenarioError: None is held.
+            ScenarioError: No write is held.
         """
         if not self._writes:
             raise ScenarioError("no write is being held")
@@ -119,7 +119,7 @@ class Interference:
         self._notice_rules.append((verb, target))
 
     def release_notices(self) -> None:
-        """Deliver held notices, and neither hold nor drop any more."""
+        """Deliver held notices, and stop holding and dropping notices."""
         self._notice_rules.clear()
         held, self._notices = self._notices, []
         for deliver in held:
@@ -155,5 +155,5 @@ class Interference:
 
 
 def is_meant(rule: str | None, name: str) -> bool:
-    """Return whether a rule is about a process; one that names an instance is about all of its ranks."""
+    """Return whether a rule applies to a process; a rule that names an instance applies to all of its ranks."""
     return rule is None or rule in (name, name.partition("/")[0])

@@ -1,10 +1,10 @@
 """An asyncio event loop in virtual time, and the processes that run on it.
 
-Nothing ever waits: when no callback is ready, time jumps to the next timer. Callbacks run in the order in which they
-were asked for, so a run is decided by what the world around the processes draws from its seed.
+The loop never waits: when no callback is ready, time jumps to the next timer. Callbacks run in the order in which they
+were scheduled, so a run is determined by what the world around the processes draws from its seed.
 
-A callback belongs to the process whose context it runs in. What a killed process had asked for never runs, and what a
-stopped one has asked for waits until it goes on; so one loop carries every process of a deployment.
+A callback belongs to the process in whose context it runs. Callbacks of a killed process never run, and those of a
+paused process wait until it resumes, so one loop can run every process of a deployment.
 """
 
 import asyncio
@@ -28,22 +28,22 @@ __all__ = ["NotYet", "Process", "ProcessState", "Violation", "VirtualLoop"]
 Result = TypeVar("Result")
 
 MAX_CALLBACKS_AT_ONCE: Final = 100_000
-"""Callbacks at one moment of virtual time beyond which the code under test is spinning."""
+"""Callbacks at one moment of virtual time above which the code under test is considered to spin."""
 
 MAX_AWAITS_IN_CLEANUP: Final = 100
 
 RESOLUTION_S: Final = 1e-9
-"""No timer is due earlier than this, so that one which is set again until its time has come does not spin."""
+"""Minimum delay of a timer, so that a timer that is set again until its time has come does not spin."""
 
 PROCESS: Final[contextvars.ContextVar["Process"]] = contextvars.ContextVar("process")
 
 
 class Violation(Exception):
-    """A promise was broken, or the code under test let an exception out."""
+    """A promise was broken, or the code under test raised an exception that was not caught."""
 
 
 class ProcessState(enum.Enum):
-    """Whether callbacks of a process run."""
+    """State of a process, which decides whether its callbacks run."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -51,12 +51,12 @@ class ProcessState(enum.Enum):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Runs callbacks in virtual time. Sockets, threads, signals and subprocesses are not there.
+    """Runs callbacks in virtual time. Sockets, threads, signals and subprocesses are not available.
 
     Attributes:
-        now: Virtual seconds since the run began. Processes see their own clock, which `time` gives.
-        num_callbacks: Callbacks that were run.
-        failure: What has stopped the run: a violation, or an exception that nobody caught.
+        now: Virtual seconds since the start of the run. `time` returns the clock of the current process instead.
+        num_callbacks: Callbacks run so far.
+        failure: The violation or uncaught exception that has stopped the run, or None.
     """
 
     def __init__(self) -> None:
@@ -71,11 +71,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._tasks: list[asyncio.Task[Any]] = []
         self._prune_at = 256
 
-    # What asyncio asks for ---------------------------------------------------------------------------------------
+    # What asyncio calls ------------------------------------------------------------------------------------------
 
     @override
     def time(self) -> float:
-        """The clock of the process that asks."""
+        """Return the clock of the current process."""
         process = PROCESS.get(None)
         return self.now if process is None else self.now - process.clock_lag_s
 
@@ -94,7 +94,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """A cancelled timer is dropped when it comes up."""
+        """Do nothing: a cancelled timer is dropped when it is due."""
 
     @override
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
@@ -117,7 +117,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     @override
     def call_exception_handler(self, context: Mapping[str, Any]) -> None:
-        """Stop the run: code under test lets no exception out."""
+        """Stop the run, because the code under test must not let exceptions escape."""
         error = context.get("exception")
         if isinstance(error, Violation):
             self.fail(error)
@@ -128,32 +128,32 @@ class VirtualLoop(asyncio.BaseEventLoop):
             violation.__cause__ = error
             self.fail(violation)
 
-    # What the world asks for -------------------------------------------------------------------------------------
+    # What the world calls ----------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Stop the run after the current callback; the first failure counts."""
+        """Stop the run after the current callback; only the first failure is kept."""
         if self.failure is None:
             self.failure = error
 
     def call_in(self, delay_s: float, callback: Callable[..., object], *args: Any) -> asyncio.Handle:
-        """Call something of the world after a while; it belongs to no process."""
+        """Call a function of the world after a delay; the callback belongs to no process."""
         handle = asyncio.Handle(callback, args, self, self._world)
         self._push(self.now + delay_s, handle)
         return handle
 
     def call_process(self, process: "Process", callback: Callable[..., object], *args: Any) -> None:
-        """Call something of a process as soon as it runs; never, if it is dead."""
+        """Call a function in a process as soon as it runs; never if it is dead."""
         self._ready.append(asyncio.Handle(callback, args, self, process.context))
 
     def queue(self, handles: "deque[asyncio.Handle]") -> None:
-        """Run callbacks that had waited; timers wait longer if their clock has stood still."""
+        """Schedule callbacks that were kept during a pause; timers are delayed further if the clock has stood still."""
         self._ready.extend(handle for handle in handles if not self._is_put_off(handle))
 
     def advance(self, lasts_s: float) -> None:
         """Run everything that is due within some virtual seconds.
 
         Raises:
-            Violation: The code under test broke a promise; the loop cannot be used any more.
+            Violation: The code under test broke a promise; the loop is unusable from then on.
         """
         until = self.now + lasts_s
         with self._running():
@@ -161,7 +161,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.now = until
 
     def run_ready(self) -> None:
-        """Run what can run without letting time pass."""
+        """Run ready callbacks without advancing time."""
         with self._running():
             self._run_ready()
 
@@ -173,7 +173,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         try:
             yield
         finally:
-            self._thread_id = None  # type: ignore[assignment] # which says that it does not run
+            self._thread_id = None  # type: ignore[assignment] # None means that the loop does not run
             asyncio._set_running_loop(before)
 
     def _run_until(self, until: float) -> None:
@@ -190,7 +190,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     ready.append(handle)
 
     def _is_put_off(self, handle: asyncio.Handle) -> bool:
-        """Wait longer for a timer of a process whose clock has stood still since."""
+        """Delay a timer further if its process's clock has stood still, and return whether it was delayed."""
         process = _process_of(handle)
         if process is None or not isinstance(handle, asyncio.TimerHandle):
             return False
@@ -224,12 +224,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     @override
     def close(self) -> None:
-        """End every task, whatever it waits for, without running anything of it but its cleanup."""
+        """End every task, whatever it waits for, running none of its code except cleanup."""
         with self._running(), warnings.catch_warnings():
-            # anyio wraps what a task is to run: ended before its first step, the inner coroutine was never awaited.
+            # anyio wraps a task's coroutine: if the task ends before its first step, the inner coroutine was never
+            # awaited.
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             while self._tasks:
-                tasks, self._tasks = self._tasks, []  # cleanup may start further ones, which are ended next
+                tasks, self._tasks = self._tasks, []  # cleanup may start new tasks, which are ended next
                 for task in tasks:
                     if not task.done():
                         self._end_task(task)
@@ -239,7 +240,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _end_task(self, task: "asyncio.Task[Any]") -> None:
         task._log_destroy_pending = False  # type: ignore[attr-defined]
-        asyncio._enter_task(self, task)  # cancel scopes want to be left by the task that entered them
+        asyncio._enter_task(self, task)  # cancel scopes must be left by the task that entered them
         try:
             _end(task.get_coro())
         finally:
@@ -252,34 +253,34 @@ def _process_of(handle: asyncio.Handle) -> "Process | None":
 
 
 class _WorldEnded(BaseException):
-    """Ends what a task was doing. GeneratorExit would leave behind what awaits in its cleanup."""
+    """Raised into the coroutine of a task that must end. GeneratorExit would not unwind a cleanup that awaits."""
 
 
 def _end(coroutine: Any) -> None:
-    """Unwind a coroutine, even one that awaits meanwhile."""
+    """Unwind a coroutine, even if its cleanup awaits."""
     for _ in range(MAX_AWAITS_IN_CLEANUP):
         try:
             coroutine.throw(_WorldEnded())
-        except BaseException:  # noqa: BLE001 - a dead process has nobody who could take it
+        except BaseException:  # noqa: BLE001 - in a dead process, nothing can handle it
             return
 
 
 class Process:
-    """One process of the deployment: what it runs, and whether it runs.
+    """One process of a deployment.
 
     Args:
-        loop: Of the world.
-        name: For stories; unique.
-        host: Where it runs. Links between hosts can be cut.
+        loop: Event loop of the world.
+        name: Unique name for stories.
+        host: Host that it runs on. Links between hosts can be cut.
 
     Attributes:
         state: Whether its callbacks run.
-        context: Whatever is called in it belongs to the process.
-        clock_lag_s: How long its clock has stood still so far.
-        stopped_s: How long it has not run so far.
-        is_stalling: It is paused, and so is what its transport and its sockets do in threads of their own.
-        has_vanished: Its host went away with it, so that nobody was told of its end.
-        was_killed: It was ended from outside, whatever it was doing.
+        context: Callbacks run in this context belong to the process.
+        clock_lag_s: Total time for which its clock has stood still.
+        stopped_s: Total time of its completed pauses.
+        is_stalling: It is paused, including the threads of its transport and its sockets.
+        has_vanished: Its host ended with it, so its peers were not notified.
+        was_killed: It was ended from outside.
     """
 
     def __init__(self, loop: VirtualLoop, name: str, host: str) -> None:
@@ -307,20 +308,20 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """It has not ended."""
+        """The process has not ended."""
         return self.state is not ProcessState.DEAD
 
     @property
     def is_running(self) -> bool:
-        """It is alive, and not paused."""
+        """The process is alive and not paused."""
         return self.state is ProcessState.RUNNING
 
     def now(self) -> float:
-        """Its monotonic clock, in seconds."""
+        """Return its monotonic clock in seconds."""
         return self.loop.now - self.clock_lag_s
 
     def start(self, main: Callable[[], Coroutine[Any, Any, object]]) -> Self:
-        """Begin; the process ends when `main` does."""
+        """Run `main`; the process ends when it returns."""
         self._main = self.spawn(self._run(main))
         return self
 
@@ -333,43 +334,43 @@ class Process:
     async def _run(self, main: Callable[[], Coroutine[Any, Any, object]]) -> None:
         try:
             await main()
-        except Exception as error:  # noqa: BLE001 - the end of a process, as its supervisor sees it
+        except Exception as error:  # noqa: BLE001 - reported as the exit of the process
             self.exit = error
         self.end()
 
     def call(self, callback: Callable[..., object], *args: Any) -> None:
-        """Call something in this process as soon as it runs; never, if it has ended."""
+        """Call a function in this process as soon as it runs; never if it has ended."""
         if self.state is not ProcessState.DEAD:
             self.loop.call_process(self, callback, *args)
 
     def keep(self, handle: asyncio.Handle) -> None:
-        """Keep a callback that came up while the process does not run."""
+        """Keep a callback that became ready while the process was paused; drop it if the process is dead."""
         if self.state is ProcessState.PAUSED:
             self._kept.append(handle)
 
     def when_dead(self, callback: Callable[[], object]) -> None:
-        """Have the world called when it has ended, in whatever way."""
+        """Register a callback of the world for the end of the process, however it ends."""
         if self.state is ProcessState.DEAD:
             callback()
         else:
             self._when_dead.append(callback)
 
     def when_resumed(self, callback: Callable[[], object]) -> None:
-        """Have the world called when it goes on, or has ended."""
+        """Register a callback of the world for when the process resumes or has ended."""
         self._when_resumed.append(callback)
 
     def kill(self, *, vanish: bool = False) -> None:
-        """End it at once, as SIGKILL does.
+        """End it at once, like SIGKILL.
 
         Args:
-            vanish: Its host goes with it, so that no operating system closes its connections.
+            vanish: Its host ends with it, so no operating system closes its connections.
         """
         self.has_vanished = vanish
         self.was_killed = True
         self.end()
 
     def end(self) -> None:
-        """Note that nothing of it runs any more."""
+        """Mark the process as dead, so that none of its callbacks runs any more."""
         if self.state is ProcessState.DEAD:
             return
         if self.state is ProcessState.PAUSED:
@@ -383,12 +384,12 @@ class Process:
                 callback()
 
     def pause(self, *, stalls: bool = True, stops_clock: bool = False) -> None:
-        """Stop it until `resume`; it does nothing if it does not run.
+        """Pause it until `resume`; do nothing if it does not run.
 
         Args:
-            stalls: All of its threads stop, as SIGSTOP does it. Otherwise its event loop is blocked, while its
-                transport and its sockets go on.
-            stops_clock: Its clock stands still meanwhile, as that of a virtual machine that is moved.
+            stalls: All of its threads stop, as with SIGSTOP. Otherwise only its event loop is blocked, while its
+                transport and its sockets continue.
+            stops_clock: Its clock stands still meanwhile, like that of a migrating virtual machine.
         """
         if self.state is ProcessState.RUNNING:
             self.state = ProcessState.PAUSED
@@ -397,7 +398,7 @@ class Process:
             self._stops_clock = stops_clock
 
     def resume(self) -> None:
-        """Let it go on; it does nothing if it is not paused."""
+        """Resume it; do nothing if it is not paused."""
         if self.state is not ProcessState.PAUSED:
             return
         self._count_pause()
@@ -416,14 +417,14 @@ class Process:
             self.clock_lag_s += lasted_s
 
     def stopped_so_far_s(self) -> float:
-        """How long it has not run, a pause that lasts included."""
+        """Return the total time of its pauses, including the current one."""
         lasting = self.loop.now - self._paused_at if self.state is ProcessState.PAUSED else 0.0
         return self.stopped_s + lasting
 
     async def run_in_thread(self, function: Callable[[], Result], delay_s: float) -> Result:
-        """Call a function after a while, as a thread would beside the event loop.
+        """Call a function after a delay, as a thread beside the event loop would.
 
-        A function that waits for a device does so by raising `NotYet`; it is called again when the device is done.
+        A function that would wait for a device raises `NotYet` instead, and is called again when the device is done.
         """
         waiting: asyncio.Future[Result] = self.loop.create_future()
 
@@ -437,7 +438,7 @@ class Process:
                 result = self.context.copy().run(function)
             except NotYet as not_yet:
                 not_yet.call_when_done(attempt)
-            except Exception as error:  # noqa: BLE001 - whoever waits gets it
+            except Exception as error:  # noqa: BLE001 - passed on to the waiting task
                 self.call(_set_unless_done, waiting, None, error)
             else:
                 self.call(_set_unless_done, waiting, result, None)
@@ -456,10 +457,10 @@ def _set_unless_done(waiting: "asyncio.Future[Any]", result: object, error: Exce
 
 
 class NotYet(BaseException):
-    """Raised by what would block a thread.
+    """Raised by an operation that would block a thread.
 
     Attributes:
-        call_when_done: Takes what is to be called when it would not block any more.
+        call_when_done: Registers a callback for when the operation would no longer block.
     """
 
     def __init__(self, call_when_done: Callable[[Callable[[], object]], None]) -> None:

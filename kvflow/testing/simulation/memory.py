@@ -1,4 +1,4 @@
-"""The memory of one process, its pages, and who may touch them: the truth that the ranks are held against."""
+"""The memory of one process, and the true owner of each of its pages."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -11,20 +11,20 @@ from kvflow.testing.simulation.model import CELL_BYTES, CellTable, cell_value, l
 __all__ = ["Lease", "Pool"]
 
 POISON = 0xDEAD << 48
-"""Fills pages when they are taken, together with the number of the lease."""
+"""Fill pattern of pages that are taken, combined with the number of the lease."""
 
 FREE = 0xF4EE << 48
-"""Fills pages that were given back."""
+"""Fill pattern of pages that are free."""
 
 
 class Lease:
     """Pages that an engine took for one transfer.
 
     Attributes:
-        name: For stories.
-        room: Of the request that they were taken for.
+        name: Name for stories.
+        room: Room of the request.
         pages: For each component, its slots in token order.
-        is_free: They were given back.
+        is_free: The pages were given back.
     """
 
     __slots__ = ("is_free", "name", "number", "pages", "room")
@@ -38,10 +38,10 @@ class Lease:
 
 
 class Pool:
-    """Byte-true memory at a made-up address, and an allocator that reuses pages as soon as it can.
+    """Byte-exact memory at a made-up address, with an allocator that reuses pages as soon as possible.
 
     Args:
-        table: Where the cells are.
+        table: Location of the cells.
     """
 
     def __init__(self, table: CellTable) -> None:
@@ -56,10 +56,10 @@ class Pool:
             self._fill(page, FREE)
 
     def take(self, name: str, room: RoomId, counts: Mapping[str, int]) -> Lease | None:
-        """Take pages, those that were given back last first; None if there are not enough.
+        """Take pages, most recently freed first; return None if there are not enough.
 
         Raises:
-            Violation: Somebody has written to a page while it was free.
+            Violation: A page was written to while it was free.
         """
         if any(count > len(self._free[component]) for component, count in counts.items()):
             return None
@@ -75,12 +75,12 @@ class Pool:
         return lease
 
     def nothing(self, name: str, room: RoomId) -> Lease:
-        """Make a lease of no pages, for a request that has none yet, or none any more."""
+        """Return a lease of no pages, for a request that has none yet, or none any more."""
         self._num_leases += 1
         return Lease(self._num_leases, name, room, {})
 
     def give_back(self, lease: Lease) -> None:
-        """Take pages back; whoever touches them for this lease from now on breaks the first promise."""
+        """Free the pages of a lease; any later access for this lease violates a promise."""
         lease.is_free = True
         for component, slots in lease.pages.items():
             self._free[component].extend(reversed(slots))
@@ -89,10 +89,10 @@ class Pool:
             self._fill(page, FREE)
 
     def check_free_pages(self) -> None:
-        """See that nobody has written to a page that is free.
+        """Check that free pages have not been written to.
 
         Raises:
-            Violation: Somebody has.
+            Violation: One has.
         """
         for page, owner in enumerate(self.owners):
             if owner is None:
@@ -110,13 +110,13 @@ class Pool:
                     words[word] = cell_value(content, name, token)
 
     def find_wrong_cell(self, lease: Lease, component: str, tokens: TokenRange, contents: Iterable[int]) -> str | None:
-        """Return what is wrong with the cells of a lease: wanted ones must be there, the others untouched.
+        """Check that wanted cells of a lease are present and others untouched; return what is wrong, or None.
 
         Args:
-            lease: Whose pages, taken for tokens from `tokens[0]` on.
-            component: Which of them.
-            tokens: That are wanted.
-            contents: What may have been computed, one of them for all cells of a token.
+            lease: The lease, taken for tokens from `tokens[0]` on.
+            component: Component to check.
+            tokens: Wanted tokens.
+            contents: Contents that any wanted cell may have.
         """
         allowed = tuple(contents)
         words = self._words
@@ -136,7 +136,7 @@ class Pool:
         return None
 
     def owner_of(self, address: int, length: int) -> Lease | None:
-        """Whose pages some bytes are in; None unless all of them are in pages of one lease."""
+        """Return the lease whose pages contain some bytes; None unless all of them are in pages of one lease."""
         offset = address - self.table.base
         start, stop = offset // CELL_BYTES, -(-(offset + length) // CELL_BYTES)
         owners, pages = self.owners, self.table.pages
@@ -153,7 +153,7 @@ class Pool:
         return 0 <= address - self.table.base < self.table.num_bytes
 
     def num_free(self, component: str) -> int:
-        """Pages that may be taken."""
+        """Return the number of free pages."""
         return len(self._free[component])
 
     @property
@@ -178,7 +178,7 @@ class Pool:
     def _tokens(
         self, lease: Lease, component: str, tokens: TokenRange, first: int = 0
     ) -> Iterable[tuple[int, tuple[tuple[int, int], ...]]]:
-        """Tokens of a lease with their cells; `first` is the token at which its pages begin."""
+        """Yield tokens of a lease with their cells; `first` is the token at which its pages begin."""
         base, cells = self.table.first_page[component], self.table.cells
         size = len(cells[base])
         slots = lease.pages[component]

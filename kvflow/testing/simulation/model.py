@@ -1,7 +1,7 @@
-"""Small instances: how their ranks split a tiny model, and where each cell of it lies.
+"""Small instances: how their ranks split a tiny model, and where each of its cells lies.
 
-A cell is eight bytes long and holds a number that names it, so that a byte in the wrong place is recognised. Layouts
-and routes are worked out once for each shape and kept.
+A cell has eight bytes, which hold a number that identifies it, so a misplaced byte is detected. Layouts and routes are
+computed once for each shape and cached.
 """
 
 import functools
@@ -34,17 +34,17 @@ KV: Final = "kv"
 STATE: Final = "state"
 
 BASE_ADDRESS: Final = 0xFFFF_8000_0000_0000
-"""Where pools pretend to be; bit 63 is set, as on some devices."""
+"""Made-up base address of pools; bit 63 is set, as on some devices."""
 
 
 class Model(NamedTuple):
-    """What every rank holds a part of.
+    """A model that is split among ranks.
 
     Attributes:
-        tensors: Of each layer.
-        heads: Of each tensor.
-        layers: Of the whole model.
-        has_state: There is a component that is addressed by request.
+        tensors: Names of the tensors of each layer.
+        heads: Heads of each tensor.
+        layers: Layers of the whole model.
+        has_state: There is a component whose pages belong to a request instead of to tokens.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Shape:
         pp: Stages that share the layers.
         page_size: Tokens of a page.
         slots: Pages of a pool.
-        is_head_major: Pages are heads of tokens instead of tokens of heads.
+        is_head_major: A page stores the tokens of each head together, instead of the heads of each token.
     """
 
     tp: int = 1
@@ -82,21 +82,21 @@ class Shape:
 
     @property
     def num_ranks(self) -> int:
-        """Workers of the instance."""
+        """Number of workers of the instance."""
         return self.tp * self.pp
 
 
 class CellTable(NamedTuple):
-    """Where the cells of a rank are.
+    """Location of the cells of a rank.
 
     Attributes:
-        layout: The rank's.
+        layout: Layout of the rank.
         base: Address of its first byte.
         num_bytes: Size of its memory.
         first_page: For each component, the number of its first page among the pages of all components.
         num_pages: Pages of all components.
-        pages: For each eight-byte word of memory, the page it belongs to, or -1.
-        cells: For each page and each token of it, the words of its cells and what names them but for the token.
+        pages: For each eight-byte word of memory, the page that it belongs to, or -1.
+        cells: For each page and each of its tokens, the word and the name of each cell; the name leaves the token out.
     """
 
     layout: KVLayout
@@ -109,23 +109,23 @@ class CellTable(NamedTuple):
 
 
 def cell_value(content: int, name: int, token: int) -> int:
-    """The number that a cell holds: whose it is, which cell, which token."""
+    """Return the value of a cell: whose content it is, which cell, which token."""
     return content << 32 | name << 16 | token
 
 
 def content_of(value: int) -> int:
-    """Whose cell a number stands for."""
+    """Return the content that a cell value belongs to."""
     return value >> 32
 
 
 def layer_of(name: int) -> int:
-    """The layer of what names a cell."""
+    """Return the layer of a cell name."""
     return name >> 8
 
 
 @functools.lru_cache(maxsize=4096)
 def layout_of(model: Model, shape: Shape, rank: int) -> CellTable:
-    """Lay the part of a rank out in memory, region after region with a gap between them."""
+    """Return the layout of a rank's part of the model: regions one after another, with a gap between them."""
     stage, tp_rank = divmod(rank, shape.tp)
     num_layers = model.layers // shape.pp
     layers = range(stage * num_layers, (stage + 1) * num_layers)
@@ -188,7 +188,7 @@ def _cells(region: Region, model: Model, base: int, slot: int, token: int) -> li
 def components_sent(
     model: Model, prefill: Shape, decode: Shape, prefill_rank: int, decode_rank: int
 ) -> tuple[str, ...]:
-    """Components of which one prefill rank has something for one decode rank."""
+    """Return the components of which one prefill rank sends something to one decode rank."""
     layouts = {rank: layout_of(model, prefill, rank).layout for rank in range(prefill.num_ranks)}
     mine = layout_of(model, decode, decode_rank).layout
     routes = compile_routes(layouts, mine, decode_rank=decode_rank)

@@ -1,9 +1,9 @@
-"""The control channel in virtual time: connections that behave as those of ZMQ over TCP do, and break as they do.
+"""The control channel in virtual time: its connections behave, and break, like those of ZMQ over TCP.
 
-A dialer connects in the background and again after a break; what it sends meanwhile waits. A listener knows a
-connection by the name that its dialer gave it, and refuses to send over one that is gone. A cut link delays what it
-carries, as TCP does, until the heartbeats of both ends notice. When a process ends, its operating system closes its
-connections, unless its host is gone too.
+A dialer connects in the background, and reconnects after a break; messages that it sends meanwhile wait. A listener
+identifies a connection by the name that its dialer chose, and refuses to send over a connection that is gone. A cut
+link delays messages, as TCP does, until the heartbeats of both ends time out. When a process ends, its operating system
+closes its connections, unless its host is gone too.
 """
 
 import random
@@ -32,18 +32,18 @@ SLOW_S: Final = 0.5
 LATE_S: Final = 0.2
 RECONNECT_S: Final = 0.1
 HEARTBEAT_S: Final = 1.5
-"""After so long without a sign of the other end, a connection is given up."""
+"""Silence after which an end gives a connection up."""
 
 QUEUE_MESSAGES: Final = 10_000
 LINGER: Final = 0.5
-"""Chance that what a process had sent before it died still arrives."""
+"""Chance that messages sent by a process before it died still arrive."""
 
 FIRST_PORT: Final = 20_000
 HANDSHAKE_TAGS: Final = (b"\xa5hello", b"\xa7welcome")
-"""How a message of a handshake begins, after its header and the name of its tag."""
+"""Tags with which the messages of a handshake begin, after the header and the name of the tag field."""
 
 DIRECTORY_TAGS: Final = (b"\xa8register", b"\xaaunregister", b"\xa6lookup")
-"""The same of a message to a directory."""
+"""The same for messages to a directory."""
 
 TAG_END: Final = 32
 
@@ -51,15 +51,15 @@ Hold = Callable[[Process, Process, bytes, Callable[[], None]], bool]
 
 
 class Session:
-    """One connection that is up, between a dialer and a listener.
+    """One established connection between a dialer and a listener.
 
     Attributes:
         is_up: It is not broken.
-        is_ending: One end has closed it; what that end had sent still arrives, also if its process ends.
-        swallows: What goes towards the listener, and towards the dialer, is lost.
-        is_ordered: It is to a directory, and loses, repeats and reorders nothing, whatever the faults.
-        latest: When what was sent last arrives, each way.
-        stuck: What a cut link holds up, each way.
+        is_ending: One end has closed it; messages that this end had sent still arrive, even if its process ends.
+        swallows: Whether messages are lost, towards the listener and towards the dialer.
+        is_ordered: It goes to a directory, and never loses, repeats or reorders messages, whatever the faults.
+        latest: When the last message arrives, each way.
+        stuck: Messages held up by a cut link, each way.
     """
 
     __slots__ = ("dialer", "is_ending", "is_ordered", "is_up", "latest", "lingers", "listener", "stuck", "swallows")
@@ -76,14 +76,14 @@ class Session:
         self.stuck: tuple[deque[bytes], deque[bytes]] = (deque(), deque())
 
     def ends(self, way: int) -> tuple[Process, Process]:
-        """Source and target of what goes towards the listener (0) or the dialer (1)."""
+        """Return source and target of messages towards the listener (0) or the dialer (1)."""
         if way == 0:
             return self.dialer.process, self.listener.process
         return self.listener.process, self.dialer.process
 
 
 class Dialer:
-    """The end that connects; keeps the contract of `kvflow.ports.Connection`."""
+    """The connecting end; keeps the contract of `kvflow.ports.Connection`."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Dialer:
         self._network = network
 
     def send(self, payload: bytes) -> None:
-        """As the port says."""
+        """Send a message, as the port specifies."""
         if self.is_closed or not self.process.is_alive:
             return
         if self._network.is_queue_full() or len(self.waiting) >= QUEUE_MESSAGES:
@@ -114,27 +114,27 @@ class Dialer:
             self._network.transmit(self.session, 0, payload)
 
     def renew(self, keys: ClientKeys) -> None:
-        """As the port says: there are no keys here."""
+        """Do nothing: there are no keys here."""
 
     def close(self) -> None:
-        """As the port says."""
+        """Close the connection, as the port specifies."""
         if not self.is_closed:
             self.is_closed = True
             self._network.dialer_closed(self)
 
     def deliver(self, payload: bytes) -> None:
-        """Take a message in, in the process."""
+        """Receive a message, in the process."""
         if not self.is_closed:
             self.on_message([payload])
 
     def lost(self) -> None:
-        """Hear of a break, in the process."""
+        """Receive the news of a break, in the process."""
         if not self.is_closed:
             self.on_lost()
 
 
 class SimulatedListener:
-    """The end that is bound; keeps the contract of `kvflow.ports.Listener`."""
+    """The bound end; keeps the contract of `kvflow.ports.Listener`."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class SimulatedListener:
         self._network = network
 
     def send(self, connection: bytes, payload: bytes) -> None:
-        """As the port says."""
+        """Send a message, as the port specifies."""
         if self.is_closed or not self.process.is_alive:
             return
         session = self.sessions.get(connection)
@@ -162,20 +162,20 @@ class SimulatedListener:
         self._network.transmit(session, 1, payload)
 
     def names_of(self, connection: bytes) -> tuple[str, ...]:
-        """As the port says: there are no keys here."""
+        """Return the wildcard: there are no keys here."""
         return ("*",)
 
     def renew(self, trust: Trust) -> None:
-        """As the port says: there are no keys here."""
+        """Do nothing: there are no keys here."""
 
     def close(self, *, keep_port: bool = False) -> None:
-        """As the port says."""
+        """Close the listener, as the port specifies."""
         if not self.is_closed:
             self.is_closed = True
             self._network.listener_closed(self, keep_port=keep_port)
 
     def deliver(self, name: bytes, payload: bytes) -> None:
-        """Take a message in, in the process."""
+        """Receive a message, in the process."""
         if self.is_closed:
             return
         try:
@@ -188,11 +188,12 @@ class Network:
     """Carries messages between processes.
 
     Args:
-        world: Where time, chance and faults come from.
+        world: Source of time, chance and faults.
 
     Attributes:
-        hold: If set, is shown each message with its ends and what delivers it, and says whether it keeps it.
-        on_hello: If set, is shown each hello that is sent.
+        hold: If set, called with each message's source, target, payload and delivery callback; returns whether to hold
+            it.
+        on_hello: If set, called with each hello that is sent.
     """
 
     def __init__(self, world: "World") -> None:
@@ -211,12 +212,12 @@ class Network:
         self.hold: Hold | None = None
         self.on_hello: Callable[[Hello], None] | None = None
 
-    # What a channel asks for -------------------------------------------------------------------------------------
+    # What a channel calls ----------------------------------------------------------------------------------------
 
     def listen(
         self, process: Process, bind: str, advertise: str | None, on_message: Callable[[bytes, Sequence[bytes]], None]
     ) -> SimulatedListener:
-        """Bind a socket of a process; arguments as in the port."""
+        """Bind a socket for a process; arguments as in the port."""
         check_address("bind", bind)
         host, _, port = bind.removeprefix("tcp://").rpartition(":")
         if port == "0":
@@ -239,7 +240,7 @@ class Network:
         on_message: Callable[[Sequence[bytes]], None],
         on_lost: Callable[[], None],
     ) -> Dialer:
-        """Open a connection of a process; arguments as in the port."""
+        """Open a connection for a process; arguments as in the port."""
         check_address("endpoint", endpoint)
         if self._is_drawn(self._world.faults.connect_fails):
             self._world.count("no sockets left")
@@ -251,7 +252,7 @@ class Network:
         return dialer
 
     async def is_refused(self, process: Process, endpoint: str, timeout_s: float) -> bool:
-        """As the port says: only the host itself can say that nobody listens."""
+        """Return whether a host refuses connections, as the port specifies. Only the host itself can refuse one."""
         await anyio.sleep(min(timeout_s, QUICK_S * (1 + self._rng.random())))
         host = self._hosts.get(endpoint)
         if host is None or host in self._absent_hosts or self.is_cut(process.host, host):
@@ -260,7 +261,7 @@ class Network:
         return endpoint not in self._listeners and endpoint not in self._kept_ports
 
     def is_queue_full(self) -> bool:
-        """Draw whether a message finds its queue full."""
+        """Draw whether a message meets a full queue."""
         if not self._is_drawn(self._world.faults.full_queue):
             return False
         self._world.count("full queue")
@@ -276,7 +277,7 @@ class Network:
                 self._watch_silence(session)
 
     def mend(self, source: str, target: str) -> None:
-        """Let everything through again; what was held up goes on."""
+        """Let everything through again, including the messages held up."""
         self._cut.pop((source, target), None)
         for session in list(self._sessions):
             for way, ends in enumerate(self._hosts_of(session)):
@@ -288,25 +289,25 @@ class Network:
         self._wake_dialers()
 
     def heal(self) -> None:
-        """Mend every link. Half-open connections stay so until the heartbeats notice."""
+        """Mend every link. Half-open connections stay half-open until the heartbeats time out."""
         for source, target in list(self._cut):
             self.mend(source, target)
 
     def is_cut(self, one: str, other: str) -> bool:
-        """Return whether something between two hosts does not get through, one way or the other."""
+        """Return whether the link between two hosts is cut in either direction."""
         return (one, other) in self._cut or (other, one) in self._cut
 
     def sessions(self) -> list[Session]:
-        """Connections that are up."""
+        """Return the connections that are up."""
         return [session for session in self._sessions if session.is_up and not session.dialer.is_closed]
 
     def swallow(self, session: Session) -> None:
-        """Lose everything that goes over a connection, without a word, until the heartbeats notice."""
+        """Lose everything sent over a connection, silently, until the heartbeats time out."""
         session.swallows = [True, True]
         self._watch_silence(session)
 
     def break_session(self, session: Session, *, lingers: bool = False) -> None:
-        """Reset a connection; what is on its way is lost unless it lingers. The dialer connects again."""
+        """Reset a connection. Messages in flight are lost unless it lingers; the dialer reconnects."""
         if not session.is_up:
             return
         session.is_up = False
@@ -322,7 +323,7 @@ class Network:
                 self._connect_soon(dialer, RECONNECT_S)
 
     def process_ended(self, process: Process) -> None:
-        """Close what a dead process had open, as its operating system does, unless its host is gone too."""
+        """Close the sockets of a dead process, as its operating system does, unless its host is gone too."""
         for listener in [one for one in self._listeners.values() if one.process is process]:
             del self._listeners[listener.endpoint]
             listener.is_closed = True
@@ -342,7 +343,7 @@ class Network:
                 self.break_session(session, lingers=self._rng.random() < LINGER)
 
     def process_stopped(self, process: Process) -> None:
-        """Notice when a stopped process answers no heartbeats."""
+        """Break the connections of a stopped process later, because it answers no heartbeats."""
         if process.is_stalling:
             for session in list(self._sessions):
                 if process in session.ends(0):
@@ -351,7 +352,7 @@ class Network:
     # How messages go ---------------------------------------------------------------------------------------------
 
     def transmit(self, session: Session, way: int, payload: bytes) -> None:
-        """Send a message over a connection that is up."""
+        """Send a message over an established connection."""
         faults, rng, world = self._world.faults, self._rng, self._world
         session.is_ordered |= any(tag in payload[:TAG_END] for tag in DIRECTORY_TAGS)
         is_handshake = payload[:TAG_END].find(HANDSHAKE_TAGS[way]) >= 0
@@ -424,7 +425,7 @@ class Network:
                 self._connect_soon(dialer, RECONNECT_S)
 
     def _connect(self, dialer: Dialer) -> None:
-        """Connect if somebody listens there; the next try is made when somebody does."""
+        """Connect if a listener is bound there; otherwise, binding one triggers the next attempt."""
         listener = self._listeners.get(dialer.endpoint)
         if dialer.is_closed or dialer.session is not None or listener is None:
             return
@@ -444,13 +445,13 @@ class Network:
             self._watch_silence(session)
 
     def dialer_closed(self, dialer: Dialer) -> None:
-        """What was sent still leaves; then the connection ends."""
+        """Deliver the messages already sent, then end the connection."""
         self._dialers.remove(dialer)
         if dialer.session is not None:
             self._end_session(dialer.session, 0)
 
     def listener_closed(self, listener: SimulatedListener, *, keep_port: bool) -> None:
-        """What was sent still leaves; then the connections end. Nobody can connect any more."""
+        """Deliver the messages already sent, then end the connections. No dialer can connect any more."""
         if self._listeners.get(listener.endpoint) is listener:
             del self._listeners[listener.endpoint]
             if keep_port and listener.process.is_alive:
@@ -464,7 +465,7 @@ class Network:
         self._loop.call_in(lasts_s, lambda: self.break_session(session, lingers=True))
 
     def _watch_silence(self, session: Session) -> None:
-        """Break a connection later if its ends have heard nothing of each other until then."""
+        """Break a connection after the heartbeat timeout if its ends are still cut off from each other."""
         self._loop.call_in(HEARTBEAT_S, self._check_silence, session, self._loop.now)
 
     def _check_silence(self, session: Session, since: float) -> None:
@@ -486,7 +487,7 @@ class SimulatedChannel:
 
     Args:
         network: Carries the messages.
-        process: Whose channel it is.
+        process: The process.
     """
 
     def __init__(self, network: Network, process: Process) -> None:
@@ -502,7 +503,7 @@ class SimulatedChannel:
         trust: Trust = PLAIN,
         on_refused: OnKindRefused = ignore_kind_refused,
     ) -> SimulatedListener:
-        """As the port says."""
+        """Bind a socket, as the port specifies."""
         return self._network.listen(self._process, bind, advertise, on_message)
 
     def connect(
@@ -514,13 +515,13 @@ class SimulatedChannel:
         keys: ClientKeys | None = None,
         on_refused: OnRefused = ignore_refusal,
     ) -> Dialer:
-        """As the port says."""
+        """Open a connection, as the port specifies."""
         return self._network.connect(self._process, endpoint, on_message, on_lost)
 
     async def host_towards(self, endpoint: str) -> str | None:
-        """As the port says: hosts have no addresses here."""
+        """Return None: hosts have no addresses here."""
         return None
 
     async def is_refused(self, endpoint: str, timeout_s: float) -> bool:
-        """As the port says."""
+        """Return whether an endpoint refuses connections, as the port specifies."""
         return await self._network.is_refused(self._process, endpoint, timeout_s)

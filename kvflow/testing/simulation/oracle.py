@@ -1,4 +1,4 @@
-"""Knows the truth, and holds what the ranks say against it. It never asks the code under test what is true."""
+"""The oracle: tracks the true state, and checks what the ranks report against it. It never asks the code under test."""
 
 import functools
 import math
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 __all__ = ["Instance", "Oracle"]
 
 MARGIN_S: Final = 0.02
-"""How late a deadline may be noticed by a process that runs."""
+"""How late a running process may notice a deadline."""
 
 NOTICED_S: Final = 0.5
-"""A death is noticed within this time where the network shows it."""
+"""Time within which peers notice a death that the network shows."""
 
 RECONNECTED_S: Final = 1.0
-"""After the last fault, connections are up again by then."""
+"""Time after the last fault by which connections are up again."""
 
 EXCUSES: Final = frozenset(
     {
@@ -50,7 +50,7 @@ EXCUSES: Final = frozenset(
         FailureReason.BROKEN,
     }
 )
-"""Why a prefill rank may not know that decode has everything."""
+"""Reasons for which a prefill rank may not learn that decode has everything."""
 
 MUTING: Final = frozenset(
     {
@@ -69,7 +69,7 @@ MUTING: Final = frozenset(
         "host suspended",
     }
 )
-"""Faults after which what a decode rank announces may not have reached prefill soon."""
+"""Faults after which the announcements of a decode rank may reach prefill late or not at all."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class Instance:
 
     @property
     def ranks(self) -> list[RankId]:
-        """Its workers."""
+        """Ranks of its workers."""
         return [RankId(self.name, rank) for rank in range(self.shape.num_ranks)]
 
 
 @dataclass
 class _Mark:
-    """What a write is about: the room whose bytes it moves, and the source pages it reads, unless they are staged."""
+    """The subject of a write: the room whose bytes it moves, and the lease that it reads; None if they are staged."""
 
     room: RoomId
     lease: Lease | None
@@ -98,12 +98,13 @@ class Oracle:
     """Checks the promises; the witness of a data plane.
 
     Args:
-        world: What is true.
-        model: What every rank holds a part of.
-        instances: By name.
-        timeouts: Of every rank.
-        may_lose_messages: A rank that leaves in order may not be able to say so.
-        hosts: By decode instance, the prefill instance in whose processes it lives: agents have the names of that.
+        world: Source of the true state.
+        model: The model that the ranks share.
+        instances: Instances, by name.
+        timeouts: Timeouts of every rank.
+        may_lose_messages: A rank that leaves in order may be unable to tell its peers.
+        hosts: For each decode instance that lives in the processes of a prefill instance, the name of the latter;
+            agents are named after it.
     """
 
     def __init__(
@@ -138,18 +139,18 @@ class Oracle:
         world.network.on_hello = self._note_window
 
     def routed(self, request: Request) -> None:
-        """Know a try of a room."""
+        """Register one try of a room."""
         self.requests.setdefault(request.room, []).append(request)
         self._rooms[request.content] = request.room
 
     def knows(self, process_name: str, pool: Pool) -> None:
-        """Know the memory of a process that has just started."""
+        """Register the memory of a process that has just started."""
         self._pools[process_name] = pool
 
     # Pages are safe --------------------------------------------------------------------------------------------------
 
     def posted(self, write: "Write", segments: "list[Segment]") -> None:
-        """Find out what a write is about: from the pages that it reads, or from what is in its staging slot."""
+        """Determine the room of a write, from the pages that it reads or from the contents of its staging slot."""
         pool = self._pools[write.sender.process.name]
         self._writes.setdefault(write.sender.process, []).append(write)
         first = segments[0]
@@ -166,7 +167,7 @@ class Oracle:
         write.mark = _Mark(room, None)
 
     def reading(self, write: "Write", piece: "list[Segment]") -> None:
-        """Bytes may be read only from pages that are held for the room they were computed for."""
+        """Check that a write reads only pages that are still held for its transfer."""
         mark = write.mark
         if not isinstance(mark, _Mark) or mark.lease is None:
             return
@@ -176,7 +177,7 @@ class Oracle:
                 self._violated(f"write {write.number} reads pages of {mark.lease.name} that were given back")
 
     def landing(self, write: "Write", target: "SimulatedBackend", piece: "list[Segment]") -> None:
-        """Bytes may land only in pages that are held for their room, or in the window of who wrote them."""
+        """Check that bytes land only in pages held for their room, or in the window of the rank that wrote them."""
         mark = write.mark
         pool = self._pools[target.process.name]
         for _, dst, length in piece:
@@ -191,14 +192,14 @@ class Oracle:
                 self._violated(f"write {write.number} of room {room} lands in pages of {owner} at {target.process}")
 
     def _check_issuer(self, write: "Write", lease: Lease | None) -> None:
-        """Of the rank that gave a ticket, only that incarnation may write for it."""
+        """Check that, of the rank that issued a ticket, only the issuing incarnation writes to the ticket's pages."""
         issuer = None if lease is None else self._issuers.get(lease)
         sender = write.sender.agent_name
         if issuer is not None and sender != issuer and sender.partition("@")[0] == issuer.partition("@")[0]:
             self._violated(f"write {write.number} of {sender} lands in pages for a ticket of {issuer}")
 
     def _note_window(self, hello: Hello) -> None:
-        """See on the wire whose window a part of staging memory becomes."""
+        """Record from a hello which prefill rank gets a part of staging memory as its window."""
         window = hello.staging
         if window is not None:
             end = window.address + window.slot_bytes * window.num_slots
@@ -213,7 +214,7 @@ class Oracle:
         self._violated(f"write {write.number} lands outside of every pool and window of {target.process}")
 
     def check_refused(self, one: Receiving, refusal: PagesInUse | None) -> None:
-        """Pages of a transfer that is not safe must be refused to another one, in its name."""
+        """Check that pages of a transfer that is not safe are refused to another room, and that the error names it."""
         if refusal is None:
             self._violated(f"pages of {one} are received into for another room, while memory is {one.memory.value}")
         component, page = refusal.values["component"], refusal.values["page"]
@@ -221,7 +222,7 @@ class Oracle:
             self._violated(f"pages of {one} are refused for another reason: {refusal}")
 
     def check_record(self, one: Sending | Receiving, records: Sequence[QuarantineRecord]) -> QuarantineRecord:
-        """Each transfer in quarantine has one record, with its pages and with what would be a proof."""
+        """Return the record of a transfer in quarantine; check that it lists its pages and the missing proofs."""
         held = {name: set(pages) for name, pages in one.lease.pages.items()}
         found = [
             record
@@ -238,13 +239,13 @@ class Oracle:
     # Success is true -------------------------------------------------------------------------------------------------
 
     def check_handover(self, one: Receiving, handover: Handover) -> None:
-        """What is handed to the decode engine must be what prefill computed."""
+        """Check that the metadata handed to the decode engine is what prefill passed."""
         expected = one.request.metadata
         if any(found != expected for found in handover.metadata_by_rank.values()) or handover.metadata != expected:
             self._violated(f"{one}: metadata is not {expected!r}: {handover}")
 
     def check_success(self, one: Receiving) -> None:
-        """Whoever succeeds has exactly the cells that it asked for."""
+        """Check that a receiver that succeeds has exactly the cells that it asked for."""
         if one.has_succeeded:
             return
         one.has_succeeded = True
@@ -261,14 +262,14 @@ class Oracle:
         self._succeeded.setdefault(room, {})[one.rank] = None
 
     def _wants_of(self, one: Receiving, agent: str) -> bool:
-        """A prefill rank has something for a receiver; one that has not may be gone before anybody notices."""
+        """Return whether a prefill rank has to send something to a receiver; if not, its death may go unnoticed."""
         prefill, decode = self._instances[one.request.prefill].shape, self._instances[one.request.decode].shape
         number = int(agent.partition("@")[0].rpartition("/")[2])
         sent = components_sent(self._model, prefill, decode, number, one.rank.engine_rank)
         return any(name in sent for name in one.ranges)
 
     def check_delivered(self, one: Sending) -> None:
-        """A sender succeeds only after every decode rank of some try that it has something for."""
+        """Check that a sender succeeds only after every decode rank, of some try, that it sends to."""
         for receiving in self.receivings:
             if receiving.request.room == one.request.room and receiving.outcome is Outcome.SUCCESS:
                 self.check_success(receiving)
@@ -278,7 +279,7 @@ class Oracle:
             self._violated(f"{one} succeeds, but only {list(map(str, succeeded))} have everything")
 
     def _receivers(self, one: Sending, request: Request) -> list[RankId]:
-        """Decode ranks of a try that a prefill rank has something for."""
+        """Return the decode ranks of a try that a prefill rank sends to."""
         prefill = self._instances[one.rank.instance].shape
         decode = self._instances[request.decode]
         found = []
@@ -291,7 +292,7 @@ class Oracle:
     # Every transfer ends ---------------------------------------------------------------------------------------------
 
     def opened(self, one: Sending | Receiving) -> None:
-        """Watch a transfer from now on; a receiver has to be decided when its time is up."""
+        """Watch a transfer from now on; a receiver must be decided by its timeout."""
         if isinstance(one, Sending):
             self.sendings.append(one)
             return
@@ -302,7 +303,7 @@ class Oracle:
             self.granted(one)
 
     def granted(self, one: Receiving) -> None:
-        """A receiver has pages from now on."""
+        """Record that a receiver now has pages."""
         one.opened_at = self._world.now
         ticket = one.request.reference
         if isinstance(ticket, Mapping):
@@ -310,11 +311,11 @@ class Oracle:
         self._expect(one, one.timeout_s, is_memory=False)
 
     def finished(self, one: Sending) -> None:
-        """The engine has offered everything: from now on a sender's time is bounded."""
+        """Record that the engine has offered everything: from now on, the sender's time is bounded."""
         self._expect(one, self._timeouts.grant_s + self._timeouts.transfer_s, is_memory=False)
 
     def check_not_lost(self, one: Sending) -> None:
-        """A room that all of its decode ranks have announced or granted in time is kept for as long as they live."""
+        """Check that prefill has not given up a room that all decode ranks, still alive, have asked for in time."""
         request, failure = one.request, one.failure
         if (
             failure is None
@@ -332,23 +333,23 @@ class Oracle:
             self._violated(f"{one} is given up, though every decode rank has asked for it: {failure}")
 
     def _keeps(self, one: Receiving) -> bool:
-        """A decode rank wants a room, or has just been told that prefill has given it up."""
+        """Return whether a decode rank wants a room, or has just learnt that prefill gave it up."""
         is_wanted = one.outcome is Outcome.PENDING or (
             one.failure is not None and one.failure.rank.startswith(f"{one.request.prefill}/")
         )
         return is_wanted and one.process.is_alive and one.process.stopped_so_far_s() == 0.0
 
     def check_announced(self, one: Receiving) -> None:
-        """Nobody can write to a room that has no pages."""
+        """Check that the memory of a room without pages is safe."""
         if one.is_announced and one.memory is not Memory.SAFE:
             self._violated(f"{one} is announced, but memory is {one.memory.value}")
 
     def left(self, one: Sending | Receiving) -> None:
-        """The engine gives it up or has its outcome: its memory is safe or in quarantine within a bound."""
+        """Expect memory to be safe or in quarantine within a bound, because the engine gives up or has its outcome."""
         self._expect(one, self._timeouts.drain_s, is_memory=True)
 
     def check_told(self, one: Receiving) -> None:
-        """See that an engine hears of an outcome when it is decided, not when the pages are quiet."""
+        """Check that an engine is told an outcome when it is decided, not when its pages are safe."""
         if one.is_told or one.outcome is Outcome.PENDING:
             return
         stopped_s = one.process.stopped_so_far_s()
@@ -357,7 +358,7 @@ class Oracle:
         one.seen_decided_s = stopped_s
 
     def died(self, process: "Process") -> None:
-        """A process is dead: who waited for the rest of a write of its must notice that soon."""
+        """Expect that receivers waiting for the rest of a dead process's write notice its death soon."""
         writes = self._writes.pop(process, [])
         if not self._shows_deaths:
             return
@@ -379,8 +380,8 @@ class Oracle:
     def _check_ended(
         self, one: Sending | Receiving, lease: Lease, limit: float, stopped_s: float, *, is_memory: bool
     ) -> None:
-        """See whether a transfer has ended in time; a process that was stopped has that much longer."""
-        if one.lease is not lease and not is_memory:  # it was granted, or preempted: another bound has begun with that
+        """Check that a transfer has ended in time; the time for which its process was stopped is added."""
+        if one.lease is not lease and not is_memory:  # granted or preempted meanwhile, which has started another bound
             return
         is_decided, is_quiet = one.outcome is not Outcome.PENDING, one.memory in (Memory.SAFE, Memory.QUARANTINED)
         has_ended = is_quiet if is_memory else is_decided
@@ -399,7 +400,7 @@ class Oracle:
         self._violated(f"{one} {what} at its bound: {one.outcome.value}, {one.memory.value}")
 
     def _is_announced(self, one: Sending | Receiving) -> bool:
-        """A sender's time is counted from grants; before those, a decode rank may have announced its room."""
+        """Return whether a sender's room has been announced, which extends the wait for its grants."""
         return isinstance(one, Sending) and any(
             other.request.room == one.request.room and other.announced_at is not None for other in self.receivings
         )
@@ -407,29 +408,32 @@ class Oracle:
     # At the end ------------------------------------------------------------------------------------------------------
 
     def healed(self) -> None:
-        """Whatever leaves in order can say so, once broken connections have been made anew."""
+        """Record that faults are over.
+
+        Once connections are re-established, ranks that leave in order can tell their peers.
+        """
         if self._loses_until == 0.0:
             return
         self._loses_until = self._world.now + RECONNECTED_S
 
     def ended(self, name: str, *, in_order: bool) -> None:
-        """A process has ended; in order means that it could say so to everybody."""
+        """Record that a process has ended; in order means that it could tell all of its peers."""
         if not in_order or self._world.now < self._loses_until:
             self._ends.append((name, self._world.now))
 
     def gone(self, agent: str) -> None:
-        """The incarnation of a rank that a transport knows by a name has ended: nobody uses its tickets from now on."""
+        """Record that an incarnation, identified by its agent name, has ended: its tickets are invalid from now on."""
         self._gone[agent] = self._world.now
 
     def overtaken(self, name: str, at: float) -> None:
-        """The next incarnation of a rank that left in order may be met before its Goodbye has arrived."""
+        """Record that a peer may meet the successor of a rank that left in order before the Goodbye arrives."""
         self._ends.append((name, at))
 
     def is_excused(self, one: Sending | Receiving) -> bool:
-        """Return whether pages may stay in quarantine: only if nobody can prove any more that nothing lands in them.
+        """Return whether pages may stay in quarantine, because there can be no proof that nothing lands in them.
 
-        That is so if a process that could write to them is gone and its transport proves nothing by that, or if bytes
-        of a write of its have gone on landing after the end of that write.
+        This is the case if a process that could write to them is gone and its transport does not prove anything by
+        that, or if bytes of a failed write continued to land after its end.
         """
         if isinstance(one, Sending):
             return False
@@ -445,12 +449,12 @@ class Oracle:
         return is_gone and not plane.proves_ends
 
     def _agents_of(self, name: str) -> str:
-        """How the names of the agents of a rank begin."""
+        """Return the prefix of the agent names of a rank."""
         instance, _, number = name.rpartition("/")
         return f"{self._hosts.get(instance, instance)}/{number}@"
 
     def check_windows(self, name: str, num_taken: int) -> None:
-        """Windows of a decode rank belong to live ranks, or to those whose writes nobody can prove to be over."""
+        """Check that windows belong to live ranks, or to ranks whose writes cannot be proved to be over."""
         num_prefill = sum(len(one.ranks) for one in self._instances.values() if not one.is_decode)
         plane = self._world.plane
         num_excused = sum(peer.startswith(self._agents_of(name)) for _, peer in plane.lingered)
@@ -460,7 +464,7 @@ class Oracle:
             self._violated(f"{num_taken} windows of {name} are taken, by {num_prefill} ranks")
 
     def check_agreement(self) -> None:
-        """If all of decode has everything, prefill says so too, unless it has an excuse."""
+        """Check that prefill reports success if all decode ranks have everything, unless it has an excuse."""
         for sending in self.sendings:
             request = sending.request
             if len(self.requests[request.room]) > 1 or not sending.process.is_alive:
@@ -473,14 +477,14 @@ class Oracle:
                 self._violated(f"decode has all of {request}, but {sending} ends with {failure}")
 
     def _violated(self, message: str) -> NoReturn:
-        """Stop the run, wherever this is called from: code under test must not be able to hide it."""
+        """Stop the run, wherever this is called from, so that the code under test cannot hide the violation."""
         violation = Violation(message)
         self._world.loop.fail(violation)
         raise violation
 
 
 def shows_deaths(faults: "Faults") -> bool:
-    """Return whether nothing can come between the death of a process and those that are connected to it."""
+    """Return whether the peers of a dead process see its connections close, without any fault in between."""
     return not (
         faults.partitions
         or faults.half_open

@@ -1,4 +1,4 @@
-"""How requests refer to their prefill instances where some of those answer for themselves."""
+"""How requests refer to prefill instances, some of which answer for themselves."""
 
 import json
 import random
@@ -14,10 +14,10 @@ __all__ = ["References"]
 
 
 class References:
-    """Which instances answer for themselves, and how each request finds its own.
+    """Decides which instances answer for themselves, and draws how each request refers to its own.
 
     Args:
-        rng: Draws the latter.
+        rng: Source of the draws.
         answering: Instances whose first rank answers for the others.
         names: Decode ranks know the registry.
     """
@@ -37,13 +37,13 @@ class References:
     def of(
         self, request: Request, endpoint: Endpoint, workers: Sequence[PrefillWorker], *, may_be_stale: bool
     ) -> "str | Endpoint | Mapping[str, object]":
-        """Draw how the decode engine is told where a request is computed.
+        """Draw what the decode engine gets to locate the prefill instance of a request.
 
         Args:
-            request: Which.
-            endpoint: Of the rank that answers, if the instance answers for itself.
-            workers: Of its instance.
-            may_be_stale: A ticket may be of the first incarnation that gave one.
+            request: The request.
+            endpoint: Address of the rank that answers, if the instance answers for itself.
+            workers: Workers of the instance.
+            may_be_stale: A ticket may name the first incarnation that gave one.
         """
         rng = self._rng
         by_ticket, is_late, worker = rng.random() < 0.6, rng.random() < 0.5, rng.choice(workers)

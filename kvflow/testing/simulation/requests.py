@@ -1,4 +1,4 @@
-"""What the router hands out, and what became of it on each rank."""
+"""Requests from the router, and their transfers on each rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,17 +27,17 @@ class Request:
     """One try to move one room between two instances.
 
     Attributes:
-        room: The same in every try that the router makes with it.
-        content: Names the try within the run; prefill writes it into every cell.
-        num_tokens: Of the prompt.
+        room: Room; several tries may share it.
+        content: Identifies the try within the run; prefill writes it into every cell.
+        num_tokens: Tokens of the prompt.
         start: Tokens that decode has already.
         wants_state: Decode also wants the state of the request, if the model has one.
         prefill: Name of the instance that computes.
         decode: Name of the instance that receives.
-        num_decode_ranks: Ranks of it.
-        digest: What arrives is compared with digests.
-        priority: Class of the transfer.
-        reference: What the decode engine is told of the prefill instance, if not its name.
+        num_decode_ranks: Ranks of the decode instance.
+        digest: Verify received bytes with digests.
+        priority: Priority of the transfer.
+        reference: What the decode engine gets to locate the prefill instance, if not its name.
     """
 
     room: RoomId
@@ -57,7 +57,7 @@ class Request:
 
     @property
     def metadata(self) -> bytes:
-        """What the prefill engine hands over with the room, whichever try it is."""
+        """What the prefill engine hands over with the room, the same for every try."""
         return f"metadata of room {self.room}".encode()
 
 
@@ -66,10 +66,10 @@ class _OnRank(Generic[AnyTransfer]):
     """A request on one rank.
 
     Attributes:
-        rank: Which.
-        lease: Its pages; they are given back when nobody can touch them any more.
-        transfer: What kvflow calls it.
-        stopped_s: How long the process had not run when a bound began.
+        rank: The rank.
+        lease: Its pages, which are given back once memory is safe.
+        transfer: kvflow's transfer.
+        stopped_s: How long the process had been stopped when a bound began.
     """
 
     request: Request
@@ -83,17 +83,17 @@ class _OnRank(Generic[AnyTransfer]):
 
     @property
     def outcome(self) -> Outcome:
-        """As kvflow says."""
+        """Outcome that kvflow reports."""
         return self.transfer.outcome
 
     @property
     def memory(self) -> Memory:
-        """As kvflow says."""
+        """Memory state that kvflow reports."""
         return self.transfer.memory
 
     @property
     def failure(self) -> Failure | None:
-        """As kvflow says."""
+        """Failure that kvflow reports."""
         return self.transfer.failure
 
     def __str__(self) -> str:
@@ -112,13 +112,13 @@ class Receiving(_OnRank[RoomReceiver]):
     """A request on one decode rank. While it is only announced, its lease has no pages.
 
     Attributes:
-        timeout_s: How long it may take; how long it may be without pages, while it is only announced.
-        ranges: For each component that is wanted, its tokens.
+        timeout_s: Timeout of the transfer or, while it is only announced, of the wait for pages.
+        ranges: For each wanted component, its tokens.
         is_announced: The engine has no pages for it yet.
-        announced_at: When it was announced; None if it had pages from the beginning.
-        has_succeeded: The engine was told so, and found everything there.
-        is_told: The engine does not wait for the outcome any more.
-        seen_decided_s: How long the process had not run when the outcome was seen to be decided, but not told.
+        announced_at: When it was announced; None if it had pages from the start.
+        has_succeeded: It has succeeded, and its contents were checked.
+        is_told: The engine no longer waits for the outcome.
+        seen_decided_s: How long the process had been stopped when the outcome was first seen decided, but not told.
     """
 
     timeout_s: float = 0.0
@@ -131,5 +131,5 @@ class Receiving(_OnRank[RoomReceiver]):
 
     @property
     def began_at(self) -> float:
-        """When prefill was told of it first."""
+        """When prefill first learnt of it."""
         return self.opened_at if self.announced_at is None else self.announced_at

@@ -1,4 +1,4 @@
-"""A router that feeds the engines: clients that begin requests at a steady rate, whatever becomes of those before."""
+"""A router that feeds the engines: clients start requests at a steady rate, even while earlier ones are unfinished."""
 
 import asyncio
 import random
@@ -21,18 +21,18 @@ __all__ = ["ANNOUNCED_S", "Announcements", "Router", "Trial"]
 MAX_TRIES: Final = 3
 MAX_TOKENS: Final = 8
 ASKING: Final = 0.3
-"""How often a decode engine of a seed with announcements asks for a request without one."""
+"""Chance that a decode engine does not announce a request, in a seed with announcements."""
 LAYER_CUT: Final = 0.8
 DEVICE_S: Final = 0.03
 STALE_S: Final = 2.0
-"""After which a prefill engine gives up what it cannot finish."""
+"""Time after which a prefill engine gives up a request that it cannot finish."""
 ANNOUNCED_S: Final = 3.0
-"""After which a room that is only announced is given up."""
+"""Time after which a room that is only announced is given up."""
 LATE_S: Final = 2.4
-"""How long a decode engine may be without pages, at most: longer than prefill waits for one that is silent."""
+"""Maximum time that a decode engine is without pages: longer than prefill waits for a silent one."""
 SOON_S: Final = 0.05
 NUM_LATE_TOKENS: Final = 16
-"""Smallest pool of a prefill instance that spares pages for a request that waits so long."""
+"""Minimum size of a prefill pool that can spare pages for a request that waits so long."""
 
 
 @dataclass
@@ -40,9 +40,9 @@ class Trial:
     """One request as a client saw it.
 
     Attributes:
-        began: When, in virtual seconds.
-        ended: When; None while it lasts.
-        has_succeeded: On every rank.
+        began: Virtual time of its start.
+        ended: Virtual time of its end; None while it lasts.
+        has_succeeded: It succeeded on every rank.
     """
 
     request: Request
@@ -52,7 +52,7 @@ class Trial:
 
 
 class _Attempt:
-    """A request that ranks are at."""
+    """A request that ranks are serving."""
 
     def __init__(self, ranks: list[RankId], done: "asyncio.Future[bool]") -> None:
         self.waiting = dict.fromkeys(ranks)
@@ -60,7 +60,7 @@ class _Attempt:
         self.done = done
 
     def ended(self, rank: RankId, *, has_succeeded: bool) -> None:
-        """One rank has answered."""
+        """Record the result of one rank."""
         self.waiting.pop(rank, None)
         self.has_succeeded = self.has_succeeded and has_succeeded
         if not self.waiting and not self.done.done():
@@ -68,14 +68,14 @@ class _Attempt:
 
 
 class Announcements:
-    """Draws which requests decode engines announce, and when these have pages for them.
+    """Draws which requests decode engines announce, and when they have pages for them.
 
     Args:
-        rng: Of its own.
+        rng: Separate source of these draws.
 
     Attributes:
-        has_late_ones: Pages of some come later than prefill waits for silent decode ranks. There is one such request at
-            a time, so that the others still find pages on prefill.
+        has_late_ones: Some requests get pages later than prefill waits for silent decode ranks. There is one such
+            request at a time, so that the others still find pages on prefill.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -85,7 +85,7 @@ class Announcements:
         self._late_until = 0.0
 
     def draw(self, deployment: Deployment, request: Request) -> Announcing | None:
-        """Draw how one decode engine does it; None if it asks for a request when it has pages."""
+        """Draw how one decode engine announces a request; None if it receives at once, when it has pages."""
         rng, world = self._rng, deployment.world
         if rng.random() < ASKING:
             return None
@@ -114,11 +114,11 @@ class Router:
     """Sends requests to the workers of a deployment.
 
     Args:
-        deployment: Which.
-        num_clients: Clients, each with a rate of its own.
-        interval_s: Between two requests of a client, however long they take.
-        preemptions: Draws which requests prefill engines preempt; none if None.
-        announcements: Draws which requests decode engines announce; none if None.
+        deployment: The deployment.
+        num_clients: Number of clients, each with its own rate.
+        interval_s: Interval between two requests of a client, however long they take.
+        preemptions: Draws which requests prefill engines preempt; None for no preemption.
+        announcements: Draws which requests decode engines announce; None for no announcement.
 
     Attributes:
         trials: Every request so far.
@@ -148,12 +148,12 @@ class Router:
         self.process: Process
 
     def hasten_announcements(self) -> None:
-        """Decode engines that announce have pages soon from now on."""
+        """From now on, have decode engines find pages soon after each announcement."""
         if self._announcements is not None:
             self._announcements.has_late_ones = False
 
     def start(self) -> None:
-        """Let the clients begin."""
+        """Start the clients."""
         self.process = self.world.start("router", self._run)
 
     async def _run(self, _: Process) -> None:
@@ -162,7 +162,7 @@ class Router:
                 group.start_soon(self._ask)
 
     async def _ask(self) -> None:
-        """Begin requests at a steady rate, however long those before take."""
+        """Start requests at a steady rate, however long earlier ones take."""
         rng = self._rng
         await anyio.sleep(self._interval_s * rng.random())
         async with anyio.create_task_group() as group:
@@ -172,7 +172,7 @@ class Router:
                 await anyio.sleep(self._interval_s + 0.05 * rng.random())
 
     async def _request(self) -> None:
-        """See one request through, and try it again if it fails, as some clients do."""
+        """Send one request, and retry it if it fails, as some clients do."""
         rng = self._rng
         request = self.new_request(self._pick(is_decode=False), self._pick(is_decode=True))
         tries = 1
@@ -191,7 +191,7 @@ class Router:
     # Requests --------------------------------------------------------------------------------------------------------
 
     def new_request(self, prefill: Instance, decode: Instance) -> Request:
-        """Make a request with a room of its own."""
+        """Create a request with a new room."""
         rng = self._rng
         num_tokens = rng.randint(1, MAX_TOKENS)
         return self._route(
@@ -210,12 +210,12 @@ class Router:
         )
 
     def _name_room(self) -> RoomId:
-        """Make a room: every third one is a string."""
+        """Return a new room; every third one is a string."""
         self._num_rooms += 1
         return f"request-{self._num_rooms}" if self._num_rooms % 3 == 0 else self._num_rooms
 
     def _again(self, request: Request) -> Request:
-        """Make another try of a request, half of the time with the same room, perhaps on another prefill instance."""
+        """Create another try of a request, half of the time with the same room, and on any prefill instance."""
         room = request.room
         if self._rng.random() < 0.5:
             room = self._name_room()
@@ -245,7 +245,7 @@ class Router:
         return request
 
     async def try_request(self, request: Request) -> bool:
-        """Give a request to the engines of both sides, and wait for all of them; each gets to it when it gets to it."""
+        """Submit a request to the engines of both sides, each after a delay, and wait until all have answered."""
         if self.world.story is not None:
             tokens = f"{request.start}:{request.num_tokens}"
             self.world.tell(f"router sends {request}, {tokens} from {request.prefill} to {request.decode}")
@@ -285,12 +285,12 @@ class Router:
         return ended
 
     def _abort_siblings(self, request: Request, rank: RankId) -> None:
-        """If a request failed on one worker, its instance gives it up."""
+        """Abort a request on the other workers of an instance after it failed on one."""
         for sibling in self.deployment.instances[rank.instance].ranks:
             self.deployment.workers[sibling].abort(request)
 
     def _draw_chunks(self, request: Request) -> Course:
-        """How every rank of the prefill instance gets through a request."""
+        """Draw how every rank of the prefill instance computes a request."""
         rng = self._rng
         inner = [rng.randint(1, request.num_tokens) for _ in range(rng.randint(0, 2))]
         cuts = (*sorted(set(inner)), request.num_tokens)
@@ -300,13 +300,13 @@ class Router:
         return Course(cuts, pauses, pace_s=0.1 * rng.random())
 
     def _draw_pauses(self) -> list[tuple[int, float]]:
-        """Where the groups of layers end that a device finishes together, and how long it takes for each."""
+        """Draw where the groups of layers end that a device finishes together, and how long it takes for each."""
         rng, num_layers = self._rng, self.deployment.model.layers
         stops = [stop for stop in range(1, num_layers) if rng.random() < LAYER_CUT]
         return [(stop, DEVICE_S * rng.random()) for stop in (*stops, num_layers)]
 
     def _draw_course(self, request: Request, chunks: Course, worker: Worker) -> Course:
-        """What goes wrong with a request in one engine."""
+        """Draw what goes wrong with a request in one engine."""
         rng, faults = self._rng, self.world.faults
         course = chunks._replace(give_up_s=STALE_S)
         if faults.absence and rng.random() < faults.absence:
@@ -314,7 +314,7 @@ class Router:
             course = course._replace(cuts=(*course.cuts[:-1], None))
         if faults.abort and rng.random() < faults.abort:
             self.world.count("abort")
-            # While the first messages are on their way, or later.
+            # While the first messages are in flight, or later.
             course = course._replace(abort_s=rng.random() * (0.004 if rng.random() < 0.4 else 0.5))
         if faults.cancel and rng.random() < faults.cancel:
             self.world.count("cancelled task")

@@ -1,4 +1,4 @@
-"""One seed from its first to its last moment."""
+"""One run of a seed, from start to end."""
 
 import dataclasses
 import gc
@@ -20,62 +20,66 @@ from kvflow.testing.simulation.world import World
 __all__ = ["Result", "may_lose_messages", "run_seed", "settle"]
 
 STEP_S: Final = 0.25
-"""Between two looks at what must always hold."""
+"""Interval between checks of what must always hold."""
 
 RECOVERY_S: Final = 5.0
-"""After the last fault, the rate is back within this time."""
+"""Time after the last fault within which service is back at its full rate."""
 
 OPERATOR_S: Final = 3.0
-"""So long after the last fault the deadline of every transfer of before is over, and an operator looks after what ended
-processes have left in quarantine. A pool may be full of it, so service cannot be back earlier."""
+"""Time after the last fault by which the deadline of every earlier transfer has passed, and an operator starts to
+release pages that ended processes have left in quarantine. Such pages may fill a pool, so service cannot recover
+earlier."""
 
 STRICT_S: Final = 1.0
-"""After the recovery, every request of so long a time succeeds."""
+"""Duration after the recovery within which every request must succeed."""
 
 PATIENCE_S: Final = 1.0
-"""How long a request may take then."""
+"""Maximum duration of a request during this time."""
 
 SETTLE_S: Final = 4.0
-"""After the last request, nothing is left within this time."""
+"""Time after the last request within which everything is released."""
 
 SHOWN: Final = 0.4
-"""Part of the seeds with a transport that shows when the last bytes of a dead process have landed."""
+"""Fraction of seeds whose transport shows when the last bytes of a dead process have landed."""
 
 BY_NAME: Final = 0.6
-"""How often every request names its instance."""
+"""Fraction of seeds in which every request refers to its instance by name."""
 
 BOTH_ROLES: Final = 0.1
-"""Chance that the processes of a seed have both roles."""
+"""Fraction of seeds in which processes have both roles."""
 
 PREEMPTING: Final = 0.35
-"""Chance that prefill engines preempt requests."""
+"""Fraction of seeds in which prefill engines preempt requests."""
 
 ANNOUNCING: Final = 0.35
-"""Chance that decode engines announce requests."""
+"""Fraction of seeds in which decode engines announce requests."""
 
 NO_PAGES: Final = 0.2
-"""How often at most a decode engine of such a seed never gets pages, in every other one of them."""
+"""Maximum chance that a decode engine never gets pages. Half of the seeds with announcements draw one."""
 
 SPLITS: Final = (*[(1, 1)] * 8, *[(2, 1)] * 4, *[(1, 2)] * 4, (2, 2))
 
 POOL_TOKENS: Final = 32
 TIGHT_POOL_TOKENS: Final = 8
-"""Enough for one request of any length. One side only is so short, and only instances of one rank: workers hold pages
-for a request while others have none for it yet, so several that are so short would wait for each other."""
+"""Enough for one request of any length.
+
+Only one side has such a small pool, and only instances of one rank: workers hold pages for a request while others have
+none for it yet, so several small pools would deadlock.
+"""
 
 
 @dataclass
 class Result:
-    """What became of a seed.
+    """Result of a seed.
 
     Attributes:
-        violation: What was broken; None if nothing was.
-        time: In the run, in seconds, when it was.
-        injected: Faults, by kind.
+        violation: What was violated; None if nothing was.
+        time: Virtual time at which the run ended, in seconds.
+        injected: Number of injected faults, by kind.
         num_requests: Requests that the router sent.
-        num_successes: Those that succeeded on every rank.
+        num_successes: Requests that succeeded on every rank.
         num_callbacks: Callbacks of the event loop.
-        story: What happened, if it was asked for.
+        story: What happened, if a story was kept.
     """
 
     seed: int
@@ -92,11 +96,11 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
     """Run a seed.
 
     Args:
-        seed: Decides everything.
+        seed: Determines everything.
         tells: Keep a story.
-        faults: Instead of drawn ones.
-        by_name: Every request names its instance, nothing is preempted or announced, and each process has one role, as
-            some seeds have it anyway.
+        faults: Used instead of drawn ones.
+        by_name: Every request refers to its instance by name, nothing is preempted or announced, and each process has
+            one role, as in many seeds anyway.
     """
     rng = random.Random(f"kvflow {seed}")  # noqa: S311 - chance must be repeatable here
     drawn = draw_faults(rng)
@@ -106,7 +110,7 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
         drawn = dataclasses.replace(drawn, no_pages=NO_PAGES * own.random() if own.random() < 0.5 else 0.0)
     result = Result(seed)
     was_collecting = gc.isenabled()
-    gc.disable()  # a seed is over before it pays off, and objects of dead processes are ended in a fixed order
+    gc.disable()  # too slow for a short run, and objects of dead processes would be finalized in no fixed order
     try:
         with World(
             f"world {seed}",
@@ -135,7 +139,7 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
 
 
 def _own(seed: int, what: str) -> random.Random:
-    """Return a random generator of its own, so that all other draws stay as they were."""
+    """Return a separate random generator, so that its draws do not change any others."""
     return random.Random(f"kvflow {what} {seed}")  # noqa: S311 - chance must be repeatable here
 
 
@@ -143,7 +147,7 @@ def _run_watched(deployment: Deployment, router: Router, result: Result) -> None
     world = deployment.world
     try:
         _run(deployment, router)
-    except Exception as error:  # noqa: BLE001 - whatever the code under test lets out is a violation
+    except Exception as error:  # noqa: BLE001 - any exception that escapes the code under test is a violation
         kind = "" if isinstance(error, Violation) else f"{type(error).__name__}: "
         result.violation = f"{kind}{error}"
         world.tell(f"VIOLATION {result.violation}")
@@ -202,7 +206,7 @@ def _draw_deployment(rng: random.Random, world: World, seed: int | None) -> Depl
 
 
 def _draw_hosts(seed: int | None, instances: list[Instance]) -> tuple[list[Instance], dict[str, str]]:
-    """In some seeds every process has both roles: decode lives with prefill, in a pool for both."""
+    """Draw whether every process has both roles, decode in the processes of prefill, with one pool for both."""
     rng = random.Random(f"guests {seed}")  # noqa: S311 - chance must be repeatable here
     if seed is None or rng.random() >= BOTH_ROLES:
         return instances, {}
@@ -217,7 +221,7 @@ def _draw_hosts(seed: int | None, instances: list[Instance]) -> tuple[list[Insta
 
 
 def _draw_references(seed: int, instances: list[Instance]) -> References | None:
-    """In some seeds instances answer for themselves, and tickets are handed through; their draws change no others."""
+    """Draw whether some instances answer for themselves and requests carry tickets; this changes no other draws."""
     rng = random.Random(f"references {seed}")  # noqa: S311 - chance must be repeatable here
     if rng.random() < BY_NAME:
         return None
@@ -225,19 +229,19 @@ def _draw_references(seed: int, instances: list[Instance]) -> References | None:
 
 
 def _draw_preemptions(seed: int) -> random.Random | None:
-    """Prefill engines of every third seed preempt. Whether they do changes nothing else that is drawn."""
+    """Return a generator for preemptions in about a third of the seeds, else None; this changes no other draws."""
     rng = random.Random(f"preempting {seed}")  # noqa: S311 - chance must be repeatable here
     return rng if rng.random() < PREEMPTING else None
 
 
 def _draw_announcements(seed: int) -> Announcements | None:
-    """Decode engines of every third seed announce. Whether they do changes nothing else that is drawn."""
+    """Return a generator for announcements in about a third of the seeds, else None; this changes no other draws."""
     rng = random.Random(f"announcing {seed}")  # noqa: S311 - chance must be repeatable here
     return Announcements(rng) if rng.random() < ANNOUNCING else None
 
 
 def may_lose_messages(faults: Faults) -> bool:
-    """Return whether what a rank says when it leaves may reach nobody."""
+    """Return whether the last messages of a leaving rank may be lost."""
     return bool(
         faults.drop
         or faults.full_queue
@@ -252,7 +256,7 @@ def may_lose_messages(faults: Faults) -> bool:
 
 
 def _draw_staging(rng: random.Random) -> StagingShape | None:
-    """Half of the seeds pack every piece."""
+    """Draw staging memory; half of the seeds have some, and pack every piece."""
     if rng.random() < 0.5:
         return None
     return StagingShape(
@@ -285,7 +289,7 @@ def _run(deployment: Deployment, router: Router) -> None:
 
 
 def _heal(deployment: Deployment) -> None:
-    """Let nothing go wrong any more; ranks that are broken are replaced."""
+    """End all faults, and replace broken ranks."""
     world = deployment.world
     world.tell("everything is healed")
     world.heal()
@@ -298,7 +302,7 @@ def _heal(deployment: Deployment) -> None:
 
 
 def _recover(deployment: Deployment) -> None:
-    """Give service time to come back, which also takes an operator where processes are gone without a proof."""
+    """Give service time to recover, with an operator who releases what ended processes have left in quarantine."""
     _pass_time(deployment, OPERATOR_S)
     for _ in range(round((RECOVERY_S - OPERATOR_S) / STEP_S)):
         deployment.look_at_quarantine()
@@ -312,7 +316,7 @@ def _pass_time(deployment: Deployment, lasts_s: float) -> None:
 
 
 def _check_rate(deployment: Deployment, router: Router) -> None:
-    """The rate is back: every request that begins now succeeds, and there is one between any two instances."""
+    """Check that every request started now succeeds, including one between any two instances."""
     world = deployment.world
     begins = world.now
     instances = deployment.instances.values()
@@ -331,7 +335,7 @@ def _check_rate(deployment: Deployment, router: Router) -> None:
 
 
 def settle(deployment: Deployment) -> None:
-    """Let everything end, for as long as that may take."""
+    """Let everything end, within `SETTLE_S`."""
     latest = deployment.world.now + SETTLE_S
     while deployment.world.now < latest and not deployment.is_quiet():
         _pass_time(deployment, STEP_S)

@@ -1,4 +1,4 @@
-"""Many seeds, in several processes."""
+"""Runs many seeds in several processes."""
 
 import gc
 import multiprocessing
@@ -12,16 +12,16 @@ from kvflow.testing.simulation.run import run_seed
 __all__ = ["FoundViolation", "Report", "simulate"]
 
 SEEDS_AT_ONCE = 20
-"""Seeds that a process is given at a time."""
+"""Seeds passed to a process at a time."""
 
 
 class FoundViolation(msgspec.Struct, frozen=True):
-    """A promise that was broken.
+    """A broken promise.
 
     Attributes:
-        seed: With which it can be seen again.
-        time: In the run, in seconds.
-        callback: After how many callbacks of the event loop.
+        seed: Seed that reproduces it.
+        time: Virtual time in seconds.
+        callback: Number of event loop callbacks until then.
         message: What was broken.
     """
 
@@ -32,16 +32,16 @@ class FoundViolation(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct):
-    """What became of many seeds.
+    """Results of many seeds.
 
     Attributes:
-        seeds: How many were run.
-        violations: By seed.
+        seeds: Number of seeds run.
+        violations: Violations, sorted by seed.
         seeds_per_s: Over all processes, on the wall clock.
-        faults_injected: By kind.
+        faults_injected: Number of injected faults, by kind.
         requests: Requests of the clients.
-        successes: Those that succeeded on every rank.
-        jobs: Processes.
+        successes: Requests that succeeded on every rank.
+        jobs: Number of processes.
     """
 
     seeds: int = 0
@@ -53,7 +53,7 @@ class Report(msgspec.Struct):
     jobs: int = 1
 
     def add(self, other: "Report") -> None:
-        """Add up."""
+        """Add the results of another report."""
         self.seeds += other.seeds
         self.requests += other.requests
         self.successes += other.successes
@@ -63,12 +63,12 @@ class Report(msgspec.Struct):
 
 
 def simulate(seeds: range, *, jobs: int = 1, on_progress: Callable[[Report], None] | None = None) -> Report:
-    """Run seeds.
+    """Run seeds and return a report.
 
     Args:
-        seeds: Which.
-        jobs: Processes; with one, seeds run in this one.
-        on_progress: Sees the report grow.
+        seeds: Seeds to run.
+        jobs: Number of processes; with one, seeds run in this process.
+        on_progress: Called with the report so far, after each batch.
     """
     began = time.perf_counter()
     report = Report(jobs=jobs)
@@ -94,7 +94,7 @@ def _parts(seeds: range, jobs: int) -> Iterator[Report]:
 def _run_batch(seeds: range) -> Report:
     report = Report(seeds=len(seeds))
     gc.collect()
-    gc.freeze()  # what is here already is not looked at again
+    gc.freeze()  # exclude existing objects from collection
     for seed in seeds:
         result = run_seed(seed)
         report.requests += result.num_requests

@@ -1,4 +1,4 @@
-"""Scenarios: races that somebody met in the field, played by the real code in virtual time."""
+"""Scenarios: race conditions met in the field, played by the real code in virtual time."""
 
 import asyncio
 import dataclasses
@@ -42,30 +42,33 @@ TIMEOUTS = Timeouts(
 DRAINING_S = 1.0
 
 BEGINNING_S = 0.05
-"""Ranks are registered by then."""
+"""Time until all ranks are registered."""
 
 PACE = 0.2
-"""Whatever is quick is quicker here, so that a scenario can say when something has happened."""
+"""Factor on the duration of quick operations.
+
+It is small, so that a scenario can rely on when something has happened.
+"""
 
 ACTS = {name: f"_set_{name}" for name in ("model", "timeouts", "limits", "transport", "staging")}
-"""Methods that would have the name of what they set."""
+"""Acts whose method is named `_set_...`, because `_...` is the attribute that it sets."""
 
 Command = Callable[[], Awaitable[bool]]
-"""What an engine is told to do within a room; says whether the room is finished."""
+"""A command to an engine within a room; returns whether the room is finished."""
 
 
 def play(text: str) -> list[str]:
-    """Play a scenario to its end, heal everything, and see that nothing is left.
+    """Play a scenario to its end, heal everything, and check that nothing is left.
 
     Args:
-        text: In the language of `kvflow.testing.simulation.script`.
+        text: Scenario in the language of `kvflow.testing.simulation.script`.
 
     Returns:
-        Its story.
+        The story, line by line.
 
     Raises:
-        ScenarioError: It is not understood, something cannot be done, an expectation is not met, or a promise is
-            broken; `story` has what happened.
+        ScenarioError: A line cannot be parsed or carried out, an expectation is not met, or a promise is broken;
+            `story` tells what happened.
     """
     statements = parse(text)
     scenario = Scenario()
@@ -78,7 +81,7 @@ def play(text: str) -> list[str]:
 
 
 class _Stage:
-    """A deployment that a scenario is played on."""
+    """The deployment that a scenario is played on."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
@@ -87,11 +90,11 @@ class _Stage:
 
 
 class _Engine:
-    """One room on one worker, whose engine does what it is told.
+    """One room on one worker, with an engine that executes commands.
 
     Args:
-        worker: Where.
-        one: The room.
+        worker: The worker.
+        one: Its transfer of the room.
     """
 
     def __init__(self, worker: Worker, one: Sending | Receiving) -> None:
@@ -118,7 +121,7 @@ class _Engine:
             worker.end(one)
 
     async def _obey(self, sender: RoomSender) -> None:
-        """Carry out commands until one ends the room, or until it has failed."""
+        """Execute commands until one ends the room, or until the transfer fails."""
         failing = asyncio.ensure_future(sender.delivered())
         try:
             is_finished = False
@@ -134,7 +137,7 @@ class _Engine:
 
 
 class Scenario:
-    """A scenario while it is played; the methods are named after what `script.STATEMENTS` calls the acts."""
+    """A scenario being played. Its methods are named after the acts in `script.STATEMENTS`."""
 
     def __init__(self) -> None:
         self._model: Model = MODELS[0]
@@ -153,7 +156,7 @@ class Scenario:
         """Carry out one line.
 
         Raises:
-            ScenarioError: That is not possible, or not what is found.
+            ScenarioError: The act is not possible, or an expectation is not met.
         """
         if self._on_stage is not None:
             self._world.tell(f"> {statement.text}")
@@ -169,10 +172,10 @@ class Scenario:
             raise ScenarioError(str(error)).at(statement.line, statement.text, self._story()) from error
 
     def end(self) -> list[str]:
-        """Heal everything and see that nothing is left; give the story.
+        """Heal everything, check that nothing is left, and return the story.
 
         Raises:
-            ScenarioError: Something is.
+            ScenarioError: Something is left.
         """
         world, deployment = self._world, self._stage.deployment
         self._stage.interference.end()
@@ -191,7 +194,7 @@ class Scenario:
         return self._story()
 
     def close(self) -> None:
-        """End everything."""
+        """End all processes and the event loop."""
         if self._on_stage is not None:
             with self._watched():
                 self._world.close()
@@ -200,7 +203,7 @@ class Scenario:
         return nullcontext() if self._on_stage is None else watch_logs(self._on_stage.deployment)
 
     def _story(self) -> list[str]:
-        """What has happened so far."""
+        """Return the story so far."""
         return [] if self._on_stage is None else self._on_stage.world.story or []
 
     # The stage -------------------------------------------------------------------------------------------------------
@@ -211,7 +214,7 @@ class Scenario:
 
     @property
     def _stage(self) -> _Stage:
-        """Everything is set when it is needed first; nothing can be described after that."""
+        """Build and start the deployment on first use; after that, nothing can be described any more."""
         if self._on_stage is None:
             if not self._instances:
                 raise ScenarioError("no instance has been described yet")
@@ -495,7 +498,7 @@ class Scenario:
         return one, worker
 
     def _transfer(self, rank: RankId, room: RoomId) -> Sending | Receiving:
-        """The latest try of a room on a rank, in whatever incarnation."""
+        """Return the latest transfer of a room on a rank, in whatever incarnation."""
         oracle = self._stage.deployment.oracle
         every: list[Sending | Receiving] = [*oracle.sendings, *oracle.receivings]
         found = [one for one in every if one.rank == rank and one.request.room == room]
@@ -520,7 +523,7 @@ def _computing(worker: PrefillWorker, one: Sending, stop: int | None, *, is_last
 
 
 def pages(worker: Worker) -> dict[str, int]:
-    """Pages of the main component of a rank, by what holds them."""
+    """Count the pages of a rank's main component by state: free, held, quarantined."""
     counts = {"free": worker.pool.num_free(KV), "held": 0, "quarantined": 0}
     for one in worker.transfers:
         counts["quarantined" if one.memory is Memory.QUARANTINED else "held"] += len(one.lease.pages.get(KV, ()))

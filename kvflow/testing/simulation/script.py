@@ -1,25 +1,6 @@
-"""The language of scenarios: one statement a line, close to English. This file knows the words, `scenario` the acts.
+"""The language of scenarios: one statement per line, close to English.
 
-A scenario describes instances, says what engines, processes, network and transport do, and what must be seen then:
-
-    # What happened in the field, in one line.
-    prefill P: ranks 2, page 2
-    decode D: ranks 1, page 2
-    request 7: 4 tokens, P to D
-    P opens 7
-    D receives 7
-    hold writes to D
-    P finishes 7
-    run 10 ms
-    D aborts 7
-    run 10 ms
-    expect D 7: aborted, draining
-    release writes
-    run 10 ms
-    expect D 7: aborted, safe
-
-`P` means every rank of the instance, `P/1` one of them. When the last line is done everything is healed, and nothing
-may be left.
+This module parses it; `scenario` carries it out.
 """
 
 import re
@@ -32,20 +13,20 @@ from kvflow.errors import KvflowError
 __all__ = ["STATEMENTS", "ScenarioError", "Statement", "parse", "seconds"]
 
 MAX_FORMS: Final = 3
-"""Of statements that are shown for a line that cannot be parsed."""
+"""Maximum number of statements suggested for a line that cannot be parsed."""
 
 WORD_SIMILARITY: Final = 0.7
-"""From 0 to 1, as `difflib` counts it."""
+"""Minimum similarity of two words, from 0 to 1, as `difflib` computes it."""
 
 WHO: Final = r"\w[\w-]*(?:/\d+)?"
 DURATION: Final = r"[\d.]+ (?:ms|s)"
 
 
 class ScenarioError(KvflowError):
-    """A scenario does not say what can be done, or does not find what it expects.
+    """A scenario contains something that cannot be parsed or done, or an expectation is not met.
 
     Attributes:
-        line: Number of the line, or 0 if it is about the whole.
+        line: Number of the line, or 0 if the error concerns the whole scenario.
         text: The line.
         story: What had happened until then.
     """
@@ -55,7 +36,7 @@ class ScenarioError(KvflowError):
     story: tuple[str, ...] = ()
 
     def at(self, line: int, text: str, story: Sequence[str] = ()) -> "ScenarioError":
-        """The same error, told where and after what it came up."""
+        """Return this error, extended by the line where it occurred and the story until then."""
         self.line, self.text, self.story = line, text, tuple(story)
         self.values = {"line": line, "text": text, **self.values}
         return self
@@ -67,8 +48,8 @@ class Statement(NamedTuple):
     Attributes:
         line: Its number, from 1.
         text: As written.
-        act: Name of what to do.
-        values: With what.
+        act: Name of the act.
+        values: Arguments of the act.
     """
 
     line: int
@@ -78,18 +59,18 @@ class Statement(NamedTuple):
 
 
 def _options(text: str | None) -> dict[str, str]:
-    """Read `ranks 2, page 4`."""
+    """Parse `ranks 2, page 4`."""
     pairs = [part.rsplit(" ", 1) for part in (text or "").split(", ") if part]
     return {pair[0]: pair[1] if len(pair) > 1 else "" for pair in pairs}
 
 
 def _settings(text: str) -> dict[str, float]:
-    """Read `lease=1 drain=0.5`."""
+    """Parse `lease=1 drain=0.5`."""
     return {name: float(value) for name, value in (pair.split("=") for pair in text.split())}
 
 
 def seconds(text: str) -> float:
-    """Read `10 ms` or `2 s`."""
+    """Parse `10 ms` or `2 s` into seconds."""
     number, unit = text.split()
     return float(number) * (0.001 if unit == "ms" else 1.0)
 
@@ -136,7 +117,7 @@ STATEMENTS: Final = {
     "expect_anomaly": rf"expect (?P<who>{WHO}) ignored: (?P<kind>\w+)",
     "expect": rf"expect (?P<who>{WHO}) (?P<room>\d+): (?P<facts>\w+(?:, \w+)*)",
 }
-"""What can be said. The name of each is that of the act."""
+"""All statements, by the name of their act."""
 
 READERS: Final[dict[str, Callable[[str], Any]]] = {
     "options": _options,
@@ -154,10 +135,10 @@ _PATTERNS: Final = {act: re.compile(pattern) for act, pattern in STATEMENTS.item
 
 
 def parse(text: str) -> list[Statement]:
-    """Read a scenario.
+    """Parse a scenario.
 
     Raises:
-        ScenarioError: The first line does not say what happened, or a line is not understood.
+        ScenarioError: The first line does not begin with "# ", or a line cannot be parsed.
     """
     if not text.startswith("# "):
         raise ScenarioError("first line must begin with '# ' and say what happened in the field")
@@ -179,7 +160,7 @@ def _parse_line(number: int, line: str) -> Statement:
 
 
 def _similar_forms(line: str) -> list[str]:
-    """List the statements with the most words in common with a line, as somebody would write them."""
+    """List the statements that share the most words with a line, in the form that `_form` returns."""
     words = line.split()
     found: dict[str, int] = {}
     for form in map(_form, STATEMENTS.values()):

@@ -1,4 +1,4 @@
-"""What travels between processes, in words."""
+"""Messages between processes, as text for stories."""
 
 from typing import Final
 
@@ -9,13 +9,13 @@ from kvflow.wire.messages import Lookup, Message, Ping, Pong, Records, Register,
 __all__ = ["tell_message"]
 
 CHATTER: Final = (Ping, Pong, Register, Registered, Lookup, Records)
-"""Messages that no reader misses."""
+"""Messages that stories leave out."""
 
 SHOWN: Final = ("room", "generation", "seq", "ranges", "last", "staged", "failure", "detail", "drained", "fenced")
 
 
 def tell_message(payload: bytes) -> str | None:
-    """Return what a message is; None for what no reader misses."""
+    """Return a message as text; None if stories leave it out."""
     try:
         message = decode(payload)
     except RemoteProtocolError:

@@ -1,4 +1,4 @@
-"""Everything together: processes, network and transport on one clock and one source of chance."""
+"""The world: processes, network and transport with one clock and one source of chance."""
 
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -20,29 +20,30 @@ __all__ = ["REGISTRY", "World"]
 Result = TypeVar("Result")
 
 REGISTRY = "tcp://127.0.0.1:7100"
-"""Where the registry of a world is, once it was started."""
+"""Endpoint of the registry of a world, once it has been started."""
 
 THREAD_S = 0.002
-"""How long work in a thread takes, at most; it waits as long as a device takes."""
+"""Maximum duration of work in a thread, apart from waits for a device."""
 
 
 class World:
     """Processes in virtual time. Use it as a context manager.
 
     Args:
-        seed: Decides everything that is drawn.
-        faults: What goes wrong by chance; it can be changed at any time.
-        ends_with_process: The transport lands nothing any more once the process that wrote has ended.
+        seed: Determines everything that is drawn.
+        faults: Faults to inject; can be changed at any time.
+        ends_with_process: No bytes of a process land after its end.
         in_band_notices: The transport has in-band notices.
+        shows_last_bytes: An endpoint can tell when the last bytes of a dead process have landed.
         tells: Keep a story.
 
     Attributes:
-        loop: Runs everything.
-        rng: Draws everything.
+        loop: The event loop of all processes.
+        rng: Source of everything that is drawn.
         network: Carries messages.
         plane: Carries writes.
         processes: The latest process of each name.
-        pace: How long what is quick takes, in multiples of what it usually takes.
+        pace: Factor on the duration of quick operations.
         injected: Faults so far, by kind.
         story: What has happened, line by line, if it is kept.
     """
@@ -82,7 +83,7 @@ class World:
 
     @property
     def now(self) -> float:
-        """Virtual seconds since the beginning."""
+        """Virtual seconds since the start."""
         return self.loop.now
 
     def start(
@@ -91,9 +92,9 @@ class World:
         """Start a process.
 
         Args:
-            name: Of the process. A later one may have the name of one that has ended.
-            main: What it runs; it ends when this returns.
-            host: Where it runs: by default on a host of its own, which has the same name.
+            name: Name of the process. It may be that of a process that has ended.
+            main: What it runs; the process ends when this returns.
+            host: Host that it runs on; by default one of its own, with the same name.
         """
         process = Process(self.loop, name, host or name)
         self.processes[name] = process
@@ -102,7 +103,7 @@ class World:
         return process.start(lambda: main(process))
 
     def start_registry(self, endpoint: str = REGISTRY) -> Process:
-        """Start a registry in a process of its own, with nobody in it."""
+        """Start an empty registry in a process of its own."""
 
         async def serve(process: Process) -> None:
             async with Registry(bind=endpoint, ports=self.ports(process)):
@@ -111,7 +112,7 @@ class World:
         return self.start("registry", serve)
 
     def ports(self, process: Process) -> Ports:
-        """The ports through which a rank in a process meets this world."""
+        """Return the ports that connect a rank in a process to this world."""
         rng = random.Random(self.rng.getrandbits(64))  # noqa: S311 - as above
 
         def run_in_thread(function: Callable[[], Result]) -> Awaitable[Result]:
@@ -126,36 +127,36 @@ class World:
         )
 
     def backend(self, process: Process, mapped: Mapping[int, bytearray] | None = None) -> SimulatedBackend:
-        """A transport for a rank in a process.
+        """Return a transport for a rank in a process.
 
         Args:
-            process: Whose rank it is.
-            mapped: Memory that the layout has at made-up addresses, by address; all other memory is real.
+            process: The process of the rank.
+            mapped: Memory that the layout places at made-up addresses, by address; all other memory is real.
         """
         return SimulatedBackend(self.plane, process, mapped)
 
     def run(self, lasts_s: float) -> None:
-        """Let some virtual seconds pass.
+        """Advance virtual time by some seconds.
 
         Raises:
-            Violation: An exception was caught by nobody, or somebody has found a promise broken.
+            Violation: An exception was not caught, or a promise was found broken.
         """
         self.loop.advance(lasts_s)
 
     def pause(self, process: Process, *, stalls: bool = True, stops_clock: bool = False) -> None:
-        """Stop a process; arguments as in `Process.pause`."""
+        """Pause a process; arguments as in `Process.pause`."""
         self.tell(f"{process} {'STOPPED' if stalls else 'BLOCKED'}{' with its clock' if stops_clock else ''}")
         process.pause(stalls=stalls, stops_clock=stops_clock)
         self.network.process_stopped(process)
 
     def resume(self, process: Process) -> None:
-        """Let a stopped process go on."""
+        """Resume a paused process."""
         if process.is_alive and not process.is_running:
             self.tell(f"{process} goes on")
             process.resume()
 
     def heal(self) -> None:
-        """Let nothing go wrong any more, mend what is cut, and let every stopped process go on."""
+        """Inject no more faults, mend every cut link, and resume every paused process."""
         self.faults = NO_FAULTS
         self.network.heal()
         self.plane.hasten()
@@ -174,7 +175,7 @@ class World:
             self.tell(f"  fault: {kind}")
 
     def close(self) -> None:
-        """End everything."""
+        """End all processes and close the event loop."""
         self.story, story = None, self.story
         for process in self.processes.values():
             process.end()

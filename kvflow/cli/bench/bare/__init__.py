@@ -1,1 +1,1 @@
-"""Transports without kvflow, as good as they can be made: what kvflow is compared with."""
+"""Optimized transports without kvflow, which kvflow is compared with."""

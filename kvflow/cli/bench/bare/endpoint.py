@@ -1,4 +1,4 @@
-"""What the bare loops need of a transport, and which ones there are."""
+"""The interface that the bare loops require of a transport, and its implementations."""
 
 import abc
 from typing import Any
@@ -11,9 +11,9 @@ __all__ = ["BareEndpoint", "open_endpoint"]
 
 
 class BareEndpoint(abc.ABC):
-    """One side of a transport without kvflow. One thread makes all calls.
+    """One side of a transport without kvflow. All calls are made on one thread.
 
-    What moves is a room: its bytes first, then its number as a notice.
+    It moves rooms: first the bytes of a room, then its number as a notice.
     """
 
     @abc.abstractmethod
@@ -22,31 +22,31 @@ class BareEndpoint(abc.ABC):
 
     @abc.abstractmethod
     def connect(self, address: bytes) -> None:
-        """Get ready to write to the other side."""
+        """Prepare to write to the other side."""
 
     @abc.abstractmethod
     def prepare(self, tables: Tables) -> Any:
-        """Work out as much of a request as can be known before it starts."""
+        """Compute as much of a request as can be known before it starts."""
 
     @abc.abstractmethod
     def start(self, work: Any, room: int) -> Any:
-        """Start to write what was prepared; gives what `is_done` wants."""
+        """Start to write what was prepared; return the argument for `is_done`."""
 
     @abc.abstractmethod
     def is_done(self, started: Any) -> bool:
-        """Make progress, and say whether a write has ended. Not asked again afterwards."""
+        """Make progress, and return whether a write has ended. Not called again after that."""
 
     @abc.abstractmethod
     def announce(self, room: int) -> None:
-        """Tell the other side that a room may come."""
+        """Tell the other side that a room can be sent."""
 
     @abc.abstractmethod
     def poll(self) -> list[int]:
-        """Make progress, and give the rooms whose notices have arrived."""
+        """Make progress, and return the rooms whose notices have arrived."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End it; nothing is under way any more."""
+        """Close the endpoint; no write is in flight."""
 
 
 def open_endpoint(options: SideOptions, pool: PagePool) -> BareEndpoint:

@@ -1,4 +1,4 @@
-"""The straight loops of both sides. They block their thread; times are nanoseconds of the machine's monotonic clock."""
+"""The busy loops of both sides, which block their thread. Times are nanoseconds of the machine's monotonic clock."""
 
 import time
 from collections import deque
@@ -14,10 +14,10 @@ PATIENCE_NS: Final = 240_000_000_000
 
 
 class Napper:
-    """What a loop does while there is nothing to do: nothing, or sleep a little.
+    """What a loop does when there is nothing to do: nothing, or a short sleep.
 
     Args:
-        nap_s: How long; 0 to try again at once.
+        nap_s: Length of the sleep; 0 to retry at once.
     """
 
     def __init__(self, nap_s: float) -> None:
@@ -25,10 +25,10 @@ class Napper:
         self._give_up_ns = time.monotonic_ns() + PATIENCE_NS
 
     def rest(self) -> None:
-        """Be idle for once.
+        """Take one nap.
 
         Raises:
-            BackendError: It has been going on for too long: the other side is gone.
+            BackendError: The loop has run for too long: the other side is gone.
         """
         if self._nap_s:
             time.sleep(self._nap_s)
@@ -37,7 +37,7 @@ class Napper:
 
 
 def send_announced(endpoint: BareEndpoint, works: Sequence[Any], rooms: Iterable[int], napper: Napper) -> list[int]:
-    """Send rooms one at a time, each when the receiver waits for it; give the times at which they began."""
+    """Send rooms one at a time, each when the receiver waits for it; return their start times."""
     began, told = [], set[int]()
     for number, room in enumerate(rooms):
         while room not in told:
@@ -52,7 +52,7 @@ def send_announced(endpoint: BareEndpoint, works: Sequence[Any], rooms: Iterable
 
 
 def receive_announced(endpoint: BareEndpoint, rooms: Iterable[int], napper: Napper) -> list[int]:
-    """Receive rooms one at a time; give the times at which their notices arrived."""
+    """Receive rooms one at a time; return the arrival times of their notices."""
     arrived = []
     for room in rooms:
         endpoint.announce(room)
@@ -63,7 +63,7 @@ def receive_announced(endpoint: BareEndpoint, rooms: Iterable[int], napper: Napp
 
 
 def send_lanes(endpoint: BareEndpoint, works: Sequence[Any], rooms: Sequence[int], lanes: int, napper: Napper) -> None:
-    """Send rooms with so many under way at once; each lane takes its next room when its last one has ended."""
+    """Send rooms with `lanes` in flight at once; each lane starts its next room when its last one has ended."""
     waiting = deque(range(min(lanes, len(rooms))))
     running: dict[int, Any] = {}
     while waiting or running:
@@ -80,7 +80,7 @@ def send_lanes(endpoint: BareEndpoint, works: Sequence[Any], rooms: Sequence[int
 
 
 def receive_lanes(endpoint: BareEndpoint, rooms: Iterable[int], napper: Napper) -> list[int]:
-    """Receive rooms in any order; give the times at which notices arrived, in that order."""
+    """Receive rooms in any order; return the arrival times of notices, in that order."""
     arrived: list[int] = []
     missing = set(rooms)
     while missing:

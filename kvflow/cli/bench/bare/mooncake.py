@@ -1,6 +1,6 @@
-"""Mooncake without kvflow: each descriptor submitted and asked about in a straight loop.
+"""Mooncake without kvflow: submits and polls each descriptor in a busy loop.
 
-It has no notices worth having, so a room's number is written into a cell of the peer's memory after its last byte.
+Its own notices are not usable, so a room's number is written into a cell of the peer's memory after its last byte.
 """
 
 from collections import deque
@@ -21,10 +21,10 @@ from kvflow.errors import BackendError, RegistrationError
 __all__ = ["BareMooncake"]
 
 WINDOW: Final = 64
-"""Descriptors of one request under way at once, as many as kvflow has."""
+"""Descriptors of one request in flight at once, as many as in kvflow."""
 
 LOOK_AHEAD: Final = 8
-"""Of them, how many that run are seen before the rest is not asked about; they end nearly in order."""
+"""Running descriptors found before the remaining ones are not polled; they end nearly in order."""
 
 CELLS: Final = 1024
 CELL_BYTES: Final = 8
@@ -39,7 +39,7 @@ class _Address(msgspec.Struct):
 
 
 class _Write:
-    """A request on its way: rows still to be started, and ids that run."""
+    """A request in flight: rows to submit, and ids of running transfers."""
 
     def __init__(self, rows: Sequence[Row], notice: Row) -> None:
         self.rows = deque(rows)
@@ -150,7 +150,7 @@ class BareMooncake(BareEndpoint):
 
 
 def _runs(tables: Tables) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where pages begin that follow each other on both sides, and how many there are."""
+    """Return the starts and lengths of runs of pages that are consecutive on both sides."""
     joins = (np.diff(tables.src) == 1) & (np.diff(tables.dst) == 1)
     starts = np.append(0, np.flatnonzero(~joins) + 1)
     return starts, np.diff(np.append(starts, len(tables.src)))

@@ -1,4 +1,4 @@
-"""NIXL without kvflow: an agent of the same kind, with descriptor lists that were prepared when it met its peer."""
+"""NIXL without kvflow: a similar agent, with descriptor lists prepared when it connects to its peer."""
 
 import struct
 import time
@@ -37,10 +37,10 @@ class _Work(NamedTuple):
 
 
 class BareNixl(BareEndpoint):
-    """A NIXL agent with UCX, set up as kvflow sets up its own.
+    """A NIXL agent with UCX, configured like kvflow's own.
 
     Args:
-        name: Of the agent.
+        name: Name of the agent.
         pool: Memory to write from or to.
     """
 
@@ -101,7 +101,7 @@ class BareNixl(BareEndpoint):
         self._agent = None
 
     def _strided(self, base: int) -> Words:
-        """One run of pages for each tensor: (address, length, device, stride, count)."""
+        """Return one run of pages for each tensor: (address, length, device, stride, count)."""
         size, count, step = self._pool.shape.page_bytes, self._pool.num_pages, self._pool.tensor_bytes
         rows = [(base + number * step, size, 0, size, count) for number in range(self._pool.shape.num_tensors)]
         return np.array(rows, np.uint64)

@@ -1,4 +1,4 @@
-"""The tests, by what they are about."""
+"""The tests, by subject."""
 
 from kvflow.testing.contract.suite.blocks import BlockContract
 from kvflow.testing.contract.suite.closing import ClosingContract
@@ -22,4 +22,4 @@ class BackendContract(
     ClosingContract,
     ProcessContract,
 ):
-    """Everything that a transport has to do. Subclass it under a name that starts with "Test", and set `backend`."""
+    """The full contract of a transport. Subclass it under a name that starts with "Test", and set `backend`."""

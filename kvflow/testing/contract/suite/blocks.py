@@ -1,4 +1,4 @@
-"""Writes that name blocks instead of addresses."""
+"""Writes that refer to blocks instead of addresses."""
 
 import functools
 import itertools
@@ -28,18 +28,18 @@ OUTSIDE: Final = {
     "second block behind": ((0, 64, SIZE, 2), 0),
     "other device": ((0, 64, 64, 4), 1),
 }
-"""A run that does not lie in the buffer, and what is added to the device id."""
+"""A run outside the buffer, and an offset of the device id."""
 
 
 def runs(endpoint: Endpoint, *described: tuple[int, int, int, int]) -> Words:
-    """One side of block lists: for each run offset, bytes of a block, bytes from block to block, and blocks."""
+    """Return one side of block lists: for each run its offset, bytes of a block, block distance, and block count."""
     device = endpoint.buffer.device_id
     rows = [(endpoint.address + start, length, device, step, count) for start, length, step, count in described]
     return np.array(rows, np.uint64)
 
 
 def two_runs(source: Endpoint, target: Endpoint) -> BlockLists:
-    """Pages with gaps between them, and the first of their cells in a row; the target has more of both."""
+    """Return lists of pages with gaps, and of adjacent cells at the start; the target has more of both."""
     sides = ((source, PAGES_HERE), (target, PAGES_THERE))
     return BlockLists(*(runs(side, (0, PAGE, PAGE + GAP, pages), (0, CELL, CELL, pages * 16)) for side, pages in sides))
 
@@ -53,7 +53,7 @@ class BlockContract(ContractBase):
     """`post_blocks`."""
 
     async def test_every_block_arrives_and_no_other_byte_changes(self) -> None:
-        """Single blocks, rows of neighbours on one side or both, and cells behind the pages."""
+        """Check single blocks, rows of neighbours on one or both sides, and cells behind the pages."""
         async with self.open_some(SIZE) as (source, target):
             lists = two_runs(source, target)
             pages = [(3, 7), (4, 8), (5, 9), (0, 20), (1, 30), (23, 39)]
@@ -69,7 +69,7 @@ class BlockContract(ContractBase):
             await check_one_post(source, target, expected, post_id=7, notice=b"done")
 
     async def test_lists_may_change_from_post_to_post(self) -> None:
-        """A peer that wants different cells than before connects again while earlier posts are under way."""
+        """A peer that wants other cells than before reconnects while earlier posts are in flight."""
         async with self.open_some(SIZE) as (source, target):
             lists = [two_runs(source, target) for _ in range(3)]
             before, expected = source.buffer.read(), target.buffer.read()
@@ -95,7 +95,10 @@ class BlockContract(ContractBase):
             assert {end.error for end in source.ends()} == {None}
 
     async def test_lists_of_memory_that_is_not_registered_are_refused(self) -> None:
-        """The bad run hides behind a good one. Of both the first block is named, and of the bad one also the last."""
+        """The bad run follows a good one.
+
+        The post names the first block of both, and also the last block of the bad one.
+        """
         good = ((0, 64, 64, 4), (256, 64, 64, 4))
         accepted: list[str] = []
         async with self.open_some(SIZE) as (source, target):
@@ -109,7 +112,7 @@ class BlockContract(ContractBase):
                 named = [0, 4, 4 + run[3] - 1], [0, 4, 7]
                 bad_blocks = blocks(lists, *(named if is_source else named[::-1]))
                 posts = [functools.partial(source.post, post_id, target, bad_blocks, b"bad") for post_id in (8, 9)]
-                if not all(is_refused(post) for post in posts):  # the second may meet what the first has prepared
+                if not all(is_refused(post) for post in posts):  # the second may use what the first has prepared
                     accepted.append(f"{case} of the {side}")
             assert accepted == []
             await check_only_this_arrives(source, target)

@@ -1,4 +1,4 @@
-"""The end of an endpoint, and of its peers."""
+"""Closing of an endpoint, and of its peers."""
 
 import anyio
 import anyio.lowlevel
@@ -16,16 +16,16 @@ NUM_SLOTS = 40
 
 
 def post_every_slot(source: Endpoint, target: Endpoint, notice: bytes = b"") -> None:
-    """Post one write for each slot; the slot is its id."""
+    """Post one write for each slot, with the slot as its id."""
     for slot in range(NUM_SLOTS):
         source.post(slot, target, copies(source, target, (slot * SLOT,), SLOT), notice)
 
 
 class ClosingContract(ContractBase):
-    """`aclose`, on this side and on the other."""
+    """`aclose`, on either side."""
 
     async def test_closing_gives_every_post_its_end(self) -> None:
-        """Those that ended well have arrived. Unless something lingers, nothing moves after the fence."""
+        """Successful posts have arrived. Unless a write lingers, nothing lands after the fence."""
         async with self.open_some(NUM_SLOTS * SLOT) as (source, target):
             post_every_slot(source, target)
             await source.close()
@@ -38,18 +38,18 @@ class ClosingContract(ContractBase):
                 assert np.array_equal(target.buffer.read(), after)
 
     async def test_closing_without_waiting_leaves_the_source_alone(self) -> None:
-        """What the pages hold after their posts have ended is never sent: it arrives nowhere."""
+        """What is written to the pages after their posts have ended is never sent."""
         async with self.open_some(NUM_SLOTS * SLOT, count=3, impatient=True) as (source, target, other):
             post_every_slot(source, target)
             await source.close()
             source.buffer.write(0, np.zeros(NUM_SLOTS * SLOT, np.uint8))
-            await write(other, target, 1)  # whatever is still on its way may come first
+            await write(other, target, 1)  # writes in flight may land first
             await anyio.lowlevel.checkpoint()
             assert target.buffer.read().all()
 
     @pytest.mark.parametrize("moment", ["before the post", "right after the post", "while posts run", "after its end"])
     async def test_posts_to_a_target_that_closes_end_once(self, moment: str) -> None:
-        """A transport may not notice that the target is gone, so the ends may come only from closing the source."""
+        """A transport may not notice that the target is gone, so posts may end only when the source closes."""
         async with self.open_some(NUM_SLOTS * SLOT, impatient=True) as (source, target):
             if moment == "before the post":
                 await target.close()

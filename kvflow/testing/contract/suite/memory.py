@@ -1,4 +1,4 @@
-"""Registration, kinds of memory, high addresses, and memory that is looked at."""
+"""Registration, kinds of memory, high addresses, and views of memory."""
 
 import functools
 from collections.abc import AsyncIterator, Sequence
@@ -48,7 +48,7 @@ class MemoryContract(ContractBase):
                 backend.metadata()
 
     async def test_memory_is_registered_once(self) -> None:
-        """A second layout is refused, whether it is the same or another, and the first one goes on working."""
+        """A second layout is refused, whether it is the same or another, and the first one continues to work."""
         async with self.open_some() as (source, target):
             metadata, other = target.backend.metadata(), self.new_buffer(SIZE)
             for endpoint in (source, target):
@@ -59,7 +59,7 @@ class MemoryContract(ContractBase):
             await write(source, target, 1)
 
     async def test_memory_of_an_endpoint_that_was_closed_can_be_registered_again(self) -> None:
-        """An engine restarts its ranks on the pools that it has."""
+        """An engine restarts its ranks on its existing pools."""
         buffers = [self.new_buffer(SIZE) for _ in range(2)]
         for incarnation in range(3):
             async with self._opened(buffers, seed=incarnation) as (source, target):
@@ -105,7 +105,7 @@ class MemoryContract(ContractBase):
                 assert not target.buffer.read(start + SIZE, start + 2 * SIZE).any()
 
     async def test_addresses_with_bit_63(self) -> None:
-        """Sums of them must not pass through signed or floating numbers; the low bits would be lost."""
+        """Sums of such addresses must not pass through signed or floating-point numbers, which lose low bits."""
         buffers = [HostBuffer(SIZE, 2**63 + 0x1000), HostBuffer(SIZE, 2**64 - SIZE)]
         async with AsyncExitStack() as stack:
             backends = [self.new_backend_for(buffer) for buffer in buffers]

@@ -1,4 +1,4 @@
-"""What peers tell each other, which is not trusted."""
+"""Metadata from peers, which is not trusted."""
 
 import functools
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from kvflow.testing.endpoints import Endpoint, copies, fresh_name, random_bytes,
 __all__ = ["MetadataContract"]
 
 FOREIGN = PeerMetadata("carrier pigeon", b"loft 3", RegisteredMemory((MemoryRange(4096, 64),), "DRAM", 0)).pack()
-"""As another transport would say it in kvflow's own form."""
+"""Metadata of another transport, in kvflow's own format."""
 
 
 def flipped(position: int) -> Callable[[bytes], bytes]:
-    """Metadata with one bit changed."""
+    """Return a function that flips one bit of metadata."""
 
     def change(blob: bytes) -> bytes:
         changed = bytearray(blob)
@@ -45,14 +45,14 @@ DAMAGES: Final[dict[str, Callable[[bytes], bytes]]] = {
     "noise": lambda blob: random_bytes(len(blob), seed=1).tobytes(),
     "other transport": lambda _: FOREIGN,
 }
-"""What is made of good metadata."""
+"""Ways to damage good metadata."""
 
 
 class MetadataContract(ContractBase):
-    """`metadata`, and what `connect` makes of it."""
+    """`metadata`, and its validation by `connect`."""
 
     async def test_damaged_or_foreign_metadata_is_refused(self) -> None:
-        """The peer is not connected by it, and can be connected with the right one."""
+        """Damaged metadata does not connect the peer; intact metadata still does."""
         accepted: list[str] = []
         async with self.open_some() as (source, target):
             await source.backend.disconnect(target.name)
@@ -65,7 +65,7 @@ class MetadataContract(ContractBase):
 
     @staticmethod
     async def _is_connect_refused(source: Endpoint, target: Endpoint, metadata: bytes) -> bool:
-        """Return whether connecting is refused, and posting after it."""
+        """Return whether connecting is refused, and posting afterwards."""
         try:
             await source.backend.connect(target.name, metadata)
         except BackendError:

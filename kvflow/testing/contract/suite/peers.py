@@ -1,4 +1,4 @@
-"""Peers come, go, and come back."""
+"""Peers that connect, disconnect and return."""
 
 import anyio
 import pytest
@@ -29,7 +29,7 @@ class PeerContract(ContractBase):
             await write(source, target, 1)
 
     async def test_one_side_alone_can_connect(self) -> None:
-        """A decode rank is written to by peers that it was never connected to."""
+        """Peers write to a decode rank that has never connected to them."""
         async with self.open_one() as source, self.open_one(seed=1) as target:
             await source.connect(target)
             await write(source, target, 1)
@@ -94,7 +94,7 @@ class PeerContract(ContractBase):
             await write(source, target, 2)
 
     async def test_a_peer_that_restarts_under_its_old_name_is_reached_once_it_is_connected_anew(self) -> None:
-        """The pages of its first incarnation are nobody's: they must not change any more."""
+        """The pages of its earlier incarnations have no owner, and must not change any more."""
         name, earlier = fresh_name("restarted"), list[Endpoint]()  # keeps their memory allocated
         async with self.open_one() as source:
             for incarnation in range(3):

@@ -28,7 +28,7 @@ NO_OPTIONS: Final[Mapping[str, object]] = {}
 
 
 class Target:
-    """An endpoint on host memory in a process of its own; see `kvflow.testing.target`."""
+    """An endpoint on host memory in its own process; see `kvflow.testing.target`."""
 
     def __init__(self, name: str, process: anyio.abc.Process) -> None:
         if process.stdin is None or process.stdout is None:
@@ -46,17 +46,17 @@ class Target:
         self.address, self.metadata = int(address), bytes.fromhex(metadata)
 
     async def count(self, value: int) -> int:
-        """Ask how many of its bytes have a value."""
+        """Return how many of its bytes have a value."""
         await self._stdin.send(b"%d\n" % value)
         return int(await self._line())
 
     async def kill(self) -> None:
-        """End it as SIGKILL does."""
+        """Kill it with SIGKILL."""
         self.process.kill()
         await self.process.wait()
 
     def pieces(self, source: Endpoint, *numbers: int) -> Descriptors:
-        """Describe copies of some pieces of the source to the same place there."""
+        """Describe copies of some pieces of the source to the same places in the target."""
         src = descriptors_of(source, [number * PIECE for number in numbers], PIECE)
         dst = src.copy()
         dst[:, 0] += np.uint64((self.address - source.address) % 2**64)
@@ -71,7 +71,7 @@ class Target:
 async def target_process(
     backend: str, num_bytes: int, *, name: str | None = None, options: Mapping[str, object] = NO_OPTIONS
 ) -> AsyncIterator[Target]:
-    """Start a process with so much memory to write to; it is killed at the end."""
+    """Start a process with `num_bytes` of memory to write to; it is killed on exit."""
     name = name or fresh_name("process")
     words = [backend, json.dumps(dict(options)), name, str(num_bytes)]
     async with await anyio.open_process(
@@ -87,11 +87,11 @@ async def target_process(
 
 
 class ProcessContract(ContractBase):
-    """What only another process can do. Its memory is host memory, also for tests of other kinds."""
+    """Behaviour that requires another process. That process uses host memory, even in tests of other kinds."""
 
     @asynccontextmanager
     async def open_target(self, name: str | None = None) -> AsyncIterator[Target]:
-        """Start a process with an endpoint; it is killed at the end."""
+        """Start a process with an endpoint; it is killed on exit."""
         if not self.reaches_other_processes:
             pytest.skip("works inside one process")
         if "DRAM" not in self.new_backend().capabilities.memory_kinds:
@@ -112,7 +112,7 @@ class ProcessContract(ContractBase):
                     await source.backend.disconnect(target.name)
 
     async def test_posts_to_a_process_that_is_killed_end_once_and_hold_up_nobody(self) -> None:
-        """Killed while they run: some have arrived, the others end with an error, at the latest by closing."""
+        """Posts in flight may have arrived when it dies; the others end with an error, on closing at the latest."""
         async with self.open_target() as target, self.open_some(SIZE, impatient=True) as (source, other):
             await source.backend.connect(target.name, target.metadata)
             for number in range(NUM_PIECES):

@@ -1,4 +1,4 @@
-"""Ranges that are not registered. Libraries crash on them, or write to the wrong place."""
+"""Ranges that are not registered, on which libraries crash, or write to the wrong place."""
 
 import functools
 import itertools
@@ -21,14 +21,14 @@ OUTSIDE: Final = {
     "zero length": (0, 0, 0),
     "zero length at the end": (SIZE, 0, 0),
 }
-"""Start in the buffer, length, and what is added to the device id."""
+"""Start in the buffer, length, and an offset of the device id."""
 
 
 class RangeContract(ContractBase):
-    """What `post` checks before anything moves."""
+    """Checks that `post` makes before anything moves."""
 
     async def test_a_range_that_is_not_registered_is_refused(self) -> None:
-        """The bad descriptor hides between good ones, and none of them is written."""
+        """The bad descriptor is between good ones, and none of them is written."""
         accepted: list[str] = []
         async with self.open_some(SIZE) as (source, target):
             for side, (case, (start, length, device)) in itertools.product(("source", "target"), OUTSIDE.items()):

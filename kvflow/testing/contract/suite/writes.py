@@ -1,4 +1,4 @@
-"""Writes, their ends, and their notices."""
+"""Writes, their completions, and their notices."""
 
 import functools
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ NUM_SLOTS = 48
 
 SMALL: Final = ((1, 1), (1, 4096), (100, 1), (100, 777), (5000, 16), (100_000, 24))
 LARGE: Final = ((3, 16 * MIB), (1, 64 * MIB))
-"""How many pieces one post has, and their length in bytes."""
+"""Number of pieces of a post, and their length in bytes."""
 
 GAP: Final = 3
 """Bytes between pieces."""
 
 LONGEST_NOTICE = 128 * 1024
-"""A notice brings the engine's metadata, 64 KiB by default, and some hundred bytes more."""
+"""A notice contains the engine's metadata, 64 KiB by default, and some hundred bytes more."""
 
 
 class WriteContract(ContractBase):
-    """`post`, its events, and what they promise to each other."""
+    """`post`, and the order and meaning of its events."""
 
     @pytest.mark.parametrize("shapes", [SMALL, LARGE], ids=["small", "large"])
     async def test_every_byte_arrives_and_no_other_changes(self, shapes: Sequence[tuple[int, int]]) -> None:
@@ -80,7 +80,7 @@ class WriteContract(ContractBase):
             assert np.array_equal(target.buffer.read(), np.tile(source.buffer.read(128, 192), len(places)))
 
     async def test_pages_may_change_once_their_post_has_ended(self) -> None:
-        """The transport reads them no more: what had arrived stays, and the next post sends what is there now."""
+        """The transport no longer reads them: what has arrived stays, and the next post sends the new content."""
         async with self.open_some(NUM_SLOTS * SLOT) as (source, target):
             sent = source.buffer.read()
             for slot in range(NUM_SLOTS):
@@ -94,7 +94,7 @@ class WriteContract(ContractBase):
             assert np.array_equal(target.buffer.read(), sent)
 
     async def test_notices_come_once_each_and_after_their_bytes_in_both_directions_at_once(self) -> None:
-        """Even slots are written one way and odd ones the other, all posted before anything is taken."""
+        """Even slots are written one way and odd ones the other, all posted before any event is handled."""
         async with self.open_some(2 * NUM_SLOTS * SLOT) as endpoints:
             pairs = [(endpoints[0], endpoints[1]), (endpoints[1], endpoints[0])]
             for parity, (source, target) in enumerate(pairs):
@@ -147,7 +147,7 @@ class WriteContract(ContractBase):
             assert sorted(hub.notices()) == [b"to the hub 0", b"to the hub 1", b"to the hub 2"]
 
     async def test_large_and_small_posts_to_several_peers_all_end(self) -> None:
-        """Posted in turns, so that each peer always has some under way."""
+        """Peers take turns, so that each always has posts in flight."""
         async with self.open_some(4 * MIB, count=4) as (source, *targets):
             for post_id in range(30):
                 target, size = targets[post_id % 3], (64, SLOT, MIB)[post_id % 4 % 3]
@@ -159,7 +159,7 @@ class WriteContract(ContractBase):
                 assert same(source, target, 0, MIB)
 
     async def test_the_next_write_can_be_posted_when_the_last_one_is_reported(self) -> None:
-        """From inside the callback, which is not called again before it has returned."""
+        """The next write is posted inside the callback, which is not called again before it has returned."""
         async with self.open_some(NUM_SLOTS * SLOT) as (source, target):
             depths: list[int] = []
             depth = 0
@@ -184,13 +184,13 @@ class WriteContract(ContractBase):
             assert sorted(int(notice) for notice in target.notices()) == list(range(NUM_SLOTS))
 
     def skip_without_in_band_notices(self, endpoint: Endpoint) -> None:
-        """Skip the test if notices go over the control channel."""
+        """Skip the test if notices use the control channel."""
         if not endpoint.backend.capabilities.in_band_notices:
             pytest.skip("has no notices of its own")
 
 
 async def receive_and_check(target: Endpoint, source: Endpoint) -> None:
-    """Take notices, each with the number of a slot that must already be filled."""
+    """Receive notices; each contains the number of a slot that must have arrived already."""
     target.backend.watch(active=True)
     while len(target.notices()) < NUM_SLOTS or len(target.ends()) < NUM_SLOTS:
         for event in await target.take():
@@ -200,5 +200,5 @@ async def receive_and_check(target: Endpoint, source: Endpoint) -> None:
 
 
 def has_both(endpoint: Endpoint) -> bool:
-    """Whether a post has ended and a notice has come."""
+    """Return whether a post has ended and a notice has arrived."""
     return bool(endpoint.ends() and endpoint.notices())
