@@ -1,14 +1,8 @@
-<<<<<<< HEAD
-"""Run a command that does not outlive the thread that started it, nor do the processes that it starts.
+"""Runs a command that does not outlive the thread that started it, and nor do the processes that it starts.
 
 `python -m kvflow.cli.mortal PARENT PROGRAM ...`, where PARENT is the process ID of whoever starts it, in a process
 group of its own. The kernel ends children with their parent, but not grandchildren: an engine's server that is killed
 leaves its workers behind.
-=======
-"""Runs a command that does not outlive the thread that started it.
-
-`python -m kvflow.cli.mortal PARENT PROGRAM ...`, where PARENT is the process ID of the parent.
->>>>>>> prose-engines
 """
 
 import ctypes
@@ -24,7 +18,6 @@ PR_SET_PDEATHSIG: Final = 1
 PARENT_HAS_ENDED: Final = signal.SIGHUP
 
 
-<<<<<<< HEAD
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel signal this process when the thread that started it ends. A parent already gone is missed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
@@ -40,21 +33,6 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: command.terminate())
     status = command.wait()
     return 128 - status if status < 0 else status
-=======
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends.
-
-    A parent that has ended already is missed.
-    """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def main() -> None:
-    """Replace this process by the command, unless the parent ended before `end_with_parent` took effect."""
-    end_with_parent()
-    if os.getppid() == int(sys.argv[1]):
-        os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the purpose of this module
->>>>>>> prose-engines
 
 
 if __name__ == "__main__":
