@@ -74,7 +74,7 @@ class Cost(NamedTuple):
 
 
 class PieceSlots(NamedTuple):
-    """Staging slots of a packed piece: where it is gathered, and where it is written to."""
+    """Staging slots of a packed piece: the local one to gather it in, and the remote one to write it to."""
 
     local: int
     remote: int
