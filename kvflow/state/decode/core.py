@@ -405,7 +405,7 @@ class DecodeCore:
         """Forget a rank that stayed silent, or close its connection, unless a transfer still waits for its proof."""
         if peer not in self.peers and self.instances.is_handshaking(peer):  # the connection is in use again
             return []
-        if peer not in self.peers and self.peers.has_ended(peer):  # its last words have come by now, or never will
+        if peer not in self.peers and self.peers.has_ended(peer):  # its last messages have arrived or never will
             return self.peers.close(peer)
         if self.rooms.involve(peer):
             self.peers.lost(peer, now)
