@@ -87,7 +87,7 @@ class PageMemory:
         self._bases = copier.bases(layout, view)
 
     def find(self, slices: Sequence[RegionSlice]) -> dict[str, PackedSlices]:
-        """Find the slices of a route at addresses in this process; valid as long as the peer is known.
+        """Find the slices of a route at addresses in this process. Callers cache the result for each peer.
 
         Raises:
             PlanError: The route has a region slice that this rank does not have.

@@ -114,7 +114,7 @@ class Instances:
         self._number = 0
         self._attempts = itertools.count()
 
-    # What rooms want -------------------------------------------------------------------------------------------------
+    # Requests from rooms ---------------------------------------------------------------------------------------------
 
     def want(self, room: Room, now: float) -> list[DecodeEffect]:
         """Serve a room if its instance is connected; otherwise queue it, or fail it if the instance is unreachable.
@@ -184,7 +184,7 @@ class Instances:
             return []
         return self._decline(instance, opened.room, declined)
 
-    # What the directory and the compiler say -------------------------------------------------------------------------
+    # Answers from the directory and the compiler ---------------------------------------------------------------------
 
     def found(self, event: InstanceFound, now: float) -> list[DecodeEffect]:
         """Start the handshake with the ranks in a directory answer, if they differ from the current ones."""
@@ -315,7 +315,7 @@ class Instances:
             effects += self._say_hello(instance, peer, now, min(self._timeouts.retransmit_s / 4, MAX_HELLO_PAUSE_S))
         return effects
 
-    # What prefill ranks say ------------------------------------------------------------------------------------------
+    # Messages from prefill ranks -------------------------------------------------------------------------------------
 
     def welcomed(self, peer: PeerId, welcome: Welcome, now: float) -> list[DecodeEffect]:
         """Note that a rank has accepted its Hello, and start to ping it. The last one grants the waiting rooms."""

@@ -94,7 +94,7 @@ class Rooms:
         self._closed: ClosedGenerations[_Ended] = ClosedGenerations(MAX_CLOSED)
         self.held = HeldPages(settings.layout)
 
-    # What the engine wants -------------------------------------------------------------------------------------------
+    # Requests from the engine ----------------------------------------------------------------------------------------
 
     def open(self, opened: ReceiveOpened, now: float) -> Room:
         """Record a room; the caller grants, announces or fails it next.
@@ -178,7 +178,7 @@ class Rooms:
             effects += self._follow(room, room.stop(Signal.ABORTED, failure), now)
         return effects
 
-    # What prefill ranks say ------------------------------------------------------------------------------------------
+    # Messages from prefill ranks -------------------------------------------------------------------------------------
 
     def notice(self, notice: Notice, sender: PeerId | None, now: float) -> list[DecodeEffect]:
         """Process a notice for the transfer it names; `sender` is None if it arrived in band."""
@@ -219,7 +219,7 @@ class Rooms:
         )
         return [SendMessage(peer, released)]
 
-    # What becomes of prefill ranks -----------------------------------------------------------------------------------
+    # Connection and loss of prefill ranks ----------------------------------------------------------------------------
 
     def peer_connected(self, rank: ConnectedRank) -> list[DecodeEffect]:
         """Ask a rank that has connected, perhaps again, for the proofs that rooms wait for."""
@@ -263,7 +263,7 @@ class Rooms:
         """Return the ranks whose staging slots are being read."""
         return {peer: None for room in self.rooms.values() for peer in room.scattered_peers()}
 
-    # What the stages say ---------------------------------------------------------------------------------------------
+    # Reports from the stages -----------------------------------------------------------------------------------------
 
     def verified(self, generation: int, failure: Failure | None, now: float) -> list[DecodeEffect]:
         """Handle the result of a digest check; the transfer may be over by now."""

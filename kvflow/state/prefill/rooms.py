@@ -127,7 +127,7 @@ class Rooms:
         self._failed: dict[RoomId, _FailedRoom] = {}
         self._declined: dict[RoomId, dict[RankId, Failure]] = {}
 
-    # What the engine wants -------------------------------------------------------------------------------------------
+    # Requests from the engine ----------------------------------------------------------------------------------------
 
     def open(self, room: RoomId, now: float) -> list[PrefillEffect]:
         """Open a room, and serve the grants and announcements that have arrived before.
@@ -199,7 +199,7 @@ class Rooms:
             effects += self._follow(room, room.stop(Signal.ABORTED, failure), now)
         return effects
 
-    # What decode ranks want ------------------------------------------------------------------------------------------
+    # Requests from decode ranks --------------------------------------------------------------------------------------
 
     def grant(
         self,
@@ -375,7 +375,7 @@ class Rooms:
             effects += self._context.refuse(DeliveryId(room, peer, asked.generation), failure)
         return effects
 
-    # What the stages say ---------------------------------------------------------------------------------------------
+    # Reports from the stages -----------------------------------------------------------------------------------------
 
     def data_ready(self, event: DataReady, now: float) -> list[PrefillEffect]:
         """Queue pieces whose data is ready; fail the room if the device has failed."""
