@@ -103,8 +103,10 @@ def expected_bytes(
     The sender reports them in its notice, and the receiver checks them.
 
     Args:
-        expected: Expected bytes by component. ranges: Tokens of the part, for some of these components. wanted: All
-        tokens of the transfer, for the same components. layers: Layers of the part.
+        expected: Expected bytes by component.
+        ranges: Tokens of the part, for some of these components.
+        wanted: All tokens of the transfer, for the same components.
+        layers: Layers of the part.
     """
     total = 0
     for name, tokens in ranges.items():

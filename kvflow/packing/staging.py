@@ -29,7 +29,8 @@ class StagingMemory:
     """Memory for packed pieces. It must live as long as it is registered with the transport.
 
     Args:
-        num_bytes: Size in bytes. copier: Copier for the kind of memory that the pages are in.
+        num_bytes: Size in bytes.
+        copier: Copier for the kind of memory that the pages are in.
 
     Attributes:
         range: Its address and length.

@@ -68,7 +68,8 @@ class DeliveryWait(NamedTuple):
 
     Attributes:
         outcome: Waits for its outcome.
-        post: Waits for a post to end. answer: Waits for the decode rank to acknowledge that everything is written.
+        post: Waits for a post to end.
+        answer: Waits for the decode rank to acknowledge that everything is written.
     """
 
     outcome: bool = True
