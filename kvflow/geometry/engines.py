@@ -194,7 +194,7 @@ def group_concurrent_contiguous(src: PageIndices, dst: PageIndices) -> tuple[Ind
 
     Args:
         src: Flat integers of any width.
-        dst: As many, paired with `src`.
+        dst: Equally many integers, paired with `src`.
 
     Returns:
         The groups of `src` and of `dst`, equal in number and lengths; `([], [])` if either list is empty.

@@ -20,7 +20,7 @@ class Cells(NamedTuple):
     """Runs of bytes at regular distances, none of which overlap each other.
 
     Attributes:
-        address: Of the first run.
+        address: Address of the first run.
         end: One past the last byte of the last run.
         axes: Stride and count of each axis with more than one entry, largest stride first.
         length: Bytes of a run.

@@ -117,7 +117,7 @@ def check_range(tokens: TokenRange) -> TokenRange:
     """Convert a pair of integers of any type to a range.
 
     Raises:
-        PlanError: It is not a pair of integers, or is reversed, negative or above `MAX_TOKENS`.
+        PlanError: `tokens` is not a pair of integers, or is reversed, negative or above `MAX_TOKENS`.
     """
     try:
         start, stop = map(operator.index, tokens)

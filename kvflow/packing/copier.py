@@ -67,7 +67,7 @@ class Copier(abc.ABC):
             gather: Copy from memory into the slot; otherwise from the slot into memory.
 
         Raises:
-            PlanError: The memory is not what the layout says.
+            PlanError: The memory does not match the layout.
             MemoryError: There is not enough temporary memory. A part may have been copied.
         """
 
@@ -116,8 +116,8 @@ class PackWork(msgspec.Struct, frozen=True):
         """Pack `num_bytes` from the pages into the slot.
 
         Raises:
-            PlanError: Tables do not cover the tokens, the payload has another size or does not fit, or the memory is
-                not what the layout says.
+            PlanError: Tables do not cover the tokens, the payload has another size or does not fit, or the memory does
+                not match the layout.
             MemoryError: There is not enough temporary memory. A part may have been copied.
         """
         self._copy(num_bytes, gather=True)

@@ -32,7 +32,7 @@ class DrainState:
 
         Raises:
             LocalProtocolError: The rank is closing.
-            RankDraining: It is draining.
+            RankDraining: The rank is draining.
         """
         if self.is_closing:
             raise LocalProtocolError("rank is closing", room=room)

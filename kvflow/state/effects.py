@@ -272,10 +272,10 @@ class WatchNotices(msgspec.Struct, frozen=True):
 
 
 class ReceivedRoom(msgspec.Struct, frozen=True):
-    """What a complete transfer brought.
+    """The result of a complete transfer.
 
     Attributes:
-        metadata: From the prefill engine, by engine rank; ranks that sent none are left out.
+        metadata: Metadata from the prefill engine by engine rank, without ranks that sent none.
         num_bytes: Bytes written by all ranks together.
         num_notices: Number of notices received.
         first_notice_at: When the first notice arrived, in seconds of the clock of events.
@@ -323,7 +323,7 @@ class ReportReceiver(msgspec.Struct, frozen=True):
     """Report the outcome and memory state of a received room to the engine.
 
     Attributes:
-        received: What the transfer brought, once it has succeeded.
+        received: Result of the transfer, once it has succeeded.
     """
 
     room: RoomId

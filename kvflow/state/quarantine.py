@@ -25,7 +25,7 @@ class Awaited(enum.StrEnum):
     OPERATOR = "operator"
     """Its process has ended, and the transport cannot tell when its last bytes have landed."""
     WRITE_END = "write_end"
-    """The end of this rank's own writes, from its transport."""
+    """The end of this rank's own writes, as reported by its transport."""
     LOCAL = "local"
     """The end of this rank's own work on the pages, which it scatters or compares."""
     BROKEN = "broken"

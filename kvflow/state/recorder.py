@@ -152,7 +152,7 @@ class Recorder:
 
         Args:
             event: Event that the core processed.
-            now: When.
+            now: Time of the event.
             effects: Effects that it returned.
             error: Error that it raised instead.
         """

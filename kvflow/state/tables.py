@@ -15,7 +15,7 @@ them SAFE, or an operator who takes the risk. Time alone never does.
 
 Both ends of a transfer use the same two tables. The receiver's pages are destinations, and the proofs come from the
 prefill ranks. The sender's pages are sources, and the proofs come from its own transport: they are SAFE as soon as its
-writes have ended, while the outcome stays PENDING until the receiver says that it has everything.
+writes have ended, while the outcome stays PENDING until the receiver reports that it has everything.
 
 A receiver also tracks its request (`REQUEST`). An announced request has no pages, so its memory is SAFE; the memory
 starts over as HELD when the engine supplies pages.
@@ -79,7 +79,7 @@ class Signal(enum.StrEnum):
     IN_DOUBT = "in_doubt"
     """The proof did not arrive in time, or cannot arrive."""
     RELEASED = "released"
-    """An operator took the pages back without a proof."""
+    """An operator released the pages without a proof."""
 
 
 class Outcome(enum.StrEnum):
@@ -90,7 +90,7 @@ class Outcome(enum.StrEnum):
     SUCCESS = "success"
     """Every byte has arrived, and the receiver knows it."""
     FAILED = "failed"
-    """Something prevented it; the failure says what."""
+    """Something prevented it; the failure states what."""
     ABORTED = "aborted"
     """The engine on this side aborted it before it was decided."""
 
@@ -353,7 +353,7 @@ class InstanceSignal(enum.StrEnum):
     REFUSED = "refused"
     """A rank refused, or the two sides are incompatible; the handshake is retried after a pause."""
     LOST = "lost"
-    """A rank of it was lost, left, or has restarted."""
+    """One of its ranks was lost, left or restarted."""
 
 
 class InstanceState(enum.StrEnum):

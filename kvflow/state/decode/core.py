@@ -71,14 +71,14 @@ class DecodeCore:
 
         Args:
             event: What happened.
-            now: When, in seconds on a monotonic clock.
+            now: Time of the event, in seconds on a monotonic clock.
 
         Returns:
             Effects, to be carried out in order.
 
         Raises:
-            LocalProtocolError, CapacityExceeded, RankDraining: The engine asked for something that is not allowed
-                now; nothing has changed. No event that comes from a peer raises.
+            LocalProtocolError, CapacityExceeded, RankDraining: The engine requested something that is not allowed now;
+                the state is unchanged. Events from peers never raise.
         """
         effects = self._handle(event, now)
         is_watching = len(self.rooms.generations) > len(self.rooms.announced)
@@ -306,7 +306,7 @@ class DecodeCore:
     # Peers -----------------------------------------------------------------------------------------------------------
 
     def _connection_lost(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Probe the process at once, and send nothing new until it is heard from."""
+        """Probe a rank whose connection broke, and send it nothing new until it is heard from."""
         known = self.peers.find(peer)
         if known is None:
             if not self.instances.is_handshaking(peer):

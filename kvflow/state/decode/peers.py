@@ -23,7 +23,7 @@ MAX_ENDPOINTS = 1_024
 """Maximum number of incarnations whose address or end is remembered."""
 
 PROBE_AGAIN_S = 0.2
-"""Pause before probing a suspect peer again whose port was open, in seconds: a killed process closes its sockets one by
+"""Pause after a probe that found a suspect peer's port open, in seconds: a killed process closes its sockets one by
 one."""
 
 LEASES_TO_FORGET = 10
@@ -233,7 +233,7 @@ class PrefillPeers:
     # Proofs ----------------------------------------------------------------------------------------------------------
 
     def probe(self, peer: PeerId) -> list[DecodeEffect]:
-        """Probe whether the process of a rank still exists; if a probe is running, repeat it if it finds the process.
+        """Probe whether the process of a rank still exists; if a probe is running, queue another one after it.
 
         Only the address that the rank reported itself is probed: a directory could name any closed port.
         """
@@ -296,7 +296,7 @@ class PrefillPeers:
         return self._origins.get(peer, NOWHERE)
 
     def missing_proof(self, peer: PeerId) -> MissingProof:
-        """Return which proof that a rank can write nothing more is missing."""
+        """Return the missing proof that a rank can write nothing more."""
         known = self._peers.get(peer)
         if peer in self._fencing:
             awaited = Awaited.LANDING if self._fencing[peer] else Awaited.OPERATOR

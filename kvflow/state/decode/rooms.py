@@ -100,9 +100,9 @@ class Rooms:
         """Record a room; the caller grants, announces or fails it next.
 
         Raises:
-            LocalProtocolError: The room is being received already, or its generation is not new.
+            LocalProtocolError: The room is already being received, or its generation is not new.
             PagesInUse: Another transfer holds one of the pages.
-            CapacityExceeded: Too many rooms are open, or too much is in quarantine.
+            CapacityExceeded: Too many rooms are open, or too much memory is in quarantine.
         """
         if opened.room in self.generations:
             raise LocalProtocolError(
@@ -129,7 +129,7 @@ class Rooms:
         Raises:
             LocalProtocolError: The room is over, or already has pages.
             PagesInUse: Another transfer holds one of the pages.
-            CapacityExceeded: Too much is in quarantine.
+            CapacityExceeded: Too much memory is in quarantine.
         """
         if given.generation not in self.announced:
             raise LocalProtocolError("transfer is not waiting for pages", room=given.room, generation=given.generation)
@@ -329,7 +329,7 @@ class Rooms:
     # Rooms -----------------------------------------------------------------------------------------------------------
 
     def _answer_closed(self, room: RoomId, generation: int, peer: PeerId | None, anomaly: str) -> list[DecodeEffect]:
-        """Tell a rank how a transfer ended that it still refers to."""
+        """Answer a message about an ended transfer with the outcome."""
         ended = self._closed.result(generation)
         if ended is None or ended.room != room or (peer is not None and peer not in ended.told):
             return [CountAnomaly(anomaly, peer, room)]

@@ -101,14 +101,14 @@ class PrefillCore:
 
         Args:
             event: What happened.
-            now: When, in seconds on a monotonic clock.
+            now: Time of the event, in seconds on a monotonic clock.
 
         Returns:
             Effects, to be carried out in order.
 
         Raises:
-            LocalProtocolError, CapacityExceeded, RankDraining: The engine asked for something that is not allowed
-                now; nothing has changed. No event that comes from a peer raises.
+            LocalProtocolError, CapacityExceeded, RankDraining: The engine requested something that is not allowed now;
+                the state is unchanged. Events from peers never raise.
         """
         effects = self._handle(event, now)
         effects += self._take_turn(now)

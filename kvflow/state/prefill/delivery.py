@@ -219,7 +219,7 @@ class Delivery:
             self._positions.update({name: stop for name, (_, stop) in ranges.items()})
             for part in split_chunk(chunk, ranges, self.grant, self._wanted, self._link):
                 effects += self._send(part, chunk, now)
-        self._has_last_chunk = chunk.last  # set last, because parts are sent before
+        self._has_last_chunk = chunk.last  # set last: an empty part above must not end the delivery
         return [*effects, *self._settle()]
 
     def roll_back(self) -> int | None:
@@ -330,7 +330,7 @@ class Delivery:
         return self._context.failed(self.id, failure, drained=self.is_fenced)
 
     def cancel(self, failure: Failure) -> list[PrefillEffect]:
-        """End the delivery because the decode rank cancelled it; send Drained once that is true."""
+        """End the delivery because the decode rank cancelled it; send Drained once all posts have ended."""
         if self.state.is_pending:
             self._stop(Signal.FAILED, failure)
         self._drained_is_due = True

@@ -134,7 +134,8 @@ class Rooms:
 
         Raises:
             LocalProtocolError: The room is open, or its pages are in quarantine.
-            CapacityExceeded: Too many rooms are open, too much is in quarantine, or too many writes may still land.
+            CapacityExceeded: Too many rooms are open, too much memory is in quarantine, or too many writes may still
+                land.
         """
         if room in self.rooms:
             raise LocalProtocolError("room is in use", room=room, memory=self.rooms[room].state.memory.value)
@@ -296,7 +297,7 @@ class Rooms:
             delivery_id: Declined delivery.
             failure: Why it was declined.
             now: The time.
-            was_asked: Whether this rank had a request for it, which means that it belongs to the current try.
+            was_asked: Whether this rank had a request for it, so it cannot belong to a try before the one that failed.
         """
         number, peer, _ = delivery_id
         if self.waiting.find(number, peer) is not None:
@@ -615,7 +616,7 @@ class Rooms:
         if closed is None and is_wanted:
             too_old = self._error(FailureReason.PROTOCOL, "the grant is older than the oldest one that is remembered")
             failure = peer.failure_before(delivery_id.generation) or too_old
-        elif closed is None or closed.failure is None:  # with nothing to send, a request may be late
+        elif closed is None or closed.failure is None:  # a rank with nothing to send may be asked late
             return []
         else:
             failure = closed.failure
