@@ -263,7 +263,7 @@ def _cells(table: PageTable, page: int, begin: int, end: int) -> Positions:
 
 
 def _partial_pages(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the pages of which a range has only some cells: page, first cell, end cell."""
+    """Yield the pages that a range covers only in part: page, first cell, end cell."""
     first, last = start // size, stop // size
     if start % size:
         yield first, start % size, min(size, stop - first * size)

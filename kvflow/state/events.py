@@ -96,7 +96,7 @@ class LayersReady(NamedTuple):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Tokens that a prefill engine has ready to send. The core reads only the ranges.
+    """Tokens that a prefill engine has ready to send.
 
     Attributes:
         tokens: `[start, stop)`; the next chunk starts at `stop`.
@@ -202,7 +202,7 @@ class PeerRevoked(msgspec.Struct, frozen=True):
 
 
 class ReplyLost(msgspec.Struct, frozen=True):
-    """A message to a decode rank could not be sent: its connection is closed, or its send queue is full.
+    """The connection to a decode rank is gone, does not accept a message, or must be renewed because keys have changed.
 
     Attributes:
         connection: Opaque identifier of the connection.
