@@ -1,4 +1,4 @@
-"""What each dimension of a pool tensor means: the one property of a tensor that cannot be read from it."""
+"""Axis names: what each dimension of a pool tensor means, which cannot be read from the tensor."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -14,7 +14,7 @@ AXIS_NAMES: Final = ("layer", "kv", "page", "token", "head", "dim", "1")
 """Meanings of a dimension."""
 
 OTHER_NAMES: Final = {"slot": "page", "row": "token", "block": "token"}
-"""Other words for them, for pools that are addressed by request and for block scales."""
+"""Synonyms, for pools that are addressed by request and for block scales."""
 
 KNOWN_NAMES: Final = (*AXIS_NAMES, *OTHER_NAMES)
 
@@ -88,8 +88,8 @@ class Axes(msgspec.Struct, frozen=True):
     def check_page_size_is_known(self) -> None:
         """Refuse pages without a token axis and without a page size.
 
-        They would be taken for pages of one token, and the wrong bytes would move: an engine whose pages are opaque
-        blocks of 16 tokens asks for 16 times too many of them.
+        They would be taken for pages of one token, and the wrong bytes would be transferred: an engine whose pages are
+        opaque blocks of 16 tokens would ask for 16 times too many.
 
         Raises:
             LayoutError: Neither is given.
@@ -104,7 +104,7 @@ class Axes(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the dimensions, with one word for each meaning."""
+        """Names of the dimensions, with synonyms resolved."""
         return tuple(
             "*".join(OTHER_NAMES.get(factor, factor) for factor in name.split("*")) for name in self.order.split()
         )
@@ -116,7 +116,7 @@ class Axes(msgspec.Struct, frozen=True):
 
     @property
     def known_sizes(self) -> dict[str, int]:
-        """Sizes of the axes that need not be read from a tensor."""
+        """Sizes of the axes that are known without a tensor."""
         sizes = {"head": self.num_heads, "1": 1}
         if self.page_size is not None:
             sizes["token"] = self.page_size // self.tokens_per_cell

@@ -1,6 +1,6 @@
 """Routes combined with the layouts of both sides, grouped so that the planner computes offsets only once.
 
-Done once for each pair of ranks, at the handshake, by both sides.
+Both sides do this once for each pair of ranks, at the handshake.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class CopyGroup:
         layers: int64[num_slices], global layer of each slice.
         src_bases: uint64[num_slices], address of the first wanted head of page 0, token 0 on the sending side.
         dst_bases: uint64[num_slices], the same on the receiving side.
-        locations: Where the memory of the sending and of the receiving side is.
+        locations: Memory locations of the sending and the receiving side.
     """
 
     component: str
@@ -110,7 +110,7 @@ class CopyGroup:
         return descriptors_per_run * runs * (1 if self.heads_contiguous else self.num_heads)
 
     def of_layers(self, layers: LayerRange) -> "CopyGroup":
-        """Restrict it to the slices of some layers."""
+        """Return the group restricted to the slices of some layers."""
         if layers == ALL_LAYERS:
             return self
         chosen = layers_within(self.layers, layers)
@@ -124,10 +124,11 @@ class BoundRoute(NamedTuple):
 
     Attributes:
         copy_groups: The route's region slices, grouped by geometry.
-        src_device: Device ordinal of staging memory on the sending side, which is where all of its other memory is.
+        src_device: Device ordinal of the sending side's staging memory, which exists only if all of its memory is in
+            one location.
         dst_device: The same on the receiving side.
         expected: Expected bytes of each component of the route.
-        locations: Where each component of the route is, on the sending and on the receiving side.
+        locations: Memory locations of each component of the route, on the sending and the receiving side.
     """
 
     copy_groups: tuple[CopyGroup, ...]
@@ -147,7 +148,7 @@ class BoundRoute(NamedTuple):
         return all(group.pages_contiguous for group in self.copy_groups)
 
     def by_location(self, ranges: Mapping[str, TokenRange]) -> list[dict[str, TokenRange]]:
-        """Divide the tokens of some components by where they are: a write goes from one location to one other."""
+        """Group the tokens of some components by location, because a write has one location at each end."""
         parts: dict[tuple[Location, Location] | None, dict[str, TokenRange]] = {}
         for name, tokens in ranges.items():
             parts.setdefault(self.locations.get(name), {})[name] = tokens
@@ -158,7 +159,7 @@ class BoundRoute(NamedTuple):
         return self.expected[component].num_bytes(tokens, final=final) if component in self.expected else 0
 
     def max_descriptors(self, component: str, num_tokens: int, layers: LayerRange = ALL_LAYERS) -> int:
-        """Return an upper bound for the descriptors of a plan of so many tokens of a component."""
+        """Return an upper bound for the descriptors of a plan for `num_tokens` tokens of a component."""
         expected = self.expected.get(component)
         step = 0
         if expected is not None and not expected.is_whole:
@@ -177,7 +178,7 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
 
     Raises:
         RouteError: A slice names a region or head that a side does not have, or the cells do not match.
-        LayoutError: The token shards of the two sides do not fit each other.
+        LayoutError: The token shards of the two sides are incompatible.
     """
     src_holdings, dst_holdings = src.held_regions(), dst.held_regions()
     _check_slices(route, src_holdings)

@@ -1,10 +1,10 @@
 """Plans in terms of memory blocks, whose lists a transport prepares once for each peer.
 
-Where pages look the same on both sides, a copy is a pair of block numbers instead of addresses and lengths. For each
-region slice a list has one run of blocks that are as long as a page. Where pages and cells follow each other without
-gaps, it also has a run of blocks that are as long as the cells of a token, for pages that are moved in part. Routes
-that blocks cannot express, and chunks of too many blocks, are planned as descriptors. What lies in different memory has
-lists of its own.
+Where pages have the same form on both sides, a copy is a pair of block numbers instead of addresses and lengths. For
+each region slice a list has one run of blocks that are as long as a page. Where pages and cells follow each other
+without gaps, it also has a run of blocks that are as long as the cells of a token, for pages that are moved in part.
+Routes that blocks cannot express, and chunks of too many blocks, are planned as descriptors. Each pair of memory
+locations has its own lists.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ Positions = NDArray[np.int32]
 Locations = tuple[Location, Location]
 
 MAX_BLOCKS: Final = 2**15
-"""With more blocks, pages are short and form long runs, for which there are fewer descriptors."""
+"""Maximum blocks of a plan. With more, pages are short and form long runs, which need fewer descriptors."""
 
 MAX_POSITIONS: Final = 2**31
 
@@ -133,10 +133,10 @@ class _GroupBlocks:
 
 
 class RouteBlocks:
-    """Plans chunks for one peer in blocks.
+    """A planner of chunks for one peer, in blocks.
 
     Args:
-        lists: The block lists of the route, by where the memory of both sides is.
+        lists: Block lists of the route, by the memory locations of both sides.
         groups: Its copy groups, with the runs of their blocks.
 
     Attributes:
@@ -246,7 +246,7 @@ def _most_blocks(route: BoundRoute) -> int:
 
 
 def _page_is_block(group: CopyGroup) -> bool:
-    """Whether the wanted cells of a page have no gaps and the same order on both sides."""
+    """Return whether the wanted cells of a page have no gaps, and the same order on both sides."""
     if group.src.tokens_per_slot != group.dst.tokens_per_slot:
         return False
     head_bytes = _cells_per_page(group) * group.head_bytes
@@ -257,13 +257,13 @@ def _page_is_block(group: CopyGroup) -> bool:
 
 
 def _cells(table: PageTable, page: int, begin: int, end: int) -> Positions:
-    """Positions of cells `begin` to `end` of one page of a request."""
+    """Return the positions of cells `begin` to `end` of one page of a request."""
     first = int(table.between(page, page + 1)[0]) * table.page_size
     return np.arange(first + begin, first + end, dtype=np.int32)
 
 
 def _partial_pages(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the pages of which a range has only some cells: page, first cell, end cell."""
+    """Yield the pages that a range covers only in part: page, first cell, end cell."""
     first, last = start // size, stop // size
     if start % size:
         yield first, start % size, min(size, stop - first * size)

@@ -1,11 +1,11 @@
 """Digests of transferred bytes that are equal on both sides, whatever the layouts.
 
 Each side visits its own regions, strides and page table in logical cell order: layer, tensor, token, head (the heads of
-a region slice together). It uses nothing of `plan`, and of the other side only which tokens that one holds. Equal
-digests therefore also say that each cell is where its own side's layout puts it: a plan that puts good bytes in the
-wrong place is found like a transport that damages bytes.
+a region slice together). It does not use `plan`, and of the other side it uses only which tokens that side holds. Equal
+digests therefore also prove that each cell is where its own side's layout puts it: they detect a plan that misplaces
+good bytes as well as a transport that damages bytes.
 
-The digest is CRC-32. It finds any damage within 32 neighbouring bits, and all but one in 2**32 of other damage. It
+The digest is CRC-32. It detects any damage within 32 neighbouring bits, and all but one in 2**32 of other damage. It
 guards against mistakes, not against malice, and is the fastest checksum in the standard library.
 """
 
@@ -30,10 +30,10 @@ View = Callable[[MemoryRange], NDArray[np.uint8]]
 """Returns the bytes of a memory range of this side, without a copy."""
 
 BLOCK_BYTES = 2**18
-"""Gathered at once; stays in the L2 cache."""
+"""Bytes gathered at once; a block stays in the L2 cache."""
 
 LONG_RUN_BYTES = 2**13
-"""Mean run length from which runs are read in place; gathering shorter ones first is quicker."""
+"""Mean run length, in bytes, from which runs are read in place; gathering shorter ones first is faster."""
 
 
 class DigestScope(NamedTuple):
@@ -41,9 +41,9 @@ class DigestScope(NamedTuple):
 
     Attributes:
         slices: Region slices of the route between the two; those of other components are ignored.
-        expected: The component's expected bytes, which say which tokens the two hold.
+        expected: The component's expected bytes, which determine the tokens that the two hold.
         tokens: `[start, stop)`.
-        final: No token of the component follows.
+        final: Whether no token of the component follows.
         layers: Global layers.
     """
 
@@ -114,7 +114,7 @@ def find_cells(scope: DigestScope, component: Component, table: PageTable) -> It
 
 
 def _places(scope: DigestScope, table: PageTable, tokens_per_cell: int) -> tuple[UInt64Array, UInt64Array]:
-    """Page and row of each cell of one head that both sides hold."""
+    """Return page and row of each cell of one head that both sides hold."""
     cells = cell_range(scope.tokens, tokens_per_cell, final=scope.final)
     positions = np.arange(*cells, dtype=np.uint64)
     for shard in (scope.expected.src, scope.expected.dst):
@@ -157,7 +157,7 @@ def _add(value: int, cells: Cells, memory: NDArray[np.uint8]) -> int:
 def _add_runs(
     value: int, starts: UInt64Array, breaks: NDArray[np.intp], num_bytes: int, memory: NDArray[np.uint8]
 ) -> int:
-    """Update the digest with places that mostly follow each other; `breaks` are the indices of those that do not."""
+    """Update the digest with mostly contiguous places; `breaks` are the indices of places that start a new run."""
     firsts = starts[np.insert(breaks, 0, 0)].tolist()
     lasts = starts[np.append(breaks - 1, len(starts) - 1)].tolist()
     for first, last in zip(firsts, lasts, strict=True):

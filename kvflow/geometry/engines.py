@@ -66,7 +66,7 @@ def head_range(total_kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, in
 
 
 def total_heads(total_kv_heads: int | None, *, heads_per_rank: int, tp_size: int) -> int:
-    """Return the KV heads of the whole model, also where an engine knows only those of a rank.
+    """Return the number of KV heads of the whole model, even if an engine knows only that of one rank.
 
     Args:
         total_kv_heads: The model's own count, or None if unknown. 0 is refused.
@@ -125,7 +125,7 @@ def head_slice(total_kv_heads: int, *, src: tuple[int, int], dst: tuple[int, int
         dst: The decode rank, as `(tp_size, tp_rank)`.
 
     Returns:
-        None if they have no head in common.
+        The shared heads; None if there are none.
 
     Raises:
         LayoutError: A count or rank is impossible, see `head_range`.
@@ -194,7 +194,7 @@ def group_concurrent_contiguous(src: PageIndices, dst: PageIndices) -> tuple[Ind
 
     Args:
         src: Flat integers of any width.
-        dst: As many, paired with `src`.
+        dst: Equally many integers, paired with `src`.
 
     Returns:
         The groups of `src` and of `dst`, equal in number and lengths; `([], [])` if either list is empty.
@@ -227,7 +227,8 @@ def kv_to_page_indices(kv_indices: PageIndices, page_size: int) -> NDArray[np.ui
         uint32[num_pages], including a partly used last page.
 
     Raises:
-        PlanError: The page size is not positive, or a slot does not continue its page; names position and slot.
+        PlanError: The page size is not positive, or a slot does not continue its page; the error names position and
+            slot.
 
     Source: the function of this name in SGLang, which takes every `page_size`-th slot and does not check the others.
     """
@@ -304,12 +305,12 @@ def window_tokens(num_tokens: int, window: int, page_size: int) -> TokenRange:
 def ring_pages(tokens: TokenRange, ring_size: int, *, row: int) -> TokenPages:
     """Return the places of tokens in a ring: a row of a request, with the token at position `p` in place `p mod n`.
 
-    The ring's pool is described with pages of one token, so rings of different sizes fit each other, and a range may
-    begin and wrap around anywhere.
+    The ring's pool is described with pages of one token, so rings of different sizes are compatible, and a range may
+    start and wrap around anywhere.
 
     Args:
-        tokens: Positions `[start, stop)` that are still in the ring. For the tail of a pool of compressed keys those
-            since the last whole group: `(n - n % group, n)`, which is empty after a whole one.
+        tokens: Positions `[start, stop)` that are still in the ring. For the tail of a pool of compressed keys, those
+            since the last complete group: `(n - n % group, n)`, which is empty after a complete group.
         ring_size: Tokens of a row on this side.
         row: The request's row in the pool.
 
@@ -317,8 +318,8 @@ def ring_pages(tokens: TokenRange, ring_size: int, *, row: int) -> TokenPages:
         The tokens and, for each of them, the page of one token `row * ring_size + position % ring_size`.
 
     Raises:
-        PlanError: The range is reversed or negative, or longer than the ring, which has lost its first tokens then; the
-            ring has no size, or the row is negative or outside any pool.
+        PlanError: The range is reversed or negative, or longer than the ring, which then no longer holds its first
+            tokens; the ring size is not positive, or the row is negative or outside any pool.
 
     Source: DSA tails and SWA rings of SGLang.
     """
@@ -341,7 +342,7 @@ def _indices(indices: PageIndices, name: str) -> NDArray[Any]:
 
 
 def _steps_by_one(indices: NDArray[Any]) -> NDArray[np.bool_]:
-    """Whether each index is one more than the one before; a difference that wraps around is not."""
+    """Return whether each index is one more than the one before; a difference that wraps around does not count."""
     steps: NDArray[np.bool_] = (indices[1:] > indices[:-1]) & (np.diff(indices) == 1)
     return steps
 

@@ -1,4 +1,4 @@
-"""How many bytes a transfer writes. Both sides compute it from the route, so that each notice can be checked."""
+"""The number of bytes that a transfer writes. Both sides compute it from the route, to check each notice."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class LayerBytes(NamedTuple):
 
     @classmethod
     def of(cls, costs: Mapping[int, int]) -> "LayerBytes":
-        """Build it from the bytes of each layer."""
+        """Build the prefix sums from the bytes of each layer."""
         layers = tuple(sorted(costs))
         return cls(layers, tuple(accumulate((costs[layer] for layer in layers), initial=0)))
 
@@ -38,7 +38,7 @@ class LayerBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpectedBytes:
-    """How many bytes one component of a route takes, for any range of tokens and layers.
+    """The number of bytes that one component of a route takes, for any range of tokens and layers.
 
     Attributes:
         src: Tokens that the sending side holds.
@@ -59,7 +59,7 @@ class ExpectedBytes:
 
     @cached_property
     def highest_layer(self) -> int:
-        """The last layer that is expected; 0 if `layer_bytes` is not known."""
+        """Last expected layer; 0 if `layer_bytes` is unknown."""
         return max((costs.layers[-1] for costs in self.layer_bytes.values()), default=0)
 
     @cached_property
@@ -68,7 +68,7 @@ class ExpectedBytes:
         return sum(len(costs.layers) for costs in self.layer_bytes.values()) or 1
 
     def of_layers(self, layers: LayerRange) -> "ExpectedBytes":
-        """Restrict it to a range of layers."""
+        """Return the expected bytes restricted to a range of layers."""
         if layers == ALL_LAYERS:
             return self
         costs = {tokens_per_cell: costs.between(layers) for tokens_per_cell, costs in self.layer_bytes.items()}
@@ -79,7 +79,7 @@ class ExpectedBytes:
 
         Args:
             tokens: `[start, stop)`.
-            final: No token of the component follows, so a cell that is not full is included.
+            final: Whether no token of the component follows, so that a partly filled cell is included.
         """
         total = 0
         for tokens_per_cell, cost in self.cell_bytes.items():
@@ -103,7 +103,7 @@ def expected_bytes(
     The sender reports them in its notice, and the receiver checks them.
 
     Args:
-        expected: By component.
+        expected: Expected bytes by component.
         ranges: Tokens of the part, for some of these components.
         wanted: All tokens of the transfer, for the same components.
         layers: Layers of the part.
@@ -115,7 +115,7 @@ def expected_bytes(
 
 
 class ExpectedBytesBuilder(NamedTuple):
-    """Collects the cells of one component of a route.
+    """A collector of the cells of one component of a route.
 
     Attributes:
         src: Tokens that the sending side holds.

@@ -42,8 +42,8 @@ MAX_SLOTS = 2**31
 MAX_COMPONENTS = 16
 
 MAX_REGIONS = 4_096
-"""Of one component, and of a layout; also its allocations. A model of 1,000 layers with K, V and their scales has so
-many. They are checked one by one when they come from a peer, in about 50 ms, which is what they are bounded for."""
+"""Maximum number of regions of a component and of a layout, and of its allocations. A model of 1,000 layers with K, V
+and their scales has this many. Regions from a peer are checked one by one, in about 50 ms, so they need a bound."""
 
 MAX_NAME = 256
 MAX_FINGERPRINT = 1_024
@@ -115,7 +115,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         head_stride: Distance from one head to the next within a token.
         head_bytes: Size of one cell.
         dtype: Name of the element type as in torch ("bfloat16").
-        optional: Decode can run without it (draft layers).
+        optional: Whether decode can run without it (draft layers).
         tokens_per_cell: Tokens that share one cell (block scales); divides `tokens_per_slot`.
 
     Raises:
@@ -273,10 +273,10 @@ class Component(msgspec.Struct, frozen=True, dict=True):
         self._check_cells_of_a_page_are_disjoint()
 
     def _check_cells_of_a_page_are_disjoint(self) -> None:
-        """Refuse a page in which two cells lie in the same memory, in the first or the last page.
+        """Refuse cells of one page that share memory; checks the first and the last page.
 
-        Different pages may share memory: of a pool whose pages are rows of a ring (`kvflow.engines.transformers`), an
-        engine uses only some. So may different components, each of which has a page table of its own.
+        Different pages may share memory: if pages are rows of a ring (`kvflow.engines.transformers`), the engine uses
+        only some of them. Different components may share memory too, because each has its own page table.
         """
         strides = {region.slot_stride for region in self.regions}
         for page in range(0, self.slots, max(self.slots - 1, 1)) if len(strides) > 1 else (0,):
@@ -288,10 +288,10 @@ class Component(msgspec.Struct, frozen=True, dict=True):
             )
 
     def check_pages_are_disjoint(self) -> None:
-        """Refuse cells that lie in the same memory, in whatever pages.
+        """Refuse cells that share memory, in the same or in different pages.
 
         Raises:
-            LayoutError: There are some.
+            LayoutError: Two cells share memory.
         """
         self._check_disjoint(
             [
@@ -303,7 +303,7 @@ class Component(msgspec.Struct, frozen=True, dict=True):
         )
 
     def _check_disjoint(self, cells: Sequence[Cells]) -> None:
-        """Refuse cells, owned by regions by their places, that lie in the same memory."""
+        """Refuse cells that share memory; the owner of each is an index into `regions`."""
         overlap = find_overlap(cells)
         if overlap is not None:
             found = [self.regions[place] for place in overlap]
@@ -316,7 +316,7 @@ class Component(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def slots(self) -> int:
-        """Pages of the pool."""
+        """Number of pages in the pool."""
         return self.regions[0].slots
 
     @cached_property
@@ -408,7 +408,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def is_on_host(self) -> bool:
-        """Whether all of it is host memory."""
+        """Whether all memory is host memory."""
         return all(location.memory_kind == "DRAM" for location in self.registered_locations)
 
     @cached_property
@@ -433,7 +433,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         return component
 
     def regions(self) -> dict[RegionKey, Region]:
-        """Every region by its key, in declaration order."""
+        """Return every region by its key, in declaration order."""
         return {
             RegionKey(component.name, region.tensor, region.layer): region
             for component in self.components
@@ -441,7 +441,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         }
 
     def held_regions(self) -> dict[RegionKey, HeldRegion]:
-        """Every region by key, together with its component's kind and shard."""
+        """Return every region by its key, together with its component's kind and shard."""
         return {
             RegionKey(component.name, region.tensor, region.layer): HeldRegion(region, component.kind, component.shard)
             for component in self.components

@@ -1,4 +1,4 @@
-"""Finds cells of different regions that lie in the same memory."""
+"""Detection of cells of different regions that share memory."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,15 +12,15 @@ from kvflow.errors import LayoutError
 __all__ = ["Cells", "find_overlap"]
 
 MAX_RUNS: Final = 2**18
-"""Runs that are compared one by one, in about 50 ms. Layouts come from the network, so it needs a bound. Regions that
-repeat with one period, as those of all known pools do, need none of that."""
+"""Maximum runs that are compared one by one, in about 50 ms. Layouts come from the network, so this needs a bound.
+Regions that repeat with one period, as in all known pools, are not compared one by one."""
 
 
 class Cells(NamedTuple):
     """Runs of bytes at regular distances, none of which overlap each other.
 
     Attributes:
-        address: Of the first run.
+        address: Address of the first run.
         end: One past the last byte of the last run.
         axes: Stride and count of each axis with more than one entry, largest stride first.
         length: Bytes of a run.
@@ -46,11 +46,11 @@ class Cells(NamedTuple):
 
     @property
     def num_runs(self) -> int:
-        """Runs, over all axes."""
+        """Number of runs, over all axes."""
         return math.prod(count for _, count in self.axes)
 
     def first_two(self) -> Iterator["Cells"]:
-        """Return the first two entries of the outermost axis, each without that axis."""
+        """Yield the first two entries of the outermost axis, each without that axis."""
         stride, count = self.axes[0]
         end = self.end - stride * (count - 1)
         yield Cells(self.address, end, self.axes[1:], self.length, self.owner)
@@ -68,7 +68,7 @@ def find_overlap(cells: Sequence[Cells]) -> tuple[int, int] | None:
     """Find two owners with a byte in common; None if there are none.
 
     Raises:
-        LayoutError: They are interleaved in an irregular way, and too many to be compared one by one.
+        LayoutError: The cells are interleaved irregularly, and too many to be compared one by one.
     """
     groups = list(_irregular(cells))
     num_runs = sum(one.num_runs for group in groups for one in group)
@@ -78,18 +78,18 @@ def find_overlap(cells: Sequence[Cells]) -> tuple[int, int] | None:
 
 
 def _irregular(cells: Sequence[Cells]) -> Iterator[list[Cells]]:
-    """Return groups of runs that have to be compared one by one."""
+    """Yield groups of runs that must be compared one by one."""
     for group in _entangled(cells):
         period = group[0].axes[:1]
         if period and all(one.axes[:1] == period and one.address - group[0].address < period[0][0] for one in group):
-            # What is apart in the first period, and across its end, is apart in all of them.
+            # Runs that are disjoint in the first period, and across its end, are disjoint in all periods.
             yield from _irregular([part for one in group for part in one.first_two()])
         else:
             yield group
 
 
 def _entangled(cells: Sequence[Cells]) -> Iterator[list[Cells]]:
-    """Return those whose extents overlap, group by group, in the order of addresses."""
+    """Yield groups of cells whose extents overlap, in the order of addresses."""
     group: list[Cells] = []
     end = 0
     for one in sorted(cells):

@@ -4,7 +4,7 @@ The sending side gathers cells into a payload, which is written at once, and the
 holds the cells of some tokens along a route, without gaps, in a logical order that both sides derive from the region
 slices and token ranges alone: component by name, then layer, tensor, heads, and within these token by token (the heads
 of a token together) or head by head (the tokens of a head together). Neither side needs the other's page table or
-strides. As with digests, nothing of `plan` is used.
+strides. As with digests, `plan` is not used.
 
 A *run* is a range of bytes that is contiguous both in this side's memory and in the payload. Runs are found once for
 all layers with the same strides and are grouped by length, so that copying takes a few array operations for any number
@@ -34,10 +34,10 @@ class Payload(NamedTuple):
     """What one prefill rank packs at once for one decode rank; equal on both sides.
 
     Attributes:
-        expected: Expected bytes by component, which say which tokens the two hold.
+        expected: Expected bytes by component, which determine the tokens that the two hold.
         ranges: Packed tokens, by component.
         wanted: All tokens of the transfer, for the same components.
-        head_major: The tokens of a head are together, instead of the heads of a token.
+        head_major: Whether the tokens of a head are together, instead of the heads of a token.
         layers: Packed layers.
     """
 
@@ -91,7 +91,7 @@ class _Group(NamedTuple):
     """Region slices of one shape.
 
     Attributes:
-        shape: Of each slice.
+        shape: Shape of each slice.
         numbers: int[n], index of each slice in the payload's order.
         starts: uint64[n], address of the first wanted head of page 0 of each slice.
     """
@@ -206,7 +206,7 @@ def find_runs(
 
 
 def _positions(payload: Payload, name: str, tokens_per_cell: int) -> UInt64Array:
-    """Cells of one head that both sides hold, in token order."""
+    """Return the cells of one head that both sides hold, in token order."""
     tokens, expected = payload.ranges[name], payload.expected[name]
     final = is_final(tokens, payload.wanted[name])
     positions = np.arange(*cell_range(tokens, tokens_per_cell, final=final), dtype=np.uint64)

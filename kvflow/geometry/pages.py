@@ -63,7 +63,7 @@ class PageTable(NamedTuple):
         return self.first_token + len(self.pages) * self.page_size
 
     def covers(self, places: TokenRange) -> bool:
-        """Whether the pages can hold all places of a range."""
+        """Return whether the pages can hold all places of a range."""
         start, stop = places
         return start >= stop or (self.first_token <= start and stop <= self.end)
 
@@ -130,10 +130,10 @@ def count_runs(pages: NDArray[Any]) -> int:
 
 
 def first_page(tokens: TokenRange, component: Component) -> tuple[TokenRange, int]:
-    """Cut a range down to what is in the first page that it touches on some rank, or to a whole slot.
+    """Restrict a range to the first page that it touches on any rank, or to a whole slot.
 
     Returns:
-        The shorter range, and how many pages the component has of it: one, as a rule.
+        The shorter range, and the number of pages of the component that it spans: usually one.
     """
     start, stop = tokens
     size = component.tokens_per_slot
@@ -251,7 +251,7 @@ def normalize(pages: Mapping[str, Pages], layout: KVLayout, tokens: TokenRange) 
     Components that are None are left out. Unknown components are kept; `build_page_tables` refuses them.
 
     Raises:
-        PlanError: A token range is invalid, or the pages are no mapping.
+        PlanError: A token range is invalid, or the pages are not a mapping.
     """
     tokens = check_range(tokens)
     if not isinstance(pages, Mapping):
@@ -272,10 +272,10 @@ def pair_pages(tokens: TokenRange, src: PageTable, dst: PageTable, *, joined: bo
         tokens: `[start, stop)`, covered by both tables.
         src: Pages on the sending side.
         dst: Pages on the receiving side; page size and shard may differ.
-        joined: Neighbouring pages are contiguous in both pools, so runs may go on over page boundaries.
+        joined: Whether neighbouring pages are contiguous in both pools, so that runs may cross page boundaries.
 
     Returns:
-        Runs in token order. With `joined` they are merged where that is found without looking at single tokens.
+        Runs in token order. With `joined`, they are merged where page numbers alone show that they are contiguous.
 
     Raises:
         PlanError: A table does not cover the range.
@@ -321,12 +321,12 @@ def locate(starts: NDArray[np.uint64], table: PageTable) -> tuple[NDArray[np.uin
 def read_page_tables(
     ranges: Mapping[str, TokenRange], pages: Mapping[str, bytes], layout: KVLayout
 ) -> dict[str, PageTable]:
-    """Read page tables as they travel, and check them.
+    """Decode page tables from their wire format, and check them.
 
     Args:
-        ranges: By component, the tokens that the pages hold.
-        pages: By component, page indices as `WIRE_PAGES`; not trusted.
-        layout: Of the rank whose pages they are.
+        ranges: Tokens that the pages hold, by component.
+        pages: Page indices by component, encoded as `WIRE_PAGES`; not trusted.
+        layout: Layout of the rank that owns the pages.
 
     Raises:
         PlanError: A table is missing, malformed, or does not fit the pool or the tokens.

@@ -1,4 +1,4 @@
-"""What an item of a flat pointer list holds, as its owner declares it."""
+"""The contents of an item of a flat pointer list, as its owner declares them."""
 
 from collections.abc import Sequence
 
@@ -79,7 +79,7 @@ class PageRows(msgspec.Struct, frozen=True):
     """Tensors whose cells of one token lie side by side: each row of an item holds those of the first, then the second.
 
     A convolution state is an example: each of its rows holds blocks of heads (x, B and C; or q, k and v), and tensor
-    parallelism shards each block by itself, so a rank's row is no range of the model's row.
+    parallelism shards each block separately, so a rank's row is not a contiguous range of the model's row.
 
     Attributes:
         parts: One for each block, in memory order, each with the heads of that block which this rank holds. Parts of
@@ -112,15 +112,15 @@ class PageRows(msgspec.Struct, frozen=True):
 
 
 class OpaqueItem(msgspec.Struct, frozen=True):
-    """An item of whose inside nothing is known: one cell, which all tokens of its page share and which moves whole.
+    """An item of unknown content: one cell, which all tokens of its page share and which is moved as a whole.
 
-    Items of a group may differ in length from layer to layer. Both sides must agree on the length, so the page size and
-    whatever else determines it must be the same on both.
+    Items of a group may differ in length from layer to layer. Both sides must agree on the length, so everything that
+    determines it, such as the page size, must be equal.
 
     Attributes:
         tensor: Name of the tensor.
-        shard: Which of several items with different content this is: the tensor-parallel rank, if each rank has one of
-            its own, which needs as many ranks on both sides; 0 if all ranks hold the same.
+        shard: Distinguishes items with different content: the tensor-parallel rank if each rank has its own item, which
+            requires equally many ranks on both sides; 0 if all ranks hold the same.
 
     Raises:
         LayoutError: The shard is negative.

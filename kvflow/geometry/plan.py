@@ -1,4 +1,4 @@
-"""From a route, two page tables and a token range to transport descriptors.
+"""Planning transport descriptors from a route, two page tables and a token range.
 
 Offsets are computed once for each copy group of a route (all layers of an ordinary pool share one) and added to the
 groups' base addresses, so the cost per descriptor is a few vectorised additions. Everything is uint64. Bounds were
@@ -21,7 +21,7 @@ __all__ = ["ComponentSlice", "Descriptors", "ExtentPlan", "plan", "plan_extents"
 UInt64Array = NDArray[np.uint64]
 
 MAX_DESCRIPTORS = 2**25
-"""1.5 GiB of them. The number depends on the peer's page size, so it needs a bound."""
+"""Maximum descriptors of a plan: 1.5 GiB of them. The number depends on the peer's page size, so it needs a bound."""
 
 
 class Descriptors(NamedTuple):
@@ -48,7 +48,7 @@ class ComponentSlice(NamedTuple):
         tokens: `[start, stop)`, covered by both tables.
         src: Pages on the sending side.
         dst: Pages on the receiving side.
-        final: No token of this component follows.
+        final: Whether no token of this component follows.
     """
 
     tokens: TokenRange
@@ -84,7 +84,7 @@ def plan(
         route: The route, bound to both layouts.
         components: What to move, by component; components that the route does not have are ignored.
         layers: Global layers to move; all by default.
-        max_bytes: Longest descriptor that the transport takes; no limit by default.
+        max_bytes: Longest descriptor that the transport accepts; no limit by default.
 
     Returns:
         Descriptors, merged where both sides are contiguous within a region; `(0, 3)` arrays if there is nothing to
@@ -172,13 +172,13 @@ def _cell_runs(component: ComponentSlice, tokens_per_cell: int, *, joined: bool)
 
 
 def _extents(group: CopyGroup, runs: TokenRuns) -> _Extents:
-    """Contiguous ranges of one group, unmerged, ordered so that ranges that can be merged are neighbours."""
+    """Return the contiguous ranges of one group, unmerged, ordered so that ranges that can be merged are neighbours."""
     units = _run_extents(group, runs if group.tokens_contiguous else _single_tokens(runs))
     return units if group.heads_contiguous else _head_extents(group, units)
 
 
 def _run_extents(group: CopyGroup, runs: TokenRuns) -> _Extents:
-    """One extent for each run of tokens, of one unit each."""
+    """Return one extent for each run of tokens."""
     src = runs.src_slots * np.uint64(group.src.slot_stride) + runs.src_tokens * np.uint64(group.src.token_stride)
     dst = runs.dst_slots * np.uint64(group.dst.slot_stride) + runs.dst_tokens * np.uint64(group.dst.token_stride)
     return _Extents(src, dst, runs.lengths * np.uint64(group.unit_bytes))

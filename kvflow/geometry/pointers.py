@@ -40,13 +40,13 @@ class BufferLists(msgspec.Struct, frozen=True):
 
     Attributes:
         data_ptrs: Address of each buffer's first byte, uint64: bit 63 may be set, negative numbers are refused.
-        data_lens: Bytes of each buffer; 0 for an elided entry, whose address and item then mean nothing.
-        item_lens: Bytes of one item of each buffer; an item is a page unless the reader is told otherwise.
-        location: Where they are, if not where `layout_from_pointers` says for all lists.
+        data_lens: Bytes of each buffer; 0 for an elided entry, whose address and item length are ignored.
+        item_lens: Bytes of one item of each buffer; an item is a page unless stated otherwise.
+        location: Location of the buffers; None for the default of `layout_from_pointers`.
 
     Raises:
-        LayoutError: Lists differ in length, or a number is no unsigned 64-bit integer, or is 0 in an entry that is not
-            elided.
+        LayoutError: Lists differ in length, or a number is not an unsigned 64-bit integer, or is 0 in an entry that is
+            not elided.
     """
 
     data_ptrs: Sequence[int]
@@ -157,13 +157,13 @@ def regions_from_pointers(
         buffers: `[group 0 layer 0, group 0 layer 1, ..., group 1 layer 0, ...]`, nothing after it; see
             `BufferLists.split` for draft layers.
         groups: Parts of an item of each group, in memory order: `[[k], [v]]` for separate K and V buffers, `[[k, v]]`
-            where they are interleaved page by page, `[[PageRows((k, v))]]` where they are so token by token, and
-            `[OpaqueItem("index")]` where the inside is not known.
+            where they are interleaved page by page, `[[PageRows((k, v))]]` where they are interleaved token by token,
+            and `[OpaqueItem("index")]` where the content is unknown.
         page_size: Tokens of a page; 1 for buffers with one item for each request.
         layers: Global number of each layer in a group.
-        item_tokens: Tokens of one item: a page unless given. Ascend FIA buffers give the bytes of a token, so 1; an
-            item that is a ring of n tokens has pages of one token, so n (see `ring_pages`).
-        optional: The decode side can do without these layers (draft layers).
+        item_tokens: Tokens of one item, by default a page: 1 for Ascend FIA buffers, which state the bytes of a token;
+            n for an item that is a ring of n tokens with pages of one token (see `ring_pages`).
+        optional: Whether decode can run without these layers (draft layers).
 
     Returns:
         One region for each buffer and part, in the order of the buffers; none for elided entries. A pool has
@@ -171,11 +171,11 @@ def regions_from_pointers(
 
     Raises:
         LayoutError: The number of buffers is not groups times layers, an item does not hold its parts, or a buffer is
-            not a whole number of pages. Names tensor, layer, field and both values.
+            not a whole number of pages. The error names tensor, layer, field and both values.
 
     Source: buffer groups of SGLang #23893, items of Ascend FIA buffers of SGLang #15852.
     """
-    layers = [operator.index(layer) for layer in layers]  # numpy's integers cannot be sent
+    layers = [operator.index(layer) for layer in layers]  # numpy integers cannot be encoded
     if not groups or not layers or not all(groups) or len(buffers) != len(groups) * len(layers):
         raise LayoutError(
             "pointer lists must have one entry for each group and layer",
@@ -209,18 +209,18 @@ def layout_from_pointers(
         fingerprint: Identifies the content (model and revision).
         buffers: Every list that the components were made from. Each buffer is one registration; buffers that overlap
             are registered together.
-        memory_kind: "DRAM" or "VRAM", of the lists that do not say where they are.
-        device_id: Device ordinal, of the same lists; 0 for host memory.
+        memory_kind: "DRAM" or "VRAM", for lists without a location.
+        device_id: Device ordinal for the same lists; 0 for host memory.
 
     Raises:
-        LayoutError: A region lies outside the buffers, or a component in several locations.
+        LayoutError: A region lies outside the buffers, or a component spans several locations.
     """
     allocations = merge_ranges(item for lists in buffers for item in lists.ranges)
     return KVLayout(tuple(components), fingerprint, allocations, memory_kind, device_id)
 
 
 def _whole_numbers(field: str, values: Numbers) -> tuple[int, ...]:
-    """Convert to Python integers, which do not overflow. Floats have lost bits already and are refused."""
+    """Convert to Python integers, which do not overflow. Floats may have lost bits and are refused."""
     numbers = []
     for index, value in enumerate(values):
         try:

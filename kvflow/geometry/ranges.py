@@ -56,7 +56,7 @@ class TokenShard(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         size: Ranks that share the tokens; 1 if each holds all of them.
-        rank: Which of them this is.
+        rank: Index of this rank among them.
         interleave: Consecutive tokens on one rank: 1, or a page.
 
     Raises:
@@ -117,7 +117,7 @@ def check_range(tokens: TokenRange) -> TokenRange:
     """Convert a pair of integers of any type to a range.
 
     Raises:
-        PlanError: It is not a pair of integers, or is reversed, negative or above `MAX_TOKENS`.
+        PlanError: `tokens` is not a pair of integers, or is reversed, negative or above `MAX_TOKENS`.
     """
     try:
         start, stop = map(operator.index, tokens)
@@ -129,7 +129,7 @@ def check_range(tokens: TokenRange) -> TokenRange:
 
 
 def hull(one: TokenRange, other: TokenRange) -> TokenRange:
-    """Return the smallest range that has the tokens of two; an empty one has none, wherever it is."""
+    """Return the smallest range that contains two ranges; an empty one is ignored, wherever it is."""
     if one[0] == one[1]:
         return other
     if other[0] == other[1]:
@@ -173,7 +173,7 @@ def shared_runs(
 
 
 def is_final(tokens: TokenRange, wanted: TokenRange) -> bool:
-    """Whether a part of the wanted tokens reaches their end. Both sides decide by this which cells are complete."""
+    """Return whether a part of the wanted tokens reaches their end, which tells both sides which cells are complete."""
     return tokens[1] == wanted[1]
 
 
@@ -185,7 +185,7 @@ def cell_range(tokens: TokenRange, tokens_per_cell: int, *, final: bool) -> Toke
     Args:
         tokens: `[start, stop)`.
         tokens_per_cell: Tokens that share one cell.
-        final: No token follows, so a cell that is not full is sent now.
+        final: Whether no token follows, so that a partly filled cell is sent now.
     """
     start = tokens[0] // tokens_per_cell
     stop = -(-tokens[1] // tokens_per_cell) if final else tokens[1] // tokens_per_cell
@@ -223,7 +223,7 @@ def count_shared(tokens: TokenRange, src: TokenShard, dst: TokenShard) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _overlap(src: TokenShard, dst: TokenShard) -> tuple[int, int, NDArray[np.int64]]:
-    """Step and period of the overlap of two shards, and the start of each shared step within a period."""
+    """Return step and period of the overlap of two shards, and the start of each shared step within a period."""
     step, period = overlap_pattern(src, dst)
     starts = np.arange(0, period, step, dtype=np.uint64)
     return step, period, starts[src.holds(starts) & dst.holds(starts)].astype(np.int64)

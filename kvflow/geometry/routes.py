@@ -1,4 +1,4 @@
-"""Who writes which cells to whom: an exact cover of what one decode rank wants.
+"""Which prefill rank writes which cells: an exact cover of what one decode rank wants.
 
 Compiled once for each pair of ranks, at the handshake. A *route* names cells by (component, tensor, layer, head), so it
 does not depend on either side's layout; `binding` combines it with both.
@@ -24,7 +24,7 @@ __all__ = ["RegionSlice", "Route", "check_cells_match", "compile_routes", "slice
 
 
 MAX_SLICES = 16_384
-"""Of a route. A region has several if its heads come from several ranks in turn."""
+"""Maximum slices of a route. A region has several if its heads come from several ranks in turn."""
 
 Index = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -39,7 +39,7 @@ class RegionSlice(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def key(self) -> RegionKey:
-        """The region that it is a slice of."""
+        """Key of the region."""
         return RegionKey(self.component, self.tensor, self.layer)
 
 
@@ -157,7 +157,7 @@ def check_cells_match(key: RegionKey, src: HeldRegion, dst: HeldRegion) -> None:
     """Refuse two regions whose cells are not interchangeable.
 
     Raises:
-        RouteError: Names the region, the field and both values.
+        RouteError: The cells differ; the error names the region, the field and both values.
     """
     fields = ["dtype", "head_bytes", "tokens_per_cell", *(["tokens_per_slot"] if dst.kind == "slot" else [])]
     differing = [(field, getattr(src.region, field), getattr(dst.region, field)) for field in fields]

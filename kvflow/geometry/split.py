@@ -77,7 +77,7 @@ class SplitPolicy(NamedTuple):
     def split_layers(
         self, stops: Sequence[int], ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange]
     ) -> list[LayerPiece]:
-        """Split a chunk between layers. Groups of layers that the peer does not want are not waited for.
+        """Split a chunk between layers, without waiting for groups of layers that the peer does not want.
 
         Args:
             stops: End layer of each group, in ascending order; the last group takes all remaining layers.
@@ -188,7 +188,8 @@ def split_policy_for(
         src: Layout of the sending side.
         dst: Layout of the receiving side.
         piece_bytes: Upper bound for a piece that is split along the tokens, in bytes.
-        layer_piece_bytes: Lower bound for a piece that is split between layers, in bytes; None to never split so.
+        layer_piece_bytes: Lower bound for a piece that is split between layers, in bytes; None to never split between
+            layers.
     """
     sides = {name: (src.component(name), dst.component(name)) for name in route.expected}
     page_tokens = {
@@ -198,5 +199,5 @@ def split_policy_for(
 
 
 def _page_tokens(component: Component) -> int:
-    """Tokens of the request that fill a page; a rank that holds only a shard of them fills it more slowly."""
+    """Return the tokens of a request that fill a page, which are more if the rank holds only a shard of them."""
     return component.tokens_per_slot * component.shard.size

@@ -1,6 +1,6 @@
-"""Where the elements of a torch tensor or a numpy array lie: all that a layout needs to know of it.
+"""The memory of a torch tensor or numpy array: where its elements are, which is all that a layout needs.
 
-Of a tensor only methods are called, so torch is imported for type checking only.
+This module only calls methods of tensors, so it imports torch for type checking only.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Strided(NamedTuple):
     """A view of memory with a shape. It does not keep the memory alive.
 
     Attributes:
-        address: Of the first element; 0 if there is no memory (no elements, or torch's device "meta").
+        address: Address of the first element; 0 if there is no memory (no elements, or torch's device "meta").
         shape: Entries along each dimension.
         strides: Bytes from one entry to the next along each dimension; numpy's may be negative.
         item_bytes: Bytes of an element.
         dtype: Name of the element type as in torch ("bfloat16").
         device: Type and number, ("cuda", 1); ("cpu", 0) is host memory.
-        storage: All memory of what this is a view of.
+        storage: All memory of the storage that this views.
     """
 
     address: int
@@ -46,7 +46,7 @@ class Strided(NamedTuple):
 
     @property
     def location(self) -> Location:
-        """Where it is, as transports call it."""
+        """Memory location, in the terms of transports."""
         kind, number = self.device
         return Location("DRAM", 0) if kind == "cpu" else Location("VRAM", number)
 
@@ -58,7 +58,7 @@ class Strided(NamedTuple):
         return [self._replace(address=start, shape=shape, strides=strides) for start in starts]
 
     def split(self, dimension: int, sizes: Sequence[int]) -> Strided:
-        """Return the view in which one dimension has become several, outermost first; `sizes` multiply to its size."""
+        """Return a view with one dimension split into several, outermost first; `sizes` multiply to its size."""
         inner = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
         strides = [self.strides[dimension] * count for count in inner]
         return self._replace(
@@ -68,11 +68,11 @@ class Strided(NamedTuple):
 
 
 def strided(pool: Pool) -> Strided:
-    """Look at a tensor or an array.
+    """Describe the memory of a tensor or an array.
 
     Raises:
-        LayoutError: It is neither, or an array that is read-only, or whose elements are objects or not in this
-            machine's byte order.
+        LayoutError: The pool is neither, or is an array that is read-only, or whose elements are objects or not in
+            native byte order.
     """
     if isinstance(pool, np.ndarray):
         return _of_array(pool)
@@ -91,7 +91,7 @@ def strided(pool: Pool) -> Strided:
 
 
 def _of_array(array: NDArray[Any]) -> Strided:
-    if not array.flags.writeable:  # the other side would write to it, and where it is a mapped file that is a crash
+    if not array.flags.writeable:  # peers may write to it, which crashes for a read-only file mapping
         raise LayoutError("array is read-only", field="tensors", found=tuple(array.shape))
     if array.dtype.hasobject or not array.dtype.isnative:
         raise LayoutError("array dtype must be numeric and in native byte order", field="dtype", found=str(array.dtype))
@@ -110,7 +110,7 @@ def _of_array(array: NDArray[Any]) -> Strided:
 
 
 def _extent(array: NDArray[Any]) -> MemoryRange:
-    """From the first to the last byte of an array."""
+    """Return the range from the first to the last byte of an array."""
     reaches = [(count - 1) * step for count, step in zip(array.shape, array.strides, strict=True)]
     below, above = sum(min(reach, 0) for reach in reaches), sum(max(reach, 0) for reach in reaches)
     return MemoryRange(array.ctypes.data + below, above - below + array.itemsize)

@@ -82,10 +82,10 @@ def regions_from_tensors(
         tensor: Name of the tensor ("k", "latent", "conv.q"); with a `kv` axis, one name for each index.
         tensors: One pool for each layer, in layer order; with a `layer` axis each of them holds several layers. Torch
             tensors of any device, or writable numpy arrays; any strides. The caller keeps them alive as long as any
-            rank that was given the layout.
+            rank that uses the layout.
         axes: What the dimensions mean, the same for all pools.
         layers: Global number of each layer, or of the first if they are consecutive; the same for all pools of a name.
-        optional: Decode can run without them (draft layers).
+        optional: Whether decode can run without them (draft layers).
 
     Returns:
         One region for each layer and name, layer by layer.
@@ -201,7 +201,7 @@ def layout_from_tensors(  # noqa: PLR0913 - what a pool is like, by keyword, eac
 
     Args:
         tensors: For each tensor name ("k", "v"), one pool for each layer, in layer order: torch tensors of one device,
-            or writable numpy arrays. The caller keeps them alive as long as any rank that was given the layout.
+            or writable numpy arrays. The caller keeps them alive as long as any rank that uses the layout.
         axes: What each dimension means, e.g. "page token head dim" (NHD) or "page head token dim" (HND); see `Axes`.
         heads: Global KV heads `(start, stop)` in these tensors, see `head_range`.
         fingerprint: Identifies the content (model and revision).
@@ -223,7 +223,7 @@ def layout_from_tensors(  # noqa: PLR0913 - what a pool is like, by keyword, eac
     """
     _check_lists(tensors)
     meaning = Axes(axes, heads, page_size, tokens_per_cell)
-    meaning.check_page_size_is_known()  # also of what the axes call a slot: pages of this component hold tokens
+    meaning.check_page_size_is_known()  # even for `slot` axes: pages of this component hold tokens
     flat = [tensor for pools in tensors.values() for tensor in pools]
     _device_of([strided(tensor) for tensor in flat])
     regions = {name: regions_from_tensors(name, pools, meaning, layers=layers) for name, pools in tensors.items()}
@@ -236,7 +236,7 @@ def layout_from_tensors(  # noqa: PLR0913 - what a pool is like, by keyword, eac
 
 
 def _check_lists(tensors: object) -> None:
-    """Refuse what is no mapping from names to lists of tensors."""
+    """Refuse anything but a mapping from names to lists of tensors."""
     if not isinstance(tensors, Mapping):
         raise LayoutError(
             "tensors must be a mapping from names to lists of tensors", field="tensors", found=type(tensors).__name__
@@ -292,7 +292,7 @@ def _split_fused(view: _View, axes: Axes) -> _View:
 
 
 def _factor_sizes(view: _View, name: str, size: int, known: Mapping[str, int]) -> list[int]:
-    """Sizes of the axes that are fused into one dimension; one of them may be unknown."""
+    """Return the sizes of the axes that are fused into one dimension; one of them may be unknown."""
     factors = name.split("*")
     unknown = [factor for factor in factors if factor not in known]
     if len(unknown) > 1:
@@ -343,7 +343,7 @@ def _check_size(view: _View, name: str, expected: int) -> None:
 
 
 def _cell_bytes(view: _View) -> int:
-    """Size of a cell: all `dim` axes, which must be contiguous."""
+    """Return the size of a cell: all `dim` axes, which must be contiguous."""
     shape, strides, size = view.tensor.shape, view.tensor.strides, view.tensor.item_bytes
     for count, stride, name in reversed(list(zip(shape, strides, view.names, strict=True))):
         if name != "dim":
@@ -364,7 +364,7 @@ def _device_of(tensors: Iterable[Strided]) -> tuple[str, int]:
 def _allocations(
     components: Iterable[Component], tensors: Iterable[Strided], usual: Location
 ) -> tuple[MemoryRange, ...]:
-    """From the first to the last used byte of each storage, with its location if it is not the usual one."""
+    """Return the range from the first to the last used byte of each storage, with unusual locations stated."""
     storages = merge_ranges(
         MemoryRange(tensor.storage.address, tensor.storage.length, tensor.location) for tensor in tensors
     )

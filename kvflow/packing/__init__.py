@@ -1,1 +1,1 @@
-"""Staging memory, and what is copied between it and the pages of a rank (docs/packing.md)."""
+"""Staging memory, and copies between it and the pages of a rank (docs/packing.md)."""

@@ -1,6 +1,6 @@
-"""Copies the runs of a packed payload: from the pages of a rank into a staging slot, or the other way.
+"""Copying the runs of a packed payload from the pages of a rank into a staging slot, or back.
 
-How that is done depends on the kind of memory, and so does how staging memory is got; a `Copier` knows it.
+A `Copier` copies one kind of memory, and allocates staging memory of that kind.
 """
 
 import abc
@@ -20,11 +20,11 @@ __all__ = ["Allocation", "Copier", "PackWork", "PageMemory"]
 
 
 class Allocation(NamedTuple):
-    """Memory of a copier's kind.
+    """Allocated memory of a copier's kind.
 
     Attributes:
-        address: Of the first byte.
-        owner: Keeps it.
+        address: Address of the first byte.
+        owner: Object that keeps the memory alive.
     """
 
     address: int
@@ -32,43 +32,43 @@ class Allocation(NamedTuple):
 
 
 class Copier(abc.ABC):
-    """Gets and copies memory of one kind. May be called in any thread.
+    """An allocator and copier of one kind of memory. May be called in any thread.
 
     Attributes:
-        waits_for_device: Copying waits for a device, so that it has no place on the event loop.
+        waits_for_device: Whether copying waits for a device, so that it must not run on the event loop.
     """
 
     waits_for_device: bool = False
 
     @abc.abstractmethod
     def allocate(self, num_bytes: int) -> Allocation:
-        """Get memory that nothing is written to any more by who had it before.
+        """Allocate memory to which no earlier owner still writes.
 
         Raises:
-            ConfigError: There is not so much of it.
+            ConfigError: There is not enough memory.
         """
 
     @abc.abstractmethod
     def bases(self, layout: KVLayout, view: View) -> Mapping[RegionKey, int]:
-        """Where the regions of a layout really begin.
+        """Return the start addresses of a layout's regions in this process.
 
         Args:
-            layout: Of memory of this kind.
-            view: Gives host memory, as this process sees it.
+            layout: Layout of memory of this kind.
+            view: Returns host memory as this process maps it.
         """
 
     @abc.abstractmethod
     def copy(self, runs: Sequence[PackedRuns], slot: MemoryRange, *, gather: bool) -> None:
-        """Copy runs between the memory that they name and a staging slot. It is done when this returns.
+        """Copy runs between the memory that they name and a staging slot. The copy is complete on return.
 
         Args:
-            runs: At real addresses, from `pack`.
-            slot: Real memory; the payload begins at its first byte and fits.
-            gather: From memory into the slot, else from the slot into memory.
+            runs: Runs at addresses in this process, from `pack`.
+            slot: Slot in this process; the payload starts at its first byte and fits.
+            gather: Copy from memory into the slot; otherwise from the slot into memory.
 
         Raises:
-            PlanError: The memory is not what the layout says.
-            MemoryError: There is no memory left to do it with. A part may have been copied.
+            PlanError: The memory does not match the layout.
+            MemoryError: There is not enough temporary memory. A part may have been copied.
         """
 
 
@@ -76,9 +76,9 @@ class PageMemory:
     """The pages of this rank, for packing.
 
     Args:
-        layout: What lies where.
-        view: Lets it be read and written, if it is host memory.
-        copier: Of its kind of memory.
+        layout: Layout of the pages.
+        view: Gives access to the memory, if it is host memory.
+        copier: Copier for this kind of memory.
     """
 
     def __init__(self, layout: KVLayout, view: View, copier: Copier) -> None:
@@ -87,7 +87,7 @@ class PageMemory:
         self._bases = copier.bases(layout, view)
 
     def find(self, slices: Sequence[RegionSlice]) -> dict[str, PackedSlices]:
-        """Find the slices of a route here, at real addresses; to be kept for as long as the peer is known.
+        """Find the slices of a route at addresses in this process. Callers cache the result for each peer.
 
         Raises:
             PlanError: The route has a region slice that this rank does not have.
@@ -96,14 +96,14 @@ class PageMemory:
 
 
 class PackWork(msgspec.Struct, frozen=True):
-    """A payload to be gathered or scattered; that may be done in any thread.
+    """A payload to gather or scatter. Both may run in any thread.
 
     Attributes:
         payload: The same on both sides.
-        slices: Of the route between the two, on this side, at real addresses.
-        tables: This rank's pages, by component.
-        slot: Real memory.
-        copier: Of the kind of memory that pages and slot are.
+        slices: This side's slices of the route, at addresses in this process.
+        tables: Pages of this rank, by component.
+        slot: Staging slot in this process.
+        copier: Copier for the memory of pages and slot.
     """
 
     payload: Payload
@@ -116,9 +116,9 @@ class PackWork(msgspec.Struct, frozen=True):
         """Pack `num_bytes` from the pages into the slot.
 
         Raises:
-            PlanError: Tables do not reach over the tokens, the payload has another size or does not fit, or the memory
-                is not what the layout says.
-            MemoryError: There is no memory left to do it with. A part may have been copied.
+            PlanError: Tables do not cover the tokens, the payload has another size or does not fit, or the memory does
+                not match the layout.
+            MemoryError: There is not enough temporary memory. A part may have been copied.
         """
         self._copy(num_bytes, gather=True)
 

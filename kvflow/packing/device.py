@@ -1,13 +1,13 @@
-"""Copies the runs of a packed payload in the memory of a device, by torch. Loaded only where a layout has such memory.
+"""Copying the runs of a packed payload in device memory, with torch. Loaded only for layouts in such memory.
 
-It does what `copier` does in host memory, at the same addresses. A device copies rows of a table quickly and starts
-slowly, so the runs of one length are copied at once: memory is seen as a table whose rows are as long as the runs and
-their distances allow, in words as wide as their addresses allow. Where runs lie on a grid of their own length, each of
-them is a row; elsewhere it is a few rows that follow each other.
+It does what `host` does in host memory. A device copies rows of a table quickly but starts slowly, so all runs of one
+length are copied at once: memory is viewed as a table whose rows are as long as the runs and their distances allow, in
+words as wide as their addresses allow. Where runs lie on a grid of their own length, each run is one row; elsewhere it
+is several consecutive rows.
 
-Nothing here runs beside the engine's kernels by accident: a chunk's event was waited for before its pages are gathered,
-copies run on a stream of their own, and whoever has called waits for that. So what was scattered is there for every
-stream that is told of it.
+Copies are ordered with the engine's kernels: a chunk's event has fired before its pages are gathered, copies run on a
+stream of their own, and the caller waits for that stream. So scattered data is visible to every stream that uses it
+afterwards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from kvflow.packing.copier import Allocation, Copier
 __all__ = ["DeviceCopier", "Rows", "bytes_at", "copy_runs", "find_device", "word_bytes"]
 
 BLOCK_WORDS: Final = 2**20
-"""Copied at once: 8 MiB of words, and as much for each of the two lists of rows. A slot is as much."""
+"""Words copied at once: 8 MiB, and as much for each of the two lists of rows. A slot has the same size."""
 
 WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 WIDEST: Final = max(WORDS)
@@ -37,7 +37,7 @@ Addresses = NDArray[np.uint64]
 
 
 class _Raw:
-    """Memory from an address on, for libraries that take memory of others."""
+    """Memory at an address, for libraries that accept foreign memory."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         described = {"version": 3, "data": (address, False), "shape": (num_bytes,), "typestr": "|u1"}
@@ -46,15 +46,15 @@ class _Raw:
 
 
 def bytes_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """See raw memory as a tensor, without a copy and without owning it. Only what is indexed has to exist.
+    """Return a tensor that views raw memory, without a copy or ownership. Only indexed bytes have to exist.
 
     Args:
-        address: Of the first byte.
-        num_bytes: How many.
-        device: Where it is; with an index unless it is the CPU.
+        address: Address of the first byte.
+        num_bytes: Number of bytes.
+        device: Device of the memory; with an index unless it is the CPU.
 
     Returns:
-        uint8[num_bytes] on the device; of use for as long as the memory is allocated.
+        uint8[num_bytes] on the device; valid as long as the memory is allocated.
 
     Raises:
         PlanError: The memory is not on that device.
@@ -63,13 +63,13 @@ def bytes_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor
     if device.type == "cpu":
         return torch.from_numpy(np.asarray(raw))
     seen = torch.as_tensor(raw, device=device)
-    if seen.data_ptr() != address:  # torch copies what is elsewhere
+    if seen.data_ptr() != address:  # torch copies memory of other devices
         raise PlanError("memory is not on the device of the layout", address=hex(address), device=str(device))
     return seen
 
 
 def word_bytes(length: int, *addresses: Addresses) -> int:
-    """Find the widest word that divides a length and all addresses: 8, 4, 2 or 1 bytes."""
+    """Return the widest word that divides a length and all addresses: 8, 4, 2 or 1 bytes."""
     bits = length | WIDEST
     for array in addresses:
         bits |= int(np.bitwise_or.reduce(array))
@@ -80,9 +80,9 @@ class Rows(NamedTuple):
     """Runs of one length as rows of a table.
 
     Attributes:
-        table: Words [num_rows, words_per_row]: a view of all memory from the first run to the last.
-        firsts: int64[num_runs], the row that each run begins with.
-        steps: int64[rows_per_run], 0, 1, ...: only 0 if the runs lie on a grid of their own length.
+        table: Words [num_rows, words_per_row], a view of all memory from the first run to the last.
+        firsts: int64[num_runs], first row of each run.
+        steps: int64[rows_per_run], 0, 1, and so on; only 0 if the runs lie on a grid of their own length.
     """
 
     table: torch.Tensor
@@ -91,13 +91,13 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, addresses: Addresses, length: int, word: int, device: torch.device) -> Self:
-        """See runs as rows.
+        """View runs as rows.
 
         Args:
-            addresses: uint64[num_runs], of each run; at least one.
-            length: Bytes of each.
-            word: Bytes of a word; divides the length and all addresses.
-            device: Where they are.
+            addresses: uint64[num_runs], address of each run; at least one.
+            length: Bytes of each run.
+            word: Bytes of a word, which divides the length and all addresses.
+            device: Device of the runs.
 
         Raises:
             PlanError: The memory is not on that device.
@@ -114,11 +114,11 @@ class Rows(NamedTuple):
         )
 
     def fetch(self, block: slice) -> torch.Tensor:
-        """Words of some runs, one run after another."""
+        """Return the words of some runs, one run after another."""
         return self.table.index_select(0, self._numbers(block)).view(-1)
 
     def store(self, block: slice, words: torch.Tensor) -> None:
-        """Write some runs."""
+        """Write the words of some runs."""
         self.table.index_copy_(0, self._numbers(block), words.view(-1, self.table.shape[1]))
 
     def _numbers(self, block: slice) -> torch.Tensor:
@@ -135,15 +135,15 @@ def copy_runs(
 ) -> None:
     """Copy runs between the memory that they name and a staging slot, all of it on one device.
 
-    It may have only begun when this returns: it is done when the current stream of the device is. May be called in any
-    thread; temporary memory comes from that stream.
+    The copy is asynchronous: it is complete when the current stream of the device is. May be called in any thread;
+    temporary memory comes from that stream.
 
     Args:
-        runs: At real addresses, from `pack`.
-        slot: Real memory; the payload begins at its first byte and fits.
-        device: Where memory and slot are.
-        gather: From memory into the slot, else from the slot into memory.
-        block_words: Most words that are copied at once; a longer run is copied alone, without temporary memory.
+        runs: Runs at addresses in this process, from `pack`.
+        slot: Slot in this process; the payload starts at its first byte and fits.
+        device: Device of memory and slot.
+        gather: Copy from memory into the slot; otherwise from the slot into memory.
+        block_words: Maximum words copied at once; a longer run is copied alone, without temporary memory.
 
     Raises:
         PlanError: The memory is not on that device.
@@ -168,16 +168,16 @@ def _copy_each(ends: tuple[Addresses, Addresses], length: int, device: torch.dev
 
 
 def find_device(device_id: int) -> torch.device | None:
-    """Find the device that a layout names, if torch can copy in its memory: a GPU of CUDA."""
+    """Return the CUDA device that a layout names; None if torch cannot use it."""
     is_there = torch.cuda.is_available() and device_id < torch.cuda.device_count()
     return torch.device("cuda", device_id) if is_there else None
 
 
 class DeviceCopier(Copier):
-    """Memory of one device, by torch. Temporary memory, a few times a block, comes from torch, which keeps it.
+    """A copier for one device, with torch. Torch allocates temporary memory, a few times a block, and caches it.
 
     Args:
-        device: With an index unless it is the CPU.
+        device: Device to copy on; with an index unless it is the CPU.
     """
 
     waits_for_device = True
@@ -189,7 +189,7 @@ class DeviceCopier(Copier):
     @override
     def allocate(self, num_bytes: int) -> Allocation:
         try:
-            with self._own_stream():  # torch gives memory again that the stream may still be using
+            with self._own_stream():  # torch may reuse memory that the stream still uses
                 memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
             raise ConfigError(
@@ -211,7 +211,7 @@ class DeviceCopier(Copier):
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """See to it that what is begun within is done when it is left, by any way."""
+        """Run the body on the copier's stream, and synchronise that stream on every exit."""
         try:
             with torch.cuda.stream(self._stream):
                 yield

@@ -1,7 +1,7 @@
-"""Copies in host memory, by numpy.
+"""Copying the runs of a packed payload in host memory, with numpy.
 
-Both directions are the same copy, by addresses: an array whose elements are as long as the runs and begin at every byte
-lets numpy fetch and store any of them at memory speed. Blocks stay in the processor's cache between the two.
+Both directions use the same technique: an array whose elements are as long as the runs, and start at every byte, lets
+numpy load and store any run at memory speed. Blocks stay in the processor's cache in between.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ from kvflow.packing.copier import Allocation, Copier
 __all__ = ["HostCopier", "copy_runs"]
 
 BLOCK_BYTES: Final = 2**18
-"""Copied at once: stays in the processor's second cache."""
+"""Bytes copied at once; a block stays in the L2 cache."""
 
 
 class _Addressed:
-    """Memory from an address on, for numpy: elements of some length that begin at every byte."""
+    """Memory at an address, for numpy: elements of one length that start at every byte."""
 
     def __init__(self, address: int, num_bytes: int, length: int) -> None:
         self.__array_interface__ = {
@@ -44,9 +44,9 @@ def copy_runs(runs: Sequence[PackedRuns], slot: MemoryRange, *, gather: bool) ->
     """Copy runs between the memory that they name and a staging slot. May be called in any thread.
 
     Args:
-        runs: At real addresses, from `pack`.
-        slot: Real memory; the payload begins at its first byte and fits.
-        gather: From memory into the slot, else from the slot into memory.
+        runs: Runs at addresses in this process, from `pack`.
+        slot: Slot in this process; the payload starts at its first byte and fits.
+        gather: Copy from memory into the slot; otherwise from the slot into memory.
     """
     for group in runs:
         first = int(group.memory.min())
@@ -65,7 +65,7 @@ def copy_runs(runs: Sequence[PackedRuns], slot: MemoryRange, *, gather: bool) ->
 
 
 class HostCopier(Copier):
-    """Host memory, by numpy."""
+    """A copier for host memory, with numpy."""
 
     @override
     def allocate(self, num_bytes: int) -> Allocation:

@@ -1,4 +1,4 @@
-"""How a decode rank scatters what was packed for it from staging slots into its pages."""
+"""Scattering packed pieces from the staging slots of a decode rank into its pages."""
 
 import functools
 from collections import OrderedDict
@@ -20,16 +20,16 @@ from kvflow.wire.messages import PeerId
 __all__ = ["Scattering"]
 
 MAX_KEPT: Final = 256
-"""Ranks whose slices are kept for their next notices."""
+"""Maximum number of ranks whose slices are cached."""
 
 
 class Scattering:
-    """Knows this rank's pages, and whose notices bring what.
+    """Prepares the scattering of packed pieces on a decode rank.
 
     Args:
-        memory: What peers write into.
-        layout: Of this rank.
-        view: Lets its memory be written, if it is host memory.
+        memory: Staging memory that peers write into.
+        layout: Layout of this rank.
+        view: Gives access to the memory of the layout, if it is host memory.
     """
 
     def __init__(self, memory: StagingMemory, layout: KVLayout, view: View) -> None:
@@ -40,10 +40,10 @@ class Scattering:
         self._slices: OrderedDict[PeerId, tuple[tuple[RegionSlice, ...], Mapping[str, PackedSlices]]] = OrderedDict()
 
     def work(self, effect: ScatterStaged) -> PackWork:
-        """Bring together what scattering a notice needs.
+        """Collect what scattering the piece of a notice needs.
 
         Raises:
-            PlanError: The notice is not staged, or what it brings is not here.
+            PlanError: The notice has no staging slot, or names cells or pages that this rank does not have.
         """
         window, notice, opened = effect.rank.staging, effect.notice, effect.opened
         if window is None or notice.staged is None:
@@ -54,12 +54,12 @@ class Scattering:
         return PackWork(payload, self._slices_of(effect.rank), self._tables_of(opened), slot, self._copier)
 
     def drop(self, generation: int) -> None:
-        """Forget what is kept for a transfer that is over."""
+        """Drop the page tables of an ended transfer."""
         self._tables.pop(generation, None)
 
     def _slices_of(self, rank: ConnectedRank) -> Mapping[str, PackedSlices]:
         known = self._slices.get(rank.peer)
-        if known is not None and known[0] == rank.slices:  # others of its instance may have changed, and its route too
+        if known is not None and known[0] == rank.slices:  # its route may have changed with other ranks of its instance
             return known[1]
         found = self._pages().find(rank.slices)
         self._slices[rank.peer] = rank.slices, found

@@ -1,4 +1,4 @@
-"""Staging memory of a rank, and how a prefill rank gathers pieces into it."""
+"""Staging memory of a rank, and the gathering of pieces into it on a prefill rank."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -26,18 +26,18 @@ PAGE_BYTES: Final = 4096
 
 
 class StagingMemory:
-    """Memory for packed pieces; it has to live as long as the transport knows it.
+    """Memory for packed pieces. It must live as long as it is registered with the transport.
 
     Args:
-        num_bytes: Size.
-        copier: Of the kind of memory that it is to be, which is that of the pages.
+        num_bytes: Size in bytes.
+        copier: Copier for the kind of memory that the pages are in.
 
     Attributes:
-        range: Where it is.
-        copier: As above.
+        range: Its address and length.
+        copier: The same copier.
 
     Raises:
-        ConfigError: There is not so much of it.
+        ConfigError: There is not enough memory.
     """
 
     def __init__(self, num_bytes: int, copier: Copier) -> None:
@@ -47,29 +47,29 @@ class StagingMemory:
         self.range = MemoryRange(start + -start % PAGE_BYTES, num_bytes)
 
     def added_to(self, layout: KVLayout) -> KVLayout:
-        """Return the layout with this memory among what is to be registered."""
+        """Return the layout with this memory added to its allocations."""
         (location,) = layout.registered_locations
         added = self.range if location == layout.location else msgspec.structs.replace(self.range, location=location)
         return msgspec.structs.replace(layout, allocations=merge_ranges([*layout.allocations, added]))
 
     def windows(self, *, slot_bytes: int, num_slots: int) -> WindowSettings:
-        """Return how a decode rank divides it into windows; arguments as in `WindowSettings`."""
+        """Return the division of this memory into windows on a decode rank; arguments as in `WindowSettings`."""
         return WindowSettings(self.range.address, self.range.length, slot_bytes, num_slots)
 
 
 def staging_memory(config: RankConfig, layout: KVLayout, descriptor_overhead_s: float) -> StagingMemory | None:
-    """Make the staging memory of a rank; None if it wants none, or nothing here can copy its kind of memory.
+    """Allocate the staging memory of a rank; None if it needs none, or if its kind of memory cannot be copied.
 
-    A rank whose memory is in several locations has none: a payload would have to be packed from all of them. Where
-    it is not known that descriptors cost anything, none is taken unless the settings say so: no route would use it.
+    A rank whose memory is in several locations has none: a payload would have to be packed from all of them. If
+    descriptors have no known cost, none is allocated unless configured explicitly: no route would use it.
 
     Args:
-        config: Of the rank.
-        layout: Of the rank.
-        descriptor_overhead_s: What each descriptor costs its transport besides its bytes, in seconds.
+        config: Configuration of the rank.
+        layout: Layout of the rank.
+        descriptor_overhead_s: Time that each descriptor costs the transport besides its bytes, in seconds.
 
     Raises:
-        ConfigError: There is not so much of it.
+        ConfigError: There is not enough memory.
     """
     if len(layout.registered_locations) > 1 or not _may_pack(config, descriptor_overhead_s):
         return None
@@ -79,7 +79,7 @@ def staging_memory(config: RankConfig, layout: KVLayout, descriptor_overhead_s: 
 
 
 def _may_pack(config: RankConfig, descriptor_overhead_s: float) -> bool:
-    if not isinstance(config, PrefillConfig):  # prefill decides what is packed
+    if not isinstance(config, PrefillConfig):  # prefill decides what to pack
         return descriptor_overhead_s > 0 or config.staging_bytes is not None
     return config.packing == "always" or (config.packing == "auto" and descriptor_overhead_s > 0)
 
@@ -97,13 +97,13 @@ def _copier_for(layout: KVLayout) -> Copier | None:
 
 
 class Gathering(msgspec.Struct, frozen=True):
-    """How a piece is packed; it may be gathered in any thread.
+    """The gathering of a piece, which may run in any thread.
 
     Attributes:
-        work: Copies its cells into a slot of this rank.
-        num_bytes: Of the piece.
+        work: Copies the cells of the piece into a slot of this rank.
+        num_bytes: Size of the piece.
         target: Address of its slot at the decode rank.
-        staged: The same slot, as the notice says it.
+        staged: The same slot, as stated in the notice.
     """
 
     work: PackWork
@@ -112,14 +112,14 @@ class Gathering(msgspec.Struct, frozen=True):
     staged: Staged
 
     def gather(self, route: BoundRoute, max_bytes: int | None) -> Descriptors:
-        """Copy it into the slot.
+        """Copy the piece into the slot.
 
         Args:
-            route: To the decode rank.
-            max_bytes: Longest descriptor that the transport takes; no limit if None.
+            route: Route to the decode rank.
+            max_bytes: Longest descriptor that the transport accepts; None for no limit.
 
         Returns:
-            How it is moved from there.
+            Descriptors that move it from there.
 
         Raises:
             PlanError, MemoryError: As in `PackWork.gather`.
@@ -134,17 +134,17 @@ class Gathering(msgspec.Struct, frozen=True):
 
 
 class LocalStaging:
-    """Staging memory of a prefill rank: what is packed is gathered here.
+    """Staging memory of a prefill rank, into which pieces are gathered.
 
     Args:
-        memory: All of it.
-        layout: Of this rank, of the same kind of memory.
-        view: Lets its memory be read, if it is host memory.
-        config: Size of a slot, and when to pack.
-        descriptor_overhead_s: What each descriptor costs the transport besides its bytes, in seconds.
+        memory: The memory.
+        layout: Layout of this rank, in the same kind of memory.
+        view: Gives access to the memory of the layout, if it is host memory.
+        config: Configuration of slots and packing.
+        descriptor_overhead_s: Time that each descriptor costs the transport besides its bytes, in seconds.
 
     Attributes:
-        settings: What the core needs to know of it.
+        settings: Settings for the core.
     """
 
     def __init__(
@@ -175,12 +175,12 @@ class LocalStaging:
         return self._pages().find(slices)
 
     def gathering(self, piece: Piece, slices: Mapping[str, PackedSlices], *, head_major: bool) -> Gathering | None:
-        """Return how a piece is packed; None if it has no slots.
+        """Return the gathering of a piece; None if the piece has no slots.
 
         Args:
-            piece: To be packed.
-            slices: Of its route, from `find`.
-            head_major: Order of the cells along that route.
+            piece: Piece to pack.
+            slices: Slices of its route, from `find`.
+            head_major: Order of the cells in the payload.
         """
         slots, window = piece.slots, piece.link.staging
         if slots is None or window is None:

@@ -1,1 +1,1 @@
-"""What may happen, and what follows. Pure: no I/O, no clock, no randomness, no task."""
+"""The protocol state machines: events in, effects out. Pure: no I/O, no clock, no randomness, no tasks."""

@@ -1,4 +1,4 @@
-"""How often somebody may do something: so many times at once, and more as time passes. Pure."""
+"""Token buckets that limit how often each taker may do something. Pure."""
 
 from typing import Final, Generic, TypeVar
 
@@ -10,11 +10,11 @@ Taker = TypeVar("Taker")
 
 
 class Budgets(Generic[Taker]):
-    """What each taker has left.
+    """A token bucket for each taker.
 
     Args:
-        at_once: What may be taken together.
-        per_s: What comes back in a second.
+        at_once: Capacity of a bucket.
+        per_s: Refill rate, per second.
     """
 
     def __init__(self, at_once: int, per_s: float) -> None:
@@ -23,7 +23,7 @@ class Budgets(Generic[Taker]):
         self._left: dict[Taker, tuple[float, float]] = {}
 
     def take(self, taker: Taker, now: float, amount: float = 1) -> bool:
-        """Take so much; False if there is less left, of which nothing is taken then."""
+        """Take `amount` from a taker's bucket; return False and take nothing if less is left."""
         left, since = self._left.get(taker, (self._at_once, now))
         left = min(self._at_once, left + (now - since) * self._per_s)
         has_enough = left >= amount

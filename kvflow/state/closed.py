@@ -1,4 +1,4 @@
-"""Generations that are over, so that late messages of them are recognised. Pure."""
+"""Closed generations, remembered to recognise late messages. Pure."""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
@@ -15,7 +15,7 @@ class ClosedGenerations(Generic[Result]):
     closed from then on.
 
     Args:
-        limit: Generations whose end is remembered.
+        limit: Maximum number of generations whose result is remembered.
         floor: Every generation below it counts as closed from the start.
     """
 
@@ -32,12 +32,12 @@ class ClosedGenerations(Generic[Result]):
         return generation in self._results or generation < self._floor
 
     def close(self, generation: int, result: Result) -> None:
-        """Note how a generation ended; the first report counts."""
+        """Record how a generation ended; only the first report counts."""
         self._results.setdefault(generation, result)
         while len(self._results) > self._limit:
-            oldest, _ = self._results.popitem(last=False)  # a plain dict would look for its first entry ever longer
+            oldest, _ = self._results.popitem(last=False)  # a plain dict takes ever longer to find its first entry
             self._floor = max(self._floor, oldest + 1)
 
     def result(self, generation: int) -> Result | None:
-        """How a generation ended, if that is remembered."""
+        """Return how a generation ended; None if that is not remembered."""
         return self._results.get(generation)

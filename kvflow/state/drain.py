@@ -1,4 +1,4 @@
-"""Whether a rank takes new rooms: until it drains or closes. Pure."""
+"""Whether a rank accepts new rooms, which it does until it drains or closes. Pure."""
 
 from kvflow.errors import LocalProtocolError, RankDraining
 from kvflow.room import RoomId
@@ -8,11 +8,11 @@ __all__ = ["DrainState"]
 
 
 class DrainState:
-    """How far a rank is on its way out.
+    """Whether a rank is open, draining or closing.
 
     Attributes:
-        failure: Why it takes nothing new; None while it does.
-        is_closing: What is open has been given up, too.
+        failure: Why the rank accepts nothing new; None while it does.
+        is_closing: Whether open rooms have been aborted as well.
     """
 
     def __init__(self) -> None:
@@ -20,19 +20,19 @@ class DrainState:
         self.is_closing = False
 
     def drain(self, failure: Failure) -> None:
-        """Take nothing new, and let what is open end."""
+        """Accept nothing new, and let open rooms finish."""
         self.failure = failure
 
     def close(self, failure: Failure) -> None:
-        """Take nothing new, and go on with nothing."""
+        """Accept nothing new; open rooms are aborted."""
         self.failure, self.is_closing = failure, True
 
     def check_open(self, room: RoomId) -> None:
-        """Refuse to open a room on the way out.
+        """Refuse to open a room while draining or closing.
 
         Raises:
             LocalProtocolError: The rank is closing.
-            RankDraining: It is draining.
+            RankDraining: The rank is draining.
         """
         if self.is_closing:
             raise LocalProtocolError("rank is closing", room=room)

@@ -1,7 +1,7 @@
-"""What the shell is told to do, as imperatives. Effects are carried out in the order in which they are returned.
+"""Effects: what a core asks the shell to do, named in the imperative. The shell carries them out in order.
 
-Order matters in three places, and the cores keep to it: memory is reported only after the outcome; a Drained is sent
-only after the last post has ended; a Grant is sent only after its receiver is on record.
+The cores guarantee three orderings: they report memory only after the outcome, send Drained only after the last post
+has ended, and send a Grant only after recording its receiver.
 """
 
 from collections.abc import Mapping
@@ -57,11 +57,11 @@ __all__ = [
 
 
 class Cost(NamedTuple):
-    """What a post takes of its peer's window while it is under way; known before it is planned.
+    """Credit of its peer's window that a post uses while in flight; known before it is planned.
 
     Attributes:
-        num_bytes: What it moves.
-        num_descriptors: Most descriptors that it can have.
+        num_bytes: Bytes that the post moves.
+        num_descriptors: Upper bound of the number of its descriptors.
     """
 
     num_bytes: int
@@ -69,12 +69,12 @@ class Cost(NamedTuple):
 
     @property
     def packed(self) -> "Cost":
-        """What the same post takes if it is packed."""
+        """The cost of the same post if it is packed."""
         return self._replace(num_descriptors=1)
 
 
 class PieceSlots(NamedTuple):
-    """Staging slots of a packed piece: where it is gathered, and where it is written to."""
+    """Staging slots of a packed piece: the local one to gather it in, and the remote one to write it to."""
 
     local: int
     remote: int
@@ -84,16 +84,16 @@ class Piece(msgspec.Struct, frozen=True):
     """A part of a chunk on its way to one decode rank: one write, one notice.
 
     Attributes:
-        ranges: For each component, the tokens of the piece; none is empty.
-        pages: Source pages of the chunk, for each component.
-        grant: Whose pages to write, and how urgently.
-        link: The route to the decode rank.
-        notice: What is to be said when every byte is there, but for what only planning can tell.
-        cost: What it takes of the peer's window.
-        layers: Of the model, that go with it.
-        queued_at: Since when it waits for its turn, in seconds of the clock of events.
-        slots: To pack it through; it goes directly if None.
-        must_pack: Pack it even if going directly is quicker.
+        ranges: Tokens of the piece by component; no range is empty.
+        pages: Source pages of the chunk by component.
+        grant: Grant that names the destination pages and the priority.
+        link: Route to the decode rank.
+        notice: Notice to send when every byte has landed, without the fields that only planning determines.
+        cost: Credit of the peer's window that the piece uses.
+        layers: Model layers of the piece.
+        queued_at: When the piece was queued, in seconds of the clock of events.
+        slots: Staging slots to pack the piece through; None to write it directly.
+        must_pack: Whether to pack the piece even if a direct write is faster.
     """
 
     delivery: DeliveryId
@@ -118,23 +118,24 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class CheckHello(msgspec.Struct, frozen=True):
-    """Compare what a decode rank wants with this rank's layout, connect the transport to it, then say HelloChecked."""
+    """Compare a decode rank's Hello with this rank's layout, connect the transport to it, then report HelloChecked."""
 
     connection: bytes
     hello: Hello
 
 
 class DisconnectTransport(msgspec.Struct, frozen=True):
-    """Release what the transport holds for an incarnation of a decode rank that is over."""
+    """Release what the transport holds for an incarnation of a decode rank that has left."""
 
     peer: PeerId
 
 
 class AwaitData(msgspec.Struct, frozen=True):
-    """Wait until the device has computed a piece, beside the event loop, then say DataReady.
+    """Wait off the event loop until the device has computed a piece, then report DataReady.
 
     Attributes:
-        wait: Counts the waits of the delivery: a piece that was quiesced gives its own number to another one.
+        wait: Number of the wait within the delivery. The piece's `seq` would not do, because it is reused after a
+            quiesce.
     """
 
     delivery: DeliveryId
@@ -143,19 +144,19 @@ class AwaitData(msgspec.Struct, frozen=True):
 
 
 class PostPiece(msgspec.Struct, frozen=True):
-    """Plan a piece now and post it. If it had slots and went directly all the same, say PieceWentDirect."""
+    """Plan and post a piece now. If it has slots but is written directly, report PieceWentDirect."""
 
     piece: Piece
 
 
 class PlanPiece(msgspec.Struct, frozen=True):
-    """Plan a piece beside the event loop, with its digests if they are wanted, then say PlanFinished."""
+    """Plan a piece off the event loop, with digests if the grant asks for them, then report PlanFinished."""
 
     piece: Piece
 
 
 class PostPlan(msgspec.Struct, frozen=True):
-    """Post what PlanFinished spoke of."""
+    """Post a plan that PlanFinished reported."""
 
     delivery: DeliveryId
     seq: int
@@ -163,32 +164,32 @@ class PostPlan(msgspec.Struct, frozen=True):
 
 
 class DropPlan(msgspec.Struct, frozen=True):
-    """Forget what PlanFinished spoke of: the transfer has ended."""
+    """Drop a plan that PlanFinished reported, because the transfer has ended."""
 
     delivery: DeliveryId
     seq: int
 
 
 class ContinueSoon(msgspec.Struct, frozen=True):
-    """Let the event loop have its turn, then say TurnContinued: more pieces can be posted."""
+    """Yield to the event loop, then report TurnContinued: more pieces can be posted."""
 
 
 class AdmitChunks(msgspec.Struct, frozen=True):
-    """Offer chunks that wait for capacity, as far as `has_capacity` says that their rooms have some."""
+    """Offer waiting chunks whose rooms have capacity according to `has_capacity`."""
 
 
 class ReportGranted(msgspec.Struct, frozen=True):
-    """Tell the engine that every decode rank has granted a room, and which tokens of each component they want."""
+    """Report to the engine that every decode rank has granted a room, and which tokens of each component they want."""
 
     room: RoomId
     wanted: dict[str, TokenRange]
 
 
 class ReportQuiesced(msgspec.Struct, frozen=True):
-    """Tell the engine that nothing which was posted reads the source pages of a room any more.
+    """Report to the engine that no post reads the source pages of a room any more.
 
     Attributes:
-        resume_at: Where chunks go on; None if everything is posted, the last chunk too.
+        resume_at: Token at which chunks must resume; None if everything is posted, including the last chunk.
     """
 
     room: RoomId
@@ -196,7 +197,7 @@ class ReportQuiesced(msgspec.Struct, frozen=True):
 
 
 class ReportSender(msgspec.Struct, frozen=True):
-    """Tell the engine how a room that it sends stands."""
+    """Report the outcome and memory state of a sent room to the engine."""
 
     room: RoomId
     outcome: Outcome
@@ -215,10 +216,10 @@ class SendMessage(msgspec.Struct, frozen=True):
 
 
 class LookUp(msgspec.Struct, frozen=True):
-    """Ask the directory for the ranks of an instance; it says InstanceFound when it knows something.
+    """Ask the directory for the ranks of an instance. The shell reports InstanceFound when it answers.
 
     Attributes:
-        number: The answer repeats it, or a higher one that was asked with meanwhile.
+        number: Number of the lookup. The answer repeats it, or the higher number of a later lookup.
     """
 
     instance: InstanceRef
@@ -226,7 +227,7 @@ class LookUp(msgspec.Struct, frozen=True):
 
 
 class CompileRoutes(msgspec.Struct, frozen=True):
-    """Work out what each rank of an instance is to send, then say RoutesCompiled."""
+    """Compile the route from each rank of an instance, then report RoutesCompiled."""
 
     instance: str
     attempt: int
@@ -247,17 +248,17 @@ class Disconnect(msgspec.Struct, frozen=True):
 
 
 class ProbePeer(msgspec.Struct, frozen=True):
-    """Find out whether somebody still listens at a prefill rank's port, then say ProbeFinished."""
+    """Check whether a prefill rank's port still accepts connections, then report ProbeFinished."""
 
     peer: PeerId
     endpoint: str
 
 
 class AwaitFence(msgspec.Struct, frozen=True):
-    """Wait until nothing lands any more of what an ended process had written; say PeerFenced if that can be known.
+    """Wait until no write of a terminated process can still land, then report PeerFenced; or report FenceImpossible.
 
     Attributes:
-        domain: What the process has said of where that can be seen.
+        domain: Fence domain from the process's Welcome.
     """
 
     peer: PeerId
@@ -265,19 +266,19 @@ class AwaitFence(msgspec.Struct, frozen=True):
 
 
 class WatchNotices(msgspec.Struct, frozen=True):
-    """Let the transport poll sharply for notices, or hardly at all."""
+    """Make the transport poll for notices at a high rate, or at a low one."""
 
     active: bool
 
 
 class ReceivedRoom(msgspec.Struct, frozen=True):
-    """What a complete transfer brought.
+    """The result of a complete transfer.
 
     Attributes:
-        metadata: From the prefill engine, by engine rank; ranks that sent none are left out.
-        num_bytes: Bytes written by all ranks.
-        num_notices: Notices counted.
-        first_notice_at: When the first notice came, in seconds of the clock of events.
+        metadata: Metadata from the prefill engine by engine rank, without ranks that sent none.
+        num_bytes: Bytes written by all ranks together.
+        num_notices: Number of notices received.
+        first_notice_at: When the first notice arrived, in seconds of the clock of events.
     """
 
     metadata: dict[int, bytes] = msgspec.field(default_factory=dict)
@@ -287,18 +288,18 @@ class ReceivedRoom(msgspec.Struct, frozen=True):
 
 
 class WrittenBy(NamedTuple):
-    """What one prefill rank says it has written: all of its notices, in order."""
+    """What one prefill rank reports to have written: all of its notices, in order."""
 
     rank: ConnectedRank
     notices: tuple[Notice, ...]
 
 
 class VerifyDigests(msgspec.Struct, frozen=True):
-    """Compare what has arrived with the digests of the notices, then say DigestsVerified; the pages are held till then.
+    """Compare the received bytes with the notices' digests, then report DigestsVerified; pages are held until then.
 
     Attributes:
-        opened: What was asked for, and where it is.
-        written: By each rank that something was expected of.
+        opened: The request, with its tokens and pages.
+        written: Notices of each rank that had to send something.
     """
 
     opened: ReceiveOpened
@@ -306,11 +307,11 @@ class VerifyDigests(msgspec.Struct, frozen=True):
 
 
 class ScatterStaged(msgspec.Struct, frozen=True):
-    """Copy what a notice brought from its staging slot into the pages, then say Scattered; pages are held till then.
+    """Copy a packed piece from its staging slot into the pages, then report Scattered; pages are held until then.
 
     Attributes:
-        opened: What was asked for, and where it is.
-        rank: Who wrote it.
+        opened: The request, with its tokens and pages.
+        rank: Prefill rank that wrote the piece.
     """
 
     opened: ReceiveOpened
@@ -319,10 +320,10 @@ class ScatterStaged(msgspec.Struct, frozen=True):
 
 
 class ReportReceiver(msgspec.Struct, frozen=True):
-    """Tell the engine how a room that it receives stands.
+    """Report the outcome and memory state of a received room to the engine.
 
     Attributes:
-        received: What it brought, once it is a success.
+        received: Result of the transfer, once it has succeeded.
     """
 
     room: RoomId
@@ -337,13 +338,13 @@ class ReportReceiver(msgspec.Struct, frozen=True):
 
 
 class CountAnomaly(msgspec.Struct, frozen=True):
-    """Count, and log at a bounded rate, something that was ignored.
+    """Count an anomaly that the core ignored, and log it at a bounded rate.
 
     Attributes:
-        kind: Is counted, and the name of the log event.
-        peer: Who did it, if that is known.
-        room: That it is about, if it is about one.
-        detail: For a person; empty if there is nothing to say.
+        kind: Label of the counter, and name of the log event.
+        peer: Peer that caused it, if known.
+        room: Room that it concerns, if any.
+        detail: Human-readable detail; may be empty.
     """
 
     kind: str
@@ -353,11 +354,11 @@ class CountAnomaly(msgspec.Struct, frozen=True):
 
 
 class LogEvent(msgspec.Struct, frozen=True):
-    """Log something that an operator acts on.
+    """Log an event that an operator may act on.
 
     Attributes:
-        name: Of the log event.
-        is_warning: It is not as it should be.
+        name: Name of the log event.
+        is_warning: Whether to log it as a warning.
     """
 
     name: str

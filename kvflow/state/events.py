@@ -1,4 +1,4 @@
-"""What can happen. Each event is a fact that the shell tells a core, in the past tense."""
+"""Events: what the shell reports to a core, named in the past tense."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -77,18 +77,18 @@ class DeliveryId(NamedTuple):
 
 @runtime_checkable
 class ReadyEvent(Protocol):
-    """Tells when a device has finished writing pages; `torch.cuda.Event` is one."""
+    """An event that fires when a device has finished writing pages, such as `torch.cuda.Event`."""
 
     def synchronize(self) -> None:
-        """Block the calling thread until the device is done."""
+        """Block the calling thread until the device has finished."""
 
 
 class LayersReady(NamedTuple):
-    """When some layers of a chunk are ready.
+    """A group of layers of a chunk, and the event that signals that they are ready.
 
     Attributes:
-        stop: Global layer below which every layer is ready; the last group of a chunk has all that remain.
-        ready: What to wait for before they may be read, or None.
+        stop: Global layer below which every layer is ready. The last group of a chunk covers all remaining layers.
+        ready: Event to wait for before the layers may be read, or None.
     """
 
     stop: int
@@ -96,16 +96,16 @@ class LayersReady(NamedTuple):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Tokens that a prefill engine has ready to send. The core looks at the ranges only.
+    """Tokens that a prefill engine has ready to send.
 
     Attributes:
         tokens: `[start, stop)`; the next chunk starts at `stop`.
-        ranges: For each component that comes with the chunk, its tokens; those of a window may reach back.
-        pages: For the same components, the source pages.
-        ready: What to wait for before the pages may be read, or None.
-        layers: Instead of `ready`: groups of layers that get ready one after another, in ascending order.
-        last: No chunk follows.
-        metadata: On the last chunk: from the prefill engine to the decode engine.
+        ranges: Tokens of each component in the chunk; those of a window component may start before `tokens`.
+        pages: Source pages of the same components.
+        ready: Event to wait for before the pages may be read, or None.
+        layers: Used instead of `ready`: groups of layers that become ready one after another, in ascending order.
+        last: Whether this is the last chunk.
+        metadata: Sent with the last chunk, from the prefill engine to the decode engine.
     """
 
     tokens: TokenRange
@@ -121,15 +121,15 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class PeerRoute(msgspec.Struct, frozen=True):
-    """What a decode rank wants from this rank, and how it is sent there.
+    """What a decode rank wants from this rank, and how to send it.
 
     Attributes:
-        route: Bound to the layouts of both sides.
-        layout: The decode rank's.
-        slices: The route as its Hello says it.
-        split_policy: How chunks are split into pieces.
-        staging: Where the decode rank takes packed pieces; nowhere if None.
-        prepared: What the shell has prepared for planning. The core does not look at it.
+        route: Route bound to the layouts of both sides.
+        layout: Layout of the decode rank.
+        slices: Route as given in the Hello.
+        split_policy: How to split chunks into pieces.
+        staging: Staging window of the decode rank for packed pieces, or None if it has none.
+        prepared: Data that the shell has prepared for planning; opaque to the core.
     """
 
     route: BoundRoute
@@ -141,12 +141,12 @@ class PeerRoute(msgspec.Struct, frozen=True):
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the components of which this rank holds something that is wanted."""
+        """Names of the components that this rank sends, in whole or in part."""
         return tuple(self.route.expected)
 
 
 class SendOpened(msgspec.Struct, frozen=True):
-    """The engine started to send a room."""
+    """The engine opened a room for sending."""
 
     room: RoomId
 
@@ -155,7 +155,7 @@ class ChunkOffered(msgspec.Struct, frozen=True):
     """The engine has computed a chunk.
 
     Attributes:
-        footprint: What the chunk's pages take of the pools.
+        footprint: Memory that the chunk's pages occupy in the pools.
     """
 
     room: RoomId
@@ -164,28 +164,28 @@ class ChunkOffered(msgspec.Struct, frozen=True):
 
 
 class QuiesceAsked(msgspec.Struct, frozen=True):
-    """The engine wants the source pages of a room back, and will go on with the room later."""
+    """The engine asked for the source pages of a room back, and will continue the room later."""
 
     room: RoomId
 
 
 class SendAborted(msgspec.Struct, frozen=True):
-    """The engine gave a room up."""
+    """The engine aborted a room."""
 
     room: RoomId
     failure: Failure
 
 
 class MessageArrived(msgspec.Struct, frozen=True):
-    """A message came over a connection to this rank.
+    """A message arrived over a connection to this rank.
 
     Attributes:
-        connection: Opaque name of the connection.
-        denied: Why its sender must not have what it asks for: its key is not that of the instance it speaks for, or it
-            has no capability for the room. Empty if it may.
-        principal: With a Hello: who may be at the other end, whatever names are said there; empty where nobody is asked
-            for a key.
-        num_bytes: Of a Hello.
+        connection: Opaque identifier of the connection.
+        denied: Why the sender is not authorised: its key is not listed for the instance that it names, or it has no
+            capability for the room. Empty if it is authorised.
+        principal: For a Hello, the authenticated identity of the sender, independent of the names in the message; empty
+            if the rank does not require keys.
+        num_bytes: Size of a Hello.
     """
 
     connection: bytes
@@ -196,27 +196,27 @@ class MessageArrived(msgspec.Struct, frozen=True):
 
 
 class PeerRevoked(msgspec.Struct, frozen=True):
-    """The key of a decode rank is not listed any more for its instance."""
+    """The key of a decode rank is no longer listed for its instance."""
 
     peer: PeerId
 
 
 class ReplyLost(msgspec.Struct, frozen=True):
-    """A message to a decode rank could not be sent: its connection is gone, or takes nothing.
+    """The connection to a decode rank is gone, does not accept a message, or must be renewed because keys have changed.
 
     Attributes:
-        connection: Opaque name of the connection.
+        connection: Opaque identifier of the connection.
     """
 
     connection: bytes
 
 
 class HelloChecked(msgspec.Struct, frozen=True):
-    """A hello was compared with this rank's layout, and the transport was connected, see `CheckHello`.
+    """A Hello was compared with this rank's layout, and the transport was connected, see `CheckHello`.
 
     Attributes:
-        link: None if the two do not fit.
-        failure: Why not.
+        link: Route to the decode rank; None if the Hello is not compatible.
+        failure: Why the Hello is not compatible.
     """
 
     connection: bytes
@@ -226,10 +226,10 @@ class HelloChecked(msgspec.Struct, frozen=True):
 
 
 class DataReady(msgspec.Struct, frozen=True):
-    """The device has computed what `AwaitData` named, or failed to.
+    """The device has computed the data of an `AwaitData`, or failed to.
 
     Attributes:
-        wait: Its number.
+        wait: Number of the `AwaitData`.
         failure: None if the pages may be read.
     """
 
@@ -239,11 +239,11 @@ class DataReady(msgspec.Struct, frozen=True):
 
 
 class PlanFinished(msgspec.Struct, frozen=True):
-    """A plan that was made beside the event loop is there, see `PlanPiece`.
+    """A plan was made off the event loop, see `PlanPiece`.
 
     Attributes:
-        digests: By component, if the grant asks for them.
-        staged: Where the bytes will be, if they are packed.
+        digests: Digests by component, if the grant asks for them.
+        staged: Staging slot that the piece is written to, if it is packed.
     """
 
     delivery: DeliveryId
@@ -253,14 +253,14 @@ class PlanFinished(msgspec.Struct, frozen=True):
 
 
 class PieceWentDirect(msgspec.Struct, frozen=True):
-    """A piece that had staging slots was posted to its pages directly, because that is quicker, see `PostPiece`."""
+    """A piece with staging slots was written directly to its pages because that is faster, see `PostPiece`."""
 
     delivery: DeliveryId
     seq: int
 
 
 class PlanFailed(msgspec.Struct, frozen=True):
-    """A piece cannot be planned; nothing was posted for it."""
+    """Planning a piece failed; nothing was posted for it."""
 
     delivery: DeliveryId
     seq: int
@@ -268,11 +268,11 @@ class PlanFailed(msgspec.Struct, frozen=True):
 
 
 class PostEnded(msgspec.Struct, frozen=True):
-    """A posted write has ended, one way or the other: the transport will not touch the pages for it any more.
+    """A post has ended, successfully or not: the transport no longer accesses its pages.
 
     Attributes:
-        failure: None if every byte is in the peer's memory.
-        lingers: Bytes that have left may still land there; only the end of this process, or of the peer's, stops them.
+        failure: None if every byte has reached the peer's memory.
+        lingers: Bytes in flight may still land in the peer's memory, until this process or the peer's ends.
     """
 
     delivery: DeliveryId
@@ -282,7 +282,7 @@ class PostEnded(msgspec.Struct, frozen=True):
 
 
 class PostInDoubt(msgspec.Struct, frozen=True):
-    """The transport cannot tell whether a posted write has ended; if it ever can, a PostEnded follows."""
+    """The transport cannot tell whether a post has ended. A PostEnded follows if it ever can."""
 
     delivery: DeliveryId
     seq: int
@@ -290,18 +290,18 @@ class PostInDoubt(msgspec.Struct, frozen=True):
 
 
 class TurnContinued(msgspec.Struct, frozen=True):
-    """The event loop has had its turn, see `ContinueSoon`."""
+    """The event loop has run other tasks, see `ContinueSoon`."""
 
 
 # On a decode rank --------------------------------------------------------------------------------------------------
 
 
 class InstanceAt(msgspec.Struct, frozen=True):
-    """A prefill instance that is looked up at an address instead of in the registry of the settings.
+    """A prefill instance that is looked up at an address instead of in the configured registry.
 
     Attributes:
-        address: "tcp://host:port" of the rank that answers for it, or of a registry.
-        name: Of the instance; None if whichever answers there is meant.
+        address: "tcp://host:port" of a rank of the instance, or of a registry.
+        name: Name of the instance; None for whichever instance answers at the address.
     """
 
     address: str
@@ -312,25 +312,26 @@ class InstanceAt(msgspec.Struct, frozen=True):
 
 
 InstanceRef = str | InstanceAt
-"""How a prefill instance is referred to: by its name in the registry, or by where it is looked up."""
+"""Reference to a prefill instance: its name in the registry, or the address to look it up at."""
 
 
 class ReceiveOpened(msgspec.Struct, frozen=True):
-    """The engine asked for a room, or announced that it will.
+    """The engine requested a room, or announced one.
 
     Attributes:
-        generation: Issued by the shell, higher than any before.
-        instance: Prefill instance that computes it.
-        ranges: For each component that is wanted, its tokens.
-        pages: For the same components, the destination pages as they go into the Grant.
-        timeout_s: How long the whole transfer may take, in seconds; until it has pages, if it is only announced.
-        priority: Class of the transfer; 0 goes first.
-        secret: 16 random bytes; the token of each grant is derived from it.
-        footprint: What the pages take of the pools.
-        digest: What arrives is to be compared with digests of what was sent.
-        issuer: The incarnation of a prefill rank that gave the ticket of this room; no other one is meant.
-        is_announced: There are no pages yet; `ReceiveGranted` brings them.
-        capability: Says to prefill that this instance may have the room; empty if there is none.
+        generation: Issued by the shell, higher than all earlier ones.
+        instance: Prefill instance that computes the room.
+        ranges: Tokens of each wanted component.
+        pages: Destination pages of the same components, encoded as in the Grant.
+        timeout_s: Time limit of the whole transfer, in seconds; for an announced room, the time until it has pages.
+        priority: Priority class of the transfer; 0 is served first.
+        secret: 16 random bytes, from which the token of each grant is derived.
+        footprint: Memory that the pages occupy in the pools.
+        digest: Whether to compare the received bytes with digests of the sent ones.
+        issuer: Incarnation of the prefill rank that issued the room's ticket, if there is one; no other incarnation may
+            serve the room.
+        is_announced: The room has no pages yet; `ReceiveGranted` supplies them.
+        capability: Proof to the prefill rank that this instance may receive the room; empty if there is none.
     """
 
     room: RoomId
@@ -350,7 +351,7 @@ class ReceiveOpened(msgspec.Struct, frozen=True):
 
 
 class ReceiveGranted(msgspec.Struct, frozen=True):
-    """The engine gave pages to a room that it had announced. The fields are those of `ReceiveOpened`."""
+    """The engine supplied the pages of an announced room. The fields are those of `ReceiveOpened`."""
 
     room: RoomId
     generation: int
@@ -362,7 +363,7 @@ class ReceiveGranted(msgspec.Struct, frozen=True):
 
 
 class ReceiveAborted(msgspec.Struct, frozen=True):
-    """The engine gave a room up."""
+    """The engine aborted a room."""
 
     room: RoomId
     failure: Failure
@@ -372,9 +373,9 @@ class InstanceFound(msgspec.Struct, frozen=True):
     """The directory answered a lookup.
 
     Attributes:
-        instance: What was asked for.
-        records: By engine rank; not all of them if some are not registered.
-        number: Of the lookup; the answer is not older than that.
+        instance: Reference that was looked up.
+        records: Records by engine rank, without ranks that are not registered.
+        number: Number of the lookup; the answer is at least as recent as that lookup.
     """
 
     instance: InstanceRef
@@ -386,8 +387,8 @@ class RankRoute(msgspec.Struct, frozen=True):
     """What this rank wants from one prefill rank.
 
     Attributes:
-        route: As the Hello says it.
-        expected: The bytes that follow from it, by component.
+        route: Route as given in the Hello.
+        expected: Bytes that the route yields, by component.
     """
 
     route: Route
@@ -398,8 +399,8 @@ class RoutesCompiled(msgspec.Struct, frozen=True):
     """Routes from every rank of an instance were compiled, see `CompileRoutes`.
 
     Attributes:
-        routes: By engine rank; empty if the two do not fit.
-        failure: Why not.
+        routes: Routes by engine rank; empty if the layouts are not compatible.
+        failure: Why the layouts are not compatible.
     """
 
     instance: str
@@ -412,9 +413,9 @@ class ConnectedRank(msgspec.Struct, frozen=True):
     """One prefill rank after the handshake.
 
     Attributes:
-        expected: What it is to send, by component.
-        slices: The same as cells. The core does not look at them.
-        staging: Where it may write packed pieces; nowhere if None.
+        expected: Bytes that it must send, by component.
+        slices: The same as region slices; not read by the core.
+        staging: Where it may write packed pieces, or None.
     """
 
     peer: PeerId
@@ -424,24 +425,24 @@ class ConnectedRank(msgspec.Struct, frozen=True):
 
 
 class ConnectFailed(msgspec.Struct, frozen=True):
-    """No connection to a prefill rank could be made: its address is unusable, or this process has no sockets left."""
+    """Connecting to a prefill rank failed: its address is unusable, or this process has run out of sockets."""
 
     peer: PeerId
     detail: str
 
 
 class ConnectionRefused(msgspec.Struct, frozen=True):
-    """A prefill rank and this one will not have each other for their keys; it is tried again."""
+    """A prefill rank rejected this rank's key, or the reverse. The shell keeps retrying."""
 
     peer: PeerId
     detail: str
 
 
 class LookUpRefused(msgspec.Struct, frozen=True):
-    """The directory and this rank will not have each other for their keys; it is tried again.
+    """The directory rejected this rank's key, or the reverse. The shell keeps retrying.
 
     Attributes:
-        instance: What was asked for, or could be; None for all names.
+        instance: Reference that was, or could be, looked up there; None for all names.
     """
 
     instance: InstanceRef | None
@@ -449,20 +450,20 @@ class LookUpRefused(msgspec.Struct, frozen=True):
 
 
 class ConnectionLost(msgspec.Struct, frozen=True):
-    """The connection to a prefill rank broke; it is being made anew."""
+    """The connection to a prefill rank broke; the shell is reconnecting."""
 
     peer: PeerId
 
 
 class MessageReceived(msgspec.Struct, frozen=True):
-    """A prefill rank sent a message; any message also proves that it lives."""
+    """A prefill rank sent a message, which also proves that it is alive."""
 
     peer: PeerId
     message: AnyMessage
 
 
 class NoticeDelivered(msgspec.Struct, frozen=True):
-    """The transport delivered a notice in band; only the token of its grant says who sent it."""
+    """The transport delivered an in-band notice; only the token of its grant identifies the sender."""
 
     notice: Notice
 
@@ -471,7 +472,7 @@ class ProbeFinished(msgspec.Struct, frozen=True):
     """A probe of a prefill rank's port has ended, see `ProbePeer`.
 
     Attributes:
-        is_gone: Nobody listens there any more: the process has ended.
+        is_gone: Nothing listens on the port any more: the process has ended.
     """
 
     peer: PeerId
@@ -479,22 +480,22 @@ class ProbeFinished(msgspec.Struct, frozen=True):
 
 
 class PeerFenced(msgspec.Struct, frozen=True):
-    """The transport has seen to it that nothing lands any more of what an ended process had written."""
+    """The transport has ensured that no write of a terminated process can still land."""
 
     peer: PeerId
 
 
 class FenceImpossible(msgspec.Struct, frozen=True):
-    """The transport cannot tell when what an ended process had written has landed."""
+    """The transport cannot tell when the writes of a terminated process have landed."""
 
     peer: PeerId
 
 
 class DigestsVerified(msgspec.Struct, frozen=True):
-    """What arrived was compared with its digests, see `VerifyDigests`.
+    """The received bytes were compared with their digests, see `VerifyDigests`.
 
     Attributes:
-        failure: None if all are equal, or if nobody wanted to know any more.
+        failure: None if all digests match, or if the check was no longer needed.
     """
 
     generation: int
@@ -502,10 +503,10 @@ class DigestsVerified(msgspec.Struct, frozen=True):
 
 
 class Scattered(msgspec.Struct, frozen=True):
-    """What a notice brought is in the pages, see `ScatterStaged`; or it is not, and nothing touches them any more.
+    """The scatter of a packed piece into the pages has ended, successfully or not, see `ScatterStaged`.
 
     Attributes:
-        failure: None if it is there.
+        failure: None if the piece is in the pages.
     """
 
     generation: int
@@ -517,29 +518,29 @@ class Scattered(msgspec.Struct, frozen=True):
 
 
 class QuarantineReleased(msgspec.Struct, frozen=True):
-    """An operator takes back pages that are not proved quiet.
+    """An operator released pages from quarantine without a proof.
 
     Attributes:
-        key: The room on a prefill rank, the generation on a decode rank.
+        key: Room on a prefill rank, generation on a decode rank.
     """
 
     key: RoomId
 
 
 class DrainStarted(msgspec.Struct, frozen=True):
-    """This rank is about to close: nothing new starts, what is open may finish."""
+    """This rank is draining: nothing new starts, and open rooms may finish."""
 
     failure: Failure
 
 
 class CloseStarted(msgspec.Struct, frozen=True):
-    """This rank is closing: nothing new starts, everything open fails."""
+    """This rank is closing: nothing new starts, and all open rooms fail."""
 
     failure: Failure
 
 
 class TransportClosed(msgspec.Struct, frozen=True):
-    """The transport is closed: nothing is posted or delivered any more, and every post has had its end."""
+    """The transport is closed: it posts and delivers nothing more, and every post has ended."""
 
 
 class TimePassed(msgspec.Struct, frozen=True):

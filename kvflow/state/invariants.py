@@ -1,4 +1,4 @@
-"""What must hold for a core after every event. Checked by tests; too slow to check in service."""
+"""Invariants of a core, which hold after every event. Checked by tests; too slow for production."""
 
 from collections import Counter
 
@@ -22,10 +22,10 @@ class InvariantBroken(KvflowError):
 
 
 def check_invariants(core: PrefillCore | DecodeCore) -> None:
-    """Look at everything a core remembers.
+    """Check the whole state of a core.
 
     Raises:
-        InvariantBroken: Naming what does not hold.
+        InvariantBroken: An invariant does not hold; the error names it.
     """
     if isinstance(core, PrefillCore):
         _check_prefill(core)
@@ -39,7 +39,7 @@ def _require(condition: bool, message: str, **values: object) -> None:
 
 
 def _check_facts(state: TransferState, **values: object) -> None:
-    """Success means that the memory is safe, and only what is decided can drain or be in quarantine."""
+    """Check that success implies safe memory, and that a pending transfer neither drains nor is in quarantine."""
     if state.outcome is Outcome.SUCCESS:
         _require(state.memory is Memory.SAFE, "success without safe memory", memory=state.memory, **values)
     if state.outcome is Outcome.PENDING:
@@ -48,7 +48,7 @@ def _check_facts(state: TransferState, **values: object) -> None:
 
 
 def _check_quarantine(quarantine: Quarantine, held: list[Footprint]) -> None:
-    """Check that what is held back is counted, once each."""
+    """Check that all memory in quarantine is counted once."""
     total = Footprint(sum(item.num_pages for item in held), sum(item.num_bytes for item in held))
     _require(quarantine.total == total, "quarantine is miscounted", counted=quarantine.total, found=total)
 
@@ -87,7 +87,7 @@ def _check_prefill(core: PrefillCore) -> None:
 
 
 def _check_announced(core: PrefillCore, room: PrefillRoom) -> None:
-    """Check that only a pending room waits for announced grants, and only for those of ranks that are connected."""
+    """Check that only a pending room waits for announced grants, and only for those of connected ranks."""
     _require(room.state.is_pending or not room.announced, "room that has ended waits for grants", room=room.room)
     for peer in room.announced:
         _require(peer in core.peers, "grant is announced by a rank that is gone", room=room.room, peer=peer)
@@ -127,7 +127,7 @@ def _check_decode(core: DecodeCore) -> None:
 
 
 def _check_request(core: DecodeCore, room: DecodeRoom) -> None:
-    """Check that a room is announced, waits or is granted, as it says, and that one without pages needs no memory."""
+    """Check that a room waits or is served as its request says, and that an announced one needs no memory."""
     is_waiting = core.instances.is_waiting(room)
     if not room.state.is_pending:
         _require(not is_waiting, "room that has ended waits for a handshake", room=room.room)
@@ -141,7 +141,7 @@ def _check_request(core: DecodeCore, room: DecodeRoom) -> None:
 
 
 def _check_held(core: DecodeCore) -> None:
-    """Check that no two transfers have a page in common, and that each page of a transfer is held, and no other one."""
+    """Check that no two transfers share a page, and that exactly the pages of transfers are held."""
     held = core.rooms.held.count()
     num_pages = dict.fromkeys(held, 0)
     seen: dict[str, set[int]] = {name: set() for name in held}

@@ -1,7 +1,7 @@
-"""Whether a piece is packed: gathered into one slot, written at once, and scattered, or written to its pages directly.
+"""The choice between packing a piece (gathering, one write, scattering) and writing it to its pages directly.
 
-Directly, each descriptor costs its overhead. Packed, each byte is copied twice more, once on each side, and each piece
-costs a fixed time. The bytes of the write itself are the same either way. Pure.
+A direct write pays an overhead for each descriptor. Packing copies each byte twice more, once on each side, and costs a
+fixed time for each piece. The bytes of the write itself are the same either way. Pure.
 """
 
 import math
@@ -14,28 +14,28 @@ from kvflow.geometry.split import SplitPolicy
 __all__ = ["BLOCK_S", "COPY_S_PER_BYTE", "descriptors_to_pay_off", "packed_policy", "pays_off", "wants_slot"]
 
 COPY_S_PER_BYTE: Final = 0.15e-9
-"""What a packed byte costs more than one of a large descriptor. Gathering and scattering take 0.3 ns each (512 bytes
-at a time, in no cache), but most of it is hidden behind the writes of other pieces."""
+"""Extra cost of a packed byte over a byte of a large descriptor, in seconds. Gathering and scattering take 0.3 ns each
+(512 bytes at a time, uncached), but most of it overlaps with the writes of other pieces."""
 
 BLOCK_S: Final = 600e-6
-"""What each packed piece costs besides: finding its cells, two threads, the message that gives its slot back.
+"""Extra cost of each packed piece, in seconds: finding its cells, two threads, the message that returns its slot.
 
 Source of both: 256 MiB in random pages over NIXL between two processes on 2 cores, numpy 2.4. Packed pieces of 1, 2, 4
 and 8 MiB took 1.35, 1.6, 2.5 and 4.5 ms; direct ones broke even at descriptors of 8 KiB.
 """
 
 SAMPLE_TOKENS: Final = 2**14
-"""By so many tokens a route is judged."""
+"""Number of tokens by which a route is judged."""
 
 
 def pays_off(num_bytes: int, num_descriptors: int, descriptor_overhead_s: float, packing: Packing = "auto") -> bool:
-    """Return whether a piece is quicker when it is packed.
+    """Return whether a piece is faster when it is packed.
 
     Args:
-        num_bytes: Of the piece.
-        num_descriptors: Descriptors that it takes otherwise.
-        descriptor_overhead_s: What each of them costs besides its bytes; 0 if that is not known.
-        packing: As the settings say.
+        num_bytes: Size of the piece.
+        num_descriptors: Number of descriptors of a direct write.
+        descriptor_overhead_s: Time that each of them costs besides its bytes, in seconds; 0 if unknown.
+        packing: Configured packing mode.
     """
     if packing == "auto":
         return num_descriptors * descriptor_overhead_s > _cost_s(num_bytes)
@@ -45,11 +45,11 @@ def pays_off(num_bytes: int, num_descriptors: int, descriptor_overhead_s: float,
 def wants_slot(
     num_bytes: int, num_descriptors: int, slot_bytes: int, descriptor_overhead_s: float, packing: Packing = "auto"
 ) -> bool:
-    """Return whether a piece is to be packed, by what is known before it is planned.
+    """Return whether to pack a piece, judging by what is known before it is planned.
 
     Args:
-        num_bytes: Of the piece.
-        num_descriptors: Most descriptors that it can take otherwise.
+        num_bytes: Size of the piece.
+        num_descriptors: Maximum number of descriptors of a direct write.
         slot_bytes: Bytes that fit a slot on both sides.
         descriptor_overhead_s: As in `pays_off`.
         packing: As in `pays_off`.
@@ -58,21 +58,21 @@ def wants_slot(
 
 
 def descriptors_to_pay_off(num_bytes: int, descriptor_overhead_s: float) -> float:
-    """How many descriptors a piece may take at most to be as quick without packing; arguments as in `pays_off`."""
+    """Return the number of descriptors at which packing breaks even; arguments as in `pays_off`."""
     return _cost_s(num_bytes) / descriptor_overhead_s if descriptor_overhead_s else math.inf
 
 
 def packed_policy(
     split_policy: SplitPolicy, route: BoundRoute, slot_bytes: int, descriptor_overhead_s: float, packing: Packing
 ) -> SplitPolicy:
-    """Return how chunks are split: into pieces that fit a slot, if most of what goes along the route is to be packed.
+    """Return how to split chunks: into pieces that fit a slot, if packing pays off for most of the route.
 
-    Chunks whose pages lie together need not be packed, and are split as if there were no slots: small pieces would
-    make their descriptors shorter.
+    Chunks with contiguous pages need no packing, and are split as if there were no slots: small pieces would make their
+    descriptors shorter.
 
     Args:
-        split_policy: How they are split without slots.
-        route: Along which they go.
+        split_policy: How to split chunks without slots.
+        route: Route of the chunks.
         slot_bytes: Bytes that fit a slot on both sides.
         descriptor_overhead_s: As in `pays_off`.
         packing: As in `pays_off`.
@@ -98,5 +98,5 @@ def packed_policy(
 
 
 def _cost_s(num_bytes: int) -> float:
-    """Work out what packing a piece costs."""
+    """Return the cost of packing a piece, in seconds."""
     return num_bytes * COPY_S_PER_BYTE + BLOCK_S

@@ -1,4 +1,4 @@
-"""Whether a peer lives: what both roles keep of one incarnation of a rank at the other end. Pure."""
+"""Liveness of a peer: what both roles track of one incarnation of a rank at the other end. Pure."""
 
 from collections.abc import Hashable
 
@@ -14,15 +14,15 @@ from kvflow.wire.messages import Drained, Failed, Failure, Goodbye, Message, Not
 __all__ = ["BUSY_LEASES", "LeaseCheck", "Peer", "is_genuine", "log_loss"]
 
 MIN_LEASE_S = 1e-3
-"""However short a lease a peer asks for, there is time between two checks."""
+"""Shortest lease, in seconds, so that there is time between two checks."""
 
 BUSY_LEASES = 10
-"""Leases that a peer may be silent for while its connection stands: libzmq's own thread answers heartbeats, also where
-an engine holds the interpreter. One whose event loop never runs again is lost then."""
+"""Leases that a peer may be silent for while its connection stands: libzmq's own thread answers heartbeats even while
+an engine holds the interpreter. After that, the peer is lost, because its event loop may never run again."""
 
 
 class LeaseCheck(msgspec.Struct, frozen=True):
-    """Timer: see whether something was heard from a peer."""
+    """Timer: check whether a peer was heard from."""
 
     peer: PeerId
 
@@ -31,12 +31,12 @@ class Peer:
     """One incarnation of a rank at the other end.
 
     Args:
-        peer: Which one.
-        timers: Where its checks are noted.
+        peer: The incarnation.
+        timers: Where its checks are scheduled.
 
     Attributes:
-        lease_s: Silence after which it must be taken for dead, unless its connection stands.
-        heard_at: When something was last heard, in seconds of the clock of events.
+        lease_s: Silence after which it is presumed dead, unless its connection stands.
+        heard_at: When its last message arrived, in seconds of the clock of events.
     """
 
     def __init__(self, peer: PeerId, timers: Timers[Hashable]) -> None:
@@ -50,23 +50,23 @@ class Peer:
 
     @property
     def is_connected(self) -> bool:
-        """The handshake is done, its connection stands, and it is not silent."""
+        """Whether the handshake is done, the connection stands, and the peer is not silent."""
         return self.state is PeerState.CONNECTED
 
     @property
     def is_silent(self) -> bool:
-        """Nothing was heard in most of its lease, or for longer."""
+        """Whether nothing was heard for most of its lease, or for longer."""
         return self._silent_thirds >= PINGS_PER_LEASE - 1
 
     def connected(self, lease_s: float, now: float) -> None:
-        """Note that the handshake succeeded: the lease begins."""
+        """Note that the handshake succeeded, and start the lease."""
         self.lease_s = max(lease_s, MIN_LEASE_S)
         self._apply(PeerSignal.CONNECTED)
         self._heard(now)
         self._timers.set(LeaseCheck(self.id), now + self._third_s)
 
     def heard(self, now: float) -> bool:
-        """Note that a message came: the lease begins anew. Say whether the peer is back from silence or a break."""
+        """Note that a message arrived, and renew the lease; return whether the peer was lost or suspect."""
         is_back = not self.is_connected
         if self.state is PeerState.LOST:
             self._timers.set(LeaseCheck(self.id), now + self._third_s)
@@ -80,15 +80,15 @@ class Peer:
         self._apply(PeerSignal.DISCONNECTED)
 
     def check(self, now: float, late_s: float) -> bool:
-        """Count a third of the lease that was silent; say whether the whole lease was, and the peer is lost.
+        """Count a silent third of the lease; return whether the lease has expired, so that the peer is lost.
 
-        While its connection stands its process lives, and its event loop is only busy: it has `BUSY_LEASES`.
-        A third of which this process slept through a half is not counted, except after another such one in the same
-        silence: what the peer said meanwhile may lie unread, and a peer in the same process could say nothing.
+        While the connection stands, the peer's process is alive and only its event loop is busy, so it has
+        `BUSY_LEASES`. A third is not counted if this process slept through half of it, unless the third before was
+        already exempt: messages of the peer may be unread, and a peer in the same process could not send any.
 
         Args:
             now: The time.
-            late_s: By how much this check comes too late.
+            late_s: How late this check runs, in seconds.
         """
         next_check = self.heard_at + self._third_s
         if next_check <= now:
@@ -131,6 +131,6 @@ def is_genuine(peer: PeerId, message: Message) -> bool:
 
 
 def log_loss(event: str, peer: PeerId, failure: Failure) -> LogEvent:
-    """Log that a peer is gone, as a warning unless it is closing."""
+    """Return the log event of a lost peer, a warning unless the peer is closing."""
     values = {"peer": str(peer), "reason": failure.reason.value, "detail": failure.detail}
     return LogEvent(event, values, is_warning=failure.reason is not FailureReason.PEER_CLOSED)

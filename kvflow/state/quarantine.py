@@ -1,4 +1,4 @@
-"""Pages that nobody has proved quiet: how many there are, what is missing, and whether there may be more. Pure."""
+"""Pages that are not proved quiet: how many there are, which proofs are missing, and whether more fit. Pure."""
 
 import enum
 from collections.abc import Hashable, Mapping
@@ -12,24 +12,24 @@ __all__ = ["NO_MEMORY", "Awaited", "Footprint", "MissingProof", "Quarantine"]
 
 
 class Awaited(enum.StrEnum):
-    """What would prove that a peer cannot touch pages in quarantine any more."""
+    """The proof that a peer can no longer touch pages in quarantine."""
 
     DRAINED = "drained"
     """Drained from a prefill rank that is connected."""
     PEER = "peer"
     """Drained from a prefill rank that is silent or has left, or the end of its process."""
     LANDING = "landing"
-    """Its process has ended; the transport looks out for the last bytes."""
+    """Its process has ended; the transport waits for its last bytes to land."""
     QUEUE_PAIRS = "queue_pairs"
-    """Its process has ended; the time runs that the deployment has named for its queue pairs."""
+    """Its process has ended; the time that the deployment has set for its queue pairs is running."""
     OPERATOR = "operator"
-    """Its process has ended, and nobody can tell when the last bytes have landed."""
+    """Its process has ended, and the transport cannot tell when its last bytes have landed."""
     WRITE_END = "write_end"
-    """The end of this rank's own writes, from its transport."""
+    """The end of this rank's own writes, as reported by its transport."""
     LOCAL = "local"
-    """The end of what this rank itself does with the pages: it scatters or compares them."""
+    """The end of this rank's own work on the pages, which it scatters or compares."""
     BROKEN = "broken"
-    """This rank has failed or is over, and takes no proof any more."""
+    """This rank has failed or closed, and accepts no more proofs."""
 
 
 SENTENCES: Final[Mapping[Awaited, str]] = MappingProxyType(
@@ -55,9 +55,9 @@ class MissingProof(NamedTuple):
     """A peer that may still touch pages in quarantine.
 
     Attributes:
-        peer: "instance/rank@incarnation"; empty if it is not known.
-        endpoint: Address of its control socket; empty if it has none, or it is not known.
-        awaited: What would be a proof.
+        peer: "instance/rank@incarnation"; empty if unknown.
+        endpoint: Address of its control socket; empty if it has none, or if unknown.
+        awaited: The missing proof.
     """
 
     peer: str
@@ -66,23 +66,23 @@ class MissingProof(NamedTuple):
 
     @property
     def detail(self) -> str:
-        """The same as a sentence."""
+        """The missing proof as a sentence."""
         return SENTENCES[self.awaited].format(peer=self.peer, endpoint=self.endpoint or "an unknown address")
 
 
 class Footprint(NamedTuple):
-    """How much memory something holds.
+    """An amount of memory in the pools.
 
     Attributes:
-        num_pages: Pages, a page of each component counted as one.
-        num_bytes: Their bytes in this rank's pools.
+        num_pages: Number of pages, added up over all components.
+        num_bytes: Their size in this rank's pools, in bytes.
     """
 
     num_pages: int = 0
     num_bytes: int = 0
 
     def plus(self, other: "Footprint") -> "Footprint":
-        """Both together."""
+        """Return the sum of both."""
         return Footprint(self.num_pages + other.num_pages, self.num_bytes + other.num_bytes)
 
 
@@ -90,10 +90,10 @@ NO_MEMORY: Final = Footprint()
 
 
 class Quarantine:
-    """Counts what is held back. When it is full, nothing new is admitted; nothing is ever let go early.
+    """The memory in quarantine. When too much is in it, nothing new is admitted; nothing is released early.
 
     Attributes:
-        total: What is held back now.
+        total: Memory in quarantine now.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -105,22 +105,22 @@ class Quarantine:
         return len(self._held)
 
     def put(self, key: Hashable, footprint: Footprint) -> None:
-        """Note that a transfer's pages are held back; noting it again changes nothing."""
+        """Add the pages of a transfer; adding them again changes nothing."""
         if key not in self._held:
             self._held[key] = footprint
             self.total = self.total.plus(footprint)
 
     def remove(self, key: Hashable) -> None:
-        """Note that a transfer's pages are free, if they were held back."""
+        """Remove the pages of a transfer, if they are in quarantine."""
         held = self._held.pop(key, None)
         if held is not None:
             self.total = self.total.plus(Footprint(-held.num_pages, -held.num_bytes))
 
     def check_admission(self) -> None:
-        """Refuse new work while too much is held back.
+        """Refuse new work while too much memory is in quarantine.
 
         Raises:
-            CapacityExceeded: It is.
+            CapacityExceeded: Too much memory is in quarantine.
         """
         pages, num_bytes = self.total
         if pages >= self._limits.quarantined_pages or num_bytes >= self._limits.quarantined_bytes:

@@ -1,11 +1,11 @@
-"""Recordings of a core: every event with its time, and what followed from it. Pure, but for the file that is given.
+"""Recordings of a core: every event with its time, and its effects. Pure, except for the file that it is given.
 
-A recording is a sequence of frames, each a length of four bytes (little-endian) and so many bytes of MessagePack: first
-a `Header`, then an `Entry` for each event. An entry has the event whole and of each effect its name and a digest, so
-that a fresh core that is fed the same events can be compared with the one that was recorded.
+A recording is a sequence of frames, each a four-byte length (little-endian) and that many bytes of MessagePack: first a
+`Header`, then an `Entry` for each event. An entry holds the whole event, and the name and a digest of each effect, so
+that a fresh core that is fed the same events can be compared with the recorded one.
 
-What the core does not look at is left out: device events, what was prepared for planning, and routes, which follow from
-a hello. Nothing secret is in a recording but what engines pass as metadata, and tokens of grants.
+Data that the core does not read is left out: device events, data prepared for planning, and routes, which follow from a
+Hello. A recording contains no secrets except the metadata that engines pass, and the tokens of grants.
 """
 
 import hashlib
@@ -40,13 +40,13 @@ EVENT_TYPES: Final[dict[str, type]] = {
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Whose recording it is.
+    """The header of a recording.
 
     Attributes:
-        format: Of the file.
+        format: Version of the file format.
         role: "prefill" or "decode".
-        me: Which incarnation.
-        settings: MessagePack of its settings.
+        me: Recorded incarnation.
+        settings: MessagePack of the core's settings.
     """
 
     format: int
@@ -56,14 +56,14 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """An event and what followed.
+    """An event and its effects.
 
     Attributes:
-        now: When, in seconds of the clock of events.
+        now: Time of the event, in seconds of the clock of events.
         kind: Name of the event's class.
         event: MessagePack of the event.
         effects: Name and digest of each effect, in order.
-        error: Name of the error's class if the core refused the event.
+        error: Name of the error's class if the core refused the event; else empty.
     """
 
     now: float
@@ -74,7 +74,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecordedReady:
-    """Stands for a device event in a replay."""
+    """A stand-in for a device event in a replay."""
 
     def synchronize(self) -> None:
         """Return at once."""
@@ -133,13 +133,13 @@ def _summary(effects: Sequence[Effect]) -> tuple[tuple[str, bytes], ...]:
 
 
 class Recorder:
-    """Writes each event of a core, and the effects that follow.
+    """A recorder of the events and effects of a core.
 
     Args:
-        file: Where to write; the caller opens and closes it. Unbuffered, so that the recording of a process that is
-            killed has everything that was decided.
-        me: Which incarnation.
-        settings: Of its core.
+        file: Where to write; the caller opens and closes it. Must be unbuffered, so that the recording of a killed
+            process is complete.
+        me: Recorded incarnation.
+        settings: Settings of its core.
     """
 
     def __init__(self, file: BinaryIO, me: PeerId, settings: Settings) -> None:
@@ -148,13 +148,13 @@ class Recorder:
         self._write(Header(FORMAT, role, me, msgspec.Raw(_encoder.encode(settings))))
 
     def record(self, event: Event, now: float, effects: Sequence[Effect], error: Exception | None = None) -> None:
-        """Note an event and what followed from it.
+        """Record an event and its effects.
 
         Args:
-            event: That the core was told.
-            now: When.
-            effects: What it answered.
-            error: What it raised instead.
+            event: Event that the core processed.
+            now: Time of the event.
+            effects: Effects that it returned.
+            error: Error that it raised instead.
         """
         name = type(error).__name__ if error is not None else ""
         encoded = msgspec.Raw(_encode_event(event))
@@ -168,13 +168,13 @@ class Recorder:
 
 
 class Difference(NamedTuple):
-    """Where a replay did not do what was recorded.
+    """A difference between a replay and its recording.
 
     Attributes:
-        number: Of the event, from 0.
-        now: When it was recorded.
-        event: What the core was told.
-        recorded: Names of the effects that were recorded, or of the error.
+        number: Number of the event, from 0.
+        now: Recorded time of the event.
+        event: Event that the core processed.
+        recorded: Names of the recorded effects, or of the error.
         replayed: Effects of the fresh core, or its error.
     """
 
@@ -186,14 +186,14 @@ class Difference(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """What became of a replay.
+    """The result of a replay.
 
     Attributes:
         role: "prefill" or "decode".
-        me: Whose recording it is.
-        num_events: Events that were fed to the core.
-        num_effects: Effects that were compared.
-        difference: The first one; None if there is none.
+        me: Recorded incarnation.
+        num_events: Number of events fed to the core.
+        num_effects: Number of effects compared.
+        difference: The first difference; None if there is none.
     """
 
     role: str
@@ -204,12 +204,12 @@ class Replay(NamedTuple):
 
 
 def replay(file: BinaryIO) -> Replay:
-    """Feed a recording to a fresh core, and compare every effect until the first difference.
+    """Feed a recording to a fresh core, and compare all effects up to the first difference.
 
-    A recording whose end is cut off, as of a killed process, is replayed as far as it goes.
+    A truncated recording, as of a killed process, is replayed as far as it goes.
 
     Raises:
-        ConfigError: It is not a recording, has another format, or is damaged.
+        ConfigError: The file is not a recording, has another format, or is damaged.
     """
     frames = _frames(file)
     try:
@@ -225,7 +225,7 @@ def replay(file: BinaryIO) -> Replay:
 
 
 def _replay(header: Header, frames: Iterator[bytes]) -> Replay:
-    """Replay what follows a header; a frame that is none raises msgspec.DecodeError."""
+    """Replay the frames after a header; a malformed frame raises msgspec.DecodeError."""
     core: PrefillCore | DecodeCore
     prefill: PrefillSettings | None = None
     if header.role == "prefill":

@@ -1,4 +1,4 @@
-"""What a core is made with; it does not change while the rank is open."""
+"""Settings of the cores, which do not change while a rank is open."""
 
 from typing import NamedTuple
 
@@ -14,11 +14,11 @@ class LocalStagingSettings(NamedTuple):
     """Staging memory of a prefill rank, into which pieces are packed.
 
     Attributes:
-        num_slots: Slots of its own.
-        slot_bytes: Size of each.
-        descriptor_overhead_s: What each descriptor costs the transport besides its bytes, in seconds.
+        num_slots: Number of slots.
+        slot_bytes: Size of a slot.
+        descriptor_overhead_s: Time that each descriptor costs the transport besides its bytes, in seconds.
         packing: When to pack.
-        gathers_inline: Small pieces may be gathered on the event loop; not so if that waits for a device.
+        gathers_inline: Whether small pieces may be gathered on the event loop; False if gathering waits for a device.
     """
 
     num_slots: int
@@ -32,10 +32,10 @@ class WindowSettings(NamedTuple):
     """Staging memory of a decode rank, into which prefill ranks write packed pieces.
 
     Attributes:
-        address: Of the first byte.
-        num_bytes: Size of all of it.
+        address: Address of the first byte.
+        num_bytes: Total size.
         slot_bytes: Size of a slot.
-        num_slots: Slots in the window of one prefill rank.
+        num_slots: Number of slots in the window of one prefill rank.
     """
 
     address: int
@@ -48,15 +48,16 @@ class PrefillSettings(msgspec.Struct, frozen=True):
     """Settings of a `PrefillCore`.
 
     Attributes:
-        timeouts: How long things may take.
+        timeouts: Time limits.
         limits: Upper bounds on what the rank holds.
-        layout: Of this rank's memory.
+        layout: Layout of this rank's memory.
         backend: Name of the transport.
-        in_band_notices: The transport delivers notices with the bytes; else they go over the control channel.
-        max_descriptor_bytes: Longest descriptor that the transport takes; None for no limit.
-        staging: To pack pieces in; none are packed if None.
-        domain: Where what the transport leaves behind can be seen; decode ranks are told.
-        endpoint: Where the rank listens; decode ranks are told, and take it for ended when nobody listens there.
+        in_band_notices: Whether the transport delivers notices with the bytes; otherwise they use the control channel.
+        max_descriptor_bytes: Longest descriptor that the transport accepts; None for no limit.
+        staging: Staging memory to pack pieces in; None to pack none.
+        domain: Where writes that outlive the process can be observed; sent to decode ranks.
+        endpoint: Address that the rank listens on; sent to decode ranks, which presume the process ended once nothing
+            listens there.
     """
 
     timeouts: Timeouts
@@ -74,14 +75,14 @@ class DecodeSettings(msgspec.Struct, frozen=True):
     """Settings of a `DecodeCore`.
 
     Attributes:
-        timeouts: How long things may take.
+        timeouts: Time limits.
         limits: Upper bounds on what the rank holds.
-        layout: Of this rank's memory.
+        layout: Layout of this rank's memory.
         backend: Name of the transport.
         backend_metadata: What a peer's transport needs to write here.
-        ends_with_process: The transport lets nothing land any more once the process that wrote has ended.
-        staging: For windows of prefill ranks; nobody packs if None.
-        proofs: What proves that a prefill process can write nothing any more.
+        ends_with_process: Whether no write can land any more once the writing process has ended.
+        staging: Staging memory for the windows of prefill ranks; None to receive no packed pieces.
+        proofs: What proves that a prefill process can write nothing more.
         agent: Name of the transport's agent, if this rank shares it.
     """
 

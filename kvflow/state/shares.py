@@ -1,13 +1,13 @@
-"""Who may take how much of something that there is only so much of. Pure."""
+"""The division of a bounded resource among takers. Pure."""
 
 __all__ = ["Shares"]
 
 
 class Shares:
-    """What each taker has. Nobody gets more in all than there is left: one alone gets half, and others find the rest.
+    """What each taker has. None may have more than is left for the others: a single one gets at most half.
 
     Args:
-        most: What all may have together.
+        most: Total that all takers may have.
     """
 
     def __init__(self, most: int) -> None:
@@ -16,11 +16,11 @@ class Shares:
         self._taken: dict[str, int] = {}
 
     def has_place(self, taker: str, amount: int) -> bool:
-        """Return whether so much more can be given to somebody."""
+        """Return whether a taker may have `amount` more."""
         return amount == 0 or self._taken.get(taker, 0) + amount <= self._most - self._total
 
     def add(self, taker: str, amount: int) -> None:
-        """Note what somebody has taken, or given back if it is negative."""
+        """Count what a taker has taken, or returned if `amount` is negative."""
         self._total += amount
         taken = self._taken.get(taker, 0) + amount
         if taken:

@@ -1,37 +1,36 @@
-"""Every state and every transition of kvflow, as data. Nothing outside this file decides what may follow what.
+"""Every state and transition of kvflow, as data. No code outside this module decides on transitions.
 
 Theory of operation
 ===================
 
-A transfer has two facts, and they are kept apart on purpose.
+A transfer has two facts, which are kept apart on purpose.
 
 *Outcome*: will the engine get what it asked for? It is decided once and never changes again.
 
-*Memory*: can somebody still touch the pages? A writer that was told to stop may have bytes on their way, so a failed
+*Memory*: can a peer still touch the pages? A writer that was told to stop may have bytes in flight, so a failed
 transfer is not a finished one. Pages start HELD. Success makes them SAFE, because success means that every write has
-completed. Any other end makes them DRAINING: everybody who could write was told to stop, and each must prove that it
-has. All proofs make them SAFE; proofs that do not come in time make them QUARANTINED, and only a late proof makes those
-SAFE, or an operator who takes the risk. Time alone never does.
+completed. Any other end makes them DRAINING: every writer was told to stop, and must prove that it has. Once all proofs
+have arrived, the pages are SAFE. If one does not arrive in time, they are QUARANTINED, and only the late proof makes
+them SAFE, or an operator who takes the risk. Time alone never does.
 
 Both ends of a transfer use the same two tables. The receiver's pages are destinations, and the proofs come from the
 prefill ranks. The sender's pages are sources, and the proofs come from its own transport: they are SAFE as soon as its
-writes have ended, while the outcome stays PENDING until the receiver says that it has everything.
+writes have ended, while the outcome stays PENDING until the receiver reports that it has everything.
 
-A receiver also follows what it has asked for (`REQUEST`). One that was only announced has no pages, so its memory is
-SAFE; the table of memory begins when the engine gives it pages, with HELD.
+A receiver also tracks its request (`REQUEST`). An announced request has no pages, so its memory is SAFE; the memory
+starts over as HELD when the engine supplies pages.
 
-A receiver also follows each prefill rank that it expects bytes from (`RANK`), keyed by `engine_rank`. The transfer is
-complete when every rank is COMPLETE and what arrived has the digests that were asked for, if any. It is quiet when
-every rank is COMPLETE or DRAINED and no local thread reads or writes its pages any more.
+A receiver also tracks each prefill rank that must send bytes (`RANK`), by `engine_rank`. The transfer is complete when
+every rank is COMPLETE and the digests match, if any were requested. It is quiet when every rank is COMPLETE or DRAINED
+and no local thread reads or writes its pages any more.
 
-A sender also follows what it takes from its engine (`FEED`): chunks, until the last one, and nothing while it is
+A sender also tracks what it accepts from its engine (`FEED`): chunks until the last one, and nothing while it is
 quiesced.
 
-A rank follows each peer (`PEER`): one incarnation of one rank at the other end, from the handshake to its loss. A
-decode rank also follows each prefill instance (`INSTANCE`), from the lookup of its ranks to the handshake with all of
-them.
+A rank tracks each peer (`PEER`): one incarnation of one rank at the other end, from the handshake to its loss. A decode
+rank also tracks each prefill instance (`INSTANCE`), from the lookup of its ranks to the handshake with all of them.
 
-Each table is total: a pair that changes nothing is written down as such, so that nothing is decided by omission.
+Each table is total: pairs that change nothing are listed too, so nothing is decided by omission.
 """
 
 import enum
@@ -70,43 +69,43 @@ class Signal(enum.StrEnum):
     WRITTEN = "written"
     """Every expected write has completed here; the other side has not confirmed it yet."""
     COMPLETED = "completed"
-    """Every write that is expected has completed, and the side that receives knows it."""
+    """Every expected write has completed, and the receiver knows it."""
     FAILED = "failed"
-    """It cannot succeed any more."""
+    """The transfer can no longer succeed."""
     ABORTED = "aborted"
     """The engine on this side aborted it."""
     QUIET = "quiet"
-    """There is proof that nobody can touch the pages any more."""
+    """There is proof that nothing can touch the pages any more."""
     IN_DOUBT = "in_doubt"
-    """The proof did not come in time, or cannot come."""
+    """The proof did not arrive in time, or cannot arrive."""
     RELEASED = "released"
-    """An operator took the pages back without a proof."""
+    """An operator released the pages without a proof."""
 
 
 class Outcome(enum.StrEnum):
     """Whether the engine gets what it asked for."""
 
     PENDING = "pending"
-    """Not decided."""
+    """Not decided yet."""
     SUCCESS = "success"
-    """Every byte is there, and the side that receives knows it."""
+    """Every byte has arrived, and the receiver knows it."""
     FAILED = "failed"
-    """Something prevented it; the failure says what."""
+    """Something prevented it; the failure states what."""
     ABORTED = "aborted"
-    """The engine on this side gave it up before it was decided."""
+    """The engine on this side aborted it before it was decided."""
 
 
 class Memory(enum.StrEnum):
-    """Whether somebody can still touch the pages."""
+    """Whether anything can still touch the pages."""
 
     HELD = "held"
     """The transfer needs the pages."""
     DRAINING = "draining"
     """The transfer has ended; every rank that could touch the pages was told to stop and must prove that it has."""
     QUARANTINED = "quarantined"
-    """The proof did not come in time. The pages must not be used; a late proof still frees them."""
+    """The proof did not arrive in time. The pages must not be used; a late proof still frees them."""
     SAFE = "safe"
-    """Nobody can touch the pages any more."""
+    """Nothing can touch the pages any more."""
 
 
 OUTCOME: Final[Mapping[tuple[Outcome, Signal], Outcome]] = MappingProxyType(
@@ -118,9 +117,9 @@ OUTCOME: Final[Mapping[tuple[Outcome, Signal], Outcome]] = MappingProxyType(
         (Outcome.PENDING, Signal.ABORTED): Outcome.ABORTED,
         (Outcome.PENDING, Signal.QUIET): Outcome.PENDING,
         (Outcome.PENDING, Signal.IN_DOUBT): Outcome.FAILED,
-        # Only what is in quarantine can be released, and that is never pending.
+        # Only a quarantined transfer can be released, and that is never pending.
         (Outcome.PENDING, Signal.RELEASED): Outcome.PENDING,
-        # Decided once; whatever comes later is late.
+        # Decided once; later signals change nothing.
         **{
             (outcome, signal): outcome
             for outcome in (Outcome.SUCCESS, Outcome.FAILED, Outcome.ABORTED)
@@ -135,7 +134,7 @@ MEMORY: Final[Mapping[tuple[Memory, Signal], Memory]] = MappingProxyType(
         (Memory.HELD, Signal.COMPLETED): Memory.SAFE,
         (Memory.HELD, Signal.FAILED): Memory.DRAINING,
         (Memory.HELD, Signal.ABORTED): Memory.DRAINING,
-        # Quiet before the end is no news: more chunks may follow.
+        # Quiet before the end changes nothing: more chunks may follow.
         (Memory.HELD, Signal.QUIET): Memory.HELD,
         (Memory.HELD, Signal.IN_DOUBT): Memory.QUARANTINED,
         (Memory.HELD, Signal.RELEASED): Memory.HELD,
@@ -146,7 +145,7 @@ MEMORY: Final[Mapping[tuple[Memory, Signal], Memory]] = MappingProxyType(
         (Memory.DRAINING, Signal.ABORTED): Memory.DRAINING,
         (Memory.DRAINING, Signal.QUIET): Memory.SAFE,
         (Memory.DRAINING, Signal.IN_DOUBT): Memory.QUARANTINED,
-        # The proof may still come; there is nothing to risk yet.
+        # The proof may still arrive; there is no need to take the risk yet.
         (Memory.DRAINING, Signal.RELEASED): Memory.DRAINING,
         (Memory.QUARANTINED, Signal.WRITTEN): Memory.SAFE,
         (Memory.QUARANTINED, Signal.COMPLETED): Memory.SAFE,
@@ -161,43 +160,43 @@ MEMORY: Final[Mapping[tuple[Memory, Signal], Memory]] = MappingProxyType(
 
 
 class FeedSignal(enum.StrEnum):
-    """What can happen to what a sender takes from its engine."""
+    """What can happen to the chunks that a sender takes from its engine."""
 
     LAST_CHUNK = "last_chunk"
     """The engine has offered the last chunk."""
     ROLLED_BACK = "rolled_back"
-    """The engine wants its pages back; what was not posted is forgotten, the last chunk included."""
+    """The engine wants its pages back; chunks that were not posted are dropped, including the last one."""
     KEPT = "kept"
-    """The engine wants its pages back, and everything is posted already."""
+    """The engine wants its pages back, and everything is already posted."""
     QUIET = "quiet"
-    """Nothing that was posted reads the pages any more."""
+    """No post reads the pages any more."""
 
 
 class FeedState(enum.StrEnum):
-    """What a sender takes from its engine."""
+    """What a sender accepts from its engine."""
 
     OPEN = "open"
     """Chunks."""
     FINISHED = "finished"
     """Nothing more; the last chunk has been offered."""
     QUIESCING = "quiescing"
-    """Nothing until nothing reads the pages; then it continues."""
+    """Nothing until no post reads the pages; then chunks again."""
     SETTLING = "settling"
-    """Nothing more, and the engine waits until the pages are quiet."""
+    """Nothing more; the engine waits until the pages are quiet."""
 
 
 FEED: Final[Mapping[tuple[FeedState, FeedSignal], FeedState]] = MappingProxyType(
     {
         (FeedState.OPEN, FeedSignal.LAST_CHUNK): FeedState.FINISHED,
         (FeedState.OPEN, FeedSignal.ROLLED_BACK): FeedState.QUIESCING,
-        # More must come, whatever is posted.
+        # More chunks must come, whatever is posted.
         (FeedState.OPEN, FeedSignal.KEPT): FeedState.OPEN,
         (FeedState.OPEN, FeedSignal.QUIET): FeedState.OPEN,
         (FeedState.FINISHED, FeedSignal.LAST_CHUNK): FeedState.FINISHED,
         (FeedState.FINISHED, FeedSignal.ROLLED_BACK): FeedState.QUIESCING,
         (FeedState.FINISHED, FeedSignal.KEPT): FeedState.SETTLING,
         (FeedState.FINISHED, FeedSignal.QUIET): FeedState.FINISHED,
-        # Asked for twice, it is done once.
+        # Repeated requests change nothing.
         **{(state, signal): state for state in (FeedState.QUIESCING, FeedState.SETTLING) for signal in FeedSignal},
         (FeedState.QUIESCING, FeedSignal.QUIET): FeedState.OPEN,
         (FeedState.SETTLING, FeedSignal.QUIET): FeedState.FINISHED,
@@ -206,19 +205,19 @@ FEED: Final[Mapping[tuple[FeedState, FeedSignal], FeedState]] = MappingProxyType
 
 
 class RequestSignal(enum.StrEnum):
-    """What can happen to what a receiver asks for."""
+    """What can happen to a receiver's request."""
 
     PAGES = "pages"
-    """The engine has given it pages."""
+    """The engine has supplied pages."""
     CONNECTED = "connected"
-    """The prefill instance is connected: it is told."""
+    """The prefill instance is connected, and is sent the request."""
 
 
 class RequestState(enum.StrEnum):
-    """What a receiver has asked for."""
+    """State of a receiver's request."""
 
     ANNOUNCED = "announced"
-    """The prefill instance learns that it will be granted pages; there are none yet."""
+    """The prefill instance is told that it will be granted pages; there are none yet."""
     WAITING = "waiting"
     """It has pages, and waits until the prefill instance is connected."""
     GRANTED = "granted"
@@ -228,7 +227,7 @@ class RequestState(enum.StrEnum):
 REQUEST: Final[Mapping[tuple[RequestState, RequestSignal], RequestState]] = MappingProxyType(
     {
         (RequestState.ANNOUNCED, RequestSignal.PAGES): RequestState.WAITING,
-        # Told without pages, it is announced there, too.
+        # Without pages, only an announcement is sent.
         (RequestState.ANNOUNCED, RequestSignal.CONNECTED): RequestState.ANNOUNCED,
         (RequestState.WAITING, RequestSignal.PAGES): RequestState.WAITING,
         (RequestState.WAITING, RequestSignal.CONNECTED): RequestState.GRANTED,
@@ -238,22 +237,22 @@ REQUEST: Final[Mapping[tuple[RequestState, RequestSignal], RequestState]] = Mapp
 
 
 class RankSignal(enum.StrEnum):
-    """What one prefill rank can tell, or have happen to it, within one transfer."""
+    """What one prefill rank can report, or have happen to it, within one transfer."""
 
     NOTICED = "noticed"
     """A notice arrived; others are still missing."""
     COMPLETED = "completed"
     """The last missing notice arrived."""
     DRAINED = "drained"
-    """It said that nothing can be written any more."""
+    """It reported that nothing can be written any more."""
     LOST = "lost"
-    """It is silent, so that it proves nothing for now."""
+    """It is silent, and proves nothing for now."""
     FENCED = "fenced"
     """Its incarnation has ended, and there is proof that none of its writes can still land."""
 
 
 class RankState(enum.StrEnum):
-    """How far one prefill rank is, as one decode rank sees it."""
+    """Progress of one prefill rank in one transfer, as the decode rank sees it."""
 
     WRITING = "writing"
     """It was granted pages and has not yet accounted for everything expected from it."""
@@ -266,7 +265,7 @@ class RankState(enum.StrEnum):
 
     @property
     def is_quiet(self) -> bool:
-        """It can write nothing more."""
+        """Whether the rank can write nothing more."""
         return self in (RankState.COMPLETE, RankState.DRAINED)
 
 
@@ -277,11 +276,11 @@ RANK: Final[Mapping[tuple[RankState, RankSignal], RankState]] = MappingProxyType
         (RankState.WRITING, RankSignal.DRAINED): RankState.DRAINED,
         (RankState.WRITING, RankSignal.LOST): RankState.LOST,
         (RankState.WRITING, RankSignal.FENCED): RankState.DRAINED,
-        # A complete rank has nothing left to write; neither its drain nor its death is news.
+        # A complete rank has nothing left to write; neither its drain nor its end changes anything.
         **{(RankState.COMPLETE, signal): RankState.COMPLETE for signal in RankSignal},
-        # A drained rank promised silence; a notice that was still on its way does not undo the drain.
+        # A drained rank promised to write nothing more; a notice that was in flight does not undo the drain.
         **{(RankState.DRAINED, signal): RankState.DRAINED for signal in RankSignal},
-        # A lost rank may have been cut off only: what it proves late still counts.
+        # A lost rank may only have been partitioned: late proofs still count.
         (RankState.LOST, RankSignal.NOTICED): RankState.LOST,
         (RankState.LOST, RankSignal.COMPLETED): RankState.COMPLETE,
         (RankState.LOST, RankSignal.DRAINED): RankState.DRAINED,
@@ -297,24 +296,24 @@ class PeerSignal(enum.StrEnum):
     CONNECTED = "connected"
     """The handshake succeeded."""
     HEARD = "heard"
-    """A message came."""
+    """A message arrived."""
     DISCONNECTED = "disconnected"
     """The connection to it broke; it is being re-established."""
     EXPIRED = "expired"
-    """Nothing came within the lease."""
+    """No message arrived within the lease."""
     LEFT = "left"
-    """It said goodbye, one of the two gave the other up, or a later incarnation of the same rank appeared."""
+    """It sent Goodbye, one side gave the other up, or a later incarnation of the same rank appeared."""
 
 
 class PeerState(enum.StrEnum):
-    """How one incarnation of a peer stands."""
+    """State of one incarnation of a peer."""
 
     CONNECTED = "connected"
-    """The handshake is done, and it was heard from within its lease."""
+    """The handshake is done, and the peer was heard from within its lease."""
     SUSPECT = "suspect"
-    """Its connection broke: perhaps the network, perhaps the process. Nothing new is sent until it is heard from."""
+    """Its connection broke: the network or the process may have failed. Nothing new is sent until it is heard from."""
     LOST = "lost"
-    """Silent for longer than its lease: perhaps dead, perhaps cut off."""
+    """Silent for longer than its lease: it may be dead, or only partitioned."""
     LEFT = "left"
     """Gone. If this incarnation is heard from again, it must start over with a handshake."""
 
@@ -332,7 +331,7 @@ PEER: Final[Mapping[tuple[PeerState, PeerSignal], PeerState]] = MappingProxyType
         (PeerState.SUSPECT, PeerSignal.EXPIRED): PeerState.LOST,
         (PeerState.SUSPECT, PeerSignal.LEFT): PeerState.LEFT,
         (PeerState.LOST, PeerSignal.CONNECTED): PeerState.CONNECTED,
-        # It was only cut off. Transfers that were open have failed on both sides, by generation.
+        # It was only partitioned. Open transfers have failed on both sides, by generation.
         (PeerState.LOST, PeerSignal.HEARD): PeerState.CONNECTED,
         (PeerState.LOST, PeerSignal.DISCONNECTED): PeerState.LOST,
         (PeerState.LOST, PeerSignal.EXPIRED): PeerState.LOST,
@@ -354,20 +353,20 @@ class InstanceSignal(enum.StrEnum):
     REFUSED = "refused"
     """A rank refused, or the two sides are incompatible; the handshake is retried after a pause."""
     LOST = "lost"
-    """A rank of it was lost, left, or has restarted."""
+    """One of its ranks was lost, left or restarted."""
 
 
 class InstanceState(enum.StrEnum):
-    """How far a decode rank is with a prefill instance."""
+    """State of a decode rank's handshake with a prefill instance."""
 
     LOOKING_UP = "looking_up"
     """The directory is asked for its ranks."""
     COMPILING = "compiling"
     """Routes are compiled."""
     CONNECTING = "connecting"
-    """Hellos are out."""
+    """Hellos await their answers."""
     CONNECTED = "connected"
-    """Every rank takes grants."""
+    """Every rank accepts grants."""
 
 
 _RESTART: Final = {
@@ -379,9 +378,9 @@ _RESTART: Final = {
 INSTANCE: Final[Mapping[tuple[InstanceState, InstanceSignal], InstanceState]] = MappingProxyType(
     {
         **_RESTART,
-        # Whatever was under way for other incarnations is over.
+        # The handshake with other incarnations is abandoned.
         **{(state, InstanceSignal.FOUND): InstanceState.COMPILING for state in InstanceState},
-        # Routes of an attempt that was given up.
+        # Routes of an abandoned attempt.
         (InstanceState.LOOKING_UP, InstanceSignal.COMPILED): InstanceState.LOOKING_UP,
         (InstanceState.COMPILING, InstanceSignal.COMPILED): InstanceState.CONNECTING,
         (InstanceState.CONNECTING, InstanceSignal.COMPILED): InstanceState.CONNECTING,
@@ -395,13 +394,13 @@ INSTANCE: Final[Mapping[tuple[InstanceState, InstanceSignal], InstanceState]] = 
 
 
 class TransferState:
-    """The two facts of one transfer; `apply` is the only thing that ever changes them.
+    """The two facts of one transfer; only `apply` changes them.
 
     Attributes:
         outcome: Whether the engine gets what it asked for.
-        memory: Whether somebody can still touch the pages.
-        is_pending: The outcome is open.
-        is_safe: Nobody can touch the pages any more.
+        memory: Whether anything can still touch the pages.
+        is_pending: Whether the outcome is open.
+        is_safe: Whether nothing can touch the pages any more.
     """
 
     __slots__ = ("is_pending", "is_safe", "memory", "outcome")
@@ -410,7 +409,7 @@ class TransferState:
         self._become(Outcome.PENDING, memory)
 
     def apply(self, signal: Signal) -> None:
-        """Change both facts as the tables say."""
+        """Apply a signal to both tables."""
         self._become(OUTCOME[self.outcome, signal], MEMORY[self.memory, signal])
 
     def _become(self, outcome: Outcome, memory: Memory) -> None:

@@ -1,4 +1,4 @@
-"""Timers by key, the earliest first. Pure: time is a number that the caller brings."""
+"""Timers by key, earliest first. Pure: the caller passes the time."""
 
 import heapq
 from collections.abc import Hashable, Iterator
@@ -10,7 +10,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Timers(Generic[Key]):
-    """A heap of timers in which setting and clearing cost no search.
+    """A heap of timers in which setting and clearing need no search.
 
     A replaced or cleared timer stays in the heap until it comes up, or until the stale entries outnumber the others.
     """
@@ -41,23 +41,23 @@ class Timers(Generic[Key]):
             self.set(key, when)
 
     def clear(self, key: Key) -> bool:
-        """Make `key` never due; say whether it was."""
+        """Clear the timer of `key`; return whether it was set."""
         if self._due.pop(key, None) is None:
             return False
         self._prune()
         return True
 
     def next(self) -> float | None:
-        """When the earliest timer is due, or None."""
+        """Return when the earliest timer is due; None if no timer is set."""
         entry = self._first()
         return None if entry is None else entry[0]
 
     def due(self) -> list[tuple[float, Key]]:
-        """All timers, the earliest first."""
+        """Return all timers, earliest first."""
         return [(when, key) for when, _, key in sorted(self._due.values(), key=lambda entry: entry[:2])]
 
     def pop_due(self, now: float) -> Key | None:
-        """Remove and return one key that is due not after `now`, earliest first, or None."""
+        """Remove and return the earliest key that is due at `now`; None if none is."""
         entry = self._first()
         if entry is None or entry[0] > now:
             return None
@@ -66,16 +66,16 @@ class Timers(Generic[Key]):
         return entry[2]
 
     def expire(self, now: float) -> Iterator[tuple[Key, float]]:
-        """Take what is due, one after another; what is set meanwhile comes up, too, if it is due.
+        """Take the due timers one after another, including those set meanwhile.
 
         Yields:
-            The key, and by how many seconds it comes too late.
+            The key, and how many seconds late it is.
         """
         while (due := self.next()) is not None and (key := self.pop_due(now)) is not None:
             yield key, now - due
 
     def _first(self) -> tuple[float, int, Key] | None:
-        """Find the earliest live entry; stale ones before it are dropped."""
+        """Return the earliest live entry, after dropping stale ones before it."""
         while self._heap:
             entry = self._heap[0]
             if self._due.get(entry[2]) is entry:
@@ -84,7 +84,7 @@ class Timers(Generic[Key]):
         return None
 
     def _prune(self) -> None:
-        """Bound the stale entries; to be called when there is one more of them."""
+        """Bound the number of stale entries; called after each new one."""
         if len(self._heap) > 2 * len(self._due) + 64:
             self._heap = list(self._due.values())
             heapq.heapify(self._heap)

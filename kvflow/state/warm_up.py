@@ -1,8 +1,8 @@
-"""What a warm-up is about. Pure.
+"""Warm-ups, which run the code of a transfer shortly before it is needed. Pure.
 
-Code that has not run for some ten milliseconds takes three to four times as long as usual: the caches of a processor
-that does something else meanwhile, or sleeps, have it no more. So while a room waits for its last chunk, its rank may
-run through what comes next, with a core that is thrown away (`warm_up_core` of both cores).
+Code that has not run for some ten milliseconds takes three to four times as long as usual, because a processor that
+sleeps or does other work evicts it from its caches. So while a room waits for its last chunk, its rank may rehearse the
+next steps with a throwaway core (`warm_up_core` of both cores).
 """
 
 from typing import Final
@@ -16,15 +16,15 @@ from kvflow.wire.messages import Grant
 __all__ = ["WARM_UP_ROOM", "first_page_of"]
 
 WARM_UP_ROOM: Final = 2**63 - 1
-"""The room of a warm-up. Nothing of it leaves the core that is thrown away; while an engine uses it, there are none."""
+"""The room of a warm-up, which never leaves the throwaway core. While an engine uses this id, there are no warm-ups."""
 
 
 def first_page_of(grant: Grant, layout: KVLayout) -> Grant:
-    """Make a grant for the first page of another one, to the same pages.
+    """Return a grant for the first page of another one, with the same destination.
 
     Args:
-        grant: Of a decode rank.
-        layout: Of that decode rank.
+        grant: Grant of a decode rank.
+        layout: Layout of that decode rank.
     """
     known = layout.by_name
     parts = {

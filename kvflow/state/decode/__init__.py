@@ -1,1 +1,1 @@
-"""What a decode rank decides. Pure."""
+"""The state machine of a decode rank. Pure."""

@@ -1,7 +1,7 @@
 """The core of a decode rank: the only place where its protocol state changes.
 
-It does no I/O, reads no clock and draws no random number. The shell tells it what happened and when; it answers with
-what to do, in order. Equal events at equal times give equal effects, so any run can be replayed.
+It does no I/O, reads no clock and draws no random numbers. The shell passes it timed events, and it returns effects to
+carry out in order. Equal events at equal times give equal effects, so any run can be replayed.
 """
 
 from collections.abc import Hashable
@@ -47,11 +47,11 @@ class DecodeCore:
 
     Args:
         me: This incarnation of this rank.
-        settings: Of this rank.
+        settings: Settings of this rank.
 
     Attributes:
-        quarantine: What is held back.
-        timers: When something is due.
+        quarantine: Memory in quarantine.
+        timers: Pending timers.
     """
 
     def __init__(self, me: PeerId, settings: DecodeSettings) -> None:
@@ -67,18 +67,18 @@ class DecodeCore:
         self._is_watching = False
 
     def handle(self, event: ev.DecodeEvent, now: float) -> list[DecodeEffect]:
-        """Take one event in and say what follows from it.
+        """Process one event, and return its effects.
 
         Args:
             event: What happened.
-            now: When, in seconds on a monotonic clock.
+            now: Time of the event, in seconds on a monotonic clock.
 
         Returns:
-            Effects, to be carried out in this order.
+            Effects, to be carried out in order.
 
         Raises:
-            LocalProtocolError, CapacityExceeded, RankDraining: The engine asked for something that is not allowed
-                now; nothing has changed. No event that comes from a peer raises.
+            LocalProtocolError, CapacityExceeded, RankDraining: The engine requested something that is not allowed now;
+                the state is unchanged. Events from peers never raise.
         """
         effects = self._handle(event, now)
         is_watching = len(self.rooms.generations) > len(self.rooms.announced)
@@ -88,41 +88,41 @@ class DecodeCore:
         return effects
 
     def next_deadline(self) -> float | None:
-        """When `TimePassed` is due, or None while no timer is set."""
+        """Return when `TimePassed` is due; None while no timer is set."""
         return self.timers.next()
 
     @property
     def windows(self) -> StagingWindows:
-        """Staging windows, and whose they are."""
+        """Staging windows and their owners."""
         return self.peers.windows
 
     @property
     def is_idle(self) -> bool:
-        """No room is open and no page is held."""
+        """Whether no room is open and no page is held."""
         return not self.rooms.rooms
 
     @property
     def num_rooms(self) -> int:
-        """Rooms that are open, without those whose pages are in quarantine."""
+        """Number of open rooms, without those in quarantine."""
         return len(self.rooms.generations)
 
     @property
     def num_announced(self) -> int:
-        """Rooms of these that have no pages yet."""
+        """Number of open rooms that have no pages yet."""
         return len(self.rooms.announced)
 
     @property
     def num_quarantined(self) -> int:
-        """Transfers that have ended and whose pages are in quarantine."""
+        """Number of ended transfers whose pages are in quarantine."""
         return len(self.quarantine)
 
     @property
     def num_peers(self) -> int:
-        """Prefill ranks that are known."""
+        """Number of known prefill ranks."""
         return len(self.peers)
 
     def missing_proofs(self, key: int) -> list[MissingProof]:
-        """Return which proofs are missing that nobody can write to the pages of a transfer any more."""
+        """Return the missing proofs that nothing can write to the pages of a transfer any more."""
         room = self.rooms.rooms.get(key)
         if room is None:
             return []
@@ -130,30 +130,30 @@ class DecodeCore:
         return [*(self.peers.missing_proof(peer) for peer in room.unproved()), *own]
 
     def pages_of(self, key: int) -> dict[str, bytes]:
-        """Return the pages of a transfer as `WIRE_PAGES`, by component."""
+        """Return the pages of a transfer by component, encoded as `WIRE_PAGES`."""
         room = self.rooms.rooms.get(key)
         return {} if room is None else dict(room.opened.pages)
 
     def peers_reachable(self) -> list[PeerId]:
-        """Prefill ranks that can be sent messages, during the handshake too."""
+        """Return the prefill ranks that messages can be sent to, including those in the handshake."""
         return self.peers.all_open
 
     @property
     def windows_taken(self) -> int:
-        """Staging windows that belong to an incarnation of a prefill rank."""
+        """Number of staging windows that a prefill incarnation owns."""
         return self.windows.num_taken
 
     @property
     def windows_free(self) -> int:
-        """Staging windows that are left."""
+        """Number of free staging windows."""
         return self.windows.num_windows - self.windows.num_taken
 
     def warm_up_core(self, room: RoomId, now: float) -> tuple["DecodeCore", list[Notice]] | None:
-        """Make a core that knows one granted room and nothing else, to run what will become of it.
+        """Build a core with one granted room and nothing else, to rehearse the rest of the transfer.
 
         Returns:
-            The core, and the notices with which the prefill ranks end it, for the room `WARM_UP_ROOM`; None if the room
-            is not granted.
+            The core, and the notices with which the prefill ranks complete its room `WARM_UP_ROOM`; None if the room is
+            not granted.
         """
         known = self.rooms.rooms.get(self.rooms.generations.get(room, 0))
         is_used = WARM_UP_ROOM in self.rooms.generations
@@ -244,7 +244,7 @@ class DecodeCore:
         return [*effects, *self._obey(peer, message, now)]
 
     def _obey(self, peer: PeerId, message: AnyMessage, now: float) -> list[DecodeEffect]:
-        """Handle a message of a rank. Proofs count in every state of the handshake with it."""
+        """Handle a message of a rank. Proofs count in every state of the handshake."""
         match message:
             case Notice():
                 return self.rooms.notice(message, peer, now)
@@ -271,7 +271,7 @@ class DecodeCore:
                 return [CountAnomaly(f"unexpected_{type(message).__name__.lower()}", peer)]
 
     def _replace_others(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Give up earlier incarnations of a rank that has accepted a Hello, and whoever had its port before."""
+        """Give up earlier incarnations of a rank that has accepted a Hello, and earlier owners of its address."""
         effects: list[DecodeEffect] = []
         for other in self.peers.at_endpoint(peer):
             effects += self._process_ended(other, now)
@@ -281,7 +281,7 @@ class DecodeCore:
         return effects
 
     def _refused(self, peer: PeerId, refuse: Refuse, now: float) -> list[DecodeEffect]:
-        if refuse.peer != peer:  # somebody else answers at its port, or where a directory has it
+        if refuse.peer != peer:  # another process answers at its port, or at its address in a directory
             is_its_port = self.peers.is_where_it_listens(peer)
             ended = self._process_ended(peer, now) if is_its_port else self._is_not_there(peer, now)
             return [*ended, *self.peers.close(peer)]
@@ -289,7 +289,7 @@ class DecodeCore:
             return self.instances.refused(peer, refuse, now)
         if refuse.to not in (None, self.me) or peer not in self.peers:
             return []
-        if self.instances.is_handshaking(peer):  # it is about something that was sent before the Hello
+        if self.instances.is_handshaking(peer):  # it answers a message sent before the Hello
             return []
         detail = f"{peer.rank} no longer knows this rank: {refuse.detail}"
         return self._left(peer, self._failure(FailureReason.PEER_LOST, detail), now)
@@ -299,14 +299,14 @@ class DecodeCore:
         self.peers.said_goodbye(peer)
         effects = self._fenced(peer, now, failure) if goodbye.fenced else []
         effects += self._over(peer, failure, now)
-        if not goodbye.fenced:  # its process may end soon, which is a proof where the transport says so
+        if not goodbye.fenced:  # its process may end soon, which is a proof for some transports
             effects += self.peers.probe(peer)
-        return [*effects, *self.peers.close(peer)]  # it is the last that comes over it
+        return [*effects, *self.peers.close(peer)]  # no message follows a Goodbye
 
     # Peers -----------------------------------------------------------------------------------------------------------
 
     def _connection_lost(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Ask at once whether the process still exists, and send nothing new until it is heard from."""
+        """Probe a rank whose connection broke, and send it nothing new until it is heard from."""
         known = self.peers.find(peer)
         if known is None:
             if not self.instances.is_handshaking(peer):
@@ -320,14 +320,14 @@ class DecodeCore:
         return [*self.peers.probe(peer), *self.peers.ping(peer, now)]
 
     def _connection_refused(self, peer: PeerId, detail: str, now: float) -> list[DecodeEffect]:
-        """Give up a rank that refuses this one, or that this one refuses, because of a key."""
+        """Give up a rank because one side refuses the other's key."""
         counted = CountAnomaly("connection_refused", peer, detail=detail)
         if peer not in self.peers:
             return [counted, *self.instances.connection_refused(peer, detail, now)]
         return [counted, *self._left(peer, self._failure(FailureReason.REFUSED, f"{peer.rank}: {detail}"), now)]
 
     def _process_ended(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Take the proof that the process of a rank has ended."""
+        """Act on the proof that the process of a rank has ended."""
         failure = self._failure(FailureReason.PEER_LOST, f"the process of {peer.rank} has ended")
         is_fenced, effects = self.peers.ended(peer, now)
         if is_fenced:
@@ -335,19 +335,19 @@ class DecodeCore:
         return [*effects, *self._over(peer, failure, now), *self._close_unless_awaited(peer, now)]
 
     def _is_not_there(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Give up an incarnation that a directory has named, without taking that for a proof: directories may lie."""
+        """Give up an incarnation that is not at its listed address. This is no proof: directories may lie."""
         self.peers.said_goodbye(peer)
         failure = self._failure(FailureReason.PEER_LOST, f"somebody else answers where {peer.rank} was listed")
         return self._over(peer, failure, now)
 
     def _over(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
-        """Give up an incarnation that is over, connected or in the middle of a handshake."""
+        """Give up an incarnation that is over, whether connected or in the handshake."""
         if peer in self.peers:
             return self._left(peer, failure, now)
         return self.instances.lost(peer, now) if self.instances.is_handshaking(peer) else []
 
     def _fenced(self, peer: PeerId, now: float, failure: Failure | None = None) -> list[DecodeEffect]:
-        """Take the proof that nothing of an incarnation lands any more."""
+        """Act on the proof that no write of an incarnation can land any more."""
         failure = failure or self._failure(FailureReason.PEER_LOST, f"the process of {peer.rank} has ended")
         effects = self.rooms.peer_fenced(peer, failure, now)
         self.peers.fenced(peer)
@@ -389,7 +389,7 @@ class DecodeCore:
                 return [*self.rooms.expired(key, now), *self.instances.expired(key, now)]
 
     def _check_lease(self, peer: PeerId, now: float, late_s: float) -> list[DecodeEffect]:
-        """Take a rank for lost once it was silent for a whole lease."""
+        """Declare a rank lost after it was silent for a whole lease."""
         known = self.peers.find(peer)
         if known is None or not known.check(now, late_s):
             return []
@@ -402,10 +402,10 @@ class DecodeCore:
         ]
 
     def _forget_if_unused(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Drop a rank that stayed silent, or close a connection, unless some transfer still waits for its proof."""
+        """Forget a rank that stayed silent, or close its connection, unless a transfer still waits for its proof."""
         if peer not in self.peers and self.instances.is_handshaking(peer):  # the connection is in use again
             return []
-        if peer not in self.peers and self.peers.has_ended(peer):  # its last words have come by now, or never will
+        if peer not in self.peers and self.peers.has_ended(peer):  # its last messages have arrived or never will
             return self.peers.close(peer)
         if self.rooms.involve(peer):
             self.peers.lost(peer, now)

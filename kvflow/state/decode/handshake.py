@@ -1,19 +1,18 @@
-"""From a reference to a prefill instance to ranks that take grants, and back again when one of them is lost. Pure.
+"""The handshake with prefill instances: from a reference to connected ranks, and again when a rank is lost. Pure.
 
-An instance is looked up in the directory, routes from its ranks are compiled, and each rank is sent a Hello. Rooms wait
-for that, for `handshake_s` at most. When the time is up, they fail, and further rooms fail at once, but the handshake
-goes on for as long as somebody asks for the instance: it is the control channel that shows when the instance is back,
-not the outcome of a room.
+The core looks an instance up in the directory, compiles the routes from its ranks, and sends each rank a Hello. Rooms
+wait for the handshake for `handshake_s` at most, then fail. Later rooms fail at once, but the handshake continues as
+long as rooms request the instance: the control channel, not the outcome of a room, shows whether the instance is back.
 
-A room is granted only to the ranks that it refers to: those that its directory told of, and the very process that gave
-its ticket. If others are connected, the directory is asked again, since either may be the newer knowledge: a ticket
-whose process is gone fails its room, and a process that is new waits until the one before it is lost.
+A room is granted only to the ranks that it refers to: those in the directory's answer, and the process that issued its
+ticket. If other processes are connected, the core asks the directory again, because either side may be out of date: a
+ticket of a terminated process fails its room, and a new process waits until its predecessor is lost.
 
-A room that is only announced waits in the same way, and for the same time. When it has pages, it is granted at once,
-unless a rank cannot be reached just then.
+An announced room waits in the same way, and for the same time. Once it has pages, it is granted at once, unless a rank
+is unreachable at that moment.
 
-A room that fails before it was granted is declined: the instance is told, as soon as it can be and until each of its
-ranks has answered, not to hold its pages.
+A room that fails before it is granted is declined: the core tells the instance not to hold its pages, as soon as it
+can, and repeats this until each rank has answered.
 """
 
 import itertools
@@ -54,25 +53,25 @@ from kvflow.wire.messages import (
 __all__ = ["Instances"]
 
 LOOK_AGAIN_S = 0.25
-"""How often the directory is asked while a handshake is going on: ranks may restart meanwhile."""
+"""Interval between lookups during a handshake, in seconds: ranks may restart meanwhile."""
 
 OTHER_ANSWER_S = 0.5
-"""A handshake that has begun with what one directory said is not given up so soon for what another one says."""
+"""Time after the start of a handshake in which answers for other references do not restart it, in seconds."""
 
 REFUSED_PAUSE_S = 2.0
-"""After a refusal, which is not likely to change soon."""
+"""Pause after a refusal, in seconds: its cause is unlikely to go away soon."""
 
 MAX_HELLO_PAUSE_S = 1.0
-"""Hellos are retransmitted less and less often, down to this."""
+"""Longest pause between retransmitted Hellos, in seconds; the pause doubles up to it."""
 
 UNWANTED_S = 30.0
-"""An instance that cannot be reached is looked for so long after it was asked for last."""
+"""How long an unreachable instance is looked up after a room last requested it, in seconds."""
 
 MAX_DECLINED = 4_096
-"""Rooms of one instance that it has yet to be told of."""
+"""Maximum number of declined rooms of one instance that await an answer."""
 
 MAX_BACKOFF = 8
-"""Declines are retransmitted less and less often, down to this many times the first pause."""
+"""The pause between retransmitted declines doubles up to this multiple of the first pause."""
 
 
 class LookAgain(msgspec.Struct, frozen=True):
@@ -82,25 +81,25 @@ class LookAgain(msgspec.Struct, frozen=True):
 
 
 class HandshakeDeadline(msgspec.Struct, frozen=True):
-    """Timer: rooms have waited long enough for the handshake."""
+    """Timer: the first waiting room has reached its handshake deadline."""
 
     instance: int
 
 
 class HelloUnanswered(msgspec.Struct, frozen=True):
-    """Timer: a rank should have answered its Hello."""
+    """Timer: a rank has not answered its Hello, which must be retransmitted."""
 
     peer: PeerId
 
 
 class DeclineUnanswered(msgspec.Struct, frozen=True):
-    """Timer: every rank of an instance should have answered what was declined."""
+    """Timer: a rank of an instance has not answered a decline, which must be retransmitted."""
 
     instance: int
 
 
 class Instances:
-    """Prefill instances, and how far the handshake with each is; every method returns what is to be done."""
+    """Prefill instances, and the state of the handshake with each. Methods return effects."""
 
     def __init__(
         self, me: PeerId, settings: DecodeSettings, peers: PrefillPeers, rooms: Rooms, timers: Timers[Hashable]
@@ -115,17 +114,17 @@ class Instances:
         self._number = 0
         self._attempts = itertools.count()
 
-    # What rooms want -------------------------------------------------------------------------------------------------
+    # Requests from rooms ---------------------------------------------------------------------------------------------
 
     def want(self, room: Room, now: float) -> list[DecodeEffect]:
-        """Serve a room if its instance is connected, else let it wait, or fail it if the instance cannot be reached.
+        """Serve a room if its instance is connected; otherwise queue it, or fail it if the instance is unreachable.
 
-        To serve it is to grant it, or to announce it if it has no pages yet.
+        Serving a room means granting it, or announcing it if it has no pages yet.
         """
         if self.is_waiting(room):  # it was announced, and has pages now
             return []
         ref, issuer = room.opened.instance, room.opened.issuer
-        if issuer is not None:  # the directory has to be asked with its number, to know more than the ticket
+        if issuer is not None:  # only an answer to a lookup with this number is newer than the ticket
             self._number += 1
         if self._instances.at(ref) is None and not self._instances.make_room(ref):
             detail = "too many unreachable prefill instances"
@@ -149,7 +148,7 @@ class Instances:
         return effects
 
     def reconnect(self, ref: InstanceRef, now: float) -> list[DecodeEffect]:
-        """See to it that an instance is connected."""
+        """Start connecting an instance, unless that has begun."""
         instance = self._instances.at(ref)
         if instance is None:
             if not self._instances.make_room(ref):
@@ -162,9 +161,9 @@ class Instances:
         return []
 
     def decline(self, room: Room, failure: Failure, now: float) -> list[DecodeEffect]:
-        """Decline a room that was never granted, now or as soon as its instance is connected.
+        """Decline a room that was never granted, now or once its instance is connected.
 
-        Ranks that it was announced to are told now, if they can be reached.
+        Reachable ranks that received its announcement are told now.
         """
         opened = room.opened
         instance = self._instances.of(room.told[0]) if room.told else self._instances.at(opened.instance)
@@ -172,7 +171,7 @@ class Instances:
             return []
         instance.waiting.pop(opened.generation, None)
         self._stop_waiting(instance)
-        if failure.reason is FailureReason.STALE_TICKET:  # nobody who is there holds pages for it
+        if failure.reason is FailureReason.STALE_TICKET:  # no running process holds pages for it
             return []
         instance.declined[opened.room] = declined = Declined(
             opened.generation, failure, opened.issuer, {}, opened.capability
@@ -185,10 +184,10 @@ class Instances:
             return []
         return self._decline(instance, opened.room, declined)
 
-    # What the directory and the compiler say -------------------------------------------------------------------------
+    # Answers from the directory and the compiler ---------------------------------------------------------------------
 
     def found(self, event: InstanceFound, now: float) -> list[DecodeEffect]:
-        """Begin the handshake with the ranks that the directory knows, if they are others than before."""
+        """Start the handshake with the ranks in a directory answer, if they differ from the current ones."""
         instance = self._instances.at(event.instance)
         if instance is None:
             return []
@@ -206,8 +205,8 @@ class Instances:
         return [*effects, *self._begin(instance, event, now)]
 
     def _begin(self, instance: Instance, event: InstanceFound, now: float) -> list[DecodeEffect]:
-        """Begin the handshake with the ranks of an instance, unless that is going on or makes no sense now."""
-        if any(self._peers.has_ended(record.peer) for record in event.records):  # its lease is not over yet
+        """Start the handshake with the ranks of an instance, unless it is in progress or currently futile."""
+        if any(self._peers.has_ended(record.peer) for record in event.records):  # its registration has not expired yet
             return []
         instance.refs[event.instance] = event.records[0].peer
         is_same = [record.peer for record in event.records] == instance.peers
@@ -226,8 +225,8 @@ class Instances:
         return [*effects, CompileRoutes(event.records[0].peer.rank.instance, instance.attempt, event.records)]
 
     def _found_again(self, instance: Instance, event: InstanceFound, now: float) -> list[DecodeEffect]:
-        """Grant rooms that have waited for this answer; if it knows others than those connected, see if those live."""
-        if not instance.waiting:  # an answer that comes late
+        """Grant rooms that have waited for this answer; if any remain, probe connected ranks that it omits."""
+        if not instance.waiting:  # a late answer
             return []
         instance.refs[event.instance] = event.records[0].peer
         effects = self._grant_waiting(instance, now)
@@ -239,9 +238,10 @@ class Instances:
         return effects
 
     def _fail_outdated(self, instance: Instance, event: InstanceFound, now: float) -> list[DecodeEffect]:
-        """Fail rooms whose tickets are of processes that are not there any more.
+        """Fail rooms whose tickets were issued by processes that no longer exist.
 
-        Who answers for itself knows who it is. Of another rank, it may not have heard yet that it has restarted.
+        A rank that answers for itself is authoritative. About other ranks it may be out of date, because they may have
+        restarted.
         """
         if not isinstance(event.instance, InstanceAt):
             return []
@@ -261,7 +261,7 @@ class Instances:
         return effects
 
     def _name(self, before: Instance, event: InstanceFound, name: str, now: float) -> Instance:
-        """Take in whose address it is that has answered; rooms that refer to it move along."""
+        """Record which instance an address belongs to, and move the rooms that refer to the address there."""
         instance = self._instances.name(event.instance, name, now)
         if instance is before:
             return instance
@@ -281,7 +281,7 @@ class Instances:
         return instance
 
     def compiled(self, event: RoutesCompiled, now: float) -> list[DecodeEffect]:
-        """Say hello to every rank."""
+        """Send a Hello to every rank."""
         instance = self._instances.named(event.instance)
         if instance is None or event.attempt != instance.attempt or instance.state is not InstanceState.COMPILING:
             return []
@@ -315,11 +315,11 @@ class Instances:
             effects += self._say_hello(instance, peer, now, min(self._timeouts.retransmit_s / 4, MAX_HELLO_PAUSE_S))
         return effects
 
-    # What prefill ranks say ------------------------------------------------------------------------------------------
+    # Messages from prefill ranks -------------------------------------------------------------------------------------
 
     def welcomed(self, peer: PeerId, welcome: Welcome, now: float) -> list[DecodeEffect]:
-        """Note that a rank has accepted a Hello: from now on it is pinged. When all have, rooms are granted."""
-        if not self.expects_answer(peer, welcome.attempt):  # whoever it has replaced was a rank of its own instance
+        """Note that a rank has accepted its Hello, and start to ping it. The last one grants the waiting rooms."""
+        if not self.expects_answer(peer, welcome.attempt):  # replacing another incarnation has restarted the handshake
             return []
         instance = self._instance_of(peer)
         del instance.hellos[peer]
@@ -330,14 +330,14 @@ class Instances:
         return effects if instance.hellos else [*effects, *self._connected(instance, now)]
 
     def refused(self, peer: PeerId, refuse: Refuse, now: float) -> list[DecodeEffect]:
-        """Note that a rank has refused a Hello; a refusal of an earlier one says nothing."""
+        """Handle the refusal of a Hello; ignore it if it answers an earlier one."""
         if refuse.attempt is None or not self.expects_answer(peer, refuse.attempt):
             return []
         instance = self._instance_of(peer)
         return self._refused(instance, f"{peer.rank} refused: {refuse.detail}", now)
 
     def connection_refused(self, peer: PeerId, detail: str, now: float) -> list[DecodeEffect]:
-        """Note that a rank that was sent a Hello cannot be connected for its keys, or for own ones."""
+        """Handle a connection that was refused because of a key while a Hello is unanswered."""
         if not self.is_handshaking(peer):
             return []
         instance = self._instance_of(peer)
@@ -345,18 +345,18 @@ class Instances:
         return self._refused(instance, f"rank {peer.rank} at {record.endpoint}: {detail}", now)
 
     def look_up_refused(self, ref: InstanceRef | None, detail: str) -> None:
-        """Note why a directory is not asked for an instance; the registry, for all names, if there is no reference."""
+        """Record why a directory refuses lookups of an instance, or of all registry names if `ref` is None."""
         for instance in self._instances:
             if instance.ref == ref or (ref is None and not isinstance(instance.ref, InstanceAt)):
                 instance.refusal = detail
 
     def back(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Grant what waits, if a rank that is heard again was all that was missing."""
+        """Grant the waiting rooms if a rank that is heard again was the only one missing."""
         instance = self._instances.of(peer)
         return self._serve(instance, now) if instance is not None and self._is_ready(instance) else []
 
     def suspect(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Look a rank up again whose connection broke: perhaps it has restarted."""
+        """Look up the instance of a rank whose connection broke, because the rank may have restarted."""
         instance = self._instances.of(peer)
         if instance is None:
             return []
@@ -364,7 +364,7 @@ class Instances:
         return self._ask(instance)
 
     def lost(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Begin anew with an instance of which a rank is lost."""
+        """Restart the handshake with an instance that has lost a rank."""
         instance = self._instances.of(peer)
         if instance is None or peer not in instance.peers:
             return []
@@ -373,7 +373,7 @@ class Instances:
         return [*effects, *self._look_up(instance, now)]
 
     def decline_answered(self, peer: PeerId, drained: Drained) -> None:
-        """Note that a rank knows of a room that was declined, if that is what it answers."""
+        """Note that a rank has answered a decline, if that is what it answers."""
         instance = self._instances.of(peer)
         declined = instance.declined.get(drained.room) if instance is not None else None
         if instance is None or declined is None or declined.generation != drained.generation:
@@ -387,7 +387,7 @@ class Instances:
 
     @property
     def waiting(self) -> list[Room]:
-        """Every room that waits for its instance."""
+        """All rooms that wait for their instance."""
         return [room for instance in self._instances for room, *_ in instance.waiting.values()]
 
     def is_waiting(self, room: Room) -> bool:
@@ -396,18 +396,18 @@ class Instances:
         return instance is not None and room.generation in instance.waiting
 
     def is_handshaking(self, peer: PeerId) -> bool:
-        """Return whether a rank was sent a Hello that it has not answered."""
+        """Return whether a rank has an unanswered Hello."""
         instance = self._instances.of(peer)
         return instance is not None and peer in instance.hellos
 
     def expects_answer(self, peer: PeerId, attempt: int) -> bool:
-        """Return whether a rank was sent this Hello, and not a later one, and has not answered it."""
+        """Return whether the latest Hello to a rank has this attempt number, and is unanswered."""
         return self.is_handshaking(peer) and attempt == self._instance_of(peer).attempt
 
     # Timers ----------------------------------------------------------------------------------------------------------
 
     def expired(self, key: Hashable, now: float) -> list[DecodeEffect]:
-        """Do what a timer that is due is for."""
+        """Handle an expired timer."""
         match key:
             case LookAgain(number):
                 return self._look_again(self._instances.numbered(number), now)
@@ -425,7 +425,7 @@ class Instances:
                 instance = self._instance_of(peer)
                 pause_s = min(2 * instance.hello_pause_s[peer], MAX_HELLO_PAUSE_S)
                 record = next(record for record in instance.records if record.peer == peer)
-                opened = self._peers.open(peer, record.endpoint)  # again, if that failed before
+                opened = self._peers.open(peer, record.endpoint)  # reopened if it failed before
                 return [*opened, *self._say_hello(instance, peer, now, pause_s)]
         return []
 
@@ -437,11 +437,11 @@ class Instances:
         return self._ask(instance)
 
     def _ask(self, instance: Instance) -> list[DecodeEffect]:
-        """Ask wherever rooms wait for an answer."""
+        """Look up each reference that rooms wait on."""
         return [LookUp(ref, self._number) for ref in instance.refs_waiting]
 
     def _look_again(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        """Ask the directory again while the handshake is going on and somebody wants it, or a rank is suspect."""
+        """Repeat the lookup while the handshake is unfinished or a rank is suspect; forget unwanted instances."""
         if self._is_ready(instance) and not instance.waiting:
             return []
         is_wanted = instance.waiting or any(self._rooms.involve(peer) for peer in instance.peers)
@@ -466,7 +466,7 @@ class Instances:
         return self._peers.send(peer, instance.hellos[peer])
 
     def _connected(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        """Serve what waits, unless the connection to a rank that has accepted its Hello broke meanwhile."""
+        """Serve the waiting rooms, unless the connection to a rank that has accepted its Hello broke meanwhile."""
         instance.apply(InstanceSignal.CONNECTED)
         if not self._is_ready(instance):
             return []
@@ -474,7 +474,7 @@ class Instances:
         return self._serve(instance, now)
 
     def _serve(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        """Grant every room that waits, and decline those that were given up meanwhile."""
+        """Send outstanding declines, and grant the waiting rooms."""
         instance.failure = None
         instance.num_declines = 0
         effects = [*self._send_declined(instance, now), *self._grant_waiting(instance, now)]
@@ -484,7 +484,7 @@ class Instances:
         return effects
 
     def _grant_waiting(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        """Grant the rooms that mean those who are connected; the others wait on."""
+        """Grant the rooms that refer to the connected ranks; the others keep waiting."""
         effects: list[DecodeEffect] = []
         for generation, (room, *_) in list(instance.waiting.items()):
             if instance.is_meant_by(room):
@@ -494,19 +494,19 @@ class Instances:
         return effects
 
     def _fail_rooms_at(self, instance: Instance, when: float) -> None:
-        """Let the rooms of an instance wait no longer than until then."""
+        """Set the handshake deadline of an instance's rooms, unless an earlier one is set."""
         if instance.fails_at is None or when < instance.fails_at:
             instance.fails_at = when
             self._timers.set(HandshakeDeadline(instance.number), when)
 
     def _stop_waiting(self, instance: Instance) -> None:
-        """Forget the deadline of rooms if none waits."""
+        """Clear the handshake deadline if no room waits."""
         if not instance.waiting:
             instance.fails_at = None
             self._timers.clear(HandshakeDeadline(instance.number))
 
     def _fail_waiting(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        """Fail the rooms that have waited long enough: all, unless the instance is connected and not who they mean."""
+        """Fail all waiting rooms; if the instance is connected, only those whose own deadline has passed."""
         effects: list[DecodeEffect] = []
         for room, _, fails_at in list(instance.waiting.values()):
             failure = self._mismatch(instance, room)
@@ -521,7 +521,7 @@ class Instances:
         return [*effects, *self._give_up(instance, self._failure(FailureReason.UNREACHABLE, detail), now)]
 
     def _mismatch(self, instance: Instance, room: Room) -> Failure | None:
-        """Return why a room cannot be granted to those who are connected, or of whom its ticket is not."""
+        """Return why a room's ticket is stale, or why the room cannot be granted to the connected ranks."""
         issuer = room.opened.issuer
         records = () if instance.found is None else instance.found.records
         other = next(
@@ -541,7 +541,7 @@ class Instances:
         )
 
     def _send_declined(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        """Decline what ranks have not answered, now and again later."""
+        """Send all unanswered declines, and schedule their retransmission."""
         if not instance.declined:
             return []
         times = min(2**instance.num_declines, MAX_BACKOFF)
@@ -553,7 +553,7 @@ class Instances:
         ]
 
     def _decline(self, instance: Instance, room: RoomId, declined: Declined) -> list[DecodeEffect]:
-        if declined.issuer is not None and declined.issuer not in instance.peers:  # who gave its ticket is gone
+        if declined.issuer is not None and declined.issuer not in instance.peers:  # the issuer of its ticket is gone
             instance.declined.pop(room, None)
             return []
         message = Decline(
@@ -574,12 +574,12 @@ class Instances:
         return [*effects, *self._give_up(instance, self._failure(FailureReason.REFUSED, detail), now)]
 
     def _is_paused(self, instance: Instance, now: float) -> bool:
-        """Return whether an instance has refused just now; answers to earlier lookups may still come."""
+        """Return whether an instance has just refused; answers to earlier lookups may still arrive."""
         is_refused = instance.failure is not None and instance.failure.reason is FailureReason.REFUSED
         return is_refused and now < instance.refused_at + REFUSED_PAUSE_S
 
     def _give_up(self, instance: Instance, failure: Failure, now: float) -> list[DecodeEffect]:
-        """Fail every room that waits, and those to come, until the instance is connected."""
+        """Fail all waiting rooms, and later ones at once, until the instance is connected."""
         is_news = instance.failure is None
         instance.failure = failure
         instance.refused_at = now
@@ -589,17 +589,17 @@ class Instances:
             effects += self._rooms.fail(room, failure, now)
         instance.waiting.clear()
         self._stop_waiting(instance)
-        for peer in instance.hellos:  # it has a staging window, which it gives back if its process has ended
+        for peer in instance.hellos:  # it owns a staging window, which is reclaimed if its process has ended
             if peer not in self._peers:
                 effects += self._peers.probe(peer)
         if is_news:
             name = "handshake_refused" if failure.reason is FailureReason.REFUSED else "instance_unreachable"
             values = {"prefill": str(instance), "reason": failure.reason.value, "detail": failure.detail}
-            effects.append(LogEvent(name, values, is_warning=not waiting))  # each room that fails warns of it itself
+            effects.append(LogEvent(name, values, is_warning=not waiting))  # each failed room logs its own warning
         return effects
 
     def _forget_hellos(self, instance: Instance, now: float, keep: list[PeerId]) -> list[DecodeEffect]:
-        """Return the handshake with ranks up that are not connected. Those that never were give their windows back."""
+        """Abandon unanswered Hellos; disconnect unconnected ranks outside `keep`, and reclaim their unused windows."""
         effects: list[DecodeEffect] = []
         for peer in instance.peers:
             self._timers.clear(HelloUnanswered(peer))
@@ -613,7 +613,7 @@ class Instances:
         return effects
 
     def _obstacle(self, instance: Instance) -> str:
-        """Return what the rooms of an instance wait for."""
+        """Return what delays the rooms of an instance."""
         if instance.state is InstanceState.COMPILING:
             return "its routes are still being compiled"
         if instance.state is not InstanceState.LOOKING_UP:
@@ -633,7 +633,7 @@ class Instances:
         return f"only ranks {registered} of {needed} are registered"
 
     def _silent(self, instance: Instance) -> Iterator[str]:
-        """Return why each rank that delays the rooms of an instance does so."""
+        """Yield the reason for each rank that delays the rooms of an instance."""
         for record in instance.records:
             who = f"rank {record.peer.rank} at {record.endpoint}"
             if record.peer in instance.hellos:
@@ -665,7 +665,7 @@ class Instances:
 
 
 def _is_complete(records: tuple[RankRecord, ...]) -> bool:
-    """Every rank of an instance is there, in order; `num_ranks` is a claim, so nothing of that size is made."""
+    """Return whether all ranks of an instance are present, in order; `num_ranks` is untrusted."""
     is_whole = bool(records) and len(records) == records[0].num_ranks
     return is_whole and all(
         record.peer.rank == (records[0].peer.rank.instance, rank) for rank, record in enumerate(records)

@@ -1,4 +1,4 @@
-"""Pages of a decode rank that a transfer holds, from the moment it begins until nobody can write to them. Pure."""
+"""Pages that transfers hold on a decode rank, from their start until no peer can write to the pages. Pure."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -20,10 +20,10 @@ class HeldPage(NamedTuple):
 
 
 class HeldPages:
-    """One flag for each page of each component: the pages of two components never count as the same ones.
+    """One flag for each page of each component; pages of different components are independent.
 
     Args:
-        layout: Of the pools.
+        layout: Layout of the pools.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -32,7 +32,7 @@ class HeldPages:
         }
 
     def first_of(self, pages: Mapping[str, bytes]) -> HeldPage | None:
-        """Find a page that is held, among pages as `WIRE_PAGES` by component."""
+        """Return a held page among pages encoded as `WIRE_PAGES` by component; None if all are free."""
         for name, data in pages.items():
             wanted = _indices(data)
             held = self._flags[name][wanted]
@@ -41,11 +41,11 @@ class HeldPages:
         return None
 
     def hold(self, pages: Mapping[str, bytes]) -> None:
-        """Note that pages are held."""
+        """Mark pages as held."""
         self._set(pages, is_held=True)
 
     def drop(self, pages: Mapping[str, bytes]) -> None:
-        """Note that pages are free."""
+        """Mark pages as free."""
         self._set(pages, is_held=False)
 
     def count(self) -> dict[str, int]:
@@ -58,5 +58,5 @@ class HeldPages:
 
 
 def _indices(data: bytes) -> NDArray[np.intp]:
-    """Return pages as numpy indexes with them: to convert them first is three times as fast."""
+    """Return pages as `np.intp`, the dtype that numpy indexes with; converting them first is three times as fast."""
     return np.frombuffer(data, WIRE_PAGES).astype(np.intp)

@@ -1,8 +1,8 @@
 """Prefill instances that a decode rank knows, and how rooms refer to them. Pure.
 
-A room refers to an instance by its name in the registry, or by an address at which it is looked up. Several references
-may be to one instance: its ranks are the same, and there is one handshake with them. An address tells the name of its
-instance only by its answer, and may be that of another instance later.
+A room refers to an instance by its registry name, or by an address to look it up at. Several references may denote one
+instance, with which there is one handshake. An address reveals the name of its instance only in its answer, and may
+belong to another instance later.
 """
 
 import itertools
@@ -19,19 +19,19 @@ from kvflow.wire.messages import Failure, Hello, PeerId, RankRecord
 __all__ = ["MAX_LOOKUPS", "MAX_REFS", "Declined", "Instance", "InstanceTable", "Waiting"]
 
 MAX_REFS = 1_024
-"""References that are remembered."""
+"""Maximum number of references that are remembered."""
 
 MAX_LOOKUPS = 64
-"""Addresses that have not said which instance is there, or whose instance is not connected: each takes a socket, and
-whoever sends a request may name another one."""
+"""Maximum number of addresses whose instance is unknown or not connected: each takes a socket, and any request may name
+a new one."""
 
 
 class Waiting(NamedTuple):
     """A room that waits for its instance.
 
     Attributes:
-        number: An answer of the directory with a lower number may be older than the room's ticket.
-        fails_at: When it has waited long enough.
+        number: Lookup number; a directory answer with a lower one may be older than the room's ticket.
+        fails_at: When the room fails.
     """
 
     room: Room
@@ -40,11 +40,11 @@ class Waiting(NamedTuple):
 
 
 class Declined(NamedTuple):
-    """A room that was declined, and the ranks that know it.
+    """A declined room, and the ranks that have answered.
 
     Attributes:
-        issuer: Of its ticket: no other incarnation is told.
-        capability: That it was asked for with.
+        issuer: Incarnation that issued its ticket; the decline is dropped if it is gone.
+        capability: Capability that the room was requested with.
     """
 
     generation: int
@@ -55,26 +55,26 @@ class Declined(NamedTuple):
 
 
 class Instance:
-    """One prefill instance, or an address that has not said yet which one it is.
+    """One prefill instance, or an address whose instance is not known yet.
 
     Attributes:
-        number: Names it, in timers.
-        ref: How the last room that wanted it referred to it.
-        refs: References to it; with the first rank of the directory's last answer to each.
-        name: None if it is not known.
-        records: Its ranks, as the directory knows them.
-        found_by: The reference that they were found by.
-        began_at: When they were.
-        hellos: Those that are not answered.
-        ranks: Those that have answered, by engine rank.
-        waiting: Rooms that wait for the handshake, or for another answer of the directory, by generation.
-        fails_at: When rooms have waited long enough; None if none waits.
-        failure: Why it cannot be reached; None while rooms may wait for it.
-        declined: Rooms that it has yet to be told of, or to answer.
-        num_declines: How often they were retransmitted since it was connected, or since all was answered.
-        wanted_at: When it was asked for last.
-        found: The directory's last answer since the handshake began.
-        refusal: Why a directory will not be asked, or does not answer; empty if nothing is known.
+        number: Identifies the instance in timers.
+        ref: Reference in the last request for it.
+        refs: All references to it, each with the first rank of the directory's last answer.
+        name: Name of the instance; None if unknown.
+        records: Its ranks, as listed by the directory.
+        found_by: Reference whose lookup returned `records`.
+        began_at: When the handshake with them began.
+        hellos: Unanswered Hellos, by rank.
+        ranks: Its ranks by engine rank, including those that have not answered yet.
+        waiting: Rooms that wait for the handshake, or for another directory answer, by generation.
+        fails_at: Earliest deadline of the waiting rooms; None if none waits.
+        failure: Why it is unreachable; None while rooms may wait for it.
+        declined: Declined rooms that not all of its ranks have answered.
+        num_declines: Retransmissions of declines since it was connected, or since all were answered.
+        wanted_at: When it was last requested.
+        found: Last directory answer since the lookup began.
+        refusal: Why a directory rejects the lookup; empty if unknown.
     """
 
     def __init__(self, number: int, ref: InstanceRef, name: str | None, now: float) -> None:
@@ -106,22 +106,22 @@ class Instance:
         return str(self.ref)
 
     def apply(self, signal: InstanceSignal) -> None:
-        """Change the state as the tables say."""
+        """Apply a signal to the state table."""
         self.state = INSTANCE[self.state, signal]
 
     @property
     def peers(self) -> list[PeerId]:
-        """Its ranks."""
+        """Incarnations of its ranks."""
         return [record.peer for record in self.records]
 
     @property
     def refs_waiting(self) -> list[InstanceRef]:
-        """References by which rooms wait; if none does, the last one that was used, or that is left."""
+        """References that rooms wait on; if no room waits, the last one used, or else the newest."""
         waiting = list(dict.fromkeys(room.opened.instance for room, *_ in self.waiting.values()))
         return waiting or ([self.ref] if self.ref in self.refs else list(self.refs)[-1:])
 
     def is_meant_by(self, room: Room) -> bool:
-        """Return whether its ranks are those that a room refers to: the issuer of its ticket, or who was found last."""
+        """Return whether a room refers to its ranks: to the issuer of a ticket, or to the rank found last."""
         meant = room.opened.issuer or self.refs.get(room.opened.instance)
         return meant in self.peers
 
@@ -139,7 +139,7 @@ class InstanceTable:
         return iter(self._instances.values())
 
     def make_room(self, new: InstanceRef) -> bool:
-        """Forget the oldest reference by which no room waits, if there are many; say whether another can be added."""
+        """Drop the oldest reference that no room waits on if there are too many; return whether one can be added."""
         if isinstance(new, InstanceAt):
             lookups = [ref for ref, instance in self._by_ref.items() if _is_lookup(ref, instance)]
             if len(lookups) >= MAX_LOOKUPS:
@@ -156,11 +156,11 @@ class InstanceTable:
         return False
 
     def numbered(self, number: int) -> Instance:
-        """Return an instance that is known."""
+        """Return an instance by its number."""
         return self._instances[number]
 
     def at(self, ref: InstanceRef) -> Instance | None:
-        """Find an instance by a reference that was added; None if it was not."""
+        """Find an instance by reference; None if the reference was not added."""
         return self._by_ref.get(ref)
 
     def named(self, name: str) -> Instance | None:
@@ -172,13 +172,13 @@ class InstanceTable:
         return self._by_name.get(peer.rank.instance)
 
     def add(self, ref: InstanceRef, now: float) -> Instance:
-        """Add a reference, and an instance for it unless the one of that name is known."""
+        """Add a reference, and create its instance unless an instance of that name exists."""
         name = ref.name if isinstance(ref, InstanceAt) else ref
         instance = self._by_name.get(name) if name is not None else None
         return self._point(ref, instance or self._make(ref, name, now))
 
     def name(self, ref: InstanceRef, name: str, now: float) -> Instance:
-        """Note which instance a reference is to, and give it; it may be another one than before."""
+        """Set the instance name of a reference. Return the instance, which may differ from the one before."""
         before, instance = self._by_ref[ref], self._by_name.get(name)
         if instance is None and before.name is None:
             before.name = name
@@ -192,7 +192,7 @@ class InstanceTable:
         return self._point(ref, instance)
 
     def remove(self, instance: Instance) -> None:
-        """Forget an instance, and how it was referred to."""
+        """Remove an instance and all references to it."""
         del self._instances[instance.number]
         for ref in instance.refs:
             del self._by_ref[ref]

@@ -1,4 +1,4 @@
-"""Prefill ranks that a decode rank knows: connections, liveness, proofs of their end, staging windows. Pure."""
+"""Prefill ranks that a decode rank knows: connections, liveness, proofs of termination, staging windows. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -20,45 +20,46 @@ __all__ = ["PeerForgotten", "PingDue", "PrefillPeers", "ProbeDue", "QueuePairsGo
 Item = TypeVar("Item")
 
 MAX_ENDPOINTS = 1_024
-"""Incarnations whose address is remembered after they have left."""
+"""Maximum number of incarnations whose address or end is remembered."""
 
 PROBE_AGAIN_S = 0.2
-"""After a probe that found a suspect peer's port open: a process that is killed closes its sockets one by one."""
+"""Pause after a probe that found a suspect peer's port open, in seconds: a killed process closes its sockets one by
+one."""
 
 LEASES_TO_FORGET = 10
-"""Further leases of silence after which a lost peer is forgotten; until then it may only have been cut off."""
+"""Further leases of silence after which a lost peer is forgotten; until then it may only be partitioned."""
 
 
 class PingDue(msgspec.Struct, frozen=True):
-    """Timer: tell a peer that this rank lives."""
+    """Timer: a Ping to a peer is due."""
 
     peer: PeerId
 
 
 class PeerForgotten(msgspec.Struct, frozen=True):
-    """Timer: a peer that is lost has been silent for long enough to be forgotten, or its connection to be closed."""
+    """Timer: a lost peer has been silent long enough to forget it, or to close its connection."""
 
     peer: PeerId
 
 
 class ProbeDue(msgspec.Struct, frozen=True):
-    """Timer: look again whether the process of a suspect peer still exists."""
+    """Timer: the next probe of a suspect peer's process is due."""
 
     peer: PeerId
 
 
 class QueuePairsGone(msgspec.Struct, frozen=True):
-    """Timer: the deployment says that by now nothing lands any more of what an ended process had written."""
+    """Timer: by the deployment's setting, no write of a terminated process can land any more."""
 
     peer: PeerId
 
 
 class Origin(NamedTuple):
-    """Where an incarnation of a prefill rank runs, as far as it is known.
+    """Where an incarnation of a prefill rank runs, as far as known.
 
     Attributes:
         endpoint: Address of its control socket.
-        domain: What its transport has said of where its writes can be seen.
+        domain: Where the transport can observe its writes, as reported in its Welcome.
     """
 
     endpoint: str = ""
@@ -69,10 +70,10 @@ NOWHERE: Final = Origin()
 
 
 class PrefillPeers:
-    """Every prefill rank that is connected, or was.
+    """All prefill ranks that are or were connected.
 
     Attributes:
-        windows: Staging windows, and whose they are.
+        windows: Staging windows and their owners.
     """
 
     def __init__(self, me: PeerId, settings: DecodeSettings, timers: Timers[Hashable]) -> None:
@@ -99,26 +100,26 @@ class PrefillPeers:
         return peer in self._peers
 
     def find(self, peer: PeerId) -> Peer | None:
-        """Find a prefill rank after the handshake; None if it is not known, or has left."""
+        """Find a prefill rank that has completed the handshake; None if it is unknown or has left."""
         return self._peers.get(peer)
 
     def is_connected(self, peer: PeerId) -> bool:
-        """Return whether a rank can be sent something new."""
+        """Return whether a rank is connected, so that it can be sent new requests."""
         known = self._peers.get(peer)
         return known is not None and known.is_connected
 
     def connected(self) -> list[PeerId]:
-        """Ranks that can be sent something new."""
+        """Return the connected ranks."""
         return [peer.id for peer in self._peers.values() if peer.is_connected]
 
     def of_rank(self, peer: PeerId) -> list[PeerId]:
-        """Known incarnations of the same rank but this one."""
+        """Return the other known incarnations of the same rank."""
         return [other for other in self._peers if other.rank == peer.rank and other != peer]
 
     # Connections -----------------------------------------------------------------------------------------------------
 
     def open(self, peer: PeerId, endpoint: str) -> list[DecodeEffect]:
-        """Open a connection to where a directory has a rank, unless there is one."""
+        """Open a connection to a rank's address in the directory, unless there is one."""
         _remember(self._origins, peer, self.origin(peer)._replace(endpoint=endpoint))
         if peer in self._open:
             return []
@@ -128,15 +129,15 @@ class PrefillPeers:
 
     @property
     def all_open(self) -> list[PeerId]:
-        """Ranks to which there is a connection, broken or not, also during the handshake."""
+        """Ranks with a connection, broken or not, including those in the handshake."""
         return list(self._open)
 
     def open_failed(self, peer: PeerId) -> None:
-        """Note that no connection could be made."""
+        """Note that connecting failed."""
         self._open.pop(peer, None)
 
     def broke_early(self, peer: PeerId) -> None:
-        """Note that a connection broke during the handshake: the answer may come from a process that is gone."""
+        """Note that a connection broke during the handshake: the answer may come from a terminated process."""
         self._broken[peer] = None
 
     def close(self, peer: PeerId) -> list[DecodeEffect]:
@@ -146,15 +147,15 @@ class PrefillPeers:
         return [Disconnect(peer)] if self._open.pop(peer, None) is not None else []
 
     def close_unless_awaited(self, peer: PeerId, now: float, *, is_awaited: bool) -> list[DecodeEffect]:
-        """Close a connection that is not needed any more, unless it may bring a proof that something waits for.
+        """Close a connection that is no longer needed, unless it may bring an awaited proof.
 
-        The last words of a process can come after a probe has found that it has ended. One that lives and has
-        disconnected this rank says Goodbye when it leaves, perhaps without another handshake.
+        The last messages of a process can arrive after a probe has found that it has ended. A running process that has
+        disconnected this rank sends Goodbye when it closes, perhaps without another handshake.
 
         Args:
-            peer: Whose connection.
+            peer: Rank at the other end.
             now: The time.
-            is_awaited: Pages wait for a proof of this incarnation.
+            is_awaited: Whether pages wait for a proof from this incarnation.
         """
         if peer not in self._open or not (is_awaited or self.windows.awaits_fence(peer)):
             return self.close(peer)
@@ -162,27 +163,27 @@ class PrefillPeers:
         return []
 
     def send(self, peer: PeerId, message: Message) -> list[DecodeEffect]:
-        """Send over a connection; what is for a rank without one is lost, and retransmitted if it matters."""
+        """Send to a rank if there is a connection to it; lost messages are retransmitted if they matter."""
         return [SendMessage(peer, message)] if peer in self._open else []
 
     def at_endpoint(self, peer: PeerId) -> list[PeerId]:
-        """Who listened where this incarnation was reached: their processes have ended.
+        """Return incarnations that listened at the address of this one: their processes have ended.
 
-        What a directory has said of them does not count, only what they have said themselves.
+        Only addresses that they reported themselves count, not those from a directory.
         """
         endpoint = self._open.get(peer)
         return [other for other, where in self._endpoints.items() if where == endpoint and other != peer]
 
     def is_where_it_listens(self, peer: PeerId) -> bool:
-        """Return whether the connection to an incarnation leads where it has said that it listens."""
+        """Return whether the connection to an incarnation uses the address that it reported itself."""
         return peer in self._open and self._open[peer] == self._endpoints.get(peer)
 
     # Liveness --------------------------------------------------------------------------------------------------------
 
     def handshake_done(self, peer: PeerId, now: float, welcome: Welcome) -> bool:
-        """Note that a rank takes grants, and what it says of itself; say whether it was not known before.
+        """Record the Welcome of a rank; return whether the rank is new.
 
-        One whose connection broke meanwhile is suspect until something else is heard.
+        A rank whose connection broke meanwhile is suspect until another message arrives.
         """
         if welcome.endpoint:
             _remember(self._endpoints, peer, welcome.endpoint)
@@ -202,7 +203,7 @@ class PrefillPeers:
         return is_new
 
     def heard(self, peer: PeerId, now: float) -> bool:
-        """Note that a message came; say whether the rank is back from silence or a break."""
+        """Note that a message arrived; return whether the rank is back from silence or a broken connection."""
         known = self._peers.get(peer)
         if known is None or not known.heard(now):
             return False
@@ -210,16 +211,16 @@ class PrefillPeers:
         return True
 
     def ping(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Also a silent rank: if it was only cut off, its answer brings it back."""
+        """Ping a rank, even a silent one: if it was only partitioned, its answer restores it."""
         self._timers.set(PingDue(peer), now + self._timeouts.ping_s)
         return self.send(peer, Ping(peer=self._me))
 
     def lost(self, peer: PeerId, now: float) -> None:
-        """Note that a rank is silent: it is forgotten later, unless it is heard again or a proof of it is awaited."""
+        """Note that a rank is silent; it is forgotten later unless it is heard again or its proof is awaited."""
         self._timers.set(PeerForgotten(peer), now + LEASES_TO_FORGET * self._timeouts.lease_s)
 
     def left(self, peer: PeerId) -> bool:
-        """Drop a rank; say whether it was known."""
+        """Remove a rank; return whether it was known."""
         known = self._peers.pop(peer, None)
         if known is None:
             return False
@@ -232,9 +233,9 @@ class PrefillPeers:
     # Proofs ----------------------------------------------------------------------------------------------------------
 
     def probe(self, peer: PeerId) -> list[DecodeEffect]:
-        """Find out whether the process of a rank still exists; if that is going on, perhaps once more after it.
+        """Probe whether the process of a rank still exists; if a probe is running, queue another one after it.
 
-        Only where it has said itself that it listens: a directory could name any port at which nobody does.
+        Only the address that the rank reported itself is probed: a directory could name any closed port.
         """
         endpoint = self._endpoints.get(peer)
         if endpoint is None:
@@ -246,9 +247,10 @@ class PrefillPeers:
         return [ProbePeer(peer, endpoint)]
 
     def probe_finished(self, peer: PeerId, now: float, *, is_gone: bool) -> list[DecodeEffect]:
-        """Note that a probe has ended. If it found nothing, what has happened since it began may show by another.
+        """Note that a probe has ended, and repeat it if needed.
 
-        So one that was asked for meanwhile is made now, and a suspect peer is probed again soon.
+        If it found the process, the process may still have ended since the probe began. So a probe requested meanwhile
+        starts now, and a suspect peer is probed again soon.
         """
         was_asked_again = self._probing.pop(peer, False)
         if is_gone:
@@ -266,10 +268,10 @@ class PrefillPeers:
         return known is not None and known.state is PeerState.SUSPECT
 
     def ended(self, peer: PeerId, now: float) -> tuple[bool, list[DecodeEffect]]:
-        """Note the proof that a process has ended.
+        """Record the proof that a process has ended.
 
         Returns:
-            Whether that alone proves that nothing of it lands any more; and what is to be done to find out if not.
+            Whether this alone proves that no write of it can land any more, and otherwise the effects to find out.
         """
         self._endpoints.pop(peer, None)
         self.said_goodbye(peer)
@@ -285,16 +287,16 @@ class PrefillPeers:
         return False, [AwaitFence(peer, self.origin(peer).domain)] if asks else []
 
     def fence_impossible(self, peer: PeerId) -> None:
-        """Note that the transport does not tell when the last bytes of an ended process have landed."""
+        """Note that the transport cannot tell when the last writes of a terminated process have landed."""
         if peer in self._fencing:
             self._fencing[peer] = False
 
     def origin(self, peer: PeerId) -> Origin:
-        """Return what is remembered of where an incarnation runs, also after its end."""
+        """Return where an incarnation runs or ran, as far as remembered."""
         return self._origins.get(peer, NOWHERE)
 
     def missing_proof(self, peer: PeerId) -> MissingProof:
-        """Return what would prove that a rank can write nothing any more."""
+        """Return the missing proof that a rank can write nothing more."""
         known = self._peers.get(peer)
         if peer in self._fencing:
             awaited = Awaited.LANDING if self._fencing[peer] else Awaited.OPERATOR
@@ -306,22 +308,22 @@ class PrefillPeers:
         return MissingProof(str(peer), self.origin(peer).endpoint, awaited)
 
     def said_goodbye(self, peer: PeerId) -> None:
-        """Note that a rank serves nobody any more."""
+        """Note that an incarnation is over and accepts no more requests."""
         _remember(self._ended, peer, None)
 
     def has_ended(self, peer: PeerId) -> bool:
-        """Return whether a rank has said goodbye, or its process has ended; its record may outlive it."""
+        """Return whether a rank has sent Goodbye or its process has ended; its directory record may outlive it."""
         return peer in self._ended
 
     def fenced(self, peer: PeerId) -> None:
-        """Note the proof that nothing of an incarnation lands any more: it is not probed after that."""
+        """Record the proof that no write of an incarnation can land any more; it is no longer probed."""
         self._endpoints.pop(peer, None)
         self._fencing.pop(peer, None)
         self._timers.clear(QueuePairsGone(peer))
         self.windows.fenced(peer)
 
     def assign_window(self, peer: PeerId) -> tuple[StagingWindow | None, list[DecodeEffect]]:
-        """Give a rank a staging window; if none is left, look for owners that have ended, and say so once."""
+        """Assign a staging window to a rank; if none is free, probe unconnected owners, and log the shortage once."""
         window = self.windows.assign(peer)
         if window is not None or not self.windows.num_windows:
             self._is_short_of_windows &= window is None
@@ -338,7 +340,7 @@ class PrefillPeers:
 
 
 def _remember(items: OrderedDict[PeerId, Item], peer: PeerId, item: Item) -> None:
-    """Keep something of an incarnation, and of so many others at most."""
+    """Store an item for an incarnation, and evict the oldest items beyond `MAX_ENDPOINTS`."""
     items[peer] = item
     items.move_to_end(peer)
     while len(items) > MAX_ENDPOINTS:

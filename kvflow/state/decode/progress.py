@@ -1,4 +1,4 @@
-"""What is expected of one prefill rank in one transfer, and what of it has arrived. Pure."""
+"""What one prefill rank must send in one transfer, and what has arrived. Pure."""
 
 from collections.abc import Mapping
 
@@ -15,13 +15,13 @@ __all__ = ["RankProgress", "Tally"]
 
 
 class Tally:
-    """Counts over the prefill ranks of one transfer, so that a notice of one rank looks at no other.
+    """Counters over the prefill ranks of one transfer, so that handling a notice of one rank reads no other.
 
     Attributes:
         num_complete: Ranks that have accounted for every byte.
         num_quiet: Ranks that can write nothing more.
         num_notices: Notices counted.
-        num_scattering: Notices of which something is on its way from a staging slot to the pages.
+        num_scattering: Notices whose pieces are being copied from a staging slot to the pages.
     """
 
     __slots__ = ("num_complete", "num_notices", "num_quiet", "num_scattering")
@@ -34,13 +34,13 @@ class Tally:
 
 
 class RankProgress:
-    """What is expected of one prefill rank in one transfer, and what of it has arrived.
+    """What one prefill rank must send in one transfer, and what has arrived.
 
     Args:
         rank: The rank.
-        token: What its notices repeat.
-        ranges: Tokens that are wanted, by component.
-        tally: Of the transfer; kept up to date.
+        token: Token that its notices must carry.
+        ranges: Wanted tokens by component.
+        tally: Counters of the transfer, which this object updates.
     """
 
     def __init__(self, rank: ConnectedRank, token: int, ranges: Mapping[str, TokenRange], tally: Tally) -> None:
@@ -67,11 +67,11 @@ class RankProgress:
 
     @property
     def num_scattering(self) -> int:
-        """Notices that will be counted when what they brought has been scattered."""
+        """Notices that will be counted when their pieces have been scattered."""
         return len(self._scattering)
 
     def apply(self, signal: RankSignal) -> None:
-        """Change state as the table says."""
+        """Apply a signal to the state table."""
         before, self.state = self.state, RANK[self.state, signal]
         if self.state is not before:
             self._tally.num_complete += (self.state is RankState.COMPLETE) - (before is RankState.COMPLETE)
@@ -79,7 +79,7 @@ class RankProgress:
 
     @property
     def is_scattering(self) -> bool:
-        """Something of it is on its way from a staging slot to the pages."""
+        """Whether a piece of this rank is being copied from a staging slot to the pages."""
         return bool(self._scattering)
 
     def has(self, seq: int) -> bool:
@@ -87,11 +87,11 @@ class RankProgress:
         return seq in self._notices
 
     def scatters(self, seq: int) -> bool:
-        """Return whether what a notice brought is on its way to the pages."""
+        """Return whether the piece of a notice is being copied to the pages."""
         return seq in self._scattering
 
     def count(self, notice: Notice) -> str | None:
-        """Count a notice once, however often it comes; say what is wrong with it if it does not count."""
+        """Count a notice once, however often it arrives. Return the anomaly if it is rejected."""
         if notice.seq in self._notices:
             return None if self._notices[notice.seq] == notice else "notice_contradicts_itself"
         anomaly = self._anomaly(notice)
@@ -108,7 +108,7 @@ class RankProgress:
         return None
 
     def stage(self, notice: Notice) -> str | None:
-        """Note that what a notice brought has to be scattered before it counts; say what is wrong with it."""
+        """Record a notice whose piece must be scattered before it counts. Return the anomaly if it is rejected."""
         if notice.seq in self._scattering:
             return None if self._scattering[notice.seq] == notice else "notice_contradicts_itself"
         window, staged = self.rank.staging, notice.staged
@@ -126,17 +126,17 @@ class RankProgress:
         return anomaly
 
     def reconnected(self, rank: ConnectedRank) -> None:
-        """Take in that the same incarnation has connected again: it may have been given a window only then."""
+        """Update the window of an incarnation that has reconnected: it may have had none before."""
         if self.rank.staging is None:
             self.rank = replace(self.rank, staging=rank.staging)
 
     def scattered(self, seq: int) -> None:
-        """Note that nothing is scattered for a notice any more."""
+        """Note that the scatter of a notice's piece has ended."""
         del self._scattering[seq]
         self._tally.num_scattering -= 1
 
     def only_notice(self, opened: ReceiveOpened) -> Notice:
-        """Make the notice with which the rank says that all has come in one piece."""
+        """Build the notice with which the rank would report everything as one piece."""
         num_bytes = expected_bytes(self._expected, self._wanted, self._wanted)
         return Notice(
             room=opened.room,
@@ -160,16 +160,16 @@ class RankProgress:
 
     @property
     def written(self) -> WrittenBy:
-        """What the rank says it has written, once all notices are there."""
+        """What the rank reports to have written; requires that all notices have arrived."""
         return WrittenBy(self.rank, tuple(self._notices[seq] for seq in range(len(self._notices))))
 
     @property
     def has_all_notices(self) -> bool:
-        """Every notice up to the last one is there."""
+        """Whether every notice up to the last one has arrived."""
         return len(self._notices) == self._num_expected
 
     def shortfall(self) -> str | None:
-        """Return what is wrong once all notices are there: tokens out of line, or not the expected number of bytes."""
+        """Return what is missing or wrong in the counted notices; None if they account for everything."""
         positions = {name: start for name, (start, _) in self._wanted.items()}
         chunk: Notice | None = None
         for seq in range(len(self._notices)):
@@ -200,7 +200,7 @@ class RankProgress:
 
 
 def _layers_anomaly(notice: Notice, before: Notice | None) -> str | None:
-    """Return what is wrong with the layers of a notice; `before` is the one that it continues, if there is one."""
+    """Return what is wrong with the layers of a notice; `before` is the notice that it continues, if any."""
     start, stop = notice.layer_range
     expected = 0 if before is None or before.layers is None else before.layers[1]
     if start != expected or (stop is not None and stop <= start):
@@ -211,5 +211,5 @@ def _layers_anomaly(notice: Notice, before: Notice | None) -> str | None:
 
 
 def _goes_on(notice: Notice) -> bool:
-    """Return whether layers of the same tokens follow."""
+    """Return whether more layers of the same tokens follow."""
     return notice.layers is not None and notice.layers[1] is not None

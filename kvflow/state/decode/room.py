@@ -1,9 +1,9 @@
 """One room on one decode rank.
 
-It may be announced first, and be given pages later. It grants its pages to every rank of the prefill instance, counts
-notices by `engine_rank`, and ends in success only when each rank that it expects bytes of has accounted for all of them
-and, if that was asked for, what arrived has the digests of what was sent. Any other end drains: every rank that could
-still write is told to stop, and the pages are given back when each has said that it did.
+A room may be announced first, and receive its pages later. It grants its pages to every rank of the prefill instance
+and counts notices by `engine_rank`. It succeeds only when each rank that must send bytes has accounted for all of them
+and, if digests were requested, the received bytes match the sent ones. Any other end drains the room: every rank that
+could still write is told to stop, and the pages are returned once each has confirmed that it has.
 """
 
 import hashlib
@@ -45,13 +45,13 @@ __all__ = ["ReceiveContext", "Room", "grant_token"]
 
 
 class ReceiveContext(NamedTuple):
-    """What every room of a rank uses.
+    """Settings and callbacks that all rooms of a rank share.
 
     Attributes:
-        progress_s: How long nothing may arrive, once something has, in seconds.
-        probe: Finds out whether the process of a rank still exists.
-        decline: Tells an instance that a room which it was not granted will not be taken.
-        reconnect: Sees to it that an instance is connected, so that it can be asked for proofs.
+        progress_s: Longest time between arrivals after the first, in seconds.
+        probe: Checks whether the process of a rank still exists.
+        decline: Tells an instance that a room which was never granted will not be received.
+        reconnect: Connects an instance, so that it can be asked for proofs.
     """
 
     me: PeerId
@@ -65,15 +65,15 @@ class Room:
     """One room, from the engine's request to the last proof that its pages are quiet.
 
     Attributes:
-        opened: What the engine asked for.
-        request: How far that is.
-        told: Every rank of the instance, once it was announced or granted to them.
-        deadline: When it gives up.
-        ranks: Prefill ranks that it expects bytes of, by engine rank.
-        tally: Counts over them.
-        num_retransmits: How often grants or cancels were sent again.
-        is_verifying: What has arrived is being compared with its digests.
-        is_closing: Its outcome is decided, and what follows from that was seen to.
+        opened: The engine's request.
+        request: State of the request.
+        told: All ranks of the instance, once the room was announced or granted to them.
+        deadline: When the room times out.
+        ranks: Prefill ranks that must send bytes, by engine rank.
+        tally: Counters over `ranks`.
+        num_retransmits: Number of retransmissions in the current phase.
+        is_verifying: Whether the received bytes are being compared with their digests.
+        is_closing: Whether the outcome is decided, and `Rooms` has acted on it.
     """
 
     def __init__(self, context: ReceiveContext, opened: ReceiveOpened, deadline: float) -> None:
@@ -99,35 +99,35 @@ class Room:
 
     @property
     def generation(self) -> int:
-        """The number of this transfer, never used again by this incarnation."""
+        """Number of this transfer, never reused by this incarnation."""
         return self.opened.generation
 
     @property
     def granted(self) -> tuple[PeerId, ...]:
-        """Every rank of the instance, once they may write."""
+        """All ranks of the instance, once they may write; empty before."""
         return self.told if self.request is RequestState.GRANTED else ()
 
     @property
     def is_announced(self) -> bool:
-        """It has no pages yet."""
+        """Whether the room has no pages yet."""
         return self.request is RequestState.ANNOUNCED
 
     @property
     def num_arrived(self) -> int:
-        """Notices of all ranks: those that count, and those of which something is being scattered."""
+        """Notices of all ranks: those counted, and those whose pieces are being scattered."""
         return self.tally.num_notices + self.tally.num_scattering
 
     def involves(self, peer: PeerId) -> bool:
-        """Return whether a peer was granted these pages, or knows that it will be."""
+        """Return whether a peer was sent a grant or an announcement."""
         return peer in self.told
 
     def holds(self, held: HeldPage) -> bool:
-        """Return whether it was given a page to receive into."""
+        """Return whether a page is one of its destination pages."""
         pages = self.opened.pages.get(held.component, b"")
         return bool((np.frombuffer(pages, WIRE_PAGES) == held.page).any())
 
     def unproved(self) -> list[PeerId]:
-        """Ranks that may still write to its pages."""
+        """Return the ranks that may still write to its pages."""
         return [progress.peer for progress in self.ranks.values() if not progress.state.is_quiet]
 
     def awaits_proof_of(self, peer: PeerId) -> bool:
@@ -136,7 +136,7 @@ class Room:
         return progress is not None and not progress.state.is_quiet
 
     def take_pages(self, given: ReceiveGranted, deadline: float) -> list[DecodeEffect]:
-        """Take the pages of a room that was announced; it is granted next."""
+        """Take the pages of an announced room; the caller grants it next."""
         self.request = REQUEST[self.request, RequestSignal.PAGES]
         self.opened = replace(
             self.opened,
@@ -152,7 +152,7 @@ class Room:
         return [self._report()]
 
     def connected(self, ranks: Sequence[ConnectedRank], timeout_s: float) -> list[DecodeEffect]:
-        """Let every rank of the instance write, or let it know that it will be let."""
+        """Send a grant to every rank of the instance, or an announcement if there are no pages yet."""
         self.request = REQUEST[self.request, RequestSignal.CONNECTED]
         self.told = tuple(rank.peer for rank in ranks)
         self.num_retransmits = 0
@@ -169,7 +169,7 @@ class Room:
         return [SendMessage(peer, announce) for peer in self.told]
 
     def _grant_all(self, ranks: Sequence[ConnectedRank], timeout_s: float) -> list[DecodeEffect]:
-        """Grant; ranks that send nothing only learn that they are done."""
+        """Send grants; those to ranks that send nothing have no pages."""
         effects: list[DecodeEffect] = []
         for rank in ranks:
             engine_rank = rank.peer.rank.engine_rank
@@ -180,9 +180,9 @@ class Room:
         return [*effects, *self._review()]
 
     def retransmit(self, timeout_s: float) -> list[DecodeEffect]:
-        """Send again to each rank what it seems to have missed, and ask after those that are silent."""
+        """Retransmit to each rank what it may have missed, and probe lost ranks."""
         self.num_retransmits += 1
-        if not self.granted:  # it repeats what it has announced, in case the answer that the room has failed was lost
+        if not self.granted:  # repeats the announcement, in case a Failed in reply was lost
             return self._announce(timeout_s)
         effects: list[DecodeEffect] = []
         for peer in self.granted:
@@ -194,14 +194,14 @@ class Room:
         return effects
 
     def remind(self, peer: PeerId) -> list[DecodeEffect]:
-        """Ask a rank that can be reached again for its proof."""
+        """Ask a rank that is reachable again for its proof."""
         progress = self._progress_of(peer)
         if self.failure is None or progress is None or progress.state.is_quiet:
             return []
         return [SendMessage(peer, self._cancel(self.failure))]
 
     def reconnected(self, rank: ConnectedRank) -> list[DecodeEffect]:
-        """Note that a rank has connected again, and ask it for its proof."""
+        """Update a rank that has reconnected, and ask it for its proof."""
         progress = self._progress_of(rank.peer)
         if progress is not None:
             progress.reconnected(rank)
@@ -233,7 +233,7 @@ class Room:
         return Cancel(room=self.room, generation=self.generation, failure=failure)
 
     def notice(self, notice: Notice, sender: PeerId | None, now: float) -> list[DecodeEffect]:
-        """Count what a rank says it has written; `sender` is None if the notice came in band."""
+        """Process a notice; `sender` is None if it arrived in band."""
         progress = self.ranks.get(notice.engine_rank)
         if progress is None or sender not in (None, progress.peer):
             return [self._anomaly("notice_from_unknown_rank", sender)]
@@ -250,7 +250,7 @@ class Room:
         return [*again, *self._judge(progress)]
 
     def _stage(self, progress: RankProgress, notice: Notice) -> list[DecodeEffect]:
-        """Have what a notice brought scattered, once, and only while somebody wants it."""
+        """Scatter a packed piece, once, and only while the outcome is pending."""
         if not self.state.is_pending:
             return []
         if progress.scatters(notice.seq):
@@ -261,7 +261,7 @@ class Room:
         return [ScatterStaged(self.opened, progress.rank, notice)]
 
     def scattered(self, notice: Notice, failure: Failure | None) -> list[DecodeEffect]:
-        """Take in what came of scattering: only now the notice counts, and its slot may be written again."""
+        """Handle the end of a scatter: only now does the notice count, and its slot may be reused."""
         progress = self.ranks[notice.engine_rank]
         progress.scattered(notice.seq)
         released = self._slot_released(progress.peer, notice.seq)
@@ -273,7 +273,7 @@ class Room:
         return [released, *self._judge(progress)]
 
     def slot_query(self, peer: PeerId, seq: int) -> list[DecodeEffect]:
-        """Say that the slot of a notice is not read any more, if that is so."""
+        """Confirm that the slot of a notice is no longer read, if that is the case."""
         progress = self._progress_of(peer)
         if progress is None or progress.scatters(seq) or (self.state.is_pending and not progress.has(seq)):
             return []
@@ -281,11 +281,11 @@ class Room:
 
     @property
     def is_scattering(self) -> bool:
-        """Something is written to the pages from here."""
+        """Whether this rank is writing to the pages."""
         return self.tally.num_scattering > 0
 
     def scattered_peers(self) -> list[PeerId]:
-        """Ranks whose slots are being read."""
+        """Return the ranks whose slots are being read."""
         return [progress.peer for progress in self.ranks.values() if progress.is_scattering]
 
     def _slot_released(self, peer: PeerId, seq: int) -> DecodeEffect:
@@ -294,14 +294,14 @@ class Room:
         return SendMessage(peer, message)
 
     def _judge(self, progress: RankProgress) -> list[DecodeEffect]:
-        """See whether a rank has accounted for everything, or never will."""
+        """Fail the room if a rank has sent all notices without accounting for everything; otherwise review it."""
         if progress.has_all_notices and progress.state is RankState.WRITING:
             detail = progress.shortfall() or "nothing is missing"
             return self.stop(Signal.FAILED, self._error(FailureReason.INCOMPLETE, progress.peer, detail))
         return self._review()
 
     def verified(self, failure: Failure | None) -> list[DecodeEffect]:
-        """Take in whether what arrived has the digests of what was sent."""
+        """Handle the result of the digest check."""
         self.is_verifying = False
         if failure is not None:
             return self.stop(Signal.FAILED, failure)
@@ -309,7 +309,7 @@ class Room:
         return self._review()
 
     def drained(self, peer: PeerId, failure: Failure | None) -> list[DecodeEffect]:
-        """Note that a rank says that it can write nothing more."""
+        """Handle a rank's promise that it will write nothing more; the room fails unless the rank was complete."""
         progress = self._progress_of(peer)
         if progress is None:
             return []
@@ -321,14 +321,14 @@ class Room:
         return self.stop(Signal.FAILED, failure or self._error(FailureReason.PROTOCOL, peer, detail), spare=peer)
 
     def failed(self, peer: PeerId, failure: Failure, *, is_drained: bool) -> list[DecodeEffect]:
-        """End it because a prefill rank said so."""
+        """End the room because a prefill rank reported a failure."""
         progress = self._progress_of(peer)
         if progress is not None and is_drained:
             progress.apply(RankSignal.DRAINED)
         return self.stop(Signal.FAILED, failure, spare=peer)
 
     def lost(self, peer: PeerId, failure: Failure) -> list[DecodeEffect]:
-        """End it because a rank that has not sent everything is gone."""
+        """End the room because a rank that has not sent everything is lost."""
         if not self.granted:
             return self.stop(Signal.FAILED, failure)
         progress = self._progress_of(peer)
@@ -338,7 +338,7 @@ class Room:
         return [*self.stop(Signal.FAILED, failure), *self._context.probe(peer)]
 
     def fenced(self, peer: PeerId, failure: Failure) -> list[DecodeEffect]:
-        """Note that nothing of a rank's incarnation can land any more, because it is over."""
+        """Note that no write of a terminated incarnation can still land."""
         progress = self._progress_of(peer)
         if progress is None or progress.state.is_quiet:
             return []
@@ -346,11 +346,11 @@ class Room:
         return self.stop(Signal.FAILED, failure, spare=peer)
 
     def release(self) -> list[DecodeEffect]:
-        """Take the pages back without a proof, as an operator says."""
+        """Release the pages without a proof, at an operator's request."""
         return self._review(Signal.RELEASED)
 
     def stop(self, signal: Signal, failure: Failure, *, spare: PeerId | None = None) -> list[DecodeEffect]:
-        """End it without success: tell every granted rank to stop, but for `spare`, which said so itself."""
+        """End the room without success, and cancel it at all granted ranks except `spare`, which ended it."""
         if not self.state.is_pending:
             return self._review()
         self.failure = failure
@@ -359,16 +359,16 @@ class Room:
         return [self._report(), *cancels, *self._review()]
 
     def in_doubt(self) -> list[DecodeEffect]:
-        """Give up waiting for ranks that do not say Drained."""
+        """Stop waiting for ranks that do not send Drained."""
         return self._review(Signal.IN_DOUBT)
 
     def _review(self, extra: Signal | None = None) -> list[DecodeEffect]:
-        """Draw the transfer's conclusion from its ranks; report when a fact has changed."""
+        """Derive the transfer's state from its ranks, and report it if it has changed."""
         if self._must_verify():
             self.is_verifying = True
             return [VerifyDigests(self.opened, tuple(progress.written for progress in self.ranks.values()))]
         before = (self.state.outcome, self.state.memory)
-        if not self.is_verifying and not self.is_scattering:  # meanwhile the pages are read, or written from here
+        if not self.is_verifying and not self.is_scattering:  # else this rank accesses the pages
             self._conclude()
         if extra is not None:
             self.state.apply(extra)
@@ -381,7 +381,7 @@ class Room:
     def _must_verify(self) -> bool:
         if not self.opened.digest or self._is_verified or self.is_verifying or not self.state.is_pending:
             return False
-        if self.is_scattering:  # what is compared must stay as it is
+        if self.is_scattering:  # the bytes must not change while they are compared
             return False
         return bool(self.ranks) and self.tally.num_complete == len(self.ranks)
 
@@ -425,6 +425,6 @@ class Room:
 
 
 def grant_token(secret: bytes, engine_rank: int) -> int:
-    """Work out the number that notices of one rank must repeat; no rank can work out another's."""
+    """Derive the token that notices of one rank must carry; no rank can derive another's."""
     digest = hashlib.blake2b(engine_rank.to_bytes(8, "little"), key=secret, digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -21,45 +21,45 @@ from kvflow.wire.messages import Ack, Cancel, Drained, Failed, Failure, Notice, 
 __all__ = ["Rooms"]
 
 MIN_TIMEOUT_S = 1e-3
-"""What a grant says when its time is already up; the receiver's own deadline follows at once."""
+"""Timeout in a grant whose time is already up, in seconds; the receiver's own deadline fires at once."""
 
 MAX_CLOSED = 16_384
-"""Ended transfers that are remembered, so that a prefill rank that missed the end is told."""
+"""Maximum number of ended transfers that are remembered, to inform prefill ranks that missed the end."""
 
 MAX_BACKOFF = 8
-"""Messages are retransmitted less and less often, down to this many times the first pause."""
+"""The pause between retransmissions doubles up to this multiple of the first pause."""
 
 GRANTS_PER_PAUSE = 500
-"""Where more rooms than this are open, each retransmits its grant later than after the first pause. Grants are rarely
-lost, and retransmitting thousands of them for as long as prefill lets them wait costs more than moving them."""
+"""With more open rooms than this, each room waits longer before it retransmits its grant. Grants are rarely lost, and
+retransmitting thousands of them while prefill lets them wait costs more than the transfers."""
 
 
 class ReceiveDeadline(msgspec.Struct, frozen=True):
-    """Timer: the whole transfer; until it has pages, if it is only announced."""
+    """Timer: the time limit of the transfer, or of an announced room's wait for pages, is over."""
 
     generation: int
 
 
 class ReceiveStalled(msgspec.Struct, frozen=True):
-    """Timer: something must have arrived."""
+    """Timer: nothing has arrived for too long."""
 
     generation: int
 
 
 class ReceiveUnanswered(msgspec.Struct, frozen=True):
-    """Timer: every rank should have sent everything, or have given its proof; or may know of the room no more."""
+    """Timer: a rank has not sent everything, or not given its proof, and may have missed a message."""
 
     generation: int
 
 
 class ReceiveUndrained(msgspec.Struct, frozen=True):
-    """Timer: granted ranks must have said Drained after the transfer has failed."""
+    """Timer: granted ranks have not sent Drained in time after the transfer failed."""
 
     generation: int
 
 
 class _Ended(NamedTuple):
-    """How a transfer ended; no failure for a success."""
+    """How a transfer ended; `failure` is None for a success."""
 
     room: RoomId
     told: tuple[PeerId, ...]
@@ -67,16 +67,16 @@ class _Ended(NamedTuple):
 
 
 class Rooms:
-    """The table of rooms by generation; every method returns what is to be done.
+    """The table of rooms by generation. Methods return effects.
 
-    A room in quarantine gives its number free but stays in the table under its generation, so that a late Drained
-    still finds it.
+    A room in quarantine releases its room id but stays in the table under its generation, so that a late Drained still
+    finds it.
 
     Attributes:
-        rooms: By generation.
-        generations: Of rooms that are not in quarantine, by room.
+        rooms: Rooms by generation.
+        generations: Generations by room, without rooms in quarantine.
         announced: Generations of rooms that have no pages yet.
-        held: Pages of all of them.
+        held: Pages of all rooms.
     """
 
     def __init__(
@@ -94,15 +94,15 @@ class Rooms:
         self._closed: ClosedGenerations[_Ended] = ClosedGenerations(MAX_CLOSED)
         self.held = HeldPages(settings.layout)
 
-    # What the engine wants -------------------------------------------------------------------------------------------
+    # Requests from the engine ----------------------------------------------------------------------------------------
 
     def open(self, opened: ReceiveOpened, now: float) -> Room:
-        """Put a room on record; it is granted, announced or failed next.
+        """Record a room; the caller grants, announces or fails it next.
 
         Raises:
-            LocalProtocolError: The room is being received already, or its generation is not new.
+            LocalProtocolError: The room is already being received, or its generation is not new.
             PagesInUse: Another transfer holds one of the pages.
-            CapacityExceeded: Too many rooms are open, or too much is in quarantine.
+            CapacityExceeded: Too many rooms are open, or too much memory is in quarantine.
         """
         if opened.room in self.generations:
             raise LocalProtocolError(
@@ -124,12 +124,12 @@ class Rooms:
         return room
 
     def take_pages(self, given: ReceiveGranted, now: float) -> tuple[Room, list[DecodeEffect]]:
-        """Take the pages of a room that was announced; it is granted or failed next.
+        """Take the pages of an announced room; the caller grants or fails it next.
 
         Raises:
-            LocalProtocolError: It is over, or has pages.
+            LocalProtocolError: The room is over, or already has pages.
             PagesInUse: Another transfer holds one of the pages.
-            CapacityExceeded: Too much is in quarantine.
+            CapacityExceeded: Too much memory is in quarantine.
         """
         if given.generation not in self.announced:
             raise LocalProtocolError("transfer is not waiting for pages", room=given.room, generation=given.generation)
@@ -142,7 +142,7 @@ class Rooms:
         return room, effects
 
     def connected(self, room: Room, ranks: tuple[ConnectedRank, ...], now: float) -> list[DecodeEffect]:
-        """Let every rank of the instance write, or let it know that it will be let."""
+        """Send a grant to every rank of the instance, or an announcement if there are no pages yet."""
         effects = room.connected(ranks, self._time_left(room, now))
         if not room.is_announced:
             self._timers.set(ReceiveStalled(room.generation), now + self._timeouts.first_bytes_s)
@@ -154,15 +154,15 @@ class Rooms:
         return self._follow(room, room.stop(Signal.FAILED, failure), now)
 
     def abort(self, number: RoomId, failure: Failure, now: float) -> list[DecodeEffect]:
-        """End a room because its engine gave it up."""
+        """End a room because its engine aborted it."""
         room = self.rooms.get(self.generations.get(number, 0))
         return self._follow(room, room.stop(Signal.ABORTED, failure), now) if room else []
 
     def release(self, generation: RoomId, now: float) -> list[DecodeEffect]:
-        """Take the pages of a transfer in quarantine back without a proof.
+        """Release the pages of a quarantined transfer without a proof.
 
         Raises:
-            LocalProtocolError: The transfer is not in quarantine, or its pages are still being written from here.
+            LocalProtocolError: The transfer is not in quarantine, or this rank is still writing to its pages.
         """
         room = self.rooms.get(generation) if isinstance(generation, int) else None
         if room is None or room.state.memory is not Memory.QUARANTINED:
@@ -178,10 +178,10 @@ class Rooms:
             effects += self._follow(room, room.stop(Signal.ABORTED, failure), now)
         return effects
 
-    # What prefill ranks say ------------------------------------------------------------------------------------------
+    # Messages from prefill ranks -------------------------------------------------------------------------------------
 
     def notice(self, notice: Notice, sender: PeerId | None, now: float) -> list[DecodeEffect]:
-        """Count a notice for the transfer it names; `sender` is None if it came in band."""
+        """Process a notice for the transfer it names; `sender` is None if it arrived in band."""
         room = self._find(notice.room, notice.generation)
         if room is None:
             return self._answer_closed(notice.room, notice.generation, sender, "notice_of_unknown_transfer")
@@ -193,7 +193,7 @@ class Rooms:
         return self._follow(room, effects, now)
 
     def drained(self, peer: PeerId, drained: Drained, now: float) -> list[DecodeEffect]:
-        """Note that a rank says that it can write nothing more."""
+        """Handle a rank's promise that it will write nothing more."""
         room = self._find(drained.room, drained.generation)
         if room is None:
             is_late = drained.generation in self._closed
@@ -201,14 +201,14 @@ class Rooms:
         return self._follow(room, room.drained(peer, drained.failure), now)
 
     def failed(self, peer: PeerId, failed: Failed, now: float) -> list[DecodeEffect]:
-        """End a room because a prefill rank said so."""
+        """End a room because a prefill rank reported a failure."""
         room = self._find(failed.room, failed.generation)
         if room is None or not room.involves(peer):
             return self._answer_closed(failed.room, failed.generation, peer, "failed_of_unknown_transfer")
         return self._follow(room, room.failed(peer, failed.failure, is_drained=failed.drained), now)
 
     def slot_query(self, peer: PeerId, query: SlotQuery) -> list[DecodeEffect]:
-        """Say that a slot is not read any more, if that is so; nothing of a transfer that is over ever is."""
+        """Confirm that a slot is no longer read, if that is the case; slots of ended transfers never are."""
         room = self._find(query.room, query.generation)
         if room is not None:
             return room.slot_query(peer, query.seq)
@@ -219,7 +219,7 @@ class Rooms:
         )
         return [SendMessage(peer, released)]
 
-    # What becomes of prefill ranks -----------------------------------------------------------------------------------
+    # Connection and loss of prefill ranks ----------------------------------------------------------------------------
 
     def peer_connected(self, rank: ConnectedRank) -> list[DecodeEffect]:
         """Ask a rank that has connected, perhaps again, for the proofs that rooms wait for."""
@@ -229,14 +229,14 @@ class Rooms:
         return effects
 
     def peer_back(self, peer: PeerId) -> list[DecodeEffect]:
-        """Ask a rank that is heard again for the proofs that rooms wait for."""
+        """Ask a rank that is back for the proofs that rooms wait for."""
         effects: list[DecodeEffect] = []
         for room in self.rooms.values():
             effects += room.remind(peer)
         return effects
 
     def peer_lost(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
-        """Fail every room that still expects something of a lost rank, if only that it keeps its pages."""
+        """Fail every room that still needs a lost rank, if only to hold its pages."""
         effects: list[DecodeEffect] = []
         for room in list(self.rooms.values()):
             if room.involves(peer):
@@ -244,7 +244,7 @@ class Rooms:
         return effects
 
     def peer_fenced(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
-        """Take the proof that nothing of a prefill rank's incarnation can land any more."""
+        """Record the proof that no write of a prefill incarnation can land any more."""
         effects: list[DecodeEffect] = []
         for room in list(self.rooms.values()):
             if room.involves(peer):
@@ -256,22 +256,22 @@ class Rooms:
         return any(room.involves(peer) for room in self.rooms.values())
 
     def await_proof_of(self, peer: PeerId) -> bool:
-        """Say whether the pages of a room wait for a prefill rank to have written everything, or to write no more."""
+        """Return whether any room waits for a prefill rank to write everything, or to prove that it has stopped."""
         return any(room.awaits_proof_of(peer) for room in self.rooms.values())
 
     def scattered_peers(self) -> dict[PeerId, None]:
-        """Ranks whose staging slots are being read."""
+        """Return the ranks whose staging slots are being read."""
         return {peer: None for room in self.rooms.values() for peer in room.scattered_peers()}
 
-    # What the stages say ---------------------------------------------------------------------------------------------
+    # Reports from the stages -----------------------------------------------------------------------------------------
 
     def verified(self, generation: int, failure: Failure | None, now: float) -> list[DecodeEffect]:
-        """Take in what came of comparing digests; the transfer may be over by now."""
+        """Handle the result of a digest check; the transfer may be over by now."""
         room = self.rooms.get(generation)
         return self._follow(room, room.verified(failure), now) if room else []
 
     def scattered(self, event: Scattered, now: float) -> list[DecodeEffect]:
-        """Take in what came of scattering; its transfer is on record until then."""
+        """Handle the end of a scatter; its transfer stays on record until then."""
         room = self.rooms.get(event.generation)
         if room is None:
             return [CountAnomaly("scattered_unknown_transfer", None, event.notice.room)]
@@ -282,7 +282,7 @@ class Rooms:
     # Timers ----------------------------------------------------------------------------------------------------------
 
     def expired(self, key: Hashable, now: float) -> list[DecodeEffect]:
-        """Do what a timer that is due is for."""
+        """Handle an expired timer."""
         match key:
             case ReceiveDeadline(generation):
                 room = self.rooms[generation]
@@ -303,15 +303,15 @@ class Rooms:
 
     def _retransmit(self, room: Room, now: float) -> list[DecodeEffect]:
         effects = room.retransmit(self._time_left(room, now))
-        if room.failure is not None and room.granted:  # with nobody to ask, a quarantine would last for ever
+        if room.failure is not None and room.granted:  # without a connection, a quarantine would last forever
             effects += self._context.reconnect(room.opened.instance, now)
         self._timers.set(ReceiveUnanswered(room.generation), now + self._pause_s(room))
         return effects
 
     def _pause_s(self, room: Room) -> float:
-        """Time until messages are retransmitted: longer each time, and where many wait, so that those cost no more.
+        """Return the time until the next retransmission: longer each time, and longer if many rooms are open.
 
-        A room that has failed asks for the proof that its pages are quiet, and does not wait for others with that.
+        A failed room asks for the proof that its pages are quiet, and other rooms do not slow it down.
         """
         times: float = min(2**room.num_retransmits, MAX_BACKOFF)
         if room.failure is None:
@@ -329,7 +329,7 @@ class Rooms:
     # Rooms -----------------------------------------------------------------------------------------------------------
 
     def _answer_closed(self, room: RoomId, generation: int, peer: PeerId | None, anomaly: str) -> list[DecodeEffect]:
-        """Tell a rank how a transfer has ended that it still talks about."""
+        """Answer a message about an ended transfer with the outcome."""
         ended = self._closed.result(generation)
         if ended is None or ended.room != room or (peer is not None and peer not in ended.told):
             return [CountAnomaly(anomaly, peer, room)]
@@ -340,7 +340,7 @@ class Rooms:
         return [SendMessage(peer, Cancel(room=room, generation=generation, failure=ended.failure))]
 
     def _follow(self, room: Room, effects: list[DecodeEffect], now: float) -> list[DecodeEffect]:
-        """Set and clear timers after a step of a room; drop it when it is over."""
+        """Update the timers after a step of a room, and drop the room once it is over."""
         if room.state.is_pending and not room.is_verifying:
             return effects
         generation = room.generation
@@ -378,7 +378,7 @@ class Rooms:
         self.held.hold(pages)
 
     def _in_use(self, held: HeldPage) -> PagesInUse:
-        """Return which transfer holds a page."""
+        """Return the error that names the transfer which holds a page."""
         holder = next(room for room in self.rooms.values() if room.holds(held))
         return PagesInUse(
             "another transfer may still write to this page",

@@ -1,8 +1,8 @@
-"""Staging memory of a decode rank: which window belongs to which incarnation of a prefill rank. Pure.
+"""Staging windows of a decode rank, and the prefill incarnations that own them. Pure.
 
-A window belongs to one incarnation, so whatever that one writes late lands in a window of its own, and never in pages.
-It is given to another one only when it is proved that nothing of the first can land any more; until then it is out of
-use, and whoever comes when all are gets none and writes to pages directly.
+A window belongs to one incarnation, so a late write of that incarnation lands in its own window, never in pages. The
+window is assigned to another incarnation only after a proof that no write of the first can land any more. Until then it
+is out of use. A rank that finds no free window gets none, and writes to pages directly.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ class StagingWindows:
     """Staging memory, divided into windows of equal size.
 
     Args:
-        settings: Where it is and how it is divided; there are no windows if None.
+        settings: Address and division of the memory; None for no windows.
     """
 
     def __init__(self, settings: WindowSettings | None) -> None:
@@ -31,16 +31,16 @@ class StagingWindows:
 
     @property
     def num_taken(self) -> int:
-        """Windows that belong to somebody."""
+        """Number of windows that have an owner."""
         return len(self._owners)
 
     @property
     def owners(self) -> list[PeerId]:
-        """Who has a window."""
+        """Incarnations that own a window."""
         return list(self._owners)
 
     def assign(self, peer: PeerId) -> StagingWindow | None:
-        """Give a prefill incarnation its staging window, or a free one if there is any."""
+        """Return the staging window of a prefill incarnation, or assign a free one; None if none is free."""
         if peer not in self._owners:
             if not self._free:
                 return None
@@ -49,7 +49,7 @@ class StagingWindows:
         return StagingWindow(start, self._settings.slot_bytes, self._settings.num_slots)
 
     def owner(self, address: int) -> PeerId | None:
-        """Whose window an address is in."""
+        """Return the owner of the window that contains an address."""
         window = (address - self._settings.address) // self._window_bytes
         return next((peer for peer, number in self._owners.items() if number == window), None)
 
@@ -59,27 +59,27 @@ class StagingWindows:
             self._used[peer] = None
 
     def take_back_unused(self, peer: PeerId) -> None:
-        """Take a window back from an incarnation that has never accepted a Hello, so that it was granted nothing."""
+        """Take a window back from an incarnation that has never accepted a Hello, and so was granted nothing."""
         if peer in self._owners and peer not in self._used:
             self._fenced.pop(peer, None)
             self._free.append(self._owners.pop(peer))
 
     def fenced(self, peer: PeerId) -> None:
-        """Note the proof that nothing of an incarnation can land any more."""
+        """Record the proof that no write of an incarnation can land any more."""
         if peer in self._owners:
             self._fenced[peer] = None
 
     def awaits_fence(self, peer: PeerId) -> bool:
-        """Return whether the window of an incarnation comes back only by the proof that nothing of it can land."""
+        """Return whether the window of an incarnation still needs a proof that none of its writes can land."""
         return peer in self._owners and peer not in self._fenced
 
     @property
     def has_fenced(self) -> bool:
-        """There is something to `reclaim`."""
+        """Whether there is a window to `reclaim`."""
         return bool(self._fenced)
 
     def reclaim(self, busy: Container[PeerId]) -> None:
-        """Take windows back that are fenced, but for those that are still being read."""
+        """Take back fenced windows, except those that are still being read."""
         for peer in [peer for peer in self._fenced if peer not in busy]:
             del self._fenced[peer]
             self._used.pop(peer, None)

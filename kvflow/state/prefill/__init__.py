@@ -1,1 +1,1 @@
-"""What a prefill rank decides. Pure."""
+"""The state machine of a prefill rank. Pure."""

@@ -1,7 +1,7 @@
 """The core of a prefill rank: the only place where its protocol state changes.
 
-It does no I/O, reads no clock and draws no random number. The shell tells it what happened and when; it answers with
-what to do, in order. Equal events at equal times give equal effects, so any run can be replayed.
+It does no I/O, reads no clock and draws no random numbers. The shell passes it timed events, and it returns effects to
+carry out in order. Equal events at equal times give equal effects, so any run can be replayed.
 """
 
 from collections.abc import Hashable
@@ -61,25 +61,25 @@ from kvflow.wire.messages import (
 __all__ = ["PrefillCore"]
 
 PIECES_PER_TURN = 4
-"""Pieces that are planned and posted before the event loop gets its turn."""
+"""Pieces that are planned and posted before the core yields to the event loop."""
 
 BYTES_GATHERED_INLINE = 2**18
-"""More than this of host memory is gathered beside the event loop."""
+"""Host memory that may be gathered on the event loop, in bytes; larger pieces are gathered off it."""
 
 SLOW_PLANS_AT_ONCE = 1
-"""Large plans that are made beside the event loop at the same time."""
+"""Large plans that are made off the event loop at the same time."""
 
 
 class PrefillCore:
-    """State of one prefill rank: its decode ranks, its rooms, and whose turn it is.
+    """State of one prefill rank: its decode ranks, its rooms, and the queue of pieces.
 
     Args:
         me: This incarnation of this rank.
-        settings: Of this rank.
+        settings: Settings of this rank.
 
     Attributes:
-        quarantine: What is held back.
-        timers: When something is due.
+        quarantine: Memory in quarantine.
+        timers: Pending timers.
     """
 
     def __init__(self, me: PeerId, settings: PrefillSettings) -> None:
@@ -97,18 +97,18 @@ class PrefillCore:
         self._slow_plans: dict[tuple[ev.DeliveryId, int], None] = {}
 
     def handle(self, event: ev.PrefillEvent, now: float) -> list[PrefillEffect]:
-        """Take one event in and say what follows from it.
+        """Process one event, and return its effects.
 
         Args:
             event: What happened.
-            now: When, in seconds on a monotonic clock.
+            now: Time of the event, in seconds on a monotonic clock.
 
         Returns:
-            Effects, to be carried out in this order.
+            Effects, to be carried out in order.
 
         Raises:
-            LocalProtocolError, CapacityExceeded, RankDraining: The engine asked for something that is not allowed
-                now; nothing has changed. No event that comes from a peer raises.
+            LocalProtocolError, CapacityExceeded, RankDraining: The engine requested something that is not allowed now;
+                the state is unchanged. Events from peers never raise.
         """
         effects = self._handle(event, now)
         effects += self._take_turn(now)
@@ -117,93 +117,93 @@ class PrefillCore:
         return effects
 
     def next_deadline(self) -> float | None:
-        """When `TimePassed` is due, or None while no timer is set."""
+        """Return when `TimePassed` is due; None while no timer is set."""
         return self.timers.next()
 
     def has_capacity(self, room: RoomId) -> bool:
-        """Return whether a chunk of this room may be offered now: no decode rank that asked has too much in line."""
+        """Return whether a chunk of this room may be offered now: none of its decode ranks has a full queue."""
         known = self.rooms.rooms.get(room)
         return known is None or self.queue.has_capacity(known.peers)
 
     def peers_of(self, room: RoomId) -> list[PeerId]:
-        """Decode ranks that have asked for a room."""
+        """Return the decode ranks that have granted a room."""
         known = self.rooms.rooms.get(room)
         return [] if known is None else known.peers
 
     def missing_proofs(self, key: RoomId) -> list[MissingProof]:
-        """Return which proofs are missing that nothing reads the pages of a room any more."""
+        """Return the missing proofs that nothing reads the pages of a room any more."""
         known = self.rooms.rooms.get(key)
         peers = [] if known is None else [one.id.peer for one in known.deliveries.values() if one.has_posts]
         return [MissingProof(str(peer), "", Awaited.WRITE_END) for peer in peers]
 
     def pages_of(self, key: RoomId) -> dict[str, bytes]:
-        """Return the pages of a room as `WIRE_PAGES`, by component."""
+        """Return the pages of a room by component, encoded as `WIRE_PAGES`."""
         known = self.rooms.rooms.get(key)
         return {} if known is None else known.pages()
 
     def connections(self) -> list[bytes]:
-        """Name the connections over which decode ranks may be reached, during their handshake and after it."""
+        """Return the connections over which decode ranks may be reached, during and after the handshake."""
         return list(self.peers.connections())
 
     def peer_at(self, connection: bytes) -> PeerId | None:
-        """Return who has said hello over a connection; None if nobody has."""
+        """Return the peer that has sent a Hello over a connection, if any."""
         return self.peers.claimant(connection)
 
     def peers_by_connection(self) -> dict[bytes, PeerId]:
-        """Return the connections over which decode ranks may be reached, and whose they are."""
+        """Return the connections over which decode ranks may be reached, with their peers."""
         return self.peers.connections()
 
     @property
     def is_idle(self) -> bool:
-        """No room is open and no page is held."""
+        """Whether no room is open and no page is held."""
         return not self.rooms.rooms
 
     @property
     def num_rooms(self) -> int:
-        """Rooms that are open, without those whose pages are in quarantine."""
+        """Number of open rooms, without those in quarantine."""
         return len(self.rooms.rooms) - len(self.quarantine)
 
     @property
     def num_quarantined(self) -> int:
-        """Rooms that have ended and whose pages are in quarantine."""
+        """Number of ended rooms whose pages are in quarantine."""
         return len(self.quarantine)
 
     @property
     def num_waiting_grants(self) -> int:
-        """Grants for rooms that are not open."""
+        """Number of grants for rooms that are not open."""
         return len(self.rooms.waiting) - self.rooms.waiting.num_announced
 
     @property
     def num_announced(self) -> int:
-        """Grants that are announced."""
+        """Number of announced grants."""
         return self.rooms.waiting.num_announced + sum(len(room.announced) for room in self.rooms.rooms.values())
 
     @property
     def num_queued(self) -> int:
-        """Pieces that wait for their data, turn or credit."""
+        """Number of pieces that wait for their data, turn or credit."""
         return len(self.queue)
 
     @property
     def num_peers(self) -> int:
-        """Decode ranks that are connected."""
+        """Number of connected decode ranks."""
         return len(self.peers)
 
     @property
     def slots_taken(self) -> int:
-        """Own staging slots that are in use."""
+        """Number of local staging slots in use."""
         return self.local_slots.num_slots - self.local_slots.num_free - self.local_slots.num_lost
 
     @property
     def slots_lost(self) -> int:
-        """Staging slots, own ones and those of decode ranks, that are out of use."""
+        """Number of lost staging slots, local and remote."""
         return self.local_slots.num_lost + self.slots.num_lost
 
     def warm_up_core(self, room: RoomId, now: float) -> "tuple[PrefillCore, Grant] | None":
-        """Make a core that knows one granted room and nothing else, to run what will become of it.
+        """Build a core with one granted room and nothing else, to rehearse the rest of the transfer.
 
         Returns:
-            The core, and the grant, which is of one page for the room `WARM_UP_ROOM`; None if no decode rank waits for
-            chunks of the room.
+            The core, and its grant of one page for the room `WARM_UP_ROOM`; None if no decode rank waits for chunks of
+            the room.
         """
         known = self.rooms.rooms.get(room)
         delivery = known.next_delivery if known is not None else None
@@ -274,7 +274,7 @@ class PrefillCore:
     # Turns -----------------------------------------------------------------------------------------------------------
 
     def _take_turn(self, now: float) -> list[PrefillEffect]:
-        """Take pieces whose turn it is, as far as that is quick; the event loop has its turn before the next ones."""
+        """Send queued pieces as long as planning them is cheap, then yield to the event loop."""
         if self._continues or not self.queue.has_candidates:
             return []
         effects: list[PrefillEffect] = []
@@ -302,7 +302,7 @@ class PrefillCore:
         return effects
 
     def _send_piece(self, piece: Piece, now: float) -> list[PrefillEffect]:
-        """Let a piece be posted at once, or be planned beside the event loop first."""
+        """Post a piece at once, or plan it off the event loop first."""
         delivery = self.rooms.delivery(piece.delivery)
         if delivery is None:
             raise LocalProtocolError("piece of an unknown delivery", delivery=piece.delivery)
@@ -320,7 +320,7 @@ class PrefillCore:
         return [PostPiece(piece), *behind, *self.rooms.follow_posts(piece.delivery, now)]
 
     def _effort(self, piece: Piece, is_packed: bool) -> int:
-        """Estimate the work of planning a piece: its descriptors, or as many as can be planned while it is gathered."""
+        """Estimate the work for a piece in descriptors; gathering counts as the planning that takes as long."""
         if not is_packed or self._settings.staging is None:
             return piece.cost.num_descriptors
         most = self._settings.limits.descriptors_planned_inline
@@ -374,7 +374,7 @@ class PrefillCore:
         return [*effects, CheckHello(connection, hello)]
 
     def _mismatch(self, connection: bytes, hello: Hello) -> str | None:
-        """Return why a hello cannot be accepted, whatever its route is."""
+        """Return why a Hello cannot be accepted, whatever its route; None if it can."""
         lowest, highest = hello.versions
         claimant = self.peers.claimant(connection)
         layout = self._settings.layout
@@ -419,7 +419,7 @@ class PrefillCore:
         return [*news, *self._welcome(event.connection, hello)]
 
     def _forget_transport(self, peer: PeerId) -> list[PrefillEffect]:
-        """Disconnect the transport again that a check has connected for nobody."""
+        """Disconnect the transport that a check has connected, unless the peer is still in use."""
         is_used = peer in self.peers or self.peers.is_checking(peer)
         return [] if is_used else [DisconnectTransport(peer)]
 
@@ -432,7 +432,7 @@ class PrefillCore:
     def _refuse_hello(
         self, connection: bytes, hello: Hello, detail: str, kind: str = "hello_refused"
     ) -> list[PrefillEffect]:
-        if hello.to == self.me and kind == "hello_refused":  # else its sender is somebody else
+        if hello.to == self.me and kind == "hello_refused":  # else another process sent it
             self.peers.refused(connection, hello.peer)
         refusal = Refuse(peer=self.me, to=hello.peer, detail=detail, attempt=hello.attempt)
         return [CountAnomaly(kind, hello.peer, detail=detail), Reply(connection, refusal)]
@@ -443,10 +443,10 @@ class PrefillCore:
         return self._refuse_hello(connection, hello, f"too many decode ranks of {hello.peer.rank.instance}")
 
     def _ask_whether_it_lives(self, former: DecodePeer, newcomer: Newcomer, now: float) -> list[PrefillEffect]:
-        """Ping the incarnation that is connected before another one of the same rank takes its place.
+        """Ping the connected incarnation before another one of the same rank replaces it.
 
-        The connection of a process that has ended is gone, which shows when the Ping is sent. A living one answers. If
-        its host is off, neither comes, and its lease ends. The newcomer repeats its hello meanwhile.
+        If its process has ended, its connection is gone, and sending the Ping fails. A running process answers. If its
+        host is down, neither happens, and its lease expires. The newcomer repeats its Hello meanwhile.
         """
         if not self.peers.put_newcomer(former, newcomer):
             return self._refuse_for_capacity(newcomer.connection, newcomer.hello)
@@ -454,7 +454,7 @@ class PrefillCore:
         return [Reply(former.connection, Ping(peer=self.me))]
 
     def _reply_lost(self, connection: bytes, now: float) -> list[PrefillEffect]:
-        """Note that a connection is gone: its decode rank has its lease to be heard again, or a newcomer its place."""
+        """Note that a connection is gone. A newcomer replaces its decode rank; without one, the lease runs on."""
         former = self.peers.at(connection)
         if former is None:
             return []
@@ -462,14 +462,14 @@ class PrefillCore:
         newcomer = former.newcomer
         if newcomer is None:
             return []
-        if now > former.asked_at + newcomer.hello.lease_s:  # it has not repeated its hello for so long
+        if now > former.asked_at + newcomer.hello.lease_s:  # it has stopped repeating its Hello
             self.peers.put_newcomer(former, None)
             return []
         failure = self._failure(FailureReason.PEER_LOST, f"{former.id.rank} has restarted")
         return [*self._left(former.id, failure, now), *self._hello(*newcomer, now)]
 
     def _is_alive(self, former: DecodePeer) -> list[PrefillEffect]:
-        """Refuse a newcomer: the rank that it claims to be has answered. Logged once for each."""
+        """Refuse a newcomer, because the incarnation that it would replace has answered; log this once for each."""
         if former.newcomer is None:
             return []
         connection, hello, _ = former.newcomer
@@ -542,14 +542,14 @@ class PrefillCore:
         return effects
 
     def _write_failed(self, peer_id: PeerId, failure: Failure, now: float) -> list[PrefillEffect]:
-        """Disconnect a peer to which writes fail again and again."""
+        """Disconnect a peer to which writes keep failing."""
         peer = self.peers.find(peer_id)
         return self._connect_anew(peer, failure, now) if peer is not None and peer.write_failed(now) else []
 
     def _post_stalled(self, key: PostStalled, now: float) -> list[PrefillEffect]:
-        """Disconnect a peer to which no write at all has ended for long, although it is heard from.
+        """Disconnect a peer to which no write has succeeded for long, although it is heard from.
 
-        Its data connection may be swallowed, say, and whatever is posted next would wait behind the others.
+        Its data connection may be blackholed, for example, and every later post would wait behind the others.
         """
         effects = self.rooms.expired(key, now)
         peer = self.peers.find(key.delivery.peer)
@@ -560,9 +560,10 @@ class PrefillCore:
         return [*effects, *self._connect_anew(peer, failure, now)]
 
     def _connect_anew(self, peer: DecodePeer, failure: Failure, now: float) -> list[PrefillEffect]:
-        """Disconnect a peer that must connect again, with fresh native state.
+        """Disconnect a peer, which must reconnect with fresh native state.
 
-        A rank that leaves serves nothing new, so it stays connected to say when its writes have ended.
+        A rank that is draining or closing serves nothing new, so it stays connected to report when its writes have
+        ended.
         """
         if self._leaving.failure is not None:
             return []
@@ -573,7 +574,7 @@ class PrefillCore:
         return [*effects, Reply(peer.connection, refusal), *self._left(peer.id, failure, now)]
 
     def _revoked(self, peer: PeerId, now: float) -> list[PrefillEffect]:
-        """Disconnect a peer whose key is not listed any more, or end its handshake."""
+        """Disconnect a peer whose key is no longer listed, or abort its handshake."""
         self.peers.forget_handshake(peer)
         known = self.peers.find(peer)
         if known is None:
@@ -588,7 +589,7 @@ class PrefillCore:
         ]
 
     def _left(self, peer: PeerId, failure: Failure, now: float) -> list[PrefillEffect]:
-        """Note that a peer is not connected any more. What it waits for fails while it can still be told."""
+        """Disconnect a peer. The rooms that it waits for fail first, while it can still be told."""
         if peer not in self.peers:
             return []
         effects = self.rooms.peer_lost(peer, failure, now)
@@ -605,7 +606,7 @@ class PrefillCore:
                 liveness = self.peers[peer].liveness
                 if not liveness.check(now, late_s):
                     return self._ask_if_silent(liveness)
-                # A decode rank can prove nothing here; if it lives, it connects anew.
+                # A decode rank has no proofs to give; if it is alive, it reconnects.
                 detail = f"{peer.rank} was silent for {liveness.lease_s} s"
                 return self._left(peer, self._failure(FailureReason.PEER_LOST, detail), now)
             case PostStalled():
@@ -616,7 +617,7 @@ class PrefillCore:
                 return self.rooms.expired(key, now)
 
     def _ask_if_silent(self, liveness: Peer) -> list[PrefillEffect]:
-        """Ping a decode rank that is silent: if its connection is gone, that cannot be sent."""
+        """Ping a silent decode rank; sending fails if its connection is gone."""
         return self.peers.send(liveness.id, Ping(peer=self.me)) if liveness.is_silent else []
 
     def _failure(self, reason: FailureReason, detail: str) -> Failure:

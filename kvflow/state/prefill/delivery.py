@@ -1,7 +1,7 @@
 """What one prefill rank sends to one decode rank for one room. Pure.
 
-A `Delivery` takes from the chunks of its room the tokens that were asked for, splits large ones into pieces, numbers
-these, and follows them until every write has ended.
+A `Delivery` takes the requested tokens from the chunks of its room, splits large chunks into pieces, numbers the
+pieces, and tracks them until every write has ended.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ __all__ = ["Delivery", "DeliveryStatus", "DeliveryWait", "SendContext", "standin
 
 
 class SendContext(NamedTuple):
-    """What every room of a rank uses."""
+    """State that all rooms of a rank share."""
 
     me: PeerId
     settings: PrefillSettings
@@ -41,13 +41,13 @@ class SendContext(NamedTuple):
     slots: RemoteSlots
 
     def drained(self, delivery: DeliveryId, failure: Failure | None) -> list[PrefillEffect]:
-        """Promise that nothing of a delivery can be written any more."""
+        """Send Drained: nothing of a delivery can be written any more."""
         engine_rank = self.me.rank.engine_rank
         message = Drained(room=delivery.room, generation=delivery.generation, engine_rank=engine_rank, failure=failure)
         return self.peers.send(delivery.peer, message)
 
     def failed(self, delivery: DeliveryId, failure: Failure, *, drained: bool) -> list[PrefillEffect]:
-        """Say that a delivery will not succeed."""
+        """Send Failed: a delivery will not succeed."""
         message = Failed(
             room=delivery.room,
             generation=delivery.generation,
@@ -58,18 +58,18 @@ class SendContext(NamedTuple):
         return self.peers.send(delivery.peer, message)
 
     def refuse(self, delivery: DeliveryId, failure: Failure) -> list[PrefillEffect]:
-        """Say that a delivery will never begin, so that nothing was or will be written for it."""
+        """Close a delivery that will never begin; nothing was or will be written for it."""
         self.peers.close(delivery, failure)
         return self.failed(delivery, failure, drained=True)
 
 
 class DeliveryWait(NamedTuple):
-    """What a delivery waits for; each has a timer.
+    """What a delivery waits for; each item has a timer.
 
     Attributes:
-        outcome: To be decided.
-        post: To end.
-        answer: That the decode rank knows that everything is written.
+        outcome: Waits for its outcome.
+        post: Waits for a post to end.
+        answer: Waits for the decode rank to acknowledge that everything is written.
     """
 
     outcome: bool = True
@@ -78,12 +78,12 @@ class DeliveryWait(NamedTuple):
 
 
 class DeliveryStatus(NamedTuple):
-    """How a delivery counts for its room.
+    """How a room counts a delivery.
 
     Attributes:
         is_delivered: The decode rank has everything.
-        is_safe: None of its writes reads the source pages any more.
-        is_quarantined: That could not be proved in time.
+        is_safe: No write reads the source pages any more.
+        is_quarantined: `is_safe` could not be proved in time.
     """
 
     is_delivered: bool = False
@@ -92,15 +92,15 @@ class DeliveryStatus(NamedTuple):
 
 
 def standing_of(state: TransferState) -> DeliveryStatus:
-    """Return how a delivery counts for its room."""
+    """Return how a room counts a delivery in this state."""
     return DeliveryStatus(state.outcome is Outcome.SUCCESS, state.is_safe, state.memory is Memory.QUARANTINED)
 
 
 class _Unposted(NamedTuple):
-    """A piece that waits for its data, its turn or credit, or a notice without bytes that follows one.
+    """A piece that waits for its data, turn or credit, or an empty notice that follows such a piece.
 
     Attributes:
-        resume_at: The token from which chunks must come again if it is forgotten.
+        resume_at: Token from which chunks must be sent again if it is dropped.
     """
 
     notice: Notice
@@ -108,20 +108,21 @@ class _Unposted(NamedTuple):
 
     @property
     def goes_on(self) -> bool:
-        """Layers of the same tokens follow."""
+        """Whether more layers of the same tokens follow."""
         return self.notice.layer_range[1] is not None
 
 
 class Delivery:
     """What this rank sends to one decode rank for one grant.
 
-    Pieces are taken out of line in the order of their numbers, and a notice without bytes leaves only after the pieces
-    before it. So whatever is not under way is a tail, and can be forgotten: its numbers and tokens come again.
+    Pieces leave the queue in the order of their numbers, and an empty notice is sent only after the pieces before it
+    have left. So the pieces that are still waiting form a tail, which can be dropped: its numbers and tokens are used
+    again.
 
     Attributes:
         standing: How its room counts it.
-        waits: What it was seen to wait for last.
-        num_retransmits: How often something was sent again.
+        waits: What its timers are set for.
+        num_retransmits: Number of retransmissions.
     """
 
     def __init__(
@@ -165,40 +166,40 @@ class Delivery:
 
     @property
     def is_unanswered(self) -> bool:
-        """Everything is written, and the decode rank has not said that it knows."""
+        """Whether everything is written, but not acknowledged."""
         return self.state.is_pending and self.state.is_safe
 
     @property
     def is_fenced(self) -> bool:
-        """Nothing can land in the decode rank's pages any more: what Drained says."""
+        """Whether nothing can land in the decode rank's pages any more, which is what Drained promises."""
         return not self._posted and not self._lingers
 
     @property
     def has_posts(self) -> bool:
-        """A write is posted and not known to have ended."""
+        """Whether a post is not known to have ended."""
         return bool(self._posted)
 
     @property
     def reads_pages(self) -> bool:
-        """A piece that is under way needs the source pages. A packed one has left them."""
+        """Whether a piece still needs the source pages. A packed piece does not once it is posted."""
         if self._unposted or self._planned:
             return True
         return any(notice.staged is None for notice in self._posted.values())
 
     @property
     def has_tail(self) -> bool:
-        """What is not under way comes after all that is, so that it can be forgotten."""
+        """Whether the waiting pieces come after all others, so that they can be dropped."""
         begun = [*self._planned, *self._posted, *(notice.seq for notice in self._written)]
         numbers = sorted(begun) + list(self._unposted)
         return numbers == sorted(numbers) and (not self.state.is_pending or numbers == list(range(self._next_seq)))
 
     @property
     def posted(self) -> tuple[int, ...]:
-        """Pieces whose writes are posted and not known to have ended."""
+        """Numbers of the pieces whose posts are not known to have ended."""
         return tuple(self._posted)
 
     def missing(self, chunk: Chunk) -> str | None:
-        """Return which wanted tokens can never be served any more if this chunk comes next."""
+        """Return which wanted tokens could never be served if this chunk came next; None if there are none."""
         for name, (start, stop) in self._wanted.items():
             at = self._positions[name]
             first, last = chunk.ranges.get(name, (at, at))
@@ -209,8 +210,8 @@ class Delivery:
         return None
 
     def offer(self, chunk: Chunk, now: float) -> list[PrefillEffect]:
-        """Take from a chunk what this decode rank wants, in as many pieces as it takes."""
-        if self._has_last_chunk:  # others need it again
+        """Take what this decode rank wants from a chunk, split into pieces."""
+        if self._has_last_chunk:  # other deliveries need it again
             return []
         effects: list[PrefillEffect] = []
         ranges = self._wanted_of(chunk)
@@ -218,14 +219,14 @@ class Delivery:
             self._positions.update({name: stop for name, (_, stop) in ranges.items()})
             for part in split_chunk(chunk, ranges, self.grant, self._wanted, self._link):
                 effects += self._send(part, chunk, now)
-        self._has_last_chunk = chunk.last  # only now: a part without bytes is no end while others follow
+        self._has_last_chunk = chunk.last  # set last: an empty part above must not end the delivery
         return [*effects, *self._settle()]
 
     def roll_back(self) -> int | None:
-        """Forget what is not under way, but for the rest of tokens of which some layers are.
+        """Drop the waiting pieces, except the remaining layers of tokens whose first layers have left.
 
         Returns:
-            The token from which chunks must come again; None if nothing was forgotten.
+            Token from which chunks must be sent again; None if nothing was dropped.
         """
         is_kept = self._has_begun_layers
         dropped: dict[int, _Unposted] = {}
@@ -248,11 +249,11 @@ class Delivery:
         return min(unposted.resume_at for unposted in dropped.values())
 
     def awaits(self, wait: int) -> bool:
-        """Say whether a piece waits for its data that was asked for with this number, and was not forgotten since."""
+        """Return whether a piece still waits for the data of the `AwaitData` with this number."""
         return bool(self._not_ready) and wait == self._num_waits - 1
 
     def data_ready(self, now: float) -> list[PrefillEffect]:
-        """Put the piece in line that has waited for its data, and those behind it that need not wait."""
+        """Queue the piece whose data is ready, and those behind it that need not wait."""
         while self._not_ready:
             self._push(replace(self._not_ready.popleft()[0], queued_at=now), now)
             if self._not_ready and self._not_ready[0][1] is not None:
@@ -260,7 +261,7 @@ class Delivery:
         return []
 
     def planning(self, piece: Piece) -> list[PrefillEffect]:
-        """Note that a piece is planned beside the event loop, to be posted after that."""
+        """Note that a piece is being planned off the event loop, and will be posted afterwards."""
         self._planned[piece.seq] = piece.notice
         return self._take(piece.seq)
 
@@ -270,13 +271,13 @@ class Delivery:
         return self._take(piece.seq)
 
     def went_direct(self, seq: int) -> None:
-        """Note that a posted piece was written to its pages, although it had a slot."""
+        """Note that a posted piece was written directly to its pages, although it had a slot."""
         notice = self._posted.get(seq)
         if notice is not None:
             self._posted[seq] = replace(notice, staged=None)
 
     def plan_finished(self, plan: PlanFinished) -> list[PrefillEffect]:
-        """Post what was planned beside the event loop, unless the delivery has ended."""
+        """Post a piece that was planned off the event loop, unless the delivery has ended."""
         notice = self._planned.pop(plan.seq, None)
         if notice is None:
             return [DropPlan(self.id, plan.seq)]
@@ -285,12 +286,12 @@ class Delivery:
         return [PostPlan(self.id, plan.seq, notice)]
 
     def not_posted(self, seq: int) -> None:
-        """Note that a piece could not be planned, so that nothing was posted for it."""
+        """Note that a piece could not be planned, and that nothing was posted for it."""
         self._planned.pop(seq, None)
         self._forget_post(seq)
 
     def post_ended(self, seq: int, *, is_written: bool, lingers: bool = False) -> list[PrefillEffect]:
-        """Note that a post has ended here; if it `lingers`, its bytes may still land there."""
+        """Note that a post has ended; if it `lingers`, its bytes may still land at the decode rank."""
         notice = self._forget_post(seq)
         self._lingers |= lingers
         effects: list[PrefillEffect] = []
@@ -301,7 +302,7 @@ class Delivery:
         return [*effects, *self._settle()]
 
     def retransmit(self) -> list[PrefillEffect]:
-        """Send again what the decode rank seems to have missed, over the control channel."""
+        """Retransmit what the decode rank seems to have missed, over the control channel."""
         self.num_retransmits += 1
         if self.failure is not None:
             return self._context.failed(self.id, self.failure, drained=self.is_fenced)
@@ -312,16 +313,16 @@ class Delivery:
         return effects
 
     def acknowledged(self) -> list[PrefillEffect]:
-        """Note that the decode rank has everything, which it can know before the last post is seen to have ended."""
+        """Note that the decode rank has everything, which it may know before the last post has ended here."""
         self._is_acknowledged = True
         return self._settle()
 
     def in_doubt(self) -> None:
-        """Give up waiting for the proof that a post has ended."""
+        """Stop waiting for the proof that a post has ended."""
         self._apply(Signal.IN_DOUBT)
 
     def stop(self, signal: Signal, failure: Failure) -> list[PrefillEffect]:
-        """End it without success and tell the decode rank why."""
+        """End the delivery without success, and tell the decode rank why."""
         if not self.state.is_pending:
             return []
         self._stop(signal, failure)
@@ -329,18 +330,18 @@ class Delivery:
         return self._context.failed(self.id, failure, drained=self.is_fenced)
 
     def cancel(self, failure: Failure) -> list[PrefillEffect]:
-        """End it because the decode rank said so: it only wants to hear Drained."""
+        """End the delivery because the decode rank cancelled it; send Drained once all posts have ended."""
         if self.state.is_pending:
             self._stop(Signal.FAILED, failure)
         self._drained_is_due = True
         return self._settle()
 
     def forget_pages(self) -> None:
-        """Drop what only writing needs."""
+        """Drop the granted pages, which only writing needs."""
         self.grant = replace(self.grant, pages={})
 
     def release(self) -> None:
-        """Take the pages back without a proof, as an operator says."""
+        """Release the pages without a proof, at an operator's request."""
         self._apply(Signal.RELEASED)
 
     def _apply(self, signal: Signal) -> None:
@@ -359,7 +360,7 @@ class Delivery:
         return notice
 
     def _wanted_of(self, chunk: Chunk) -> dict[str, TokenRange]:
-        """Find what of a chunk this decode rank wants and has not been sent."""
+        """Return the tokens of a chunk that this decode rank wants and has not been sent."""
         ranges = {}
         for name, (_, stop) in self._wanted.items():
             at = self._positions[name]
@@ -369,7 +370,7 @@ class Delivery:
         return ranges
 
     def _send(self, part: ChunkPart, chunk: Chunk, now: float) -> list[PrefillEffect]:
-        """Give a part its number and put it on its way."""
+        """Assign a part its number, and queue it or wait for its data."""
         seq = self._next_seq
         self._next_seq += 1
         cost = cost_of(part, self._wanted, self._link, self._context.settings.max_descriptor_bytes)
@@ -416,12 +417,12 @@ class Delivery:
         return [AwaitData(self.id, self._num_waits - 1, ready)]
 
     def _take(self, seq: int) -> list[PrefillEffect]:
-        """Note that a piece is under way, and let go what waited behind it."""
+        """Note that a piece has left the queue, and send the empty notices behind it."""
         self._has_begun_layers = self._unposted.pop(seq).goes_on
         return self._say_empty()
 
     def _say_empty(self) -> list[PrefillEffect]:
-        """Send the notices without bytes whose turn it is: every piece before them is under way."""
+        """Send the empty notices whose turn it is: every piece before them has left the queue."""
         effects: list[PrefillEffect] = []
         while self._unposted:
             seq, first = next(iter(self._unposted.items()))
@@ -456,7 +457,7 @@ class Delivery:
             self._apply(Signal.QUIET)
 
     def _settle(self) -> list[PrefillEffect]:
-        """See whether the last write has ended."""
+        """Update the state if the last write has ended, and send Drained if it is due."""
         if not self._posted and not self._unposted and not self._planned:
             if self.state.is_pending and self._has_last_chunk:
                 is_known = self._is_acknowledged or not self._wanted

@@ -1,4 +1,4 @@
-"""How a prefill rank sends what a decode rank wants. Pure."""
+"""The route from a prefill rank to a decode rank, made from the decode rank's Hello. Pure."""
 
 from kvflow.geometry.binding import bind_route
 from kvflow.geometry.split import split_policy_for
@@ -11,11 +11,11 @@ __all__ = ["link_for"]
 
 
 def link_for(hello: Hello, settings: PrefillSettings) -> PeerRoute:
-    """Bind the route of a hello, and say how chunks for it are split.
+    """Bind the route of a Hello to both layouts, and choose how chunks for it are split.
 
     Args:
-        hello: From a decode rank; not trusted.
-        settings: Of this rank.
+        hello: Hello of a decode rank; not trusted.
+        settings: Settings of this rank.
 
     Raises:
         RouteError, PlanError: The route does not fit the two layouts.

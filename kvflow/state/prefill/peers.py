@@ -1,4 +1,4 @@
-"""Decode ranks that a prefill rank is connected to, their handshakes, and which of their grants are over. Pure."""
+"""Decode ranks that a prefill rank is connected to, their handshakes, and their closed generations. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
@@ -15,34 +15,34 @@ from kvflow.wire.messages import Failure, Hello, Message, PeerId, RankId
 __all__ = ["ClosedGeneration", "DecodePeer", "DecodePeers", "Kept", "Newcomer"]
 
 MAX_HELLO_BYTES = 64 * 2**20
-"""Bytes of the hellos that are kept. Layouts take ten times as much in memory; 8,192 ranks with 100 layers each have
-this much."""
+"""Maximum bytes of stored Hellos, as encoded. Decoded layouts take ten times as much memory; 8,192 ranks with 100
+layers each reach this limit."""
 
 MAX_CLOSED = 4_096
-"""Closed generations that are remembered for each decode rank, so that late messages of them are recognised."""
+"""Maximum number of closed generations remembered for each decode rank, to recognise late messages."""
 
 MAX_DISCONNECTED = 4_096
-"""Decode ranks that are gone and remembered, in case the same incarnation connects again, or waits for a proof."""
+"""Maximum number of disconnected decode ranks that are remembered: they may reconnect, or wait for a proof."""
 
 MAX_WRITE_FAILURES = 3
-"""Failed writes in a row after which a decode rank has to connect anew. One is no reason."""
+"""Failed writes in a row after which a decode rank must reconnect."""
 
 SAME_CAUSE_S = 0.5
-"""Writes that fail within this time of one that counted have its cause, however many there are."""
+"""Failed writes within this time of one that counted, in seconds, are attributed to the same cause."""
 
 
 class ClosedGeneration(NamedTuple):
-    """How a delivery ended; None for a success."""
+    """How a delivery ended; `failure` is None for a success."""
 
     failure: Failure | None
 
 
 class Kept(NamedTuple):
-    """What is kept for a hello.
+    """Accounting data of a stored Hello.
 
     Attributes:
-        taker: To whose share it counts.
-        num_bytes: Of the hello.
+        taker: Principal whose share it counts to.
+        num_bytes: Size of the Hello.
     """
 
     taker: str
@@ -50,7 +50,7 @@ class Kept(NamedTuple):
 
 
 class _Check(NamedTuple):
-    """A hello that is being checked."""
+    """A Hello that is being checked."""
 
     attempt: int
     connection: bytes
@@ -58,7 +58,7 @@ class _Check(NamedTuple):
 
 
 class Newcomer(NamedTuple):
-    """The last hello of another incarnation of a rank that is connected."""
+    """The last Hello of another incarnation of a connected rank."""
 
     connection: bytes
     hello: Hello
@@ -66,10 +66,10 @@ class Newcomer(NamedTuple):
 
 
 class _Disconnected(NamedTuple):
-    """What is remembered of the last incarnation that was heard and is gone.
+    """The last incarnation that was heard and has disconnected.
 
-    Everything below `floor` was over then, for this reason. It may live, and miss the proof that nothing lands in its
-    pages: it is told Goodbye over its last `connection`.
+    Its generations below `floor` ended then, with `failure`. It may be running, and wait for the proof that nothing can
+    land in its pages: it is sent Goodbye over its last `connection`.
     """
 
     peer: PeerId
@@ -82,17 +82,17 @@ class DecodePeer:
     """One incarnation of a decode rank, as this rank knows it.
 
     Attributes:
-        connection: Over which it speaks.
-        attempt: Of its last handshake.
-        link: What it wants from here.
-        closed: Its generations that are over.
-        floor: No generation from here on was ever used.
-        was_heard: It has said more than Hello and Goodbye, which only a rank does that has had a Welcome. A Hello alone
-            may have waited in a queue for longer than its sender lived.
-        kept: For its last hello.
-        newcomer: Another incarnation of the same rank, while it is not known whether this one lives.
-        asked_at: When this one was pinged for the newcomer.
-        refused: The incarnation that was refused last because this one lives.
+        connection: Connection that it uses.
+        attempt: Attempt number of its last handshake.
+        link: What it wants from this rank.
+        closed: Its closed generations.
+        floor: One above the highest generation that it has used.
+        was_heard: Whether it has sent more than Hello and Goodbye, which proves that it has received a Welcome. A Hello
+            alone may have outlived its sender in a queue.
+        kept: Accounting data of its last Hello.
+        newcomer: Another incarnation of the same rank, until it is known whether this one is alive.
+        asked_at: When this one was pinged because of the newcomer.
+        refused: Incarnation that was last refused because this one is alive.
     """
 
     def __init__(self, peer: PeerId, timers: Timers[Hashable], kept: Kept, before: _Disconnected | None) -> None:
@@ -114,29 +114,29 @@ class DecodePeer:
 
     @property
     def id(self) -> PeerId:
-        """Which incarnation it is."""
+        """The incarnation."""
         return self.liveness.id
 
     def used(self, generation: int) -> None:
-        """Note that it has used a generation."""
+        """Note that the decode rank has used a generation."""
         self.floor = max(self.floor, generation + 1)
 
     def failure_before(self, generation: int) -> Failure | None:
-        """Why it was disconnected after it had used a generation, if it was and has returned."""
+        """Return why it was disconnected after it had used a generation; None if it was not."""
         before = self.before
         return before.failure if before is not None and generation < before.floor else None
 
     def write_succeeded(self, now: float) -> None:
-        """Note that a write to it has ended well."""
+        """Note that a write to the decode rank has succeeded."""
         self._num_write_failures = 0
         self._written_at = now
 
     def is_stuck(self, now: float, progress_s: float) -> bool:
-        """Return whether no write to it has ended well for so long."""
+        """Return whether no write to it has succeeded for `progress_s`."""
         return now >= self._written_at + progress_s
 
     def write_failed(self, now: float) -> bool:
-        """Note that a write to it failed; say whether it has to connect anew, with fresh native state."""
+        """Note that a write to it has failed; return whether it must reconnect, with fresh native state."""
         if now < self._write_failed_at + SAME_CAUSE_S:
             return False
         self._write_failed_at = now
@@ -145,11 +145,11 @@ class DecodePeer:
 
 
 class DecodePeers:
-    """Every decode rank that is connected, by incarnation, rank and connection.
+    """All connected decode ranks, by incarnation, rank and connection.
 
     Args:
-        timers: Where their leases are noted.
-        most: How many there may be, those included of which a hello is being checked.
+        timers: Where their lease checks are scheduled.
+        most: Maximum number of decode ranks, including those whose Hello is being checked.
     """
 
     def __init__(self, timers: Timers[Hashable], most: int) -> None:
@@ -175,36 +175,36 @@ class DecodePeers:
         return self._peers[peer]
 
     def find(self, peer: PeerId) -> DecodePeer | None:
-        """Find a connected decode rank; None if it is not."""
+        """Find a connected decode rank; None if it is not connected."""
         return self._peers.get(peer)
 
     def at(self, connection: bytes) -> DecodePeer | None:
-        """Whose connection this is; None if no handshake was done over it."""
+        """Return the decode rank of a connection; None if no handshake was done over it."""
         peer = self._by_connection.get(connection)
         return None if peer is None else self._peers[peer]
 
     def all(self) -> list[DecodePeer]:
-        """Every connected decode rank."""
+        """Return all connected decode ranks."""
         return list(self._peers.values())
 
     def other_incarnation(self, peer: PeerId) -> DecodePeer | None:
-        """Find the connected incarnation of the same rank, if that is another one; there is never more than one."""
+        """Find another connected incarnation of the same rank; there is at most one."""
         other = self._by_rank.get(peer.rank)
         return None if other is None or other == peer else self._peers[other]
 
     def has_place(self, peer: PeerId, kept: Kept) -> bool:
-        """Return whether a hello of a decode rank can be kept: its share is not used up."""
+        """Return whether the Hello of a decode rank can be stored within the share of its principal."""
         before = self._kept.get(peer)
         if before is None:
             return self._shares.has_place(kept.taker, 1) and self._bytes.has_place(kept.taker, kept.num_bytes)
         return self._bytes.has_place(before.taker, max(kept.num_bytes - before.num_bytes, 0))
 
     def taker(self, peer: PeerId) -> str:
-        """Say to whose share it counts what a decode rank that is connected asks for."""
+        """Return the principal to whose share the requests of a connected decode rank count."""
         return self._peers[peer].kept.taker
 
     def put_newcomer(self, former: DecodePeer, newcomer: Newcomer | None) -> bool:
-        """Keep the hello of another incarnation, or none; say whether there is a place for it."""
+        """Store the Hello of another incarnation, or none; return whether it fits the share."""
         before, num_bytes = (0 if one is None else one.kept.num_bytes for one in (former.newcomer, newcomer))
         has_place = self._bytes.has_place(former.kept.taker, max(num_bytes - before, 0))
         former.newcomer = newcomer if has_place else None
@@ -212,7 +212,7 @@ class DecodePeers:
         return has_place
 
     def _weigh(self, peer: PeerId) -> None:
-        """Count what is kept of a decode rank to the share that it was taken on with."""
+        """Recount what is stored for a decode rank, to the share of the principal that it was admitted with."""
         if (before := self._kept.pop(peer, None)) is not None:
             self._shares.add(before.taker, -1)
             self._bytes.add(before.taker, -before.num_bytes)
@@ -228,12 +228,12 @@ class DecodePeers:
         self._bytes.add(kept[0].taker, num_bytes)
 
     def send(self, peer: PeerId, message: Message) -> list[PrefillEffect]:
-        """Send to a decode rank; what is for one that is not connected is lost, and retransmitted if it matters."""
+        """Send to a decode rank if it is connected; lost messages are retransmitted if they matter."""
         known = self._peers.get(peer)
         return [] if known is None else [Reply(known.connection, message)]
 
     def is_outdated(self, connection: bytes, hello: Hello) -> bool:
-        """Return whether a later hello is known, or this one is being checked already."""
+        """Return whether a later Hello is known, or this one is already being checked."""
         known = self._peers.get(hello.peer)
         latest = known.attempt if known is not None else -1
         checking = self._checking.get(hello.peer)
@@ -242,38 +242,38 @@ class DecodePeers:
         return checking is not None and checking[:2] == (hello.attempt, connection)
 
     def why_over(self, peer: PeerId) -> str | None:
-        """Say why an incarnation must not connect again: it has said goodbye, or a later one has connected; else None.
+        """Return why an incarnation must not reconnect: it has sent Goodbye, or was replaced, for example; else None.
 
-        What was written to it is not followed any more: its slots are forgotten, its pages stay in quarantine.
+        Writes to it are no longer tracked: its slots are forgotten, and its pages stay in quarantine.
         """
         return self._over.get(peer)
 
     def end(self, peer: PeerId, why: str) -> None:
-        """Note that an incarnation is over: it must not connect again."""
+        """Note that an incarnation is over, and must not reconnect."""
         self.forget_handshake(peer)
         self._over[peer] = why
         while len(self._over) > MAX_DISCONNECTED:
             self._over.popitem(last=False)
 
     def forget_handshake(self, peer: PeerId) -> None:
-        """Forget hellos of an incarnation that are not answered yet."""
+        """Forget the unanswered Hellos of an incarnation."""
         self._stop_checking(peer)
         other = self.other_incarnation(peer)
         if other is not None and other.newcomer is not None and other.newcomer.hello.peer == peer:
             self.put_newcomer(other, None)
 
     def claimant(self, connection: bytes) -> PeerId | None:
-        """Who said hello over a connection that is open: it is connected, or its hello is being checked."""
+        """Return the sender of the Hello on a connection: it is connected, or its Hello is being checked."""
         connected = self._by_connection.get(connection)
         if connected is not None:
             return connected
         return self._checking_at.get(connection)
 
     def is_remembered(self, connection: bytes, peer: PeerId) -> bool:
-        """Return whether a decode rank that is not connected over it has said hello over a connection.
+        """Return whether a decode rank has sent a Hello over a connection without being connected over it.
 
-        Its hello is being checked, it is disconnected, or it waits until it is known whether the rank that it claims to
-        be lives.
+        Its Hello is being checked, or it is disconnected, or it waits until it is known whether another incarnation is
+        alive.
         """
         if peer in self._checking and self._checking[peer].connection == connection:
             return True
@@ -287,9 +287,10 @@ class DecodePeers:
         return newcomer is not None and (newcomer.connection, newcomer.hello.peer) == (connection, peer)
 
     def connections(self) -> dict[bytes, PeerId]:
-        """Every connection over which a decode rank may be reached.
+        """Return every connection over which a decode rank may be reached.
 
-        That includes one whose hello is being checked, and one that is disconnected and has not said goodbye.
+        This includes connections whose Hello is being checked, and those of disconnected ranks that have not sent
+        Goodbye.
         """
         found = dict(self._by_connection)
         for peer, check in self._checking.items():
@@ -300,24 +301,24 @@ class DecodePeers:
         return found
 
     def refused(self, connection: bytes, peer: PeerId) -> None:
-        """Note where a decode rank that is disconnected can be reached by now: its hello is refused."""
+        """Update the connection of a disconnected decode rank whose Hello was refused."""
         gone = self._disconnected.get(peer.rank)
         if gone is not None and gone.peer == peer:
             self._disconnected[peer.rank] = gone._replace(connection=connection)
 
     def is_checking(self, peer: PeerId) -> bool:
-        """Return whether a hello of it is being checked."""
+        """Return whether a Hello of a decode rank is being checked."""
         return peer in self._checking
 
     def begin_check(self, connection: bytes, hello: Hello, kept: Kept) -> None:
-        """Note that a hello is being checked."""
+        """Note that a Hello is being checked."""
         self._stop_checking(hello.peer)
         self._checking[hello.peer] = _Check(hello.attempt, connection, kept)
         self._checking_at[connection] = hello.peer
         self._weigh(hello.peer)
 
     def end_check(self, connection: bytes, hello: Hello) -> Kept | None:
-        """Note that a hello was checked; None if another one has taken its place, or its sender was dropped."""
+        """End the check of a Hello; return None if another one has replaced it, or its sender was dropped."""
         checking = self._checking.get(hello.peer)
         if checking is None or checking[:2] != (hello.attempt, connection):
             return None
@@ -331,15 +332,15 @@ class DecodePeers:
             self._weigh(peer)
 
     def wants_other_cells(self, hello: Hello) -> bool:
-        """Return whether a connected decode rank asks for something else than before."""
+        """Return whether a connected decode rank asks for different cells than before."""
         known = self._peers.get(hello.peer)
         return known is not None and (known.link.slices != hello.route.slices or known.link.layout != hello.layout)
 
     def admit(self, connection: bytes, hello: Hello, link: PeerRoute, kept: Kept, now: float) -> None:
-        """Take a decode rank on. What it asked for before stays known.
+        """Admit a decode rank, or update one that is connected. Its earlier generations stay known.
 
-        That holds also for an incarnation that was disconnected and returns: it grants nothing anew under a generation
-        that it has used.
+        This also holds for a disconnected incarnation that reconnects: it cannot grant again under a generation that it
+        has used.
         """
         known = self._peers.get(hello.peer)
         if known is None:
@@ -361,7 +362,7 @@ class DecodePeers:
         return known
 
     def adopt(self, other: DecodePeer, now: float) -> DecodePeer:
-        """Take on a decode rank as another core knows it, without its past."""
+        """Copy a decode rank from another core, without its history."""
         known = self._add(DecodePeer(other.id, self._timers, other.kept, None))
         known.connection, known.attempt, known.link = other.connection, other.attempt, other.link
         self._by_connection[known.connection] = known.id
@@ -369,13 +370,13 @@ class DecodePeers:
         return known
 
     def heard(self, known: DecodePeer, forgotten: Iterable[PeerId]) -> None:
-        """Note that a decode rank has had its Welcome: now the incarnations before it are over.
+        """Note that a decode rank has received its Welcome, which ends its earlier incarnations.
 
-        Not earlier: one of them may be the one that lives, and connect again.
+        Until then, an earlier incarnation may be the one that is running, and reconnect.
 
         Args:
             known: The decode rank.
-            forgotten: Earlier incarnations of it, to which writes or slots were followed until now.
+            forgotten: Earlier incarnations of it whose writes or slots were tracked until now.
         """
         known.was_heard = True
         gone = self._disconnected.pop(known.id.rank, None)
@@ -384,9 +385,9 @@ class DecodePeers:
             self.end(peer, f"a later incarnation of {peer.rank} has connected")
 
     def remove(self, peer: PeerId, failure: Failure) -> bool:
-        """Drop a decode rank; whatever it asked for is over, for this reason. Say whether it was connected.
+        """Remove a decode rank, whose requests end with `failure`; return whether it was connected.
 
-        A hello of it that is being checked counts no more: the transport, connected for it, is disconnected afterwards.
+        A Hello of it that is being checked no longer counts; the caller disconnects the transport afterwards.
         """
         known = self._peers.get(peer)
         if known is None:
@@ -406,7 +407,7 @@ class DecodePeers:
         return True
 
     def close(self, delivery: DeliveryId, failure: Failure | None) -> None:
-        """Note how a delivery ended; the first report counts."""
+        """Record how a delivery ended; only the first report counts."""
         known = self._peers.get(delivery.peer)
         if known is not None:
             known.used(delivery.generation)

@@ -1,7 +1,7 @@
-"""What becomes of a chunk that a decode rank wants: pieces, each with a number, a write and a notice of its own. Pure.
+"""Splitting the wanted part of a chunk into pieces, each with its own number, write and notice. Pure.
 
-What is said of the chunk as a whole is said of one of its pieces: the last one ends the transfer and carries the
-metadata. The pieces of a delivery go in order, so that what all of them wait for is waited for by the first.
+Properties of the whole chunk are attached to one piece: the last one ends the transfer and carries the metadata. The
+pieces of a delivery are sent in order, so only the first needs to wait for an event that all of them depend on.
 """
 
 import math
@@ -21,14 +21,14 @@ __all__ = ["ChunkPart", "cost_of", "resume_at", "split_chunk"]
 
 
 class ChunkPart(NamedTuple):
-    """A part of a chunk that is written by itself.
+    """A part of a chunk that is written separately.
 
     Attributes:
-        ranges: By component, its tokens.
-        ready: What to wait for before its pages may be read, or None.
-        last: Nothing follows.
-        metadata: To be delivered with the last one.
-        layers: Its layers.
+        ranges: Tokens by component.
+        ready: Event to wait for before its pages may be read, or None.
+        last: Whether this is the last part of the transfer.
+        metadata: Metadata to deliver with the last part.
+        layers: Layers of the part.
     """
 
     ranges: Mapping[str, TokenRange]
@@ -41,17 +41,17 @@ class ChunkPart(NamedTuple):
 def split_chunk(
     chunk: Chunk, ranges: Mapping[str, TokenRange], grant: Grant, wanted: Mapping[str, TokenRange], link: PeerRoute
 ) -> list[ChunkPart]:
-    """Split a chunk between its layers if they get ready apart and are worth it, else along its tokens if it is large.
+    """Split a chunk by layers if they become ready separately and are large enough, else by tokens if it is large.
 
-    What lies in other memory (states on the host, pages on a device) is split by itself: a write has one location at
-    each end.
+    Components in different memory (states on the host, pages on a device) are split separately, because a write has one
+    location at each end.
 
     Args:
-        chunk: From the engine.
-        ranges: By component, what of it the decode rank wants; none is empty.
-        grant: Of the decode rank.
-        wanted: By component, all that it wants of the transfer and this rank has.
-        link: The route to it.
+        chunk: Chunk from the engine.
+        ranges: Tokens of the chunk that the decode rank wants, by component; none is empty.
+        grant: Grant of the decode rank.
+        wanted: All tokens of the transfer that the decode rank wants and this rank holds, by component.
+        link: Route to the decode rank.
     """
     if not ranges:
         return [_part(chunk, ranges, _ready(chunk))]
@@ -67,13 +67,13 @@ def split_chunk(
 def cost_of(
     part: ChunkPart, wanted: Mapping[str, TokenRange], link: PeerRoute, max_descriptor_bytes: int | None
 ) -> Cost:
-    """Return what a part takes of its peer's window, without planning it.
+    """Return the credit that a part takes from its peer's window, without planning it.
 
     Args:
-        part: Of a chunk.
-        wanted: By component, all that the decode rank wants of the transfer and this rank has.
-        link: The route to it.
-        max_descriptor_bytes: Longest descriptor that the transport takes; no limit if None.
+        part: Part of a chunk.
+        wanted: All tokens of the transfer that the decode rank wants and this rank holds, by component.
+        link: Route to the decode rank.
+        max_descriptor_bytes: Longest descriptor that the transport accepts; None for no limit.
     """
     num_bytes = expected_bytes(link.route.expected, part.ranges, wanted, part.layers)
     num_descriptors = sum(
@@ -84,10 +84,10 @@ def cost_of(
 
 
 def resume_at(chunk: Chunk, ranges: Mapping[str, TokenRange]) -> int:
-    """Say from which token chunks must come again for some ranges of one to come with them.
+    """Return the token from which chunks must be sent again to include these ranges of a chunk.
 
-    That is the first of them, unless it is counted otherwise than the tokens of the chunk, as those of a window or a
-    slot are: then the whole chunk must come again.
+    This is the first token of the ranges. If a range is not counted like the chunk's tokens, as for a window or a slot,
+    the whole chunk must be sent again.
     """
     start, _ = chunk.tokens
     firsts = [first for name, (first, _) in ranges.items() if chunk.ranges[name] == chunk.tokens]
@@ -103,7 +103,7 @@ def _split_group(
     *,
     is_end: bool,
 ) -> list[ChunkPart]:
-    """Split the part of a chunk that is in one location on both sides; `is_end` if nothing of the chunk follows."""
+    """Split the components of a chunk in one location on each side; `is_end` if nothing of the chunk follows."""
     policy = link.split_policy.choose(
         ranges, wanted, lambda: sum(_count_runs(chunk, name, tokens, grant) for name, tokens in ranges.items())
     )
@@ -136,15 +136,15 @@ def _part(
     *,
     is_end: bool = True,
 ) -> ChunkPart:
-    """Describe one part of a chunk; only the last part of the last chunk ends the request and has its metadata."""
+    """Describe one part of a chunk; only the last part of the last chunk ends the request and carries its metadata."""
     is_last = chunk.last and is_end
     return ChunkPart(ranges, ready, is_last, chunk.metadata if is_last else b"", layers)
 
 
 def _count_runs(chunk: Chunk, name: str, tokens: TokenRange, grant: Grant) -> float:
-    """Estimate the runs of pages in which tokens of one component lie on both sides; infinite if that is not known.
+    """Estimate the number of page runs that hold tokens of one component on both sides; infinite if unknown.
 
-    The granted pages are not checked yet. Their runs are taken to lie evenly over the tokens.
+    The granted pages are not validated yet. Their runs are assumed to be spread evenly over the tokens.
     """
     table, granted = chunk.pages.get(name), grant.pages.get(name, b"")
     start, stop = grant.ranges[name]

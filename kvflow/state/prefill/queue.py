@@ -1,17 +1,17 @@
-"""Whose turn it is among the pieces that wait for credit. Pure.
+"""The queue of pieces that wait for credit, and the order in which they are taken. Pure.
 
-Pieces wait by peer, and within a peer by delivery. Peers take turns, and a peer whose next piece does not fit its
-window sits out until credit comes back: nobody else waits for it, and nothing smaller of its class overtakes it.
+Pieces wait by peer, and within a peer by delivery. Peers take turns. A peer whose next piece does not fit its window is
+skipped until credit returns: no other peer waits for it, and no smaller piece of its class overtakes it.
 
-Among the deliveries to one peer there is a rotation for each class of priority, and each delivery has a time at which
-it is due: when waiting will have lifted its next piece from class `c` to class 0, `c * ageing_s` after the piece came,
-but never before the delivery got in line, so that lifted ones take turns with each other. Next is whoever is due first
-among the first of each rotation; finding it takes the same work however many wait. It follows that
+The deliveries to one peer have a rotation for each priority class, and each delivery has a due time: when waiting will
+have lifted its next piece from class `c` to class 0, which is `c * ageing_s` after the piece arrived, but never before
+the delivery was queued, so that lifted deliveries take turns. The next delivery is the one that is due first among the
+heads of the rotations; finding it costs the same however many wait. It follows that
 
-- between two turns of a delivery every other one of its class that waits has one;
-- a class is worth a head start of `ageing_s` over the next one, no more;
-- once a delivery of class `c` has waited for its turn for `c * ageing_s`, only those that are in line already can have
-  a turn before it, one each.
+- between two turns of a delivery, every other waiting delivery of its class has one;
+- a class is worth a head start of `ageing_s` over the next one, and no more;
+- once a delivery of class `c` has waited for `c * ageing_s`, only deliveries that are already queued can have a turn
+  before it, one each.
 """
 
 import enum
@@ -40,17 +40,17 @@ class PieceEnd(enum.Enum):
     ENDED = "ended"
     """Its post has ended."""
     IN_DOUBT = "in doubt"
-    """Nobody can tell whether its post has ended."""
+    """The transport cannot tell whether its post has ended."""
 
 
 @dataclass
 class Window:
-    """A bound on posts, bytes and descriptors that have begun and not yet ended.
+    """A bound on the posts, bytes and descriptors in flight.
 
     Attributes:
-        max_posts: Posts at once.
-        max_bytes: Bytes at once; a larger post is admitted when it is alone.
-        max_descriptors: Descriptors at once; as above.
+        max_posts: Maximum posts in flight.
+        max_bytes: Maximum bytes in flight; a larger post is admitted when it is alone.
+        max_descriptors: Maximum descriptors in flight; likewise.
     """
 
     max_posts: int
@@ -71,7 +71,7 @@ class Window:
         )
 
     def begin(self, cost: Cost) -> None:
-        """Count a post that begins."""
+        """Count a post that starts."""
         self.num_posts += 1
         self.num_bytes += cost.num_bytes
         self.num_descriptors += cost.num_descriptors
@@ -84,7 +84,7 @@ class Window:
 
 
 class _Entry(NamedTuple):
-    """A piece in line, since when, and whether it is to be packed if there are slots."""
+    """A queued piece, when it was queued, and whether to pack it if there are slots."""
 
     piece: Piece
     enqueued_at: float
@@ -93,20 +93,20 @@ class _Entry(NamedTuple):
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A piece that was taken; no `charge` any more once its credit was given back."""
+    """A piece that was taken; `charge` is None once its credit was returned."""
 
     charge: Cost | None
     slots: PieceSlots | None
 
 
 class PieceQueue:
-    """Pieces that wait for their turn and their credit, and those that are under way.
+    """Pieces that wait for their turn and for credit, and pieces that were taken and have not ended.
 
-    It reads no clock: times come in as numbers and never decrease from call to call.
+    It reads no clock: callers pass the time, which never decreases from call to call.
 
     Args:
-        limits: Bounds of each peer's window, and of what waits for it.
-        ageing_s: How much waiting lifts a piece by one class, in seconds.
+        limits: Bounds of each peer's window and queue.
+        ageing_s: Waiting time that lifts a piece by one class, in seconds.
         local: Staging slots of this rank.
         remote: Staging slots of its peers.
     """
@@ -130,25 +130,25 @@ class PieceQueue:
         self._has_freed_capacity = False
 
     def __len__(self) -> int:
-        """Pieces that wait, for whatever reason."""
+        """Return the number of waiting pieces, whatever they wait for."""
         return sum(self._num_waiting.values())
 
     @property
     def num_under_way(self) -> int:
-        """Pieces that were taken and have not ended."""
+        """Number of pieces that were taken and have not ended."""
         return len(self._under_way)
 
     @property
     def has_candidates(self) -> bool:
-        """A piece waits that may fit its peer's window: whether `pop` is worth a call."""
+        """Whether a waiting piece may fit its peer's window, so that `pop` is worth a call."""
         return bool(self._candidates)
 
     def has_capacity(self, peers: Iterable[PeerId]) -> bool:
-        """Return whether fewer pieces than allowed wait for each of these peers."""
+        """Return whether each of these peers has fewer waiting pieces than allowed."""
         return not any(self._num_waiting.get(peer, 0) >= self._limits.queued_chunks for peer in peers)
 
     def take_freed_capacity(self) -> bool:
-        """Return whether some peer that was full is not full any more, since this was asked last."""
+        """Return whether a full queue of a peer has gained capacity since the last call."""
         has_freed, self._has_freed_capacity = self._has_freed_capacity, False
         return has_freed
 
@@ -157,7 +157,7 @@ class PieceQueue:
         self._num_waiting[peer] = self._num_waiting.get(peer, 0) + 1
 
     def stop_expecting(self, peer: PeerId, count: int) -> None:
-        """Note that so many pieces do not wait any more."""
+        """Note that `count` pieces no longer wait."""
         if not count:
             return
         before = self._num_waiting[peer]
@@ -167,7 +167,7 @@ class PieceQueue:
         self._has_freed_capacity |= before >= self._limits.queued_chunks > before - count
 
     def push(self, piece: Piece, now: float, *, wants_slot: bool) -> None:
-        """Put an expected piece at the end of its delivery's line."""
+        """Append an expected piece to the queue of its delivery."""
         peer = piece.delivery.peer
         if peer not in self._lanes:
             self._lanes[peer] = _Lane(self._ageing_s)
@@ -175,14 +175,14 @@ class PieceQueue:
         self._candidates.setdefault(peer)
 
     def pop(self, now: float, may_take: Callable[[Piece, bool], bool] = lambda _, __: True) -> Piece | None:
-        """Take the piece whose turn it is and open its credit.
+        """Take the piece whose turn it is, and charge its credit.
 
         Args:
             now: The time.
-            may_take: Told the piece, and whether it is packed; if it says no, the piece keeps its turn.
+            may_take: Called with the piece and whether it is packed; if it returns False, the piece keeps its turn.
 
         Returns:
-            None if no peer's next piece fits its window, or it may not be taken now.
+            The piece; None if no peer's next piece fits its window, or if `may_take` has returned False.
         """
         while self._candidates:
             peer = next(iter(self._candidates))
@@ -198,7 +198,7 @@ class PieceQueue:
         return None
 
     def end(self, delivery: DeliveryId, seq: int, how: PieceEnd) -> None:
-        """Close the credit of a piece that `pop` gave; the peer returns the remote slot of one that was posted."""
+        """Return the credit of a piece from `pop`. The peer returns the remote slot of a posted piece."""
         taken = self._under_way[delivery, seq] if how is PieceEnd.IN_DOUBT else self._under_way.pop((delivery, seq))
         if taken.charge is not None:
             self._end_post(delivery.peer, taken.charge)
@@ -207,23 +207,23 @@ class PieceQueue:
             self._end_slots(delivery.peer, taken.slots, how)
 
     def is_in_doubt(self, delivery: DeliveryId, seq: int) -> bool:
-        """Return whether a piece under way has given its credit back already."""
+        """Return whether a taken piece has already returned its credit."""
         return self._under_way[delivery, seq].charge is None
 
     def release_slots(self, delivery: DeliveryId, seq: int) -> None:
-        """Give the slots of a piece back that goes directly after all."""
+        """Return the slots of a piece that is written directly after all."""
         taken = self._under_way[delivery, seq]
         if taken.slots is not None:
             self._end_slots(delivery.peer, taken.slots, PieceEnd.DROPPED)
             taken.slots = None
 
     def look_again(self, peer: PeerId) -> None:
-        """Look at a peer's pieces again, because a slot of it is free, or there is one less to wait for."""
+        """Reconsider a peer's pieces, because one of its slots has become free or lost."""
         if peer in self._lanes:
             self._candidates.setdefault(peer)
 
     def drop(self, delivery: DeliveryId, first: int = 0) -> None:
-        """Forget the pieces of a delivery that have not been taken, from number `first` on."""
+        """Drop the queued pieces of a delivery, from number `first` on."""
         lane = self._lanes.get(delivery.peer)
         if lane is None:
             return
@@ -250,7 +250,7 @@ class PieceQueue:
         self.look_again(peer)
 
     def _end_slots(self, peer: PeerId, slots: PieceSlots, how: PieceEnd) -> None:
-        for waiting in self._lanes:  # whoever waits for a local slot: one is free, or there is one less to wait for
+        for waiting in self._lanes:  # any of them may wait for the local slot, which is now free or lost
             self._candidates.setdefault(waiting)
         if how is PieceEnd.IN_DOUBT:
             self._local.lose(slots.local)
@@ -260,7 +260,7 @@ class PieceQueue:
             self._remote.give_back(peer, slots.remote)
 
     def _pools(self, entry: _Entry) -> tuple[SlotPool, ...]:
-        """Where a piece gets its slots; nowhere if it goes without, because none is left and none will come."""
+        """Return the pools of a piece's slots; none if it is written directly, or no slot is or will become free."""
         if not entry.wants_slot or self._remote is None:
             return ()
         remote = self._remote.pool(entry.piece.delivery.peer)
@@ -282,7 +282,7 @@ class PieceQueue:
 
 
 class _Line(msgspec.Struct):
-    """Pieces of one delivery, in order; `place` is when it is due and, among equals, who was first."""
+    """Queued pieces of one delivery, in order; `place` is its due time and, among equals, its order of arrival."""
 
     delivery: DeliveryId
     entries: deque[_Entry]
@@ -290,7 +290,7 @@ class _Line(msgspec.Struct):
 
 
 class _Lane:
-    """What waits for one peer: a line for each delivery, in the rotation of its class."""
+    """The pieces that wait for one peer: a line for each delivery, in the rotation of its class."""
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s

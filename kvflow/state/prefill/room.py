@@ -1,8 +1,8 @@
 """One room on one prefill rank. Pure.
 
-A `Room` holds the chunks that the engine offered, and knows which decode ranks have announced that they will grant
-pages: it waits for those as long as they live. Each decode rank that grants its pages gets a `Delivery`. Whatever ends
-one delivery badly ends the whole room: decode ranks of one request are of no use without each other.
+A `Room` holds the chunks that the engine offered, and waits for decode ranks that have announced a grant as long as
+they live. Each decode rank that grants its pages gets a `Delivery`. A delivery that fails ends the whole room, because
+the decode ranks of one request are of no use without each other.
 """
 
 from collections.abc import Iterable
@@ -32,13 +32,13 @@ __all__ = ["Room", "RoomWait"]
 
 
 class RoomWait(NamedTuple):
-    """What a room waits for; each has a timer.
+    """What a room waits for; each item has a timer.
 
     Attributes:
-        grants: Of every decode rank, after the last chunk, unless all others have announced them.
-        drain: That posts end, after the room has.
-        quiesce: That posts end, because the engine wants its pages back.
-        announced: Grants that are announced; each has a timer of its own.
+        grants: After the last chunk, waits for decode ranks that have neither granted nor announced.
+        drain: Waits for posts to end after the room has ended.
+        quiesce: Waits for posts to end because the engine wants its pages back.
+        announced: Announced grants with their deadlines; each has a timer of its own.
     """
 
     grants: bool = False
@@ -48,20 +48,19 @@ class RoomWait(NamedTuple):
 
 
 class Room:
-    """One room, from the moment it is opened until its last write has ended.
+    """One room, from its opening until its last write has ended.
 
-    An event of one delivery takes the same work however many decode ranks there are, so the room counts how its
-    deliveries stand.
+    The room keeps counts of its deliveries, so that the cost of an event does not grow with the number of decode ranks.
 
     Attributes:
-        deliveries: By the decode rank that is sent to; its other incarnations are refused.
-        announced: What decode ranks have announced and not granted yet.
-        num_delivered: Deliveries of which the decode rank has everything.
-        num_safe: Deliveries of which no write reads the source pages any more.
-        num_quarantined: Deliveries of which that could not be proved in time.
-        waits: What it was seen to wait for last.
-        changed: Deliveries that may wait for something else than before.
-        told: Decode ranks that know that it has failed, besides those that it has deliveries to.
+        deliveries: Deliveries by decode rank; other incarnations of these ranks are refused.
+        announced: Announcements without a grant yet.
+        num_delivered: Deliveries whose decode rank has everything.
+        num_safe: Deliveries whose writes no longer read the source pages.
+        num_quarantined: Deliveries for which this could not be proved in time.
+        waits: What its timers are set for.
+        changed: Deliveries whose timers may be out of date.
+        told: Decode ranks without a delivery that know that the room has failed.
     """
 
     def __init__(self, context: SendContext, room: RoomId) -> None:
@@ -87,38 +86,38 @@ class Room:
 
     @property
     def is_finished(self) -> bool:
-        """The engine has offered the last chunk."""
+        """Whether the engine has offered the last chunk."""
         return self.feed in (FeedState.FINISHED, FeedState.SETTLING)
 
     @property
     def is_quiescing(self) -> bool:
-        """The engine waits until nothing reads its pages."""
+        """Whether the engine waits until nothing reads its pages."""
         return self.state.is_pending and self.feed in (FeedState.QUIESCING, FeedState.SETTLING)
 
     @property
     def has_all_grants(self) -> bool:
-        """Every decode rank has granted."""
+        """Whether every decode rank has granted."""
         return len(self.deliveries) == self._num_decode_ranks
 
     @property
     def num_asked(self) -> int:
-        """Decode ranks that have granted, or have announced that they will."""
+        """Number of decode ranks that have granted or announced."""
         return len(self.deliveries) + len(self.announced)
 
     @property
     def peers(self) -> list[PeerId]:
-        """Decode ranks that have asked for it."""
+        """Decode ranks that have granted."""
         return [delivery.id.peer for delivery in self.deliveries.values()]
 
     @property
     def next_delivery(self) -> Delivery | None:
-        """A delivery for which chunks are to come."""
+        """A delivery that needs more chunks; None if there is none."""
         if self.is_finished or not self.state.is_pending:
             return None
         return next(iter(self.deliveries.values()), None)
 
     def pages(self) -> dict[str, bytes]:
-        """Return the pages of its chunks as `WIRE_PAGES`, by component, each once."""
+        """Return the distinct pages of its chunks by component, encoded as `WIRE_PAGES`."""
         tables: dict[str, list[NDArray[np.uint32]]] = {}
         for chunk in self._chunks:
             for name, table in chunk.pages.items():
@@ -126,7 +125,7 @@ class Room:
         return {name: np.unique(np.concatenate(lists)).astype(WIRE_PAGES).tobytes() for name, lists in tables.items()}
 
     def delivery_to(self, peer: PeerId) -> Delivery | None:
-        """Find what is sent to this incarnation of a decode rank."""
+        """Find the delivery to this incarnation of a decode rank."""
         delivery = self.deliveries.get(peer.rank)
         return delivery if delivery is not None and delivery.id.peer == peer else None
 
@@ -141,8 +140,8 @@ class Room:
         """Take a chunk from the engine.
 
         Raises:
-            LocalProtocolError: It does not continue the one before, the last chunk was offered already, or the room is
-                being quiesced.
+            LocalProtocolError: The chunk does not continue the one before, the last chunk was already offered, or the
+                room is being quiesced.
         """
         self._check_continues(chunk)
         if not self.state.is_pending:
@@ -157,7 +156,7 @@ class Room:
         return [*effects, *self.review()]
 
     def quiesce(self) -> None:
-        """Forget what is not under way, the chunks that are kept for later grants too."""
+        """Drop pieces that wait in the queue, and chunks that are kept for later grants."""
         if not self.state.is_pending or self.is_quiescing:
             return
         forgotten = [at for delivery in self.deliveries.values() if (at := delivery.roll_back()) is not None]
@@ -171,7 +170,7 @@ class Room:
         self._feed_on(FeedSignal.ROLLED_BACK)
 
     def report_quiesced(self) -> list[PrefillEffect]:
-        """Tell the engine, if it waits for that, when nothing that was posted reads its pages any more."""
+        """Report to an engine that waits for its pages that no post reads them any more."""
         if not self.is_quiescing or any(delivery.reads_pages for delivery in self.deliveries.values()):
             return []
         self._feed_on(FeedSignal.QUIET)
@@ -181,13 +180,13 @@ class Room:
         return [ReportQuiesced(self.room, self._resume_at or 0)]
 
     def announce(self, peer: PeerId, announcement: Announcement) -> None:
-        """Wait for a decode rank, which nothing speaks against."""
+        """Record an announcement, which must not be refused by `refusal`."""
         self._num_decode_ranks = announcement.num_decode_ranks
         self.announced[peer] = announcement
         self._note_announced()
 
     def withdraw(self, peer: PeerId) -> None:
-        """Wait no more for what a decode rank has announced."""
+        """Drop the announcement of a decode rank."""
         del self.announced[peer]
         self._note_announced()
 
@@ -195,7 +194,7 @@ class Room:
         self._announced_until = tuple((peer, one.deadline) for peer, one in self.announced.items())
 
     def grant(self, peer: PeerId, grant: Grant, link: PeerRoute, now: float) -> list[PrefillEffect]:
-        """Start a delivery, which nothing speaks against, and give it every chunk there is so far."""
+        """Start a delivery, which must not be refused by `refusal`, and feed it all chunks so far."""
         delivery = Delivery(self._context, peer, grant, link, self._on_change)
         self._on_change(delivery)
         self._num_decode_ranks = grant.num_decode_ranks
@@ -208,12 +207,12 @@ class Room:
     def post_ended(
         self, delivery: Delivery, seq: int, failure: Failure | None, *, lingers: bool = False
     ) -> list[PrefillEffect]:
-        """Note that a post has ended; one that failed ends the room."""
+        """Note that a post has ended; a failed one ends the room."""
         stopped = self.stop(Signal.FAILED, failure) if failure else []
         return [*stopped, *delivery.post_ended(seq, is_written=failure is None, lingers=lingers), *self.review()]
 
     def post_in_doubt(self, delivery: Delivery, failure: Failure) -> list[PrefillEffect]:
-        """Note that it cannot be told whether a post has ended; that ends the room."""
+        """Note that the transport cannot tell whether a post has ended, which ends the room."""
         stopped = self.stop(Signal.FAILED, failure)
         delivery.in_doubt()
         return [*stopped, *self.review()]
@@ -223,12 +222,12 @@ class Room:
         return [*delivery.acknowledged(), *self.review()]
 
     def cancel(self, delivery: Delivery, failure: Failure) -> list[PrefillEffect]:
-        """End the room because one decode rank gave it up."""
+        """End the room because one decode rank cancelled it."""
         effects = delivery.cancel(failure)
         return [*effects, *self.stop(Signal.FAILED, failure)]
 
     def stop(self, signal: Signal, failure: Failure) -> list[PrefillEffect]:
-        """End the room without success; every decode rank is told the same reason."""
+        """End the room without success, and send every decode rank the same reason."""
         if not self.state.is_pending:
             return self.review()
         self.failure = failure
@@ -245,14 +244,14 @@ class Room:
         return [*effects, *self.review()]
 
     def in_doubt(self) -> list[PrefillEffect]:
-        """Give up waiting for posts that do not end."""
+        """Stop waiting for posts that do not end."""
         for delivery in self.deliveries.values():
             if delivery.has_posts:
                 delivery.in_doubt()
         return self.review()
 
     def release(self) -> list[PrefillEffect]:
-        """Take the pages back without a proof, as an operator says."""
+        """Release the pages without a proof, at an operator's request."""
         for delivery in self.deliveries.values():
             if delivery.has_posts:
                 delivery.in_doubt()
@@ -261,10 +260,10 @@ class Room:
         return [self._report()]
 
     def refusal(self, peer: PeerId, asked: Asked) -> Failure | None:
-        """Why a grant or an announcement cannot be served, although the room is open."""
+        """Return why a grant or an announcement cannot be served although the room is open; None if it can."""
         if self.failure is not None:
             return self.failure
-        if peer.rank in self.deliveries:  # also of an earlier incarnation of it
+        if peer.rank in self.deliveries:  # even by an earlier incarnation
             return self._error(FailureReason.ROOM_IN_USE, "this rank already has an open grant for this room")
         if peer in self.announced:
             return self._error(FailureReason.ROOM_IN_USE, "this rank has already announced a later grant for this room")
@@ -277,7 +276,7 @@ class Room:
         return None
 
     def review(self) -> list[PrefillEffect]:
-        """Draw the room's conclusion from its deliveries; report when a fact has changed."""
+        """Derive the room's state from its deliveries, and report it if it has changed."""
         if not self._needs_review:
             return []
         self._needs_review = False
@@ -297,7 +296,7 @@ class Room:
         return [self._report()] if after != before else []
 
     def _wanted(self) -> dict[str, TokenRange]:
-        """Return the tokens that some decode rank wants, by component."""
+        """Return the tokens that any decode rank wants, by component."""
         wanted: dict[str, TokenRange] = {}
         for delivery in self.deliveries.values():
             for name, tokens in delivery.grant.ranges.items():

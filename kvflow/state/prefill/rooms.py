@@ -1,4 +1,4 @@
-"""All rooms of one prefill rank: which exist, who asked for them, what they still wait for. Pure."""
+"""All rooms of one prefill rank, and the grants and announcements that wait for rooms. Pure."""
 
 from collections.abc import Hashable
 from typing import NamedTuple
@@ -31,63 +31,63 @@ from kvflow.wire.messages import Ack, Announce, Cancel, Decline, Failure, Grant,
 __all__ = ["PostStalled", "Rooms"]
 
 MAX_FAILED = 4_096
-"""Failed rooms that are remembered, so that a grant that comes too late is answered at once."""
+"""Maximum number of failed rooms that are remembered, so that late grants are answered at once."""
 
 MAX_DECLINED = 4_096
-"""Rooms that decode ranks gave up before they were opened, and that are remembered until the engine opens them."""
+"""Maximum number of rooms that decode ranks have declined and the engine has not opened."""
 
 UNFENCED_SHARE = 8
-"""One decode rank may have this part of the unfenced deliveries: the others are served when writes to it never end."""
+"""One decode rank may have 1/8 of the unfenced deliveries, so that others are served if writes to it never end."""
 
 MAX_BACKOFF = 8
-"""Messages are retransmitted less and less often, down to this many times the first pause."""
+"""The pause between retransmissions doubles up to this multiple of the first pause."""
 
 
 class DeclineForgotten(msgspec.Struct, frozen=True):
-    """Timer: a room that was declined was not opened; it may be another request by now."""
+    """Timer: the engine has not opened a declined room in time; its id may belong to another request by now."""
 
     room: RoomId
 
 
 class RoomUngranted(msgspec.Struct, frozen=True):
-    """Timer: every decode rank must have granted after the last chunk, or have announced that it will."""
+    """Timer: after the last chunk, a decode rank has neither granted nor announced in time."""
 
     room: RoomId
 
 
 class GrantOverdue(msgspec.Struct, frozen=True):
-    """Timer: a decode rank must have granted what it has announced."""
+    """Timer: a decode rank has not sent an announced grant in time."""
 
     room: RoomId
     peer: PeerId
 
 
 class DeliveryDeadline(msgspec.Struct, frozen=True):
-    """Timer: the decode rank gives up."""
+    """Timer: the decode rank has given up."""
 
     delivery: DeliveryId
 
 
 class PostStalled(msgspec.Struct, frozen=True):
-    """Timer: a post of this delivery must have ended."""
+    """Timer: a post of this delivery has not ended in time."""
 
     delivery: DeliveryId
 
 
 class DeliveryUnanswered(msgspec.Struct, frozen=True):
-    """Timer: the decode rank should have said that it knows how the delivery ended."""
+    """Timer: the decode rank has not acknowledged a delivery that is fully written."""
 
     delivery: DeliveryId
 
 
 class RoomUnquiesced(msgspec.Struct, frozen=True):
-    """Timer: posts must have ended after the engine has asked for its pages."""
+    """Timer: posts have not ended in time after the engine asked for its pages."""
 
     room: RoomId
 
 
 class RoomUndrained(msgspec.Struct, frozen=True):
-    """Timer: posts must have ended after the room has."""
+    """Timer: posts have not ended in time after the room ended."""
 
     room: RoomId
 
@@ -96,7 +96,7 @@ class _FailedRoom(NamedTuple):
     """A room that has failed.
 
     Attributes:
-        told: Decode ranks that know, or whose former incarnation did; what they ask for next is another try.
+        told: Decode ranks that know, or whose earlier incarnation did; their next request is a new try.
     """
 
     failure: Failure
@@ -104,14 +104,14 @@ class _FailedRoom(NamedTuple):
 
 
 class Rooms:
-    """The table of rooms; every method returns what is to be done. `waiting` is what waits until its room is opened.
+    """The table of rooms, and `waiting`, the requests for rooms that are not open yet. Methods return effects.
 
-    A room that is over leaves the table. A delivery of which bytes may still land at the decode rank is kept as
-    *unfenced*, without its pages: the source pages are free, which proves nothing about the destination. Its decode
-    rank is told Drained when the last post has ended in a way that proves it, and never before; if there is no such
-    way, only the end of one of the two processes is a proof. When there are too many, those of a decode rank that is
-    gone are dropped, which then must not connect again and so is never told Drained; as long as all decode ranks are
-    connected, nothing new is begun instead.
+    A room that is over leaves the table. A delivery whose bytes may still land at the decode rank is kept as
+    *unfenced*, without its pages: the source pages are free, but that proves nothing about the destination. The decode
+    rank is sent Drained only once the last post has ended in a way that proves it. If there is no such way, only the
+    end of one of the two processes is a proof. When there are too many unfenced deliveries, those of disconnected
+    decode ranks are dropped; such a rank must not reconnect, and so is never sent Drained. While all decode ranks are
+    connected, new work is refused instead.
     """
 
     def __init__(self, context: SendContext, timers: Timers[Hashable], quarantine: Quarantine) -> None:
@@ -127,14 +127,15 @@ class Rooms:
         self._failed: dict[RoomId, _FailedRoom] = {}
         self._declined: dict[RoomId, dict[RankId, Failure]] = {}
 
-    # What the engine wants -------------------------------------------------------------------------------------------
+    # Requests from the engine ----------------------------------------------------------------------------------------
 
     def open(self, room: RoomId, now: float) -> list[PrefillEffect]:
-        """Start a room; grants and announcements that came before are served now.
+        """Open a room, and serve the grants and announcements that have arrived before.
 
         Raises:
             LocalProtocolError: The room is open, or its pages are in quarantine.
-            CapacityExceeded: Too many rooms are open, too much is in quarantine, or too many writes may still land.
+            CapacityExceeded: Too many rooms are open, too much memory is in quarantine, or too many writes may still
+                land.
         """
         if room in self.rooms:
             raise LocalProtocolError("room is in use", room=room, memory=self.rooms[room].state.memory.value)
@@ -161,13 +162,13 @@ class Rooms:
         """Take a chunk from the engine.
 
         Raises:
-            LocalProtocolError: The room is not open, or the chunk must start where the previous one stopped.
+            LocalProtocolError: The room is not open, or does not accept this chunk.
         """
         known = self._known(room)
         return self._follow(known, known.offer(chunk, footprint, now), now)
 
     def quiesce(self, room: RoomId, now: float) -> list[PrefillEffect]:
-        """See to it that nothing reads the pages of a room, which goes on later.
+        """Stop reading the pages of a room, which continues later.
 
         Raises:
             LocalProtocolError: The room is not open.
@@ -177,12 +178,12 @@ class Rooms:
         return self._follow(known, known.review(), now)
 
     def abort(self, room: RoomId, failure: Failure, now: float) -> list[PrefillEffect]:
-        """End a room because its engine gave it up."""
+        """End a room because its engine aborted it."""
         known = self.rooms.get(room)
         return self._follow(known, known.stop(Signal.ABORTED, failure), now) if known else []
 
     def release(self, room: RoomId, now: float) -> list[PrefillEffect]:
-        """Take the pages of a room in quarantine back without a proof.
+        """Release the pages of a room in quarantine without a proof.
 
         Raises:
             LocalProtocolError: The room is not in quarantine.
@@ -193,13 +194,13 @@ class Rooms:
         return self._follow(known, known.release(), now)
 
     def close(self, failure: Failure, now: float) -> list[PrefillEffect]:
-        """Fail everything."""
+        """Fail all rooms and all waiting requests."""
         effects = self.refuse_waiting(failure)
         for room in list(self.rooms.values()):
             effects += self._follow(room, room.stop(Signal.ABORTED, failure), now)
         return effects
 
-    # What decode ranks want ------------------------------------------------------------------------------------------
+    # Requests from decode ranks --------------------------------------------------------------------------------------
 
     def grant(
         self,
@@ -212,14 +213,14 @@ class Rooms:
     ) -> list[PrefillEffect]:
         """Serve a grant, keep it until the engine opens the room, or refuse it; answer a repeated one again.
 
-        No room will be opened any more if there is a reason for `leaving`. A new request is refused if it is `denied`.
+        If `leaving` is set, no more rooms will be opened. If `denied` is set, a new request is refused.
         """
         delivery_id = DeliveryId(grant.room, peer.id, grant.generation)
         peer.used(grant.generation)
         delivery = self._find(delivery_id)[1] or self.unfenced.get(delivery_id)
         if delivery is not None:
             return delivery.retransmit()
-        asked = self._asked(delivery_id)  # it may outlive the memory of later ones
+        asked = self._asked(delivery_id)  # it may wait until later ones are forgotten
         if isinstance(asked, Grant):
             return []
         if asked is None and grant.generation in peer.closed:
@@ -238,7 +239,7 @@ class Rooms:
         leaving: Failure | None = None,
         denied: Failure | None = None,
     ) -> list[PrefillEffect]:
-        """Wait for the grant of a decode rank as long as that lives, or refuse that; a repeated one says nothing new.
+        """Wait for an announced grant as long as its decode rank lives, or refuse it; ignore a repeated one.
 
         `leaving` and `denied` are as in `grant`.
         """
@@ -251,12 +252,12 @@ class Rooms:
             return self._answer_closed(peer, delivery_id, is_wanted=True)
         if denied is not None:
             return self._deny(delivery_id, denied)
-        until = now + announce.timeout_s + self._timeouts.lease_s  # what it grants last, or declines, may be on its way
+        until = now + announce.timeout_s + self._timeouts.lease_s  # its last message may be in flight
         announcement = Announcement(announce.generation, announce.num_decode_ranks, until)
         return self._ask(delivery_id, announcement, now, leaving)
 
     def cancel(self, peer: PeerId, cancel: Cancel, now: float) -> list[PrefillEffect]:
-        """Stop a delivery. Of one that is not known nothing is posted, which is all that Drained says."""
+        """Stop a delivery; an unknown one has no posts, so Drained is sent at once."""
         delivery_id = DeliveryId(cancel.room, peer, cancel.generation)
         room, delivery = self._find(delivery_id)
         if room is not None and delivery is not None:
@@ -267,15 +268,15 @@ class Rooms:
         effects: list[PrefillEffect] = []
         if self._withdraw(delivery_id):
             effects = self._give_up(delivery_id, cancel.failure, now, was_asked=True)
-        self._context.peers.close(delivery_id, cancel.failure)  # its grant may be on the way, and must find it over
+        self._context.peers.close(delivery_id, cancel.failure)  # its grant may be in flight, and must not be served
         return [*effects, *self._context.drained(delivery_id, cancel.failure)]
 
     def decline(
         self, peer: DecodePeer, decline: Decline, now: float, *, denied: Failure | None = None
     ) -> list[PrefillEffect]:
-        """End a room that a decode rank will not take, at once or when the engine opens it; once for each generation.
+        """End a room that a decode rank declines, now or when the engine opens it; once for each generation.
 
-        By the time it is retransmitted, the number of the room may stand for another try.
+        When a decline is retransmitted, the room id may already belong to another try.
         """
         delivery_id = DeliveryId(decline.room, peer.id, decline.generation)
         was_asked = isinstance(self._asked(delivery_id), Announcement) and self._withdraw(delivery_id)
@@ -290,13 +291,13 @@ class Rooms:
     def _give_up(
         self, delivery_id: DeliveryId, failure: Failure, now: float, *, was_asked: bool
     ) -> list[PrefillEffect]:
-        """End a room that a decode rank will not take, unless it has asked anew since.
+        """End a declined room, unless the decode rank has asked for it again since.
 
         Args:
-            delivery_id: What it will not take.
-            failure: Why.
+            delivery_id: Declined delivery.
+            failure: Why it was declined.
             now: The time.
-            was_asked: It was asked for or announced here, so it is of no earlier try than what has failed.
+            was_asked: Whether this rank had a request for it, so it cannot belong to a try before the one that failed.
         """
         number, peer, _ = delivery_id
         if self.waiting.find(number, peer) is not None:
@@ -314,16 +315,16 @@ class Rooms:
         return effects
 
     def acknowledged(self, peer: DecodePeer, ack: Ack, now: float) -> list[PrefillEffect]:
-        """Note that a decode rank has everything."""
+        """Handle the Ack of a decode rank, which has everything."""
         room, delivery = self._find(DeliveryId(ack.room, peer.id, ack.generation))
         if room is None or delivery is None:
             return [] if ack.generation in peer.closed else [CountAnomaly("ack_of_unknown_transfer", peer.id, ack.room)]
         return self._follow(room, room.acknowledged(delivery), now)
 
     def peer_lost(self, peer: PeerId, failure: Failure, now: float) -> list[PrefillEffect]:
-        """Fail every room that a lost decode rank still waits for; one that is not open fails when it is opened.
+        """Fail every room that a lost decode rank still waits for; a room that is not open fails when it is opened.
 
-        The decode rank fails them, too. It may ask for them anew, as may its next incarnation.
+        The decode rank fails them as well. It, or its next incarnation, may ask for them again.
         """
         for number in self.waiting.rooms_of(peer):
             self.waiting.take(number, peer)
@@ -336,9 +337,9 @@ class Rooms:
         return effects
 
     def peer_disconnected(self, peer: PeerId) -> None:
-        """Give back the credit of posts that run on to a rank that is disconnected.
+        """Return the credit of posts in flight to a disconnected rank.
 
-        Should it connect again, they must not hold up others: it may take minutes until they end.
+        If the rank reconnects, they must not block other posts: they may take minutes to end.
         """
         unended = [*(room.delivery_to(peer) for room in self.rooms.values()), *self.unfenced.values()]
         for delivery in unended:
@@ -347,38 +348,38 @@ class Rooms:
                     self._release_credit(delivery.id, seq)
 
     def peer_restarted(self, peer: PeerId) -> list[PeerId]:
-        """Forget unfenced deliveries to earlier incarnations of a decode rank: their pages are nobody's any more.
+        """Forget unfenced deliveries to earlier incarnations of a decode rank, whose pages no longer exist.
 
         Returns:
-            The incarnations.
+            The earlier incarnations.
         """
         keys = [key for key in self.unfenced if key.peer.rank == peer.rank and key.peer != peer]
         self._forget_unfenced(keys)
         return list(dict.fromkeys(key.peer for key in keys))
 
     def peer_ended(self, peer: PeerId) -> None:
-        """Forget unfenced deliveries to an incarnation of a decode rank that is over."""
+        """Forget unfenced deliveries to a terminated incarnation of a decode rank."""
         self._forget_unfenced([key for key in self.unfenced if key.peer == peer])
 
     def is_fenced(self, peer: PeerId) -> bool:
-        """Return whether nothing that was written to a decode rank can still land there."""
+        """Return whether no write to a decode rank can still land."""
         if any(key.peer == peer for key in self.unfenced):
             return False
         deliveries = (room.delivery_to(peer) for room in self.rooms.values())
         return all(delivery.is_fenced for delivery in deliveries if delivery is not None)
 
     def refuse_waiting(self, failure: Failure) -> list[PrefillEffect]:
-        """Tell everybody who waits for a room that none will come."""
+        """Refuse all requests that wait for a room."""
         effects: list[PrefillEffect] = []
         for room, peer in self.waiting.all():
             asked = self.waiting.take(room, peer)
             effects += self._context.refuse(DeliveryId(room, peer, asked.generation), failure)
         return effects
 
-    # What the stages say ---------------------------------------------------------------------------------------------
+    # Reports from the stages -----------------------------------------------------------------------------------------
 
     def data_ready(self, event: DataReady, now: float) -> list[PrefillEffect]:
-        """Put what is computed in line; the room ends if the device has failed."""
+        """Queue pieces whose data is ready; fail the room if the device has failed."""
         room, delivery = self._find(event.delivery)
         if room is None or delivery is None or not delivery.awaits(event.wait):
             return []
@@ -387,7 +388,7 @@ class Rooms:
         return delivery.data_ready(now)
 
     def plan_finished(self, plan: PlanFinished, now: float) -> list[PrefillEffect]:
-        """Post what was planned, unless its delivery has ended."""
+        """Post a finished plan, unless its delivery has ended."""
         room, delivery = self._find(plan.delivery)
         effects: list[PrefillEffect] = [DropPlan(plan.delivery, plan.seq)]
         if delivery is not None:
@@ -403,7 +404,7 @@ class Rooms:
         return effects if room is None else self._follow(room, [*effects, *room.review()], now)
 
     def piece_went_direct(self, event: PieceWentDirect) -> list[PrefillEffect]:
-        """Take back the slots of a piece that needed none."""
+        """Take back the slots of a piece that was written directly."""
         self._context.slots.not_posted(event.delivery, event.seq)
         self._context.queue.release_slots(event.delivery, event.seq)
         delivery = self.delivery(event.delivery)
@@ -412,7 +413,7 @@ class Rooms:
         return []
 
     def plan_failed(self, event: PlanFailed, now: float) -> list[PrefillEffect]:
-        """End the room of a piece that cannot be planned."""
+        """Fail the room of a piece that cannot be planned."""
         self._context.slots.not_posted(event.delivery, event.seq)
         self._context.queue.end(event.delivery, event.seq, PieceEnd.DROPPED)
         room, delivery = self._find(event.delivery)
@@ -439,15 +440,15 @@ class Rooms:
                 return self._settle_unfenced(unfenced, effects)
             return [CountAnomaly("end_of_unknown_post", event.delivery.peer, event.delivery.room)]
         effects = room.post_ended(delivery, event.seq, event.failure, lingers=event.lingers)
-        if delivery.has_posts:  # the next one has all its time, from now on
+        if delivery.has_posts:  # the next one gets the full time limit
             self._timers.clear(PostStalled(event.delivery))
             delivery.waits = delivery.waits._replace(post=False)
             room.changed[delivery.id.peer.rank] = delivery
         return self._follow(room, effects, now)
 
     def post_in_doubt(self, event: PostInDoubt, now: float) -> list[PrefillEffect]:
-        """Note that it cannot be told whether a post has ended."""
-        self._release_credit(event.delivery, event.seq)  # it must not hold up others until it ends
+        """Note that the transport cannot tell whether a post has ended."""
+        self._release_credit(event.delivery, event.seq)  # it must not block others until it ends
         room, delivery = self._find(event.delivery)
         if room is None or delivery is None:
             return [CountAnomaly("doubt_of_unknown_post", event.delivery.peer, event.delivery.room)]
@@ -456,7 +457,7 @@ class Rooms:
     # Timers ----------------------------------------------------------------------------------------------------------
 
     def expired(self, key: Hashable, now: float) -> list[PrefillEffect]:
-        """Do what a timer that is due is for."""
+        """Handle an expired timer."""
         match key:
             case RoomUnopened(number, peer):
                 asked = self.waiting.take(number, peer)
@@ -509,14 +510,14 @@ class Rooms:
     # Grants and announcements ----------------------------------------------------------------------------------------
 
     def _asked(self, delivery_id: DeliveryId) -> Asked | None:
-        """Find what waits for its room, or in it, for what was announced."""
+        """Find a request that waits for its room, or an announcement in an open room."""
         number, peer, generation = delivery_id
         room = self.rooms.get(number)
         asked = self.waiting.find(number, peer) if room is None else room.announced.get(peer)
         return asked if asked is not None and asked.generation == generation else None
 
     def _withdraw(self, delivery_id: DeliveryId) -> bool:
-        """Take out what waits for its room, or in it, for what was announced; say whether there was something."""
+        """Remove the request that `_asked` finds; return whether there was one."""
         if self._asked(delivery_id) is None:
             return False
         room = self.rooms.get(delivery_id.room)
@@ -527,7 +528,7 @@ class Rooms:
         return True
 
     def _ask(self, delivery_id: DeliveryId, asked: Asked, now: float, leaving: Failure | None) -> list[PrefillEffect]:
-        """Serve what a decode rank asks for, keep it until the engine opens the room, or refuse it."""
+        """Serve a request, keep it until the engine opens the room, or refuse it."""
         self._forget_declines(delivery_id.room, delivery_id.peer.rank)
         room = self.rooms.get(delivery_id.room)
         if room is not None:
@@ -535,7 +536,7 @@ class Rooms:
         return self._context.refuse(delivery_id, leaving) if leaving else self._keep(delivery_id, asked, now)
 
     def _keep(self, delivery_id: DeliveryId, asked: Asked, now: float) -> list[PrefillEffect]:
-        """Keep what is asked for until the engine opens the room; what its decode rank has asked before is void."""
+        """Keep a request until the engine opens the room; it replaces an earlier one of its decode rank."""
         number, peer, generation = delivery_id
         kept = self.waiting.find(number, peer)
         if kept is not None and kept.generation > generation:
@@ -559,13 +560,13 @@ class Rooms:
         return []
 
     def _void(self, delivery_id: DeliveryId, before: Asked) -> None:
-        """Note that a decode rank asks for something else than before."""
+        """Close the generation of a request that another one replaces."""
         if before.generation != delivery_id.generation:
             voided = delivery_id._replace(generation=before.generation)
             self._context.peers.close(voided, self._error(FailureReason.ABORTED, "replaced by a later grant"))
 
     def _serve(self, room: Room, peer: PeerId, asked: Asked, now: float) -> list[PrefillEffect]:
-        """Serve what is asked for in an open room; it takes the place of what was announced before."""
+        """Serve a request in an open room; it replaces an earlier announcement."""
         delivery_id = DeliveryId(room.room, peer, asked.generation)
         announced = room.announced.get(peer)
         if announced is not None and announced.generation <= asked.generation:
@@ -587,7 +588,7 @@ class Rooms:
         return self._follow(room, effects, now)
 
     def _too_many_unfenced(self, peer: PeerId) -> Failure | None:
-        """Why nothing is written to a decode rank while so much of what it was sent may still land."""
+        """Return why a request is refused because too many writes may still land; None if it is not."""
         most = max(self._limits.unfenced // UNFENCED_SHARE, 1)
         num_unfenced = self._num_unfenced.get(peer, 0)
         if num_unfenced < most and not self._follows_too_many():
@@ -604,25 +605,25 @@ class Rooms:
         return CountAnomaly("room_denied", delivery_id.peer, delivery_id.room, denied.detail)
 
     def _answer_closed(self, peer: DecodePeer, delivery_id: DeliveryId, *, is_wanted: bool) -> list[PrefillEffect]:
-        """Answer what is late: it is never served, whatever its decode rank has missed.
+        """Answer a late request: it is never served, whatever its decode rank has missed.
 
         Args:
             peer: The decode rank.
-            delivery_id: What it asks for.
-            is_wanted: It expects something from here.
+            delivery_id: Requested delivery.
+            is_wanted: Whether the decode rank expects bytes from this rank.
         """
         closed = peer.closed.result(delivery_id.generation)
         if closed is None and is_wanted:
             too_old = self._error(FailureReason.PROTOCOL, "the grant is older than the oldest one that is remembered")
             failure = peer.failure_before(delivery_id.generation) or too_old
-        elif closed is None or closed.failure is None:  # a rank that sends nothing may be asked long after its part
+        elif closed is None or closed.failure is None:  # a rank with nothing to send may be asked late
             return []
         else:
             failure = closed.failure
         return self._context.refuse(delivery_id, failure)
 
     def _open_by(self, asked: Asked, now: float) -> float:
-        """When the engine must have opened a room."""
+        """Return when the engine must have opened a room."""
         if isinstance(asked, Announcement):
             return asked.deadline
         return now + min(asked.timeout_s, self._timeouts.open_s)
@@ -641,7 +642,7 @@ class Rooms:
             self._timers.clear(DeclineForgotten(oldest))
 
     def _forget_declines(self, room: RoomId, rank: RankId) -> None:
-        """Note that a decode rank asks anew for a room, or that the request goes to another instance now."""
+        """Drop a room's declines by a rank that asks for it again, and those by other instances."""
         declined = self._declined.get(room)
         if declined is None:
             return
@@ -653,17 +654,17 @@ class Rooms:
         self._timers.clear(DeclineForgotten(room))
 
     def _tell(self, room: RoomId, ranks: dict[RankId, Failure]) -> None:
-        """Note that decode ranks know of a room's failure: what they ask for next is another try."""
+        """Note that decode ranks know of a room's failure: their next request is a new try."""
         failed, known = self._failed.get(room), self.rooms.get(room)
         if failed is not None:
             failed.told.update(dict.fromkeys(ranks))
-        elif known is not None:  # its last write has not ended
+        elif known is not None:  # its last post has not ended
             known.told.update(dict.fromkeys(ranks))
 
     # Rooms -----------------------------------------------------------------------------------------------------------
 
     def _follow(self, room: Room, effects: list[PrefillEffect], now: float) -> list[PrefillEffect]:
-        """Set and clear timers after a step of a room; drop it when it is over."""
+        """Update the timers after a step of a room, and drop the room once it is over."""
         effects = [*effects, *room.report_quiesced()]
         for delivery in room.changed.values():
             waits = delivery.now_waits
@@ -680,7 +681,7 @@ class Rooms:
         return effects
 
     def _watch_room(self, room: Room, waits: RoomWait, now: float) -> None:
-        """Set and clear the timers of what has begun or ended to be waited for."""
+        """Update the timers of a room to what it waits for now."""
         before, room.waits = room.waits, waits
         if waits.grants and not before.grants:
             self._timers.set_once(RoomUngranted(room.room), now + self._timeouts.grant_s)
@@ -704,7 +705,7 @@ class Rooms:
             self._timers.set(GrantOverdue(number, peer), deadline)
 
     def _watch_delivery(self, delivery: Delivery, waits: DeliveryWait, now: float) -> None:
-        """Set and clear the timers of what has begun or ended to be waited for."""
+        """Update the timers of a delivery to what it waits for now."""
         before, delivery.waits = delivery.waits, waits
         if before.outcome and not waits.outcome:
             self._timers.clear(DeliveryDeadline(delivery.id))
@@ -719,7 +720,7 @@ class Rooms:
             self._timers.clear(DeliveryUnanswered(delivery.id))
 
     def follow_posts(self, delivery_id: DeliveryId, now: float) -> list[PrefillEffect]:
-        """Set the timers of a delivery of which a piece is posted now."""
+        """Update the timers of a delivery after a piece was posted."""
         room = self._find(delivery_id)[0]
         return [] if room is None else self._follow(room, [], now)
 
@@ -754,7 +755,7 @@ class Rooms:
                 del self._num_unfenced[key.peer]
 
     def _follows_too_many(self) -> bool:
-        """Drop what decode ranks that are gone were sent, the oldest first, and say whether that was not enough."""
+        """Drop unfenced deliveries to disconnected ranks, oldest first; return whether too many remain."""
         peers, limit = self._context.peers, self._limits.unfenced
         for peer in list(self._num_unfenced) if len(self.unfenced) >= limit else ():
             if len(self.unfenced) >= limit and peer not in peers:
@@ -763,7 +764,7 @@ class Rooms:
         return len(self.unfenced) >= limit
 
     def count_unfenced(self) -> dict[PeerId, int]:
-        """Return how many unfenced deliveries each decode rank has."""
+        """Return the number of unfenced deliveries by decode rank."""
         return dict(self._num_unfenced)
 
     def _find(self, delivery_id: DeliveryId) -> tuple[Room | None, Delivery | None]:

@@ -1,13 +1,12 @@
 """Slots of staging memory, on both sides of a packed piece. Pure.
 
-A piece takes two slots: a *local* one, into which it is gathered, and a *remote* one in the window that its decode rank
-has given to this incarnation of this rank. A local slot is free again when the write out of it has ended. A remote one
-is free when the write into it has ended without leaving anything that may still land, and the decode rank has said that
-it does not read it any more: by SlotReleased, or by Ack or Cancel, after which it reads nothing of that transfer that
-counts.
+A piece takes two slots: a *local* one, which it is gathered into, and a *remote* one in the window that its decode rank
+has assigned to this incarnation of this rank. A local slot is free again when the write from it has ended. A remote
+slot is free when the write into it has ended with nothing left to land, and the decode rank has confirmed that it no
+longer reads the slot: with SlotReleased, or with Ack or Cancel, after which it ignores what it reads for that transfer.
 
-Any of these words may be lost, so a slot that does not come back is asked for, again and again. No time and no silence
-sets a slot free.
+Any of these messages may be lost, so this rank queries slots that are not returned, repeatedly. No timeout frees a
+slot.
 """
 
 from collections import deque
@@ -25,11 +24,12 @@ from kvflow.wire.messages import Notice, PeerId, SlotQuery, SlotReleased, Stagin
 __all__ = ["RemoteSlots", "SlotPool", "SlotUnreturned"]
 
 MAX_BACKOFF = 2
-"""A slot is asked for less often after the first time, but transfers may wait for it: so many times the first pause."""
+"""The pause between queries for a slot grows to this multiple of the first pause, and no further, because transfers may
+wait for the slot."""
 
 
 class SlotPool:
-    """Which slots are free, in use, or out of use until it is known what became of them."""
+    """Slots that are free, in use, or lost until their state is known."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -38,44 +38,44 @@ class SlotPool:
 
     @property
     def num_free(self) -> int:
-        """Slots that may be taken."""
+        """Number of free slots."""
         return len(self._free)
 
     @property
     def num_lost(self) -> int:
-        """Slots that are out of use."""
+        """Number of lost slots."""
         return len(self._lost)
 
     @property
     def is_whole(self) -> bool:
-        """Every slot is free."""
+        """Whether every slot is free."""
         return len(self._free) == self.num_slots
 
     @property
     def may_come(self) -> bool:
-        """Somebody uses a slot and will give it back."""
+        """Whether a slot is in use and will be returned."""
         return self.num_free + self.num_lost < self.num_slots
 
     def take(self) -> int:
-        """Take a slot; there must be a free one."""
+        """Take a free slot; there must be one."""
         return self._free.popleft()
 
     def give_back(self, slot: int) -> None:
-        """Give back a slot that is in use or was lost."""
+        """Return a slot that is in use or was lost."""
         self._lost.pop(slot, None)
-        self._free.appendleft(slot)  # what was used last is taken first: its memory is there, and perhaps in a cache
+        self._free.appendleft(slot)  # reuse the last slot first: its memory is mapped, and may be cached
 
     def lose(self, slot: int) -> None:
-        """Take a slot that is in use out of use."""
+        """Mark a slot in use as lost."""
         self._lost[slot] = None
 
     def find(self, slot: int) -> None:
-        """Note that a slot is out of use no more, but still in use."""
+        """Mark a slot as no longer lost, but still in use."""
         self._lost.pop(slot, None)
 
 
 class SlotUnreturned(NamedTuple):
-    """Timer: a slot must have come back from the decode rank."""
+    """Timer: the decode rank has not returned a slot in time."""
 
     delivery: DeliveryId
     seq: int
@@ -83,14 +83,14 @@ class SlotUnreturned(NamedTuple):
 
 @dataclass(slots=True)
 class _Use:
-    """What a remote slot was posted for.
+    """The use of a remote slot by a post.
 
     Attributes:
-        notice: Says that the bytes are there, once they are.
-        is_written: They are: the write has ended well.
-        has_ended: The write has ended, well or not.
-        is_unread: The decode rank does not read it any more.
-        num_asked: How often the slot was asked for.
+        notice: Notice that reports the bytes once they are written.
+        is_written: Whether the write has succeeded.
+        has_ended: Whether the write has ended, successfully or not.
+        is_unread: Whether the decode rank no longer reads the slot.
+        num_asked: Number of queries for the slot.
     """
 
     slot: int
@@ -102,7 +102,7 @@ class _Use:
 
 
 class _Window:
-    """The window in one incarnation of a decode rank."""
+    """This rank's window in one incarnation of a decode rank."""
 
     def __init__(self, window: StagingWindow) -> None:
         self.window = window
@@ -115,10 +115,10 @@ class RemoteSlots:
     """Slots in the windows of all decode ranks.
 
     Args:
-        peers: Through which they are asked for.
-        timeouts: How long to wait until a slot is asked for.
-        timers: Where to note that.
-        on_change: Told whose slots to look at again: one is free, or there is one less to wait for.
+        peers: Decode ranks, which receive the queries.
+        timeouts: Pause before a slot is queried.
+        timers: Where the queries are scheduled.
+        on_change: Called with a decode rank when one of its slots has become free or lost.
     """
 
     def __init__(
@@ -135,31 +135,31 @@ class RemoteSlots:
         self._windows: dict[PeerId, _Window] = {}
 
     def __len__(self) -> int:
-        """Slots that are posted for and not known to be free."""
+        """Return the number of slots that were posted to and are not known to be free."""
         return sum(len(window.uses) for window in self._windows.values())
 
     @property
     def num_windows(self) -> int:
-        """Windows that are remembered."""
+        """Number of known windows."""
         return len(self._windows)
 
     @property
     def num_lost(self) -> int:
-        """Slots that are out of use."""
+        """Number of lost slots."""
         return sum(window.pool.num_lost for window in self._windows.values())
 
     def window(self, peer: PeerId) -> StagingWindow | None:
-        """Where a decode rank takes packed pieces; None if it does not."""
+        """Return the window of a connected decode rank for packed pieces; None if there is none."""
         found = self._windows.get(peer)
         return found.window if found is not None and found.is_connected else None
 
     def pool(self, peer: PeerId) -> SlotPool | None:
-        """Find the slots of a decode rank; None if it has none for this rank."""
+        """Return the slots of this rank's window in a decode rank; None if there is none."""
         found = self._windows.get(peer)
         return found.pool if found is not None else None
 
     def connected(self, peer: PeerId, window: StagingWindow | None, now: float) -> None:
-        """Note the window that a decode rank has given; what is not free of it from before stays so."""
+        """Record the window of a decode rank that has connected; slots still in use stay in use."""
         known = self._windows.get(peer)
         if known is None or (known.pool.is_whole and known.window != window):
             self._windows.pop(peer, None)
@@ -173,7 +173,7 @@ class RemoteSlots:
                 self._timers.set(SlotUnreturned(delivery, seq), now)
 
     def disconnected(self, peer: PeerId) -> None:
-        """Note that a decode rank is not connected any more; the same incarnation may connect again."""
+        """Note that a decode rank has disconnected; the same incarnation may reconnect."""
         known = self._windows.get(peer)
         if known is None:
             return
@@ -189,30 +189,30 @@ class RemoteSlots:
         return earlier
 
     def left(self, peer: PeerId) -> None:
-        """Forget an incarnation of a decode rank that is over."""
+        """Forget a terminated incarnation of a decode rank."""
         self._drop([peer] if peer in self._windows else [])
 
     def posted(self, delivery: DeliveryId, seq: int, notice: Notice) -> None:
-        """Note that a staged notice's bytes are being written into its slot."""
+        """Note that the bytes of a staged notice are being written into its slot."""
         known = self._windows.get(delivery.peer)
         if known is not None and notice.staged is not None:
             known.uses[delivery, seq] = _Use(notice.staged.slot, notice)
 
     def not_posted(self, delivery: DeliveryId, seq: int) -> None:
-        """Note that nothing is written into the slot of a piece after all; `give_back` follows."""
+        """Note that nothing was written into the slot of a piece after all; `give_back` follows."""
         known = self._windows.get(delivery.peer)
         if known is not None:
             known.uses.pop((delivery, seq), None)
 
     def give_back(self, peer: PeerId, slot: int) -> None:
-        """Take a slot back that was never written into."""
+        """Return a slot that was never written into."""
         known = self._windows.get(peer)
         if known is not None:
             known.pool.give_back(slot)
             self._forget_if_whole(peer)
 
     def in_doubt(self, delivery: DeliveryId, seq: int) -> None:
-        """Note that it cannot be told whether a write has ended; nobody need wait for its slot."""
+        """Mark a slot as lost, because the transport cannot tell whether the write into it has ended."""
         known, use = self._find(delivery, seq)
         if known is not None and use is not None:
             known.pool.lose(use.slot)
@@ -235,17 +235,17 @@ class RemoteSlots:
         self._review(event.delivery, event.seq)
 
     def released(self, peer: PeerId, message: SlotReleased) -> None:
-        """Note that a decode rank does not read a slot any more."""
+        """Note that a decode rank no longer reads a slot."""
         self._unread(DeliveryId(message.room, peer, message.generation), message.seq)
 
     def closed(self, delivery: DeliveryId) -> None:
-        """Note that a transfer is over on its decode rank, which reads none of its slots from now on."""
+        """Note that a transfer is over on its decode rank, which no longer reads its slots."""
         known = self._windows.get(delivery.peer)
         for key in [key for key in known.uses if key[0] == delivery] if known is not None else []:
             self._unread(*key)
 
     def expired(self, key: SlotUnreturned, now: float) -> list[PrefillEffect]:
-        """Ask for a slot that has not come back."""
+        """Query a slot that has not been returned."""
         delivery, seq = key
         use = self._find(delivery, seq)[1]
         if use is None:
@@ -259,14 +259,14 @@ class RemoteSlots:
         return [*notice, *self._peers.send(delivery.peer, query)]
 
     def _unread(self, delivery: DeliveryId, seq: int) -> None:
-        """Note that the decode rank does not read a slot any more."""
+        """Note that the decode rank no longer reads a slot."""
         use = self._find(delivery, seq)[1]
         if use is not None:
             use.is_unread = True
             self._review(delivery, seq)
 
     def _review(self, delivery: DeliveryId, seq: int) -> None:
-        """Set a slot free if it is."""
+        """Free a slot if its write has ended and it is no longer read."""
         known, use = self._find(delivery, seq)
         if known is None or use is None or not (use.has_ended and use.is_unread):
             return

@@ -1,4 +1,4 @@
-"""What decode ranks have asked for, or announced, before the engine has opened its room. Pure."""
+"""Grants and announcements that wait for the engine to open their room. Pure."""
 
 from collections.abc import Hashable
 from typing import NamedTuple
@@ -15,19 +15,19 @@ __all__ = ["Announcement", "Asked", "RoomUnopened", "WaitingRooms"]
 
 
 class RoomUnopened(msgspec.Struct, frozen=True):
-    """Timer: the engine must open this room before what was asked for runs out."""
+    """Timer: the engine has not opened this room before the request for it expired."""
 
     room: RoomId
     peer: PeerId
 
 
 class Announcement(NamedTuple):
-    """A decode rank will grant pages.
+    """The announcement that a decode rank will grant pages.
 
     Attributes:
-        generation: Of the grant.
-        num_decode_ranks: Of the room.
-        deadline: When the decode rank has given up, and would have been heard.
+        generation: Generation of the grant.
+        num_decode_ranks: Number of decode ranks of the room.
+        deadline: When the decode rank has given up, and its last message would have arrived.
     """
 
     generation: int
@@ -36,7 +36,7 @@ class Announcement(NamedTuple):
 
 
 Asked = Grant | Announcement
-"""What a decode rank has asked for."""
+"""A request of a decode rank: a grant or an announcement."""
 
 
 class _Kept(NamedTuple):
@@ -52,8 +52,8 @@ class WaitingRooms:
     """Grants and announcements by room and decode rank; each has a timer.
 
     Args:
-        timers: Where they are noted.
-        limits: Bounds of all of them, and of their page tables.
+        timers: Where their timers are set.
+        limits: Bounds of their number, and of the bytes of their page tables.
     """
 
     def __init__(self, timers: Timers[Hashable], limits: Limits) -> None:
@@ -71,28 +71,28 @@ class WaitingRooms:
 
     @property
     def num_announced(self) -> int:
-        """How many of them are announcements."""
+        """Number of announcements."""
         return sum(isinstance(kept.one, Announcement) for asked in self._asked.values() for kept in asked.values())
 
     def find(self, room: RoomId, peer: PeerId) -> Asked | None:
-        """Find what a decode rank has asked for."""
+        """Find the request of a decode rank for a room."""
         kept = self._asked.get(room, {}).get(peer)
         return None if kept is None else kept.one
 
     def has_place(self, taker: str, one: Asked, before: Asked | None) -> bool:
-        """Return whether something can be kept for somebody, new or instead of what was kept before."""
+        """Return whether a request fits the share of a principal, new or in place of an earlier one."""
         num_bytes = _num_bytes(one) - (0 if before is None else _num_bytes(before))
         return self._grants.has_place(taker, int(before is None)) and self._bytes.has_place(taker, max(num_bytes, 0))
 
     def put(self, room: RoomId, peer: PeerId, taker: str, one: Asked, until: float) -> None:
-        """Keep what a decode rank asks for.
+        """Keep a request.
 
         Args:
-            room: That it asks for; nothing is kept that it has asked for before.
+            room: Requested room; no request of this rank for it may be kept yet.
             peer: The decode rank.
-            taker: To whose share it counts.
-            one: What it asks for.
-            until: When it is over.
+            taker: Principal whose share it counts to.
+            one: The request.
+            until: When it expires.
         """
         self._asked.setdefault(room, {})[peer] = _Kept(one, taker)
         self._count += 1
@@ -101,7 +101,7 @@ class WaitingRooms:
         self._timers.set(RoomUnopened(room, peer), until)
 
     def take(self, room: RoomId, peer: PeerId) -> Asked:
-        """Take out what a decode rank has asked for."""
+        """Remove and return the request of a decode rank for a room."""
         self._timers.clear(RoomUnopened(room, peer))
         one, taker = self._asked[room].pop(peer)
         self._count -= 1
@@ -112,13 +112,13 @@ class WaitingRooms:
         return one
 
     def peers(self, room: RoomId) -> list[PeerId]:
-        """Decode ranks that wait for a room."""
+        """Return the decode ranks that wait for a room."""
         return list(self._asked.get(room, ()))
 
     def rooms_of(self, peer: PeerId) -> list[RoomId]:
-        """Rooms that a decode rank waits for."""
+        """Return the rooms that a decode rank waits for."""
         return [room for room, asked in self._asked.items() if peer in asked]
 
     def all(self) -> list[tuple[RoomId, PeerId]]:
-        """Everything that is kept."""
+        """Return the room and the decode rank of every request."""
         return [(room, peer) for room, asked in self._asked.items() for peer in asked]
