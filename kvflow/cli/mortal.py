@@ -1,8 +1,7 @@
-"""Runs a command that does not outlive the thread that started it, and nor do the processes that it starts.
+"""Runs a command that ends with the thread that started it, together with every process that the command starts.
 
-`python -m kvflow.cli.mortal PARENT PROGRAM ...`, where PARENT is the process ID of whoever starts it, in a process
-group of its own. The kernel ends children with their parent, but not grandchildren: an engine's server that is killed
-leaves its workers behind.
+Usage: `python -m kvflow.cli.mortal PARENT PROGRAM ...`, in a new process group. PARENT is the process ID of the parent.
+The kernel ends children with their parent, but not grandchildren: the workers of vLLM outlive a server that is killed.
 """
 
 import ctypes
