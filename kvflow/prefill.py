@@ -372,8 +372,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             return
         if not self._is_too_much(connection, unread):
             self._reading.take(connection, unread)
-        elif unread.is_long:  # counted, because it has been received and decrypted
-            self._refusals.add(connection, len(unread.data))
+        elif unread.is_long or self._is_of_stranger(connection, unread):
+            self._refusals.add(connection, len(unread.data))  # it was dropped, but received and decrypted
 
     def _is_too_much(self, connection: bytes, unread: Unread) -> bool:
         """Return whether to drop a message unread: its sender is over budget, or it is for another process."""
@@ -387,6 +387,10 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._send(connection, Refuse(peer=self.me, to=None, detail=detail))
         self._anomalies.count(f"unexpected_{unread.kind.__struct_config__.tag}")
         return True
+
+    def _is_of_stranger(self, connection: bytes, unread: Unread) -> bool:
+        """Return whether a message needs a Hello before it, and there was none."""
+        return unread.kind not in (Hello, *DIRECTORY_KINDS) and self._core.peer_at(connection) is None
 
     def _take(self, connection: bytes, message: Request, num_bytes: int) -> None:
         if isinstance(message, DirectoryMessage):

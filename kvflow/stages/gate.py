@@ -31,9 +31,12 @@ GRANT_BYTES_AT_ONCE: Final = 256 * 2**20
 """Limits per principal for other long messages. The rate is enough for the pages of eight million tokens per second, at
 one token per page."""
 
-MESSAGES_OF_STRANGERS: Final = 1_024
-"""Messages per second that a principal may send over connections without a Hello; without keys, that each such
-connection may carry. Some may be meant for a previous process at this address."""
+STRANGER_MESSAGES_PER_S: Final = 256
+"""Allowed rate of messages that a principal sends over connections without a Hello; without keys, of each such
+connection. Some may be meant for a previous process at this address."""
+
+STRANGER_MESSAGES_AT_ONCE: Final = 1_024
+"""Allowed burst of such messages. Excess ones count as rejected, so that the connection is soon closed."""
 
 
 class Gate:
@@ -66,7 +69,7 @@ class Gate:
         self._hellos = Budgets[str](HELLOS_AT_ONCE, HELLOS_PER_S)
         self._hello_bytes = Budgets[str](HELLO_BYTES_AT_ONCE, HELLO_BYTES_PER_S)
         self._grant_bytes = Budgets[str](GRANT_BYTES_AT_ONCE, GRANT_BYTES_PER_S)
-        self._strangers = Budgets[bytes | str](MESSAGES_OF_STRANGERS, MESSAGES_OF_STRANGERS)
+        self._strangers = Budgets[bytes | str](STRANGER_MESSAGES_AT_ONCE, STRANGER_MESSAGES_PER_S)
 
     def principal_of(self, connection: bytes) -> str:
         """Return the principal of a connection; empty without keys."""

@@ -174,12 +174,16 @@ async def test_an_insider_whose_messages_are_malformed_is_cut_off_for_a_second()
         assert prefill.statistics().anomalies["connection_cut"] == 1
 
 
-async def test_an_insider_who_speaks_without_a_hello_is_soon_not_answered() -> None:
+async def test_an_insider_who_speaks_without_a_hello_is_cut_off_for_a_second() -> None:
     async with guarded("other") as deployment, under_way(deployment) as honest:
+        prefill = deployment.prefill[0]
         with closing(insider(deployment)) as attacker:
             say_often(attacker, encode(grant(room=7)))
-            await until(lambda: deployment.prefill[0].statistics().anomalies.get("stranger_over_budget"))
+            say_often(attacker, encode(grant(room=7)))
+            await until(lambda: prefill.statistics().anomalies.get("connection_cut"))
+            assert prefill.statistics().anomalies["stranger_over_budget"] > 1_000
             await honest.go_on()
+            await until(lambda: attacker.refused)
             attacker.say(hello_to(deployment))
             assert await attacker.answer(Welcome, 10.0) is not None
 
