@@ -46,6 +46,7 @@ class Deployment:
         extra_config: Mapping[str, Any] | None = None,
         arguments: tuple[str, ...] = (),
         prefill_workers: int = 1,
+        divided_by: str = "tensor",
         load_failure_policy: str = "fail",
     ) -> None:
         self.wrong_page = place / "wrong_page"
@@ -55,14 +56,18 @@ class Deployment:
             model=str(model or prepare_smollm2()),
             served_name=MODEL,
             first_port=0,
-            extra_config={"port": unused_port(), "mooncake_port": self.mooncake_port, **(extra_config or {})},
+            extra_config={
+                "port": unused_port(),
+                **({} if divided_by == "data" else {"mooncake_port": self.mooncake_port}),
+                **(extra_config or {}),
+            },
             arguments=arguments,
             is_cpu=True,
         )
         decode = described[1]
         connector = {**decode.connector, "kv_load_failure_policy": load_failure_policy}
         described = (
-            _with_workers(described[0], prefill_workers),
+            _with_workers(described[0], prefill_workers, divided_by),
             msgspec.structs.replace(decode, connector=connector),
         )
         self.prefill, self.decode = (
@@ -113,8 +118,8 @@ class Deployment:
         assert after[BROUGHT] + after[KNOWN] - before[BROUGHT] - before[KNOWN] > 0
 
 
-def _with_workers(server: VllmServer, count: int) -> VllmServer:
-    """Let workers share the heads, each on a CPU of its own as far as there are enough."""
+def _with_workers(server: VllmServer, count: int, divided_by: str) -> VllmServer:
+    """Let workers share heads (`tensor`) or requests (`data`), on as many CPUs as there are."""
     if count == 1:
         return server
     cpus = sorted(os.sched_getaffinity(0))
@@ -122,7 +127,7 @@ def _with_workers(server: VllmServer, count: int) -> VllmServer:
     return msgspec.structs.replace(
         server,
         cpus=None,
-        arguments=(*server.arguments, "--tensor-parallel-size", str(count)),
+        arguments=(*server.arguments, f"--{divided_by}-parallel-size", str(count)),
         environment={**server.environment, **CPU_ENVIRONMENT, **binding, "OMP_NUM_THREADS": "1"},
     )
 
