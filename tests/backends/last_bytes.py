@@ -36,10 +36,10 @@ class Landing(msgspec.Struct):
     """Bytes that land after a process is killed.
 
     Attributes:
-        is_proved: The transport says that nothing lands any more.
-        elapsed_s: From the death to that.
+        is_proved: The transport proved that nothing lands any more.
+        elapsed_s: From the death to the proof.
         num_arrived: Bytes that had landed at the death.
-        num_late: Bytes that landed after it.
+        num_late: Bytes that landed between the death and the proof.
         num_after_proof: Bytes that landed after the proof.
     """
 
@@ -125,7 +125,7 @@ async def receive(num_rounds: int) -> list[Landing]:
 
 
 def kill_writers(num_rounds: int, environment: Mapping[str, str]) -> list[Landing]:
-    """Kill `num_rounds` writers in a subprocess with more environment variables."""
+    """Kill `num_rounds` writers in a subprocess with this environment."""
     command = [sys.executable, "-m", "tests.backends.last_bytes", str(num_rounds)]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True)

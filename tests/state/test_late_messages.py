@@ -240,7 +240,7 @@ def test_closed_generations_of_one_decode_rank_say_nothing_about_another(prefill
     assert answer(prefill, grant(), sender=other) is None
 
 
-# What else can be late ---------------------------------------------------------------------------------------------
+# Other late messages -----------------------------------------------------------------------------------------------
 
 
 def test_a_late_word_that_everything_was_received_is_no_anomaly(prefill: PrefillDriver) -> None:

@@ -214,7 +214,7 @@ def test_drained_says_why(prefill: PrefillDriver) -> None:
     assert drained.failure == ABORTED
 
 
-# Lives that are over -------------------------------------------------------------------------------------------------
+# Ended processes -----------------------------------------------------------------------------------------------------
 
 
 def gone(transfer: Transfer) -> list[tuple[str, str]]:

@@ -252,7 +252,7 @@ def test_a_release_of_one_delivery_in_doubt_ends_the_others_that_drain() -> None
         assert [receiver for receiver, _ in messages(end(core, 0, delivery(to)), Drained)] == [to]
 
 
-# What is missing ---------------------------------------------------------------------------------------------------
+# Missing proofs ----------------------------------------------------------------------------------------------------
 
 
 GONE = ev.ProbeFinished(PREFILL, is_gone=True)

@@ -35,7 +35,7 @@ class TwoSides(RuleBasedStateMachine):
     def build(self, first: tuple[int, int], second: tuple[int, int], holding: tuple[bool, bool]) -> None:
         self.world = World(dict(zip(DECODE, (first, second), strict=True)), holding)
 
-    # What engines and operators do ---------------------------------------------------------------------------------
+    # Engines and operators -----------------------------------------------------------------------------------------
 
     @rule(which=pick)
     def open_sender(self, which: int) -> None:
@@ -68,7 +68,7 @@ class TwoSides(RuleBasedStateMachine):
         elif which % 8 < 4:
             self.world.release(rank)
 
-    # What the network does -----------------------------------------------------------------------------------------
+    # The network ---------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.world.busy())
     @rule(which=pick, place=pick, keep=st.sampled_from([False, False, True]))
@@ -130,7 +130,7 @@ class TwoSides(RuleBasedStateMachine):
         probes = list(self.world.probes)
         self.world.answer_probe(probes[which % len(probes)])
 
-    # What transports, processes and clocks do ----------------------------------------------------------------------
+    # Transports, processes and clocks ------------------------------------------------------------------------------
 
     @precondition(lambda self: self.world.plans)
     @rule(which=pick)
@@ -170,7 +170,7 @@ class TwoSides(RuleBasedStateMachine):
                     if self.world.wires[ends]:
                         self.world.deliver(ends)
 
-    # What must hold ------------------------------------------------------------------------------------------------
+    # Invariants ----------------------------------------------------------------------------------------------------
 
     @invariant()
     def no_write_is_under_way_to_or_from_pages_that_were_given_back(self) -> None:

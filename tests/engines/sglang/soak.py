@@ -71,7 +71,7 @@ class Request:
         self.deadline = time.monotonic() + STUCK_S
 
     def _cells(self) -> Iterator[tuple[int, Any]]:
-        """Yield each of its pages in each tensor, and the expected content."""
+        """Yield the expected value and the content of each of its pages in each tensor."""
         size = self.side.model.page
         for pool in self.side.pools:
             for number, buffer in enumerate([*pool.k_buffer, *pool.v_buffer]):

@@ -40,7 +40,7 @@ def core() -> PrefillDriver:
 
 @pytest.fixture
 def opened(core: PrefillDriver) -> PrefillDriver:
-    """A room that is announced and completely computed."""
+    """An announced room, all of which has been computed."""
     core(OPEN)
     core(LAST)
     assert core.hear(DECODE, announce()) == []

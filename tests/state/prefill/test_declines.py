@@ -201,7 +201,7 @@ def test_declines_are_remembered_for_so_many_rooms(core: PrefillDriver, monkeypa
     assert len(core.core.timers) == timers
 
 
-# Decode ranks that are lost ------------------------------------------------------------------------------------------
+# Lost decode ranks ---------------------------------------------------------------------------------------------------
 
 
 def test_a_room_that_was_asked_for_by_a_decode_rank_that_is_lost_fails_when_it_is_opened(core: PrefillDriver) -> None:

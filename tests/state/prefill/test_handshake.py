@@ -200,7 +200,7 @@ def test_an_end_of_what_is_not_known_is_not_answered(core: PrefillDriver, messag
     assert core(ev.MessageArrived(SECOND, message)) == []
 
 
-# Other cells, other incarnations -------------------------------------------------------------------------------------
+# Other layouts, other incarnations -----------------------------------------------------------------------------------
 
 
 def test_a_decode_rank_that_wants_other_cells_begins_anew(core: PrefillDriver) -> None:
@@ -607,7 +607,7 @@ def test_a_hello_whose_sender_is_lost_while_it_is_checked_is_checked_again(core:
     assert messages(core(core.checked(hello)), Welcome) != []
 
 
-# Checks that end for nobody ----------------------------------------------------------------------------------------
+# Checks whose hello is void ----------------------------------------------------------------------------------------
 
 
 def test_a_goodbye_over_the_connection_of_a_hello_that_is_checked_ends_the_rank(core: PrefillDriver) -> None:

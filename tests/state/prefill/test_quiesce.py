@@ -49,7 +49,7 @@ def quiesced(effects: list[PrefillEffect]) -> list[int | None]:
     return [effect.resume_at for effect in of_kind(effects, ReportQuiesced)]
 
 
-# What is forgotten, and where chunks go on ---------------------------------------------------------------------------
+# Forgotten pieces, and where to resume -------------------------------------------------------------------------------
 
 
 def test_what_is_posted_is_waited_for_and_what_waits_for_credit_comes_again() -> None:
@@ -244,7 +244,7 @@ def test_a_piece_that_was_planned_directly_is_not_overtaken_by_forgotten_ones() 
     assert quiesced(end(core, 1)) == [5]
 
 
-# What goes wrong -----------------------------------------------------------------------------------------------------
+# Failures ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_post_that_does_not_end_fails_the_room_and_its_pages_go_to_quarantine() -> None:

@@ -627,7 +627,7 @@ def test_without_notices_in_band_a_failed_post_sends_none() -> None:
     assert messages(end(core, 0, failure=FAILURE), Notice) == []
 
 
-# What the shell may say late ----------------------------------------------------------------------------------------
+# Late events --------------------------------------------------------------------------------------------------------
 
 
 def test_the_end_of_a_post_of_a_former_incarnation_is_only_counted(granted: PrefillDriver) -> None:
@@ -655,7 +655,7 @@ def test_a_lingering_write_to_a_rank_that_is_over_is_not_remembered(granted: Pre
     assert not granted.core.rooms.unfenced
 
 
-# A bound on what may still land ------------------------------------------------------------------------------------
+# The bound on lingering writes -------------------------------------------------------------------------------------
 
 
 def linger(core: PrefillDriver, room: int, decode: PeerId) -> None:

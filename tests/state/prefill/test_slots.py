@@ -83,7 +83,7 @@ def keep_alive(core: PrefillDriver, seconds: float) -> list[PrefillEffect]:
     return effects
 
 
-# What is packed ------------------------------------------------------------------------------------------------------
+# Packing -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_packed_piece_says_where_it_will_be(core: PrefillDriver) -> None:
@@ -179,7 +179,7 @@ def test_without_notices_in_band_a_packed_piece_says_so_when_its_post_has_ended(
     assert piece.notice.staged is not None
 
 
-# What sets a slot free -----------------------------------------------------------------------------------------------
+# Freeing slots -------------------------------------------------------------------------------------------------------
 
 
 def test_a_slot_is_free_when_its_write_has_ended_and_it_is_not_read_any_more(core: PrefillDriver) -> None:

@@ -79,7 +79,7 @@ def test_a_turn_ends_also_when_so_many_descriptors_were_planned() -> None:
     assert posts_of(core(ev.TurnContinued())) == [2, 3]
 
 
-# Plans beside the event loop -----------------------------------------------------------------------------------------
+# Plans in worker threads ---------------------------------------------------------------------------------------------
 
 
 def slow(**changes: object) -> PrefillDriver:
