@@ -40,7 +40,7 @@ def test_pipeline_stages(pair: Deployment, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["draft on both", "draft on decode", "draft on prefill"])
 def test_draft_layers(pair: Deployment, name: str) -> None:
-    """Decode works without those that prefill does not have."""
+    """Decode works without draft layers that prefill does not have."""
     pair.open(name, {"tp_size": 2 if name == "draft on both" else 1}, {})
     check(pair, tokens=70)
 
