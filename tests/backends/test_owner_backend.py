@@ -97,7 +97,7 @@ def threads() -> set[str]:
 
 @asynccontextmanager
 async def opened(backend: FakeBackend) -> AsyncIterator[Endpoint]:
-    """Open an endpoint and connect it to itself, unless that fails."""
+    """Open an endpoint; on exit, check that it kept the contract and left no thread."""
     endpoint = Endpoint(fresh_name(), backend, HostBuffer(4096))
     await endpoint.open()
     yield endpoint
